@@ -106,6 +106,13 @@ def test_an_implementation_is_imported_when_its_place_lets_it_run_and_not_before
     assert near.run is near.run is vars(near)["run"], "the second time nothing is looked up"
 
 
+def test_a_compiler_follows_one_without_an_operator_whose_first_call_it_traces() -> None:
+    add = Operation("add", [Impl("never", lambda x: x, lambda x: "it is for no one"), Impl("always", lambda x: x + 1)])
+    torch.compiler.reset()
+    run = torch.compile(lambda x: add(x), fullgraph=True, backend="eager")
+    assert torch.equal(run(torch.zeros(2)), torch.ones(2))
+
+
 def test_a_compiler_sees_one_operator_that_runs_the_implementation_of_eager_mode() -> None:
     ran: list[str] = []
 

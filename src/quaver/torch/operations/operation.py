@@ -61,6 +61,13 @@ class Impl:
     #: Asked before it, of where the operands are: where this refuses, nothing is imported.
     place: Callable[..., str] | None = None
 
+    def __post_init__(self) -> None:
+        # What needs no import is there already: Dynamo of Python 3.11 does not enter the lock of a cached_property.
+        if callable(self.function):
+            self.__dict__["run"] = self.function
+        if callable(self.refusal) and self.place is None:
+            self.__dict__["reason"] = self.refusal
+
     @cached_property
     def run(self) -> Callable[..., Any]:
         """The function itself, imported."""

@@ -134,6 +134,19 @@ def test_gradients_are_those_of_the_formula_and_hidden_rows_give_none() -> None:
         assert np.isclose((np.asarray(g) * along).sum(), (ends[0] - ends[1]) / 2e-5, rtol=1e-4), "qkv"[at]
 
 
+def test_a_bias_of_minus_infinity_hides_as_a_mask_does() -> None:
+    x, mask = tuple(map(jnp.asarray, operands())), mask_of("arbitrary")
+    bias = jnp.where(mask, -jnp.inf, 0.0)
+
+    def both(*x: Any) -> Any:
+        return attention(*x, bias=bias), attention(*x, mask_type="arbitrary", mask=mask)
+
+    one, other = both(*x)
+    assert (one == other).all() and (one[1, 2] == 0).all()
+    for g in jax.grad(lambda *x: both(*x)[0].sum(), argnums=(0, 1, 2))(*x):
+        assert jnp.isfinite(g).all()
+
+
 def test_dropout_drops_its_share_and_keeps_the_mean() -> None:
     q, k, v = map(jnp.asarray, operands())
     run = jax.jit(lambda key: attention(q, k, v, dropout=0.25, dropout_key=key))

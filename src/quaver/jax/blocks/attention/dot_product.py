@@ -47,7 +47,7 @@ def attention(
             Arbitrary: broadcastable to [B, H, Sq, Sk].
         window: (left, right): a query sees that many keys before and after its own position, -1 for all.
             The position is the one that the mask type aligns by.
-        bias: added to the scores; broadcastable to [B, H, Sq, Sk].
+        bias: added to the scores; broadcastable to [B, H, Sq, Sk]. One of -inf hides, as a mask does.
         scale: of the scores; None is 1 / sqrt(D).
         soft_cap: scores become cap tanh(scores / cap), before bias and mask (Gemma-2).
         dropout: probability of dropping a probability; the others grow by 1 / (1 - dropout).
@@ -72,9 +72,12 @@ def attention(
     scores = scores.reshape(batch, heads, queries, keys) * (1 / math.sqrt(dim) if scale is None else scale)
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
+    unseen = hidden(mask_type, mask, window, scores.shape)
     if bias is not None:
-        scores = scores + _fit("bias", bias, scores.shape).astype(jnp.float32)
-    probabilities = _softmax(scores, hidden(mask_type, mask, window, scores.shape))
+        bias = _fit("bias", bias, scores.shape).astype(jnp.float32)
+        hides, scores = bias == -jnp.inf, scores + bias
+        unseen = hides if unseen is None else unseen | hides
+    probabilities = _softmax(scores, unseen)
     if dropout:
         assert dropout_key is not None
         kept = jax.random.bernoulli(dropout_key, 1 - dropout, probabilities.shape)

@@ -83,7 +83,7 @@ def attention(
             The position is the one that the mask type aligns by.
         chunk: a query sees keys of its own run of so many positions alone, counted from the first that is no padding
             (Llama 4); None for all.
-        bias: added to the scores; broadcastable to [B, H, Sq, Sk].
+        bias: added to the scores; broadcastable to [B, H, Sq, Sk]. One of -inf hides, as a mask does.
         alibi_slopes: [H] or [B, H]: score -= slope × distance, positions aligned as the mask type aligns them.
         sinks: one more column of the softmax, whose value is 0: logits [H], or "off_by_one" for logits of 0.
         scale: of the scores; None is 1 / sqrt(D).

@@ -118,3 +118,14 @@ def test_dropout_keeps_the_mean_and_drops_the_share_it_says() -> None:
     probabilities = reference(q, k, v, dropout=0.25) * 64
     assert set(np.unique(probabilities.numpy().round(4))) == {0.0, np.float32(4 / 3).round(4)}
     assert abs((probabilities == 0).float().mean().item() - 0.25) < 0.02
+
+
+@pytest.mark.parametrize("name", ["reference", "sdpa"])
+def test_a_bias_of_minus_infinity_hides_as_a_mask_does(name: str) -> None:
+    q, k, v = operands(7, 7)
+    mask = mask_of("arbitrary", 7, 7)
+    bias = torch.zeros(mask.shape).masked_fill_(mask, -torch.inf)
+    with qt.only(name):
+        results = [attention(q, k, v, bias=bias), attention(q, k, v, mask_type="arbitrary", mask=mask)]
+    for one, other in zip(*((y, *gradients(y, q, k, v)) for y in results), strict=True):
+        assert_close(name, one, other, 1e-6)

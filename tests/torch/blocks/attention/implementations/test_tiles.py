@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -76,6 +77,43 @@ def test_it_is_no_further_from_float32_than_torchs_own() -> None:
         distances[name] = [(a - b).norm() for a, b in zip((y, *gradients(y, *x)), right, strict=True)]
     for ours, theirs in zip(distances["tiles"], distances["sdpa"], strict=True):
         assert ours <= 1.05 * theirs
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape).bfloat16()
+
+
+VIEWS: dict[str, Callable[[int], Tensor]] = {
+    "every other feature": lambda heads: normal(1, 128, heads, 64)[..., ::2],
+    "an odd place": lambda heads: normal(128 * heads * 32 + 1)[1:].view(1, 128, heads, 32),
+    "rows of an odd length": lambda heads: normal(1, 128, heads, 33)[..., 1:],
+    "features outside": lambda heads: normal(1, heads, 32, 128).permute(0, 3, 1, 2),
+    "one feature for all": lambda heads: normal(1, 128, heads, 1).expand(-1, -1, -1, 32),
+    "one head for all": lambda heads: normal(1, 128, 1, 32).expand(-1, -1, heads, -1),
+    "one sequence for all": lambda heads: normal(1, 128, heads, 32).expand(2, -1, -1, -1),
+}
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("lies", VIEWS)
+def test_operands_may_lie_in_any_way(lies: str, groups: int) -> None:
+    views, results = [VIEWS[lies](n) for n in (2, groups, groups)], []
+    for x in (views, [v.clone(memory_format=torch.contiguous_format) for v in views]):
+        x = [t.detach().requires_grad_() for t in x]
+        y = attention(*x, mask_type="causal")
+        results.append((y, *gradients(y, *x)))
+    for one, other in zip(*results, strict=True):
+        assert_bitwise(one, other)
+
+
+@pytest.mark.parametrize("needs", [(True, False, False), (False, True, False), (False, False, True)], ids=str)
+def test_gradients_of_some_are_those_of_all(needs: tuple[bool, ...]) -> None:
+    x = operands(1, 100, 2, 1, 32)
+    every = gradients(attention(*x, mask_type="causal"), *x)
+    some = [t.detach().requires_grad_(need) for t, need in zip(x, needs, strict=True)]
+    y = attention(*some, mask_type="causal")
+    wanted = needs.index(True)
+    assert_bitwise(gradients(y, some[wanted])[0], every[wanted])
 
 
 def test_groups_of_heads_that_do_not_fit_at_once_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,3 +287,79 @@ def test_one_graph_serves_all_lengths_with_the_bits_of_eager_mode(monkeypatch: p
         for one, other in zip(gradients(y, *x), gradients(right, *x), strict=True):
             assert_bitwise(one, other)
     assert len(traced) == 1
+
+
+def compiled(mask_type: str = "causal") -> Callable[..., Tensor]:
+    torch.compiler.reset()
+
+    def run(*x: Tensor) -> Tensor:
+        return attention(*x, mask_type=mask_type)
+
+    return torch.compile(run, fullgraph=True, backend="aot_eager")
+
+
+@pytest.mark.parametrize("of_forward, of_backward", [(2, 1), (1, 2)])
+def test_threads_of_backward_may_be_others(of_forward: int, of_backward: int) -> None:
+    """Whose attention the forward took is written down, not asked again."""
+    x, run = operands(1, 128, 2, 2, 32), compiled()
+    torch.set_num_threads(of_forward)
+    y = run(*x)
+    torch.set_num_threads(of_backward)
+    exact = exactly(*x)
+    with qt.only("reference"):
+        right = attention(*exact, mask_type="causal")
+    for name, g, good in zip("qkv", gradients(y, *x), gradients(right, *exact), strict=True):
+        assert_close(f"gradient of {name}", g, good, CLOSE)
+
+
+def test_compiled_operands_of_torchs_lengths_may_lie_in_any_way() -> None:
+    x = [VIEWS["every other feature"](n)[:, :12].detach().requires_grad_() for n in (2, 1, 1)]
+    exact, y = exactly(*x), compiled()(*x)
+    with qt.only("reference"):
+        right = attention(*exact, mask_type="causal")
+    assert_close("output", y, right, CLOSE)
+    for name, g, good in zip("qkv", gradients(y, *x), gradients(right, *exact), strict=True):
+        assert_close(f"gradient of {name}", g, good, CLOSE)
+
+
+@pytest.mark.parametrize("queries, keys", [(0, 70), (70, 0)])
+def test_compiled_without_queries_or_keys_gradients_are_0(queries: int, keys: int) -> None:
+    x = [normal(2, tokens, n, 32).requires_grad_() for tokens, n in ((queries, 2), (keys, 1), (keys, 1))]
+    y = compiled("none")(*x)
+    assert y.shape == (2, queries, 2, 32) and not y.any()
+    assert not any(g.any() for g in torch.autograd.grad(y.sum(), x))
+
+
+def test_an_exported_program_holds_torchs_operations_alone() -> None:
+    class Attention(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attention(q, k, v, mask_type="causal")
+
+    x = tuple(t.detach() for t in operands(1, 128, 2, 2, 32))
+    program = torch.export.export(Attention(), x)
+    assert not any("quaver" in str(node.target) for node in program.graph.nodes)
+
+
+def test_compiled_forward_mode_loses_no_derivative() -> None:
+    q, k, v = (t.detach() for t in operands(1, 128, 2, 2, 32))
+
+    def tangent(q: Tensor) -> Tensor | None:
+        with forward_ad.dual_level():
+            y = attention(forward_ad.make_dual(q, q), k, v, mask_type="causal")
+            return forward_ad.unpack_dual(y).tangent
+
+    torch.compiler.reset()
+    with pytest.raises(NotImplementedError, match="forward AD"):
+        torch.compile(tangent, backend="aot_eager")(q)
+
+
+def test_subclasses_of_tensors_are_torchs_wherever_they_stand() -> None:
+    class Own(Tensor):
+        pass
+
+    x = [t.detach() for t in operands(1, 128, 2, 2, 32)]
+    for i in range(3):
+        given = [t.as_subclass(Own) if i == j else t for j, t in enumerate(x)]
+        assert "plain tensors" in dict(explain_attention(*given, mask_type="causal").passed_over)["tiles"]  # type: ignore[arg-type]
+    parameters = [torch.nn.Parameter(t) for t in x]
+    assert_bitwise(attention(*parameters, mask_type="causal"), attention(*x, mask_type="causal"))

@@ -19,10 +19,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
     scores = (wide @ keys.unsqueeze(2).mT).flatten(1, 2) * call.scale
     if call.soft_cap is not None:
         scores = call.soft_cap * torch.tanh(scores / call.soft_cap)
-    bias = call.whole_bias(q, k)
+    bias, hidden = call.whole_bias(q, k), call.hidden(q, k)
     if bias is not None:
         scores = scores + bias.to(dtype)
-    probabilities = F.dropout(softmax(scores, call.hidden(q, k), call.sinks), call.dropout)
+        hides = bias.detach() == -torch.inf
+        hidden = hides if hidden is None else hidden | hides
+    probabilities = F.dropout(softmax(scores, hidden, call.sinks), call.dropout)
     out = probabilities.unflatten(1, (groups, heads // groups)) @ values.unsqueeze(2)
     return out.flatten(1, 2).to(q.dtype)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from quaver.torch.backends.cpu import brgemm, scratch
 from quaver.torch.blocks.attention.inputs.call import Call
@@ -34,6 +34,8 @@ WIDEST, STEP = 256, 32
 LONGEST = 1024
 
 _LOG2E = math.log2(math.e)
+#: The logarithms of an output that is torch's; those of a sum are never it.
+_NONE = -math.inf
 _aten: Any = torch.ops.aten
 #: Whether torch's kernel, which compiled code takes for lengths that do not fit, can be called back and forth.
 _REACHED = hasattr(_aten, "_scaled_dot_product_flash_attention_for_cpu") and hasattr(
@@ -66,10 +68,14 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> str:
         return "the processor has no instructions for bf16, or libtorch does not export the block that uses them"
     if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is not torch.bfloat16:
         return "torch.autocast asks for another dtype"
-    if traced:
-        return "" if _REACHED else "torch's own kernel, for lengths that do not fit, goes by other names"
-    plain = type(q) is Tensor and not transforms_active() and forward_level() < 0
-    return "" if plain else "tiles are for plain tensors, outside of torch.func and forward mode"
+    if traced and not _REACHED:
+        return "torch's own kernel, for lengths that do not fit, goes by other names"
+    if traced and torch.compiler.is_exporting():
+        return "an exported program holds torch's own operations alone"
+    plain = traced or (_own(q) and _own(k) and _own(v))
+    if plain and not transforms_active() and forward_level() < 0:
+        return ""
+    return "tiles are for plain tensors, outside of torch.func and forward mode"
 
 
 def fits(q: Tensor, k: Tensor, causal: bool) -> bool:
@@ -78,6 +84,10 @@ def fits(q: Tensor, k: Tensor, causal: bool) -> bool:
     if not QUERIES <= queries <= LONGEST or not QUERIES <= keys <= LONGEST or (causal and queries != keys):
         return False
     return batch * heads * queries * keys >= SMALLEST and torch.get_num_threads() == 1
+
+
+def _own(x: Tensor) -> bool:
+    return type(x) is Tensor or type(x) is nn.Parameter
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
@@ -119,7 +129,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tup
     logarithms = torch.empty(_logarithms(q), dtype=torch.float32, device="cpu")
     if not fits(q, k, causal):
         y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=heads != groups)
-        return _like(y).copy_(y), logarithms
+        # Backward shall not ask again: threads may be others by then.
+        return _like(y).copy_(y), logarithms.fill_(_NONE)
     rows, of_keys, of_values = _rows(q, groups), _along(_matrices(k)), _down(_matrices(v))
     out, of_rows = torch.empty_like(rows), logarithms.view(*rows.shape[:3], 1)
     for tile, part, n in _parts(rows, keys, causal):
@@ -141,7 +152,10 @@ def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, logarithms: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     (batch, _, queries, _), (groups, keys) = q.shape, k.shape[1:3]
-    if not fits(q, k, causal):
+    if not (q.numel() and k.numel()):
+        return _like(q).zero_(), _like(k).zero_(), _like(v).zero_()
+    if logarithms[0] == _NONE:
+        q, k, v, grad = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, grad))
         y, own = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
         of = _aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, y, own, 0.0, causal, scale=scale)
         gradients: Any = tuple(_like(g).copy_(g) for g in of)
@@ -254,9 +268,10 @@ def _tokens(rows: Tensor, batch: int, groups: int, tokens: int) -> Tensor:
 
 
 def _matrices(x: Tensor) -> Tensor:
-    """Keys or values [B, G, S, D]."""
+    """Keys or values [B, G, S, D], contiguous; pairs of features lie where an int32 may."""
     rest = -x.shape[2] % QUERIES
-    return (F.pad(x, (0, 0, 0, rest)) if rest else x).reshape(-1, x.shape[2] + rest, x.shape[3])
+    x = F.pad(x, (0, 0, 0, rest)) if rest else x.contiguous()
+    return (x if x.storage_offset() % 2 == 0 else x.clone()).view(-1, *x.shape[2:])
 
 
 def _along(matrices: Tensor) -> Tensor:
