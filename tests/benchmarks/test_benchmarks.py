@@ -42,7 +42,7 @@ from benchmarks.pages import ranks
 from quaver.torch.backends.gpu.launching import interpreter
 from quaver.train import TrainResult
 from quaver.train.configuration.sizes import MODELS
-from quaver.train.learning.torch.decoder import build
+from quaver.train.learning.torch.model.decoder import build
 from tests import forked
 
 

@@ -137,7 +137,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "quaver.train.learning": ("nonfinite", "learner", "ranks", "mesh", "jax", "torch", "frameworks"),
     "quaver.train.learning.torch": (
-        *("device", "decoder", "optimizer", "parallel", "nonfinite", "update", "learner", "decoding", "trials"),
+        *("device", "model", "optimizer", "parallel", "nonfinite", "update", "learner", "decoding", "trials"),
     ),
     "benchmarks": ("measuring", "subjects", "host_cost", "acceptance", "pages", "cases", "gpu", "cpu", "__main__"),
     "benchmarks.cases": ("linear", "blocks", "models", "host", "ranks"),

@@ -54,7 +54,7 @@ OWNERS = {
     ("quaver.train.running.interrupt", "signal.signal"),
     ("quaver.train.learning.torch.parallel.group", "signal.signal"),
     ("quaver.train.learning.torch.decoding", "warnings.simplefilter"),
-    ("quaver.train.learning.torch.learner", "warnings.filterwarnings"),
+    ("quaver.train.learning.torch.model.decoder", "warnings.filterwarnings"),
     # So do reading a recipe's text and `doctor`.
     ("quaver.train.configuration.recipe_name", "warnings.simplefilter"),
     ("quaver.train.learning.torch.trials", "warnings.simplefilter"),

@@ -1,6 +1,7 @@
 """`quaver plan`: a table, its sums, JSON, sentences; without torch, jax or a GPU."""
 
 import json
+import math
 import subprocess
 import sys
 
@@ -14,7 +15,7 @@ from quaver.train.commands import cli
 from quaver.train.commands.cli import app
 from quaver.train.commands.planning import as_json, cells, plan, verdict
 from quaver.train.configuration.parameter_table import projections
-from quaver.train.configuration.sizes import MODELS
+from quaver.train.configuration.sizes import KNOWN, MODELS
 
 
 def quaver(*arguments: object) -> Result:
@@ -39,12 +40,14 @@ def test_the_table_has_a_row_a_shape_and_the_sums() -> None:
     assert "predicted, not measured" in result.stdout
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", KNOWN)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_model_is_planned_under_every_recipe(model: str, recipe: str) -> None:
     planned = plan(model, recipe, "h200", tokens=1024)
-    counted = sum(len(row.names) * row.cost.in_features * row.cost.out_features for row in planned.rows)
-    assert counted * MODELS[model].layers == sum(n * k for n, k in projections(MODELS[model]).values())
+    counted = sum(
+        len(row.names) * row.layers * row.experts * row.cost.in_features * row.cost.out_features for row in planned.rows
+    )
+    assert counted == sum(map(math.prod, projections(KNOWN[model]).values()))
     assert len(list(cells(planned))) == len(planned.rows) + 2 and verdict(planned)
     json.dumps(as_json(planned))
 

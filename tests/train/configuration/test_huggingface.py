@@ -8,7 +8,7 @@ import torch
 
 from quaver.train.configuration.huggingface import configuration, family, renamed
 from quaver.train.configuration.sizes import MODELS
-from quaver.train.learning.torch.decoder import build
+from quaver.train.learning.torch.model.decoder import build
 
 FAMILIES = {"tiny": "llama", "125m": "llama", "llama3.1-8b": "llama", "mistral-tiny": "mistral", "qwen3-tiny": "qwen3"}
 
@@ -19,7 +19,8 @@ def test_each_model_has_its_family() -> None:
             continue  # tests/train/running/test_ranks.py names models of its own
         kind = family(config)
         assert kind == FAMILIES.get(name, kind)
-        assert bool(kind) == (not name.startswith(("falcon", "gpt-neox", "gemma2")))
+        others = ("falcon", "gpt-neox", "gemma2", "mixtral", "deepseek", "mamba2", "nemotron-h")
+        assert bool(kind) == (not name.startswith(others))
         assert renamed("embedding.weight", config) == ("model.embed_tokens.weight" if kind else "embedding.weight")
 
 

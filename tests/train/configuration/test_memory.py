@@ -1,6 +1,7 @@
 """What `trained` says is what live tensors take."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,7 +23,21 @@ def bytes_of(tensors: list[torch.Tensor]) -> int:
     "recipe", ["bf16", "tensorwise", "mxfp8(weight_2d=True)", "blockwise", "mxfp8 until 50%, bf16"]
 )
 def test_bytes_are_those_of_live_tensors(make_config: MakeConfig, optimizer: str, recipe: str) -> None:
-    config = make_config(optimizer=optimizer, recipe=recipe, batch=1, sequence=16)
+    check("nano", make_config, optimizer, recipe)
+
+
+@pytest.mark.parametrize("model", ["mixtral-tiny", "mamba2-tiny"])
+@pytest.mark.parametrize("optimizer", ["lean", "exact"])
+@pytest.mark.parametrize("recipe", ["bf16", "tensorwise"])
+def test_bytes_of_stacks_and_of_mixers_are_too(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, model: str, optimizer: str, recipe: str
+) -> None:
+    monkeypatch.setitem(MODELS, model, replace(MODELS[model], layers=1))
+    check(model, make_config, optimizer, recipe)
+
+
+def check(model: str, make_config: MakeConfig, optimizer: str, recipe: str) -> None:
+    config = make_config(model=model, optimizer=optimizer, recipe=recipe, batch=1, sequence=16)
     first, *later = recipe_name.parts(recipe)
     learner = TorchLearner(config, first.recipe, 256)
     learner.step(torch.randint(256, (1, 1, 17)).numpy(), 1e-3)
@@ -33,7 +48,7 @@ def test_bytes_are_those_of_live_tensors(make_config: MakeConfig, optimizer: str
     gradients = [p.grad for p in parameters if p.grad is not None]
     gradients += [t for each in held.values() for t in (each.codes, each.scale)]
     states = [t for state in own.state.values() for name, t in state.items() if name not in ("step", "amax")]
-    expected = memory.trained(MODELS["nano"], 256, optimizer, first.recipe, config.dtype, codes=not later)
+    expected = memory.trained(MODELS[model], 256, optimizer, first.recipe, config.dtype, codes=not later)
     assert expected.weight == bytes_of([*parameters, *scales])
     assert expected.gradient == bytes_of(gradients)
     assert expected.beside + expected.moments == bytes_of(states)

@@ -6,6 +6,8 @@ import pytest
 from quaver.train.configuration.parameter_table import initial, padded, parameters
 from quaver.train.configuration.sizes import MODELS
 
+#: Inverse softplus of steps from 1e-3 to 1e-1, and logarithms of decays from 1 to 16.
+OF_HEADS = {"dt_bias": (-6.91, -2.25), "A_log": (0.0, 2.78)}
 TINY = [name for name in MODELS if name.endswith("-tiny")]
 
 
@@ -34,11 +36,16 @@ def test_first_values_are_the_ones_they_always_were() -> None:
 def test_norms_do_nothing_and_matrices_have_their_deviation(name: str) -> None:
     config = MODELS[name]
     for key, value in initial(config, 256, 0):
-        if value.ndim == 1:
+        if key.endswith(("dt_bias", "A_log")):
+            low, high = OF_HEADS[key.rpartition(".")[2]]
+            assert (value >= low).all() and (value <= high).all() and len(set(value.tolist())) > 1, key
+        elif value.ndim == 1:
             nothing = 0.0 if config.zero_centered or key.endswith(".bias") else 1.0
             assert (value == nothing).all(), key
         else:
             expected = 1.0 if key == "embedding.weight" and not config.tied else config.dim**-0.5
-            if key.endswith(("o_proj.weight", "down_proj.weight")):
-                expected /= (2 * config.layers) ** 0.5
+            if key.endswith(("q_up_proj.weight", "kv_up_proj.weight", "conv1d.weight")):
+                expected = value.shape[-1] ** -0.5
+            if key.endswith((".o_proj.weight", ".down_proj.weight", ".out_proj.weight")):
+                expected /= config.parts**0.5
             assert value.std() == pytest.approx(expected, rel=0.05), key

@@ -4,11 +4,13 @@ from dataclasses import fields
 
 import pytest
 from transformers import (
+    DeepseekV3Config,
     FalconConfig,
     Gemma2Config,
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PreTrainedConfig,
     Qwen3Config,
 )
@@ -17,7 +19,7 @@ from quaver.jax.blocks.activation import ACTIVATIONS as JAX_ACTIVATIONS
 from quaver.torch.blocks.prologues.activation import ACTIVATIONS
 from quaver.train.configuration.config import TrainConfig
 from quaver.train.configuration.parameter_table import parameters
-from quaver.train.configuration.sizes import MODELS, ModelConfig
+from quaver.train.configuration.sizes import KNOWN, MODELS, PLANNED, ModelConfig
 
 #: Vocabulary, and parameters in millions, of the models with the sizes of a row.
 PUBLISHED = {
@@ -34,6 +36,10 @@ PUBLISHED = {
     "qwen3-1.7b": (151_936, 1721),
     "qwen3-4b": (151_936, 4022),
     "qwen3-8b": (151_936, 8191),
+    "mixtral-8x7b": (32_000, 46_703),
+    "deepseek-v3": (129_280, 671_026),
+    "mamba2-2.7b": (50_288, 2703),
+    "nemotron-h-8b": (131_072, 8101),
 }
 #: What Hugging Face's configuration of a family is by default, where that is a published model.
 DEFAULTS: dict[str, PreTrainedConfig] = {
@@ -58,7 +64,7 @@ def count(config: ModelConfig, vocab: int) -> int:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_model_has_its_number_of_parameters(name: str) -> None:
     vocab, millions = PUBLISHED[name]
-    assert round(count(MODELS[name], vocab) / 1e6) == millions
+    assert round(count(KNOWN[name], vocab) / 1e6) == millions
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
@@ -92,19 +98,60 @@ def test_a_family_has_hugging_faces_activation(kind: type[PreTrainedConfig]) -> 
 
 def test_every_family_is_there_tiny_and_as_published() -> None:
     families = {name.removesuffix("-tiny") for name in TINY}
-    assert families == {"llama", "falcon", "gpt-neox", "gemma2", "mistral", "qwen3"}
-    assert all(any(name.startswith(family) and name not in TINY for name in MODELS) for family in families)
+    others = {"mixtral", "deepseek", "mamba2", "nemotron-h"}
+    assert families == {"llama", "falcon", "gpt-neox", "gemma2", "mistral", "qwen3"} | others
+    assert all(any(name.startswith(family) and name not in TINY for name in KNOWN) for family in families)
     assert MODELS["llama-tiny"] == MODELS["tiny"]
 
 
 @pytest.mark.parametrize("name", TINY)
 def test_a_tiny_model_differs_from_the_real_one_in_sizes_alone(name: str) -> None:
-    real = MODELS[next(other for other in PUBLISHED if other.startswith(name.removesuffix("-tiny")))]
+    real = KNOWN[next(other for other in PUBLISHED if other.startswith(name.removesuffix("-tiny")))]
     sizes = {"layers", "dim", "heads", "groups", "head_dim", "hidden", "lr", "positions", "windows", "scale", "theta"}
+    sizes |= {"vocab", "pattern", "latent", "state", "experts"}
     for field in fields(ModelConfig):
         if field.name not in sizes:
             assert getattr(MODELS[name], field.name) == getattr(real, field.name), field.name
     assert len(MODELS[name].windows) == len(real.windows)
+    assert set(MODELS[name].pattern) == set(real.pattern)
+    for part in ("latent", "state", "experts"):
+        assert (getattr(MODELS[name], part) is None) == (getattr(real, part) is None)
+    if real.experts is not None and (own := MODELS[name].experts) is not None:
+        for field in ("scores", "best_of_group", "scale", "bias_rate", "balance", "by_sequence", "z"):
+            assert getattr(own, field) == getattr(real.experts, field), field
+
+
+#: Names of Hugging Face's configurations of families whose published model is in `PLANNED` alone.
+THEIRS = {"mixtral-8x7b": MixtralConfig(), "deepseek-v3": DeepseekV3Config()}
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_sizes_of_experts_are_those_of_hugging_faces_configuration(name: str) -> None:
+    ours, theirs = PLANNED[name], THEIRS[name]
+    assert ours.experts is not None
+    assert (ours.layers, ours.dim, ours.heads) == (
+        theirs.num_hidden_layers,
+        theirs.hidden_size,
+        theirs.num_attention_heads,
+    )
+    number = getattr(theirs, "n_routed_experts", None) or theirs.num_local_experts
+    assert (ours.experts.number, ours.experts.chosen) == (number, theirs.num_experts_per_tok)
+    if isinstance(theirs, DeepseekV3Config):
+        sizes, experts = ours.latent, ours.experts
+        assert sizes is not None
+        assert (sizes.q_rank, sizes.kv_rank) == (theirs.q_lora_rank, theirs.kv_lora_rank)
+        assert (sizes.plain_dim, sizes.rope_dim) == (theirs.qk_nope_head_dim, theirs.qk_rope_head_dim)
+        assert (sizes.value_dim, ours.hidden) == (theirs.v_head_dim, theirs.intermediate_size)
+        assert (experts.hidden, experts.scale) == (theirs.moe_intermediate_size, theirs.routed_scaling_factor)
+        assert (experts.groups, experts.top_groups) == (theirs.n_group, theirs.topk_group)
+        assert ours.numbers("attention") == list(range(theirs.first_k_dense_replace))
+
+
+def test_nemotron_h_has_the_published_pattern() -> None:
+    """hybrid_override_pattern of nvidia/Nemotron-H-8B-Base-8K's config.json."""
+    written = {"state-mlp": "M-", "state": "M", "attention": "*-"}
+    published = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
+    assert "".join(written[kind] for kind in PLANNED["nemotron-h-8b"].pattern) == published
 
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)

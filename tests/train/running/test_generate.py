@@ -21,8 +21,9 @@ FAMILIES = [name for name in MODELS if name.endswith("-tiny")]
 def test_every_family_trains_and_decodes_alike_with_each_cache(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """28 tokens: Gemma 2's and Mistral's windows are 16; two layers are of both kinds that Gemma 2 has."""
-    monkeypatch.setitem(MODELS, name, replace(MODELS[name], layers=2))
+    """28 tokens: Gemma 2's and Mistral's windows are 16; two layers are of both kinds that Gemma 2 has, three of all of
+    Nemotron-H's."""
+    monkeypatch.setitem(MODELS, name, replace(MODELS[name], layers=3 if name.startswith("nemotron") else 2))
     result = run_training(make_config(model=name, dtype="float32", steps=5))
     assert result.losses[5] < result.losses[1]
     decoded = [generation.generate(result.folder, "7 times", tokens=21, how=GREEDY, cache=cache) for cache in CACHES]

@@ -24,8 +24,8 @@ from quaver.train.configuration.config import FRAMEWORKS, TrainConfig, to_toml
 from quaver.train.configuration.schedule import lr_at
 from quaver.train.configuration.sizes import MODELS
 from quaver.train.learning.nonfinite import NonFiniteError
-from quaver.train.learning.torch import decoder
-from quaver.train.learning.torch.decoder import build, loss_of
+from quaver.train.learning.torch.model import decoder
+from quaver.train.learning.torch.model.decoder import build, loss_of
 from quaver.train.learning.torch.nonfinite import first_gradient, first_module
 from quaver.train.records import checkpoint, parts
 from quaver.train.records.checkpoint import CheckpointError

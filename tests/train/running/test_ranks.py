@@ -26,8 +26,8 @@ from quaver.core.spec import Recipe
 from quaver.train.configuration.config import TrainConfig, read_toml, to_toml
 from quaver.train.configuration.sizes import GEMMA2, MODELS, NEOX
 from quaver.train.learning import mesh
-from quaver.train.learning.torch import decoder
-from quaver.train.learning.torch.decoder import quantize_layers
+from quaver.train.learning.torch.model import decoder
+from quaver.train.learning.torch.model.decoder import quantize_layers
 from quaver.train.records import checkpoint
 from quaver.train.records.checkpoint import CheckpointError
 from quaver.train.records.metrics import losses, read, validation_losses

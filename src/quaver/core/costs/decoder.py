@@ -106,14 +106,16 @@ def dense(dim: int, heads: int, groups: int, head_dim: int, hidden: int, *, gate
     )
 
 
-def _latent(dim: int, heads: int) -> tuple[Matrix, ...]:
-    """DeepSeek-V3's attention: queries from 1536 features, keys and values from 512, 64 of a head turned."""
+def latent(
+    dim: int, heads: int, q_rank: int, kv_rank: int, plain_dim: int, rope_dim: int, value_dim: int
+) -> tuple[Matrix, ...]:
+    """Latent attention: queries from q_rank features, keys and values from kv_rank, rope_dim of a head turned."""
     return (
-        Matrix(out_features=1536, in_features=dim, cut=None),
-        Matrix(out_features=heads * 192, in_features=1536),
-        Matrix(out_features=512 + 64, in_features=dim, cut=None),
-        Matrix(out_features=heads * 256, in_features=512),
-        Matrix(out_features=dim, in_features=heads * 128, cut="row"),
+        Matrix(out_features=q_rank, in_features=dim, cut=None),
+        Matrix(out_features=heads * (plain_dim + rope_dim), in_features=q_rank),
+        Matrix(out_features=kv_rank + rope_dim, in_features=dim, cut=None),
+        Matrix(out_features=heads * (plain_dim + value_dim), in_features=kv_rank),
+        Matrix(out_features=dim, in_features=heads * value_dim, cut="row"),
     )
 
 
@@ -129,7 +131,8 @@ def deepseek_v3_like() -> Decoder:
         down = Matrix(out_features=dim, in_features=hidden, cut="row", experts=experts, chosen=chosen)
         return wide, wide, down
 
-    first = Block(matrices=(*_latent(dim, heads), *mlp(18_432)), hidden=18_432, **attention)
-    routed = (*_latent(dim, heads), *mlp(width), *mlp(width, 256, 8))
+    own = latent(dim, heads, 1536, 512, 128, 64, 128)
+    first = Block(matrices=(*own, *mlp(18_432)), hidden=18_432, **attention)
+    routed = (*own, *mlp(width), *mlp(width, 256, 8))
     rest = Block(matrices=routed, hidden=9 * width, **attention)
     return Decoder(name="deepseek-v3-like", blocks=((3, first), (58, rest)), dim=dim, vocab=129_280)

@@ -337,7 +337,7 @@ def plan(
     typed: dict[str, Any],
     *,
     gpu: Annotated[str, typer.Option(help="a100, h100, h200, l40s, b200, ...; it need not be here")],
-    model: Annotated[str, typer.Option(help="as of train: llama3-8b, 125m, ...; with --gpus deepseek-v3-like too")],
+    model: Annotated[str, typer.Option(help="as of train, or mixtral-8x7b, deepseek-v3, nemotron-h-8b, mamba2-2.7b")],
     recipe: Annotated[str, typer.Option(help="a recipe, with options if wanted")],
     tokens: Annotated[int, typer.Option(help="tokens in a micro-batch")] = 8192,
     micro_batches: Annotated[int, typer.Option(help="micro-batches that share one quantization of the weights")] = 1,

@@ -1,9 +1,11 @@
 """What a model's layers would gain under a recipe on a GPU: `quaver plan`, which needs neither the GPU nor torch.
 
 Prices are `quaver.core.costs.ledger`'s. Every matrix quantizes its own input, as the layers that `convert` makes of
-nn.Linear do; embedding and head are not counted, nor what is between the matrices.
+nn.Linear do; embedding and head are not counted, nor what is between the matrices. Each of a layer's experts is priced
+as a layer of its own that has an even share of the tokens.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,7 +14,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from quaver.core.costs import gpus, ledger
+from quaver.core.costs import gpus, ledger, scan
 from quaver.core.costs.gpus import Gpu
 from quaver.core.costs.ledger import Layer
 from quaver.core.spec import GemmSpec, Recipe
@@ -21,8 +23,8 @@ from quaver.core.states.presets import PRESETS
 from quaver.core.text.given import shown
 from quaver.core.text.spelling import suggest
 from quaver.train.configuration import optimizer_name, recipe_name
-from quaver.train.configuration.parameter_table import matrices, projections
-from quaver.train.configuration.sizes import MODELS, ModelConfig
+from quaver.train.configuration.parameter_table import flat, matrices, projections
+from quaver.train.configuration.sizes import KNOWN, ModelConfig
 
 #: What the ledger's kinds of GEMM multiply, in a user's words.
 KINDS = {
@@ -42,17 +44,20 @@ COLUMNS = ("layer", "K", "N", "bf16, ms", "predicted", "more MB", "speed-up", "g
 
 @dataclass(frozen=True)
 class Row:
-    """Matrices of one shape in a layer of the model, and what one of them costs."""
+    """Matrices of one shape in layers of a kind, and what one of them costs."""
 
     names: list[str]
     cost: Layer
+    #: How many layers have them, and how many experts each of these.
+    layers: int
+    experts: int = 1
 
     @property
     def gains(self) -> bool:
         return self.cost.speedup > 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """A model under a recipe on a GPU."""
 
@@ -67,19 +72,29 @@ class Plan:
     fused: bool
     #: As `quaver train` takes it.
     optimizer: str = optimizer_name.TORCH
+    tokens: int
 
     @property
     def bf16_seconds(self) -> float:
-        """Of the matrices of one layer, one micro-batch."""
-        return sum(len(row.names) * row.cost.bf16_seconds for row in self.rows)
+        """Of the matrices of one layer, one micro-batch; where layers differ, their mean."""
+        return sum(self.times(row) * row.cost.bf16_seconds for row in self.rows)
 
     @property
     def seconds(self) -> float:
-        return sum(len(row.names) * row.cost.seconds for row in self.rows)
+        return sum(self.times(row) * row.cost.seconds for row in self.rows)
 
     @property
     def bytes(self) -> float:
-        return sum(len(row.names) * row.cost.bytes for row in self.rows)
+        return sum(self.times(row) * row.cost.bytes for row in self.rows)
+
+    @property
+    def even(self) -> bool:
+        """Whether all layers have the same matrices."""
+        return all(row.layers == self.config.layers for row in self.rows)
+
+    def times(self, row: Row) -> float:
+        """How often a matrix of a row stands in a layer, in the mean."""
+        return len(row.names) * row.experts * row.layers / self.config.layers
 
     @property
     def speedup(self) -> float:
@@ -99,7 +114,7 @@ def plan(
     """Price the matrices of a model.
 
     Args:
-        model: a row of `quaver.train.configuration.sizes.MODELS`.
+        model: a row of `quaver.train.configuration.sizes.MODELS` or `PLANNED`.
         recipe: as a user types it.
         gpu: a row of `quaver.core.costs.gpus.GPUS`.
         tokens: in a micro-batch.
@@ -109,34 +124,64 @@ def plan(
     Raises:
         ValueError: an unknown model, recipe or GPU, with the nearest known one; a number below 1 or above `MOST`.
     """
-    if model not in MODELS:
-        raise ValueError(f"no model {shown(model)}; {suggest(model[:100], MODELS)}")
+    if model not in KNOWN:
+        raise ValueError(f"no model {shown(model)}; {suggest(model[:100], KNOWN)}")
     for name, value in (("tokens", tokens), ("micro_batches", micro_batches)):
         if not 1 <= value <= MOST:
             raise ValueError(f"{name} is {shown(value)}; give a number from 1 to {MOST}")
-    config, chosen, card = MODELS[model], recipe_name.find(recipe), gpus.get(gpu)
+    config, chosen, card = KNOWN[model], recipe_name.find(recipe), gpus.get(gpu)
     optimizer_name.check(optimizer, chosen)
-    shapes: dict[tuple[int, int], list[str]] = {}
-    for part in matrices(config).values():
-        for name, shape in part.items():
-            shapes.setdefault(shape, []).append(name)
-    rows = [
-        Row(names, ledger.layer(chosen, tokens, k, n, card, micro_batches=micro_batches, produced=fused))
-        for (n, k), names in shapes.items()
-    ]
-    return Plan(model, config, chosen, card, rows, micro_batches, fused, optimizer)
+    rows = []
+    for (shape, layers), names in _alike(config).items():
+        *stack, n, k = shape
+        each, experts = tokens, math.prod(stack)
+        if stack and config.experts is not None:
+            each = math.ceil(tokens * config.experts.chosen / experts)
+        cost = ledger.layer(chosen, each, k, n, card, micro_batches=micro_batches, produced=fused)
+        rows.append(Row(names, cost, layers, experts))
+    return Plan(
+        model=model,
+        config=config,
+        recipe=chosen,
+        gpu=card,
+        rows=rows,
+        micro_batches=micro_batches,
+        fused=fused,
+        optimizer=optimizer,
+        tokens=tokens,
+    )
+
+
+def _alike(config: ModelConfig) -> dict[tuple[tuple[int, ...], int], list[str]]:
+    """The names of matrices by their shape and by how many layers have them."""
+    layers: dict[tuple[str, tuple[int, ...]], int] = {}
+    for layer in range(config.layers):
+        for part, own in matrices(config, layer).items():
+            first = f"{part.partition('.')[2]}." if "." in part else ""
+            for name, shape in own.items():
+                layers[first + name, shape] = layers.get((first + name, shape), 0) + 1
+    alike: dict[tuple[tuple[int, ...], int], list[str]] = {}
+    for (name, shape), count in layers.items():
+        alike.setdefault((shape, count), []).append(name)
+    return alike
 
 
 def cells(planned: Plan) -> Iterator[tuple[str, ...]]:
     """Rows of the table as text, the sums last."""
     for row in planned.rows:
         cost = row.cost
-        sizes = (", ".join(row.names), f"{cost.in_features}", f"{cost.out_features}")
+        sizes = (_names(planned, row), f"{cost.in_features}", f"{cost.out_features}")
         yield (*sizes, *_numbers(cost.bf16_seconds, cost.seconds, cost.bytes), "yes" if row.gains else "no")
     one = planned.bf16_seconds, planned.seconds, planned.bytes
-    yield ("one layer", "", "", *_numbers(*one), "")
+    yield ("one layer" if planned.even else "a layer, the mean", "", "", *_numbers(*one), "")
     layers = planned.config.layers
     yield (f"{layers} layers", "", "", *_numbers(*(layers * number for number in one)), "")
+
+
+def _names(planned: Plan, row: Row) -> str:
+    experts = f"{row.experts} x " if row.experts > 1 else ""
+    layers = "" if planned.even else f" ({row.layers} of {planned.config.layers} layers)"
+    return experts + ", ".join(row.names) + layers
 
 
 def _numbers(bf16: float, predicted: float, moved: float) -> tuple[str, str, str, str]:
@@ -154,7 +199,7 @@ def rich_table(planned: Plan) -> Table:
 
 
 def title(planned: Plan) -> str:
-    tokens = planned.rows[0].cost.tokens
+    tokens = planned.tokens
     batch = f"a micro-batch of {tokens} tokens" + (
         f", one of {planned.micro_batches}" if planned.micro_batches > 1 else ""
     )
@@ -175,7 +220,7 @@ def verdict(planned: Plan) -> list[str]:
         which = "No matrix gains" if len(losers) == sum(len(r.names) for r in planned.rows) else "These do not gain"
         said.append(
             f"{which} under {recipe} on {gpu}: {', '.join(losers)}. "
-            f"convert(..., skip=quaver.rules.unprofitable({gpu!r}, tokens={planned.rows[0].cost.tokens})) "
+            f"convert(..., skip=quaver.rules.unprofitable({gpu!r}, tokens={planned.tokens})) "
             "leaves such layers in bf16."
         )
     emulated = planned.rows[0].cost.emulated
@@ -201,7 +246,7 @@ def notes(planned: Plan) -> list[str]:
 
 def optimizers(planned: Plan) -> dict[str, int]:
     """Bytes by optimizer of the model's matrices in training: weights, gradients and all that is kept beside them."""
-    shapes = projections(planned.config).values()
+    shapes = [flat(shape) for shape in projections(planned.config).values()]
     recipe, held = planned.recipe, {}
     held[optimizer_name.TORCH] = sum(plain(n * k).total for n, k in shapes)
     for name in dict.fromkeys((*PRESETS, planned.optimizer)):
@@ -217,7 +262,7 @@ def optimizers(planned: Plan) -> dict[str, int]:
 
 def kept(planned: Plan) -> str:
     """What optimizers keep of the matrices, in a sentence."""
-    number = sum(n * k for n, k in projections(planned.config).values())
+    number = sum(map(math.prod, projections(planned.config).values()))
     said = (
         f"{name} {total / 1e9:.3g} GB ({total / number:.2f})"
         for name, total in optimizers(planned).items()
@@ -230,11 +275,28 @@ def kept(planned: Plan) -> str:
 
 
 def _left_out(planned: Plan) -> list[str]:
-    head = "embedding and head" if not planned.config.tied else "embedding, which is the head too"
+    config = planned.config
+    head = "embedding and head" if not config.tied else "embedding, which is the head too"
+    four = "its four projections are in the table" if config.latent is None else "its projections are in the table"
+    attention = f"attention's own products ({four}), " if config.numbers("attention", "experts") else ""
+    others = "routers and what lays tokens by their experts, " if config.experts is not None else ""
     return [
-        "Left out: attention's own products (its four projections are in the table), norms, activations, "
-        f"{head}, the optimizer: of a whole step, less is gained.",
+        f"Left out: {attention}{others}norms, activations, {head}, the optimizer: of a whole step, less is gained.",
+        *_scans(planned),
         '"more MB" is what quantizing reads and writes beyond what a bf16 layer does, forward and backward.',
+    ]
+
+
+def _scans(planned: Plan) -> list[str]:
+    """What the scans of state-space layers take, in a sentence."""
+    sizes, layers = planned.config.state, len(planned.config.numbers("state", "state-mlp"))
+    if sizes is None:
+        return []
+    one = scan.priced(planned.tokens, sizes.heads, sizes.head_dim, sizes.groups, sizes.state, planned.gpu)
+    return [
+        f"Left out, too, the convolutions and scans of {layers} layers, which stay in high precision: a scan's forward "
+        f"multiplies {one.flops / 1e12:.3g} TFLOP and moves {one.bytes / 1e6:,.0f} MB, {one.seconds * 1e3:.3f} ms at "
+        "least (arXiv:2405.21060, section 6)."
     ]
 
 
@@ -245,7 +307,7 @@ def as_json(planned: Plan) -> dict[str, Any]:
         "model": planned.model,
         "recipe": str(planned.recipe),
         "gpu": planned.gpu.name,
-        "tokens": planned.rows[0].cost.tokens,
+        "tokens": planned.tokens,
         "micro_batches": planned.micro_batches,
         "fused": planned.fused,
         "layers": planned.config.layers,
@@ -263,6 +325,9 @@ def _matrix(row: Row) -> dict[str, Any]:
     cost = row.cost
     return {
         "names": row.names,
+        "layers": row.layers,
+        "experts": row.experts,
+        "tokens": cost.tokens,
         **{name: getattr(cost, name) for name in OF_A_MATRIX},
         "gains": row.gains,
         "gemms": {name: {"kind": g.kind, "native": g.native, "seconds": g.seconds} for name, g in cost.gemms.items()},

@@ -12,7 +12,7 @@ from rich import box
 from rich.table import Table
 
 from quaver.core.costs import interconnects, meshes, steps
-from quaver.core.costs.decoder import Block, Decoder, deepseek_v3_like, dense
+from quaver.core.costs.decoder import Block, Decoder, Matrix, deepseek_v3_like, dense, latent
 from quaver.core.costs.steps import Step
 from quaver.core.spec import Recipe
 from quaver.core.states.footprint import of_matrix, plain
@@ -20,7 +20,7 @@ from quaver.core.text.given import shown
 from quaver.core.text.spelling import suggest
 from quaver.train.configuration import optimizer_name, recipe_name
 from quaver.train.configuration.parameter_table import projections
-from quaver.train.configuration.sizes import MODELS, ModelConfig
+from quaver.train.configuration.sizes import KNOWN, Kind, ModelConfig
 
 #: Tokens of a vocabulary where a model does not say: Llama 3's.
 VOCAB = 128_256
@@ -79,21 +79,52 @@ class Scaling:
 
 
 def decoder(model: str) -> Decoder:
-    """The model of this name as costs see it: a row of `MODELS`, or of `OTHERS`.
+    """The model of this name as costs see it: a row of `MODELS`, `PLANNED` or `OTHERS`.
 
     Raises:
-        ValueError: an unknown model, with the nearest known one.
+        ValueError: an unknown model, with the nearest known one, or one of whose parts a step's price is not known.
     """
     if model in OTHERS:
         return OTHERS[model]()
-    if model not in MODELS:
-        raise ValueError(f"no model {shown(model)}; {suggest(model[:100], [*MODELS, *OTHERS])}")
-    config = MODELS[model]
-    return Decoder(name=model, blocks=((config.layers, _block(config)),), dim=config.dim, vocab=VOCAB, tied=config.tied)
+    if model not in KNOWN:
+        raise ValueError(f"no model {shown(model)}; {suggest(model[:100], [*KNOWN, *OTHERS])}")
+    config = KNOWN[model]
+    if config.state is not None:
+        raise ValueError(
+            f"{model} has state-space layers, and what their scans take of a step on many GPUs is not known; leave out "
+            "--gpus, which prices the matrices"
+        )
+    kinds: dict[Kind, int] = {}
+    for layer in range(config.layers):
+        kinds[config.kind(layer)] = kinds.get(config.kind(layer), 0) + 1
+    blocks = tuple((count, _block(config, kind)) for kind, count in kinds.items())
+    return Decoder(name=model, blocks=blocks, dim=config.dim, vocab=config.vocab or VOCAB, tied=config.tied)
 
 
-def _block(config: ModelConfig) -> Block:
-    return dense(config.dim, config.heads, config.groups, config.head_dim, config.hidden, gated=config.gated)
+def _block(config: ModelConfig, kind: Kind) -> Block:
+    block = dense(config.dim, config.heads, config.groups, config.head_dim, config.hidden, gated=config.gated)
+    attention, mlp = block.matrices[:4], block.matrices[4:]
+    if config.latent is not None:
+        sizes, heads = config.latent, config.heads
+        score = sizes.plain_dim + sizes.rope_dim
+        attention = latent(
+            config.dim, heads, sizes.q_rank, sizes.kv_rank, sizes.plain_dim, sizes.rope_dim, sizes.value_dim
+        )
+        attended = heads * (score + sizes.plain_dim + sizes.value_dim)
+        block = replace(block, score_features=score, value_features=sizes.value_dim, attended=attended)
+    if kind == "experts":
+        own = config.experts
+        assert own is not None
+        shared = _mlp(config, own.shared) if own.shared else ()
+        mlp = (*shared, *_mlp(config, own.hidden, own.number, own.chosen))
+        block = replace(block, hidden=own.shared + own.chosen * own.hidden)
+    return replace(block, matrices=(*attention, *mlp))
+
+
+def _mlp(config: ModelConfig, hidden: int, experts: int = 1, chosen: int = 1) -> tuple[Matrix, ...]:
+    wide = Matrix(out_features=hidden, in_features=config.dim, experts=experts, chosen=chosen)
+    down = Matrix(out_features=config.dim, in_features=hidden, cut="row", experts=experts, chosen=chosen)
+    return *(wide,) * (1 + config.gated), down
 
 
 def trained(optimizer: str, recipe: Recipe, codes: bool) -> tuple[float, float, float]:
@@ -139,7 +170,7 @@ def price(
     codes, high = optimizer_name.may_be_codes(1, mesh.tp), recipe_name.find("bf16")
     if mesh.gpus == 1:
         optimizer_name.check(optimizer, chosen)
-    shapes = projections(MODELS[model]) if model in MODELS else {}
+    shapes = projections(KNOWN[model]) if model in KNOWN else {}
     optimizer_name.check_parts(optimizer, shapes, mesh.fsdp * mesh.tp, mesh.tp)
     if cluster.sequence < 1 or tokens < 1 or tokens % cluster.sequence:
         sequences = f"whole sequences of {cluster.sequence}"

@@ -6,6 +6,7 @@ table (`commands/cli.py`), so that a new field is a new option by being here.
 
 import dataclasses
 import json
+import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ class TrainConfig:
     text: Annotated[tuple[str, ...], "files or folders of text; none: Python's own library"] = ()
     tokens: Annotated[str, "byte, bpe (trained on the text), or the path of a tokenizer.json"] = "byte"
     vocab: Annotated[int, "number of tokens that bpe learns"] = 2048
+    capacity: Annotated[float, "choices that an expert takes, in even shares; 0: all of them"] = 0.0
 
     steps: Annotated[int, "optimizer steps in all"] = 300
     batch: Annotated[int, "sequences in a micro-batch"] = 8
@@ -87,6 +89,10 @@ class TrainConfig:
         optimizer_name.find(self.optimizer)
         for tracker in self.report_to:
             choose("report_to", tracker, TRACKERS)
+        if self.capacity and MODELS[self.model].experts is None:
+            raise ValueError(f"capacity is {self.capacity}, and {self.model} has no experts; leave out --capacity")
+        if not math.isfinite(self.capacity):
+            raise ValueError("capacity is infinite; leave it out, which takes all choices, or give some, such as 1.25")
         if not self.tokens.endswith(".json"):
             choose("tokens", self.tokens, ("byte", "bpe"))
         for name, least in SMALLEST.items():
@@ -106,7 +112,7 @@ class TrainConfig:
 
 SMALLEST: Mapping[str, float] = {
     **dict.fromkeys(("steps", "batch", "sequence", "accumulate", "validation_batches"), 1),
-    **dict.fromkeys(("lr", "final_lr", "warmup", "weight_decay", "beta1", "beta2", "clip", "seed"), 0),
+    **dict.fromkeys(("capacity", "lr", "final_lr", "warmup", "weight_decay", "beta1", "beta2", "clip", "seed"), 0),
     **dict.fromkeys(
         ("threads", "validate_every", "checkpoint_every", "keep", "loss_chunk", "fsdp", "timeout", "pp_stages"), 0
     ),

@@ -37,7 +37,11 @@ PLAIN = {
 
 def family(config: ModelConfig) -> str:
     """The model's type among Hugging Face's, or "" for one that has none of the three."""
-    if any(getattr(config, name) != value for name, value in PLAIN.items()) or len(config.windows) > 1:
+    if (
+        config.unusual
+        or any(getattr(config, name) != value for name, value in PLAIN.items())
+        or len(config.windows) > 1
+    ):
         return ""
     if config.qk_norm is None:
         return "llama" if config.windows == (-1,) else "mistral"

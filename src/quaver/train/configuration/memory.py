@@ -14,7 +14,7 @@ from quaver.core.states.footprint import NOTHING, SMALL, Footprint, of_matrix, p
 from quaver.core.states.presets import PRESETS
 from quaver.train.configuration import optimizer_name, recipe_name
 from quaver.train.configuration.config import TrainConfig
-from quaver.train.configuration.parameter_table import padded, parameters, projections
+from quaver.train.configuration.parameter_table import flat, padded, parameters, projections
 from quaver.train.configuration.sizes import MODELS, ModelConfig
 
 #: Where Linux writes the limit of a container, version 2 and version 1.
@@ -54,15 +54,20 @@ def trained(
         of_layer = name.removesuffix(".weight") in layers
         moments = chosen.moments[0 if of_layer else 1]
         of_codes = of_layer and kept == "codes"
+        # No Linear holds a router or a convolution.
+        apart = name == "embedding.weight" or name.endswith(("router.weight", "conv1d.weight"))
         small = len(shape) < 2 or (number < SMALL and not of_codes) or name == "embedding.weight"
         if chosen.preset is None or small:
             # A small matrix of a layer or head is a bfloat16 weight all the same.
-            narrow = len(shape) == 2 and name != "embedding.weight" and chosen.others(dtype) == "bfloat16"
-            own = of_matrix(PRESETS["float32"], (shape[0], shape[-1]), "bfloat16", None, moments) if narrow else None
+            narrow = len(shape) > 1 and not apart and chosen.others(dtype) == "bfloat16"
+            own = of_matrix(PRESETS["float32"], flat(shape), "bfloat16", None, moments) if narrow else None
             whole += own or plain(number, moments)
         else:
-            how = kept if of_layer else chosen.others(dtype)
-            whole += of_matrix(chosen.preset, (shape[0], shape[1]), how, recipe.fprop.b, moments)
+            how = kept if of_layer else "float32" if apart else chosen.others(dtype)
+            *stack, rows, columns = shape
+            for _ in range(math.prod(stack) if of_codes else 1):
+                one = (rows, columns) if of_codes else flat(shape)
+                whole += of_matrix(chosen.preset, one, how, recipe.fprop.b, moments)
     return whole
 
 

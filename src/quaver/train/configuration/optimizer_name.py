@@ -8,6 +8,7 @@ RULE               that rule with states in float32: lion, sgd, adam, muon
 Muon steps the matrices of layers, and AdamW the rest.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -104,11 +105,11 @@ def _why_no_codes(recipe: Recipe) -> str:
     return "" if spec.format.name in EIGHT_BITS else f"has weights in {spec.format}, which take no gradient"
 
 
-def check_parts(text: str, shapes: Mapping[str, tuple[int, int]], parts: int, tp: int) -> None:
+def check_parts(text: str, shapes: Mapping[str, tuple[int, ...]], parts: int, tp: int) -> None:
     """Raise a ValueError if ranks cannot step their parts of matrices by themselves.
 
     Args:
-        shapes: [out, in] of the layers' matrices, by name.
+        shapes: [out, in] of the layers' matrices, by name; of experts [experts, out, in].
         parts: ranks that have parts of each matrix.
         tp: of those the ranks of tensor parallelism.
     """
@@ -128,7 +129,8 @@ def check_parts(text: str, shapes: Mapping[str, tuple[int, int]], parts: int, tp
             "balanced or exact"
         )
     block = max((spec.block or 1 for spec in specs), default=1)
-    for name, (rows, columns) in shapes.items():
+    for name, (*first, columns) in shapes.items():
+        rows = math.prod(first)
         divided = tp > 1 and name.endswith(ROWS) and rows * columns >= SMALL
         if divided and columns % (block * tp):
             raise ValueError(

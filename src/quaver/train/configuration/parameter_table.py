@@ -12,6 +12,12 @@ from quaver.train.configuration.sizes import ModelConfig
 
 #: Rows of the embedding are a multiple of it.
 WORDS = 32
+#: What a mixer has of each head: the bias of its steps, the logarithm of its decay, and what its input adds itself.
+OF_HEADS = ("dt_bias", "A_log", "D")
+#: Steps and decays of a mixer begin between these, steps evenly on a logarithmic scale (arXiv:2405.21060).
+STEPS, DECAYS = (1e-3, 1e-1), (1.0, 16.0)
+#: Matrices that write to the residual stream.
+LAST = (".o_proj.weight", ".down_proj.weight", ".out_proj.weight")
 
 
 def padded(vocab: int) -> int:
@@ -19,27 +25,68 @@ def padded(vocab: int) -> int:
     return math.ceil(vocab / WORDS) * WORDS
 
 
-def matrices(config: ModelConfig) -> dict[str, dict[str, tuple[int, int]]]:
-    """The matrices of a layer by its two parts: [out, in] by name, in order of computation."""
+def flat(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and columns: matrices of experts lie one below the other."""
+    *rows, columns = shape
+    return math.prod(rows), columns
+
+
+def matrices(config: ModelConfig, layer: int = 0) -> dict[str, dict[str, tuple[int, ...]]]:
+    """The matrices of a layer that recipes quantize, by its parts: [out, in] by name, in order of computation; of
+    experts [experts, out, in]."""
+    dim, parts = config.dim, dict[str, dict[str, tuple[int, ...]]]()
+    kind = config.kind(layer)
+    if kind.startswith("state"):
+        assert config.state is not None
+        inner, channels = config.state.inner, config.state.channels
+        parts["mixer"] = {"in_proj": (inner + channels + config.state.heads, dim), "out_proj": (dim, inner)}
+    else:
+        parts["attention"] = _latent(config) if config.latent is not None else _attention(config)
+    if kind == "experts":
+        assert config.experts is not None
+        number, hidden, shared = config.experts.number, config.experts.hidden, config.experts.shared
+        first = "gate_up_proj" if config.gated else "up_proj"
+        parts["mlp.experts"] = {
+            first: (number, (1 + config.gated) * hidden, dim),
+            "down_proj": (number, dim, hidden),
+        }
+        if shared:
+            parts["mlp.shared"] = _mlp(config, shared)
+    elif kind != "state":
+        parts["mlp"] = _mlp(config, config.hidden)
+    return parts
+
+
+def _attention(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     q_dim, kv_dim = config.heads * config.head_dim, config.groups * config.head_dim
-    wide = ("gate_proj", "up_proj") if config.gated else ("up_proj",)
+    kv = dict.fromkeys(("k_proj", "v_proj"), (kv_dim, config.dim))
+    return {"q_proj": (q_dim, config.dim), **kv, "o_proj": (config.dim, q_dim)}
+
+
+def _latent(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    sizes, heads, dim = config.latent, config.heads, config.dim
+    assert sizes is not None
     return {
-        "attention": {
-            "q_proj": (q_dim, config.dim),
-            "k_proj": (kv_dim, config.dim),
-            "v_proj": (kv_dim, config.dim),
-            "o_proj": (config.dim, q_dim),
-        },
-        "mlp": {**dict.fromkeys(wide, (config.hidden, config.dim)), "down_proj": (config.dim, config.hidden)},
+        "q_down_proj": (sizes.q_rank, dim),
+        "q_up_proj": (heads * (sizes.plain_dim + sizes.rope_dim), sizes.q_rank),
+        "kv_down_proj": (sizes.kv_rank + sizes.rope_dim, dim),
+        "kv_up_proj": (heads * (sizes.plain_dim + sizes.value_dim), sizes.kv_rank),
+        "o_proj": (dim, heads * sizes.value_dim),
     }
 
 
-def projections(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """The matrices between embedding and head, which recipes quantize: [out, in] by name, in order of computation."""
+def _mlp(config: ModelConfig, hidden: int) -> dict[str, tuple[int, ...]]:
+    wide = ("gate_proj", "up_proj") if config.gated else ("up_proj",)
+    return {**dict.fromkeys(wide, (hidden, config.dim)), "down_proj": (config.dim, hidden)}
+
+
+def projections(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The matrices between embedding and head, which recipes quantize: [out, in] by name, in order of computation; of
+    experts [experts, out, in]."""
     return {
         f"layers.{layer}.{part}.{name}": shape
         for layer in range(config.layers)
-        for part, own in matrices(config).items()
+        for part, own in matrices(config, layer).items()
         for name, shape in own.items()
     }
 
@@ -48,27 +95,52 @@ def parameters(config: ModelConfig, vocab: int) -> dict[str, tuple[int, ...]]:
     """Every parameter's shape by name, in PyTorch's order."""
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (padded(vocab), config.dim)}
     for layer in range(config.layers):
-        shapes |= {f"layers.{layer}.{name}": shape for name, shape in _layer(config).items()}
+        shapes |= {f"layers.{layer}.{name}": shape for name, shape in _layer(config, layer).items()}
     shapes |= _norm(config, "norm")
     if not config.tied:
         shapes["head.weight"] = (padded(vocab), config.dim)
     return shapes
 
 
-def _layer(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def _layer(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     shapes = _norm(config, "norm") if config.parallel is True else {}
-    for part, own in matrices(config).items():
-        if config.parallel is not True:
+    for part, own in matrices(config, layer).items():
+        if part == "mlp.experts":
+            assert config.experts is not None
+            shapes |= _norm(config, "mlp.norm") | {"mlp.router.weight": (config.experts.number, config.dim)}
+        elif part == "mixer":
+            shapes |= _mixer(config)
+        elif part != "mlp.shared" and config.parallel is not True:
             shapes |= _norm(config, f"{part}.norm")
         for name, shape in own.items():
             shapes[f"{part}.{name}.weight"] = shape
             if config.bias:
                 shapes[f"{part}.{name}.bias"] = shape[:1]
-            if name == "v_proj" and config.qk_norm:
-                shapes |= {f"{part}.{which}.weight": (config.head_dim,) for which in ("q_norm", "k_norm")}
+            shapes |= _after(config, part, name)
     if config.norm_position == "sandwich":
         shapes |= _norm(config, "attention_post_norm") | _norm(config, "mlp_post_norm")
     return shapes
+
+
+def _mixer(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """What a mixer has before its first matrix."""
+    assert config.state is not None
+    own = {f"mixer.{name}": (config.state.heads,) for name in OF_HEADS}
+    return own | _norm(config, "mixer.norm")
+
+
+def _after(config: ModelConfig, part: str, name: str) -> dict[str, tuple[int, ...]]:
+    """Norms, and a convolution, that stand behind a matrix."""
+    if name == "v_proj" and config.qk_norm:
+        return {f"{part}.{which}.weight": (config.head_dim,) for which in ("q_norm", "k_norm")}
+    if config.latent is not None and name in ("q_down_proj", "kv_down_proj"):
+        which = name.partition("_")[0]
+        return {f"{part}.{which}_norm.weight": (getattr(config.latent, f"{which}_rank"),)}
+    if config.state is not None and name == "in_proj":
+        channels = config.state.channels
+        conv = {f"{part}.conv1d.weight": (channels, 1, config.state.taps), f"{part}.conv1d.bias": (channels,)}
+        return conv | {f"{part}.gated_norm.weight": (config.state.inner,)}
+    return {}
 
 
 def _norm(config: ModelConfig, name: str) -> dict[str, tuple[int, ...]]:
@@ -81,22 +153,41 @@ def initial(config: ModelConfig, vocab: int, seed: int) -> Iterator[tuple[str, n
 
     Norms do nothing and biases are 0. Matrices are normal with variance 1 / dim; what writes to the residual stream is
     sqrt(2 layers) smaller, and an embedding that is not the head as well has variance 1: the stream then begins as
-    large as the norms make it, and what a quantized layer adds to it, error included, is small beside it.
+    large as the norms make it, and what a quantized layer adds to it, error included, is small beside it. A mixer's
+    steps and decays are drawn as Mamba-2 draws them.
     """
     random = np.random.default_rng(seed)
     for name, shape in parameters(config, vocab).items():
-        if len(shape) > 1:
-            yield name, random.standard_normal(shape, np.float32) * np.float32(deviation(name, config))
+        last = name.rpartition(".")[2]
+        if last in ("dt_bias", "A_log"):
+            yield name, _of_heads(last, random.random(shape, np.float32))
+        elif len(shape) > 1:
+            deviates = np.float32(deviation(name, shape, config))
+            yield name, random.standard_normal(shape, np.float32) * deviates
         else:
             zero = config.zero_centered or name.endswith(".bias")
             yield name, np.full(shape, 0.0 if zero else 1.0, np.float32)
 
 
-def deviation(name: str, config: ModelConfig) -> float:
+def _of_heads(name: str, drawn: np.ndarray) -> np.ndarray:
+    """First values of a mixer's heads, of numbers between 0 and 1."""
+    if name == "A_log":
+        low, high = DECAYS
+        return np.log(low + (high - low) * drawn).astype(np.float32)
+    low, high = map(math.log, STEPS)
+    steps = np.exp(low + (high - low) * drawn)
+    # softplus of it is the step.
+    return (steps + np.log(-np.expm1(-steps))).astype(np.float32)
+
+
+def deviation(name: str, shape: tuple[int, ...], config: ModelConfig) -> float:
     """The standard deviation of a matrix's first values."""
     if name == "embedding.weight" and not config.tied:
         return 1.0
+    if name.endswith(("conv1d.weight", "q_up_proj.weight", "kv_up_proj.weight")):
+        # Of what each output reads.
+        return float(shape[-1] ** -0.5)
     std = config.dim**-0.5
-    if name.endswith(("o_proj.weight", "down_proj.weight")):
-        std /= math.sqrt(2 * config.layers)
-    return std
+    if name.endswith(LAST):
+        std /= math.sqrt(config.parts)
+    return float(std)

@@ -65,6 +65,9 @@ def check(config: TrainConfig, recipe: Recipe) -> None:
         raise ValueError(f"JAX cannot run attention in eight bits yet, as {recipe.name} asks; take --framework torch")
     if config.loss_chunk:
         raise ValueError("JAX cannot take the loss in chunks yet; leave out --loss-chunk, or take --framework torch")
+    kinds = MODELS[config.model].unusual
+    if kinds:
+        raise ValueError(f"JAX cannot train {kinds[0]} yet, as {config.model} has; take --framework torch")
     if MODELS[config.model].scaling:
         raise ValueError(f"JAX cannot stretch rotary positions yet, as {config.model} asks; take --framework torch")
 
@@ -76,6 +79,12 @@ def check_optimizer(config: TrainConfig, recipe: Recipe) -> None:
     instead = f"take --optimizer {optimizer_name.TORCH}"
     if config.framework == "jax":
         raise ValueError(f"JAX has no optimizer {config.optimizer} yet; {instead}, or --framework torch")
+    kinds = [kind for kind in MODELS[config.model].unusual if kind != "latent attention"]
+    if kinds and optimizer_name.find(config.optimizer).rule == "muon":
+        raise ValueError(
+            f"optimizer {config.optimizer} orthogonalizes matrices, and {config.model} has {kinds[0]}, whose weights "
+            f"have three axes; {instead}, lean or lion-lean"
+        )
     if config.capture != "none":
         raise ValueError(f"optimizer {config.optimizer} cannot be recorded yet; {instead}, or leave --capture out")
     if ranks.world() > 1:

@@ -1,4 +1,4 @@
-"""What a framework does in a run, and nothing more: a model with its optimizer, behind eight methods.
+"""What a framework does in a run, and nothing more: a model with its optimizer, behind nine methods.
 
 The loop, the text, the batches, the checkpoints and the reports know no framework.
 """
@@ -25,6 +25,10 @@ class Learner(Protocol):
     @property
     def conversion(self) -> Any:
         """What the recipe was applied to and what not, and why; its str is a report."""
+
+    @property
+    def said(self) -> Mapping[str, float]:
+        """Numbers that the last `step` or `loss` has besides, as metrics hold them."""
 
     def step(self, batch: np.ndarray, lr: float) -> tuple[float, float]:
         """One update; returns the loss and the gradient's norm. Where either is not finite nothing is updated."""

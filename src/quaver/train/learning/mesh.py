@@ -52,6 +52,7 @@ def sizes_of(config: TrainConfig, recipe: Recipe) -> Sizes:
             "fewer ranks"
         )
     sizes = Sizes(config.pp, fsdp, config.cp, config.tp)
+    check_kinds(config)
     check_stages(config)
     check_features(config, recipe, sizes)
     check_tokens(config, recipe, sizes)
@@ -60,6 +61,17 @@ def sizes_of(config: TrainConfig, recipe: Recipe) -> Sizes:
 
 def started(ranks: int) -> str:
     return f"start them by: torchrun --nproc-per-node {ranks} -m quaver.train train ..."
+
+
+def check_kinds(config: TrainConfig) -> None:
+    """Raise a ValueError if a model has layers that ranks cannot divide but by fully_shard."""
+    kinds = MODELS[config.model].unusual
+    for name in ("pp", "cp", "tp"):
+        if kinds and (ranks := getattr(config, name)) > 1:
+            raise ValueError(
+                f"{name} is {ranks}, and {config.model} has {kinds[0]}, which the trainer divides among ranks of "
+                f"--fsdp alone; leave out --{name}"
+            )
 
 
 def check_stages(config: TrainConfig) -> None:

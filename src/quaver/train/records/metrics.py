@@ -7,6 +7,11 @@ own_seconds_min, _median and _max, without what a rank waited for others; slowes
 communication, the share of a step that ranks waited, their mean; and bytes_weights, bytes_gradients and so on, what a
 rank sent to others in the step, the mean of all. Floats are written in full, so that two runs can be compared bit for
 bit.
+
+Training lines of a model with experts have balance_loss and z_loss, the means of the layers' before any weight;
+dropped, the share of choices beyond an expert's capacity; busiest, what the busiest expert of any layer has over an
+even share; and load_L_E, how many choices fell on expert E of layer L. Its validation lines have choices_differ, the
+share of choices that the same weights do not make under bf16: where the recipe quantizes, and one process trains.
 """
 
 import json

@@ -160,7 +160,7 @@ def go_on(
             last_one = step == config.steps
             if last_one or due(step, config.validate_every):
                 ranks.at(step, "validation")
-                log({"step": step, "validation_loss": validate(trained, held_out, step)})
+                log(validation(trained, held_out, step))
             stop = ranks.largest(interrupt.number or 0)
             if last_one or due(step, config.checkpoint_every) or stop:
                 ranks.at(step, "saving")
@@ -173,7 +173,7 @@ def go_on(
         saver.finish()
         # The record may have been lost after the checkpoint was saved.
         if ranks.given(config.steps not in validation_losses(log.records)):
-            log({"step": config.steps, "validation_loss": validate(trained, held_out, config.steps)})
+            log(validation(trained, held_out, config.steps))
 
 
 @contextmanager
@@ -246,6 +246,7 @@ def train_step(trained: Learner, batch: np.ndarray, step: int, config: TrainConf
         "lr": lr,
         "grad_norm": grad_norm,
         "tokens_per_second": round(speed, 1),
+        **trained.said,
     }
 
 
@@ -259,6 +260,11 @@ def validate(trained: Learner, batches: np.ndarray, step: int) -> float:
         where = trained.first_output(batches)
         raise NonFiniteError(f"stopped at step {step}: the validation loss is {mean}; {where}")
     return mean
+
+
+def validation(trained: Learner, batches: np.ndarray, step: int) -> Record:
+    """The record of `validate`."""
+    return {"step": step, "validation_loss": validate(trained, batches, step), **trained.said}
 
 
 def due(step: int, every: int) -> bool:

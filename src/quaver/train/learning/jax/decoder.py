@@ -1,4 +1,4 @@
-"""The same decoder as PyTorch's (`quaver.train.learning.torch.decoder`), as functions over a dict of its parameters.
+"""The decoder of `quaver.train.learning.torch.model.decoder`, as functions over a dict of its parameters.
 
 Parameters have PyTorch's names, shapes and layout: a matrix is [out, in]. What torch.autocast casts is cast here: the
 products are bf16, the residual stream, the norms, the softmax and the loss are float32.

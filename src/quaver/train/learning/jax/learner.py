@@ -47,6 +47,10 @@ class JaxLearner:
         self.updates = 0
 
     @property
+    def said(self) -> dict[str, float]:
+        return {}
+
+    @property
     def model(self) -> Model:
         return Model(decoder=self.decoder, params=self.params, state=self.state)
 

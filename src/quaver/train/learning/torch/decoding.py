@@ -1,4 +1,4 @@
-"""A trained decoder that is given a few tokens at a time and keeps keys and values of those before."""
+"""A trained decoder that is given a few tokens at a time and remembers those before."""
 
 import os
 import warnings
@@ -8,20 +8,16 @@ import numpy as np
 import torch
 
 from quaver.core.spec import Recipe
-from quaver.torch.blocks.attention.cache.contiguous import KVCache
-from quaver.torch.blocks.attention.cache.paged import PagedKVCache
 from quaver.torch.linear.stored.stored import SCALES
 from quaver.torch.model.weights.freezing import frozen
 from quaver.train.configuration import recipe_name
 from quaver.train.configuration.config import TrainConfig
 from quaver.train.configuration.sizes import MODELS
-from quaver.train.learning.torch.decoder import Cache, build, prepare, quantize_layers
 from quaver.train.learning.torch.device import device_of
 from quaver.train.learning.torch.learner import in_short, tensors_of
+from quaver.train.learning.torch.model.caches import Caches
+from quaver.train.learning.torch.model.decoder import build, prepare, quantize_layers
 from quaver.train.records.checkpoint import CheckpointError, Saved
-
-#: Tokens of a page.
-PAGE = 16
 
 
 class Decoding:
@@ -60,7 +56,7 @@ class Decoding:
                 self.model.load_state_dict(tensors_of(saved.model))
         except RuntimeError as error:
             raise CheckpointError(f"the checkpoint of step {saved.step} does not fit: {in_short(error)}") from error
-        self.cache = _cache(cache, sizes.layers, capacity)
+        self.cache = None if cache == "none" else Caches(sizes, cache, capacity)
         self.seen: list[int] = []
 
     def held(self) -> frozen:
@@ -76,9 +72,3 @@ class Decoding:
             logits = self.model(ids, self.cache)
         last: np.ndarray = logits[0, -1, : self.vocab].float().cpu().numpy()
         return last
-
-
-def _cache(kind: str, layers: int, capacity: int) -> Cache | None:
-    if kind == "none":
-        return None
-    return KVCache(layers, capacity) if kind == "plain" else PagedKVCache(layers, -(-capacity // PAGE), PAGE)

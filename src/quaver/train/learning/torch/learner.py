@@ -1,6 +1,5 @@
 """A model in training under PyTorch: the methods that the loop calls, written with torch."""
 
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -15,10 +14,11 @@ from quaver.torch.model.weights.quantized import drop_initial_value
 from quaver.torch.optim import Optimizer
 from quaver.train.configuration import optimizer_name, recipe_name
 from quaver.train.configuration.config import TrainConfig
-from quaver.train.configuration.sizes import MODELS
+from quaver.train.configuration.sizes import MODELS, with_capacity
 from quaver.train.learning.learner import Tensors
-from quaver.train.learning.torch.decoder import build, prepare, quantize_layers
 from quaver.train.learning.torch.device import device_of
+from quaver.train.learning.torch.model.balance import differing, in_bf16
+from quaver.train.learning.torch.model.decoder import build, change_layers, loss_and_routings, prepare
 from quaver.train.learning.torch.nonfinite import first_gradient, first_module
 from quaver.train.learning.torch.optimizer import load_state, optimizer_of, state_of
 from quaver.train.learning.torch.parallel import shards
@@ -42,7 +42,7 @@ class TorchLearner:
         if config.threads or self.device.type == "cpu":
             torch.set_num_threads(config.threads or 1)
         self.config = config
-        sizes = MODELS[config.model]
+        sizes = with_capacity(MODELS[config.model], config.capacity)
         self.model = build(sizes, vocab, config.seed, self.device, config.recompute)
         self.recipe = recipe
         tp = 1 if group is None else group.sizes.tp
@@ -54,36 +54,54 @@ class TorchLearner:
         self.optimizer = optimizer_of(self.model, config, 0 if group is None else group.mesh.get_local_rank("pp"))
         begin(self.model, self.optimizer)
         self.update = Update(self.model, self.optimizer, config, group)
+        self.said: dict[str, float] = {}
         self._run = self._runner()
 
     def step(self, batch: np.ndarray, lr: float) -> tuple[float, float]:
         self.update.set_lr(lr, self.device)
-        loss, norm = self._run(self._ids(batch)).tolist()
+        loss, norm, *of_experts = self._run(self._ids(batch)).tolist()
+        balance = self.update.balance
+        self.said = {} if balance is None else balance.said(of_experts)
         return loss, norm
 
     def take(self, recipe: Recipe) -> None:
         if recipe is self.recipe:
             return
         self.recipe = recipe
-        with warnings.catch_warnings():
-            # That what the recipe before has recorded is dropped is what a schedule asks for.
-            warnings.filterwarnings("ignore", "convert gives .* another recipe", UserWarning)
-            if self.group is None:
-                self.conversion = quantize_layers(self.model, recipe, self.config.seed)
-            else:
-                self.conversion = change_recipe(self.model, recipe, self.config, self.group)
+        if self.group is None:
+            self.conversion = change_layers(self.model, recipe, self.config.seed)
+        else:
+            self.conversion = change_recipe(self.model, recipe, self.config, self.group)
         # What was recorded would go on under the recipe from before.
         self._run = self._runner()
 
     def loss(self, batches: np.ndarray) -> float:
         self.model.eval()
         with torch.no_grad(), frozen(self.model):
-            losses = [self.update.loss(batch).item() for batch in self._ids(batches)]
+            losses = self._losses(self._ids(batches))
         self.model.train()
         mean = sum(losses) / len(losses)
         if self.group is None:
             return mean
         return self.group.agreed(self.group.mean(torch.tensor(mean, dtype=torch.float64, device="cpu"))).item()
+
+    def _losses(self, batches: torch.Tensor) -> list[float]:
+        """Of each batch; and count the choices of experts that differ from bf16's, where both can be known."""
+        self.said = {}
+        plain = None
+        if self.update.balance is not None and self.group is None and self.recipe.quantizes:
+            plain = in_bf16(self.model, self.config.seed)
+        if plain is None:
+            return [self.update.loss(batch).item() for batch in batches]
+        losses, counts = [], []
+        for batch in batches:
+            loss, routings = self.update.routed(batch)
+            losses.append(loss.item())
+            _, others = loss_and_routings(plain, batch, self.config.dtype, self.config.loss_chunk)
+            counts.append(differing(routings, others))
+        differ, choices = map(sum, zip(*counts, strict=True))
+        self.said = {"choices_differ": differ / choices}
+        return losses
 
     def first_output(self, batch: np.ndarray) -> str:
         # Every rank looks at all sequences, as many at a time as in training, and says the same.

@@ -10,15 +10,18 @@ from torch.distributed.tensor import DTensor
 
 from quaver.torch.optim import Optimizer
 from quaver.train.configuration.config import TrainConfig
-from quaver.train.learning.torch.decoder import loss_of
+from quaver.train.learning.torch.model.balance import Balance
+from quaver.train.learning.torch.model.decoder import Decoder, Routings, loss_and_routings, loss_of
 from quaver.train.learning.torch.optimizer import mesh_of
 from quaver.train.learning.torch.parallel.group import Group
 
 
 class Update:
-    """Batches int64 [accumulate, B, S + 1] to float32 [2], the loss and the gradient's norm.
+    """Batches int64 [accumulate, B, S + 1] to float32 [2 or more], the loss, the gradient's norm, and what `Balance`
+    says of experts.
 
-    With a group the batches are this rank's, and both numbers are all ranks'.
+    The loss is the cross-entropy; the gradient is that of what keeps experts busy, too.
+    With a group the batches are this rank's, and all numbers are all ranks'.
     If either is not finite, nothing is updated; the gradients stay, so that `first_gradient` can name the cause.
     """
 
@@ -39,6 +42,11 @@ class Update:
         )
         if group is not None and group.pipeline is not None:
             self.loss = group.pipeline.loss
+        #: Of a model with experts.
+        self.balance: Balance | None = None
+        if isinstance(model, Decoder) and model.config.experts is not None:
+            ranks = (None, 1) if group is None else (group.mean, group.sizes.fsdp)
+            self.balance = Balance(model, model.config.experts, *ranks)
         #: This rank's own loss, of the last step.
         self.own: Tensor | None = None
         #: The learning rate on a GPU, where a recorded step reads it.
@@ -54,15 +62,17 @@ class Update:
 
     def __call__(self, ids: Tensor) -> Tensor:
         self.optimizer.zero_grad()
+        if self.balance is not None:
+            self.balance.begin()
         total = torch.zeros((), dtype=torch.float32, device=ids.device)
         if self.group is not None and self.group.pipeline is not None:
             total = self.group.pipeline.step(ids)
         else:
             for left, micro_batch in zip(range(len(ids))[::-1], ids, strict=True):
                 with self.adding_up() if left else nullcontext():
-                    loss = self.loss(micro_batch) / len(ids)
-                    loss.backward()
-                total += loss.detach()
+                    loss, minimized = self.losses(micro_batch)
+                    (minimized / len(ids)).backward()
+                total += loss.detach() / len(ids)
         if self.group is not None:
             self.own = total.clone()
             total = self.group.agreed(self.group.mean(total))
@@ -75,7 +85,23 @@ class Update:
             for group in self.optimizer.param_groups:
                 group["capturable"] = capturing
         self.optimizer.step()
-        return norms
+        if self.balance is None:
+            return norms
+        return torch.cat([norms, self.balance.end(1 - self.optimizer.found_inf)])  # type: ignore[attr-defined]
+
+    def losses(self, micro_batch: Tensor) -> tuple[Tensor, Tensor]:
+        """The cross-entropy of a micro-batch, and the same with what keeps experts busy."""
+        if self.balance is None:
+            loss = self.loss(micro_batch)
+            return loss, loss
+        loss, routings = self.routed(micro_batch)
+        return loss, loss + self.balance.loss(routings, len(micro_batch))
+
+    def routed(self, batch: Tensor) -> tuple[Tensor, Routings]:
+        """The loss of a batch, and how its tokens chose experts."""
+        group, config = self.group, self.config
+        chunk = config.loss_chunk if group is None else group.loss_chunk(config)
+        return loss_and_routings(self.model, batch, config.dtype, chunk)
 
     def adding_up(self) -> AbstractContextManager[None]:
         """Around the backwards of all micro-batches but a step's last."""

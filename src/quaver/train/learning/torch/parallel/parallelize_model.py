@@ -22,7 +22,7 @@ from quaver.torch.parallel import (
 from quaver.train.configuration.config import TrainConfig
 from quaver.train.configuration.pipelines import ORDERS
 from quaver.train.learning.mesh import check_words
-from quaver.train.learning.torch.decoder import Decoder, prepare, quantize_layers
+from quaver.train.learning.torch.model.decoder import Decoder, change_layers, prepare
 from quaver.train.learning.torch.parallel.group import Group
 from quaver.train.learning.torch.parallel.pipeline import Pipeline
 
@@ -105,7 +105,7 @@ def change_recipe(model: Decoder, recipe: Recipe, config: TrainConfig, group: Gr
 
     Weights are gathered in the new recipe's codes from here on, or in high precision where they cannot be.
     """
-    report = quantize_layers(model, recipe, config.seed)
+    report = change_layers(model, recipe, config.seed)
     if isinstance(group.pipeline, Pipeline):
         group.pipeline.recipe = recipe
     gather_again(model, mesh=group.mesh["data"])

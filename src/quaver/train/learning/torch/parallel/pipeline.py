@@ -18,7 +18,7 @@ from quaver.torch.parallel import stage
 from quaver.torch.parallel.traffic import during, waiting
 from quaver.train.configuration.config import TrainConfig
 from quaver.train.configuration.pipelines import holders, stages_each
-from quaver.train.learning.torch.decoder import Decoder, mean_loss
+from quaver.train.learning.torch.model.decoder import Decoder, mean_loss
 from quaver.train.learning.torch.parallel.group import Group
 
 

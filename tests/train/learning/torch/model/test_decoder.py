@@ -6,7 +6,7 @@ import torch
 from quaver import recipes
 from quaver.train.configuration.parameter_table import parameters
 from quaver.train.configuration.sizes import MODELS
-from quaver.train.learning.torch.decoder import Decoder, build, loss_of, quantize_layers
+from quaver.train.learning.torch.model.decoder import Decoder, build, loss_of, quantize_layers
 from tests.close import assert_close
 
 CPU = torch.device("cpu")
@@ -57,7 +57,10 @@ def test_a_token_sees_nothing_after_it(name: str) -> None:
     given = torch.arange(32).reshape(1, 32)
     changed = given.clone()
     changed[0, 20] = 99
-    same = (model(given) == model(changed)).all(dim=-1)[0]
+    one, two = model(given), model(changed)
+    # Which rows an expert has decides how its products are summed.
+    same = torch.isclose(one, two, rtol=0, atol=1e-5) if MODELS[name].experts else one == two
+    same = same.all(dim=-1)[0]
     assert same[:20].all() and not same[20:].any()
 
 

@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 
 from quaver.train.configuration.sizes import MODELS, ModelConfig
-from quaver.train.learning.torch.decoder import Decoder, build
+from quaver.train.learning.torch.model.decoder import Decoder, build
 from tests.close import assert_close
 
 VOCAB = 64
