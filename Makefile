@@ -17,7 +17,7 @@ RANKS := tests/torch/parallel tests/torch/optim/test_ranks.py tests/torch/test_d
 	tests/torch/state/history/test_groups.py tests/train/running tests/examples tests/benchmarks/test_benchmarks.py
 
 .PHONY: demo check test slow test-ranks test-lowering test-integrations test-gpu-ready test-gpu test-versions
-.PHONY: accept accept-attention bench bench-gpu docs lint format clean
+.PHONY: accept accept-attention accept-blocks bench bench-gpu docs lint format clean
 
 # Kernels that were compiled beforehand, and for which cards: the machine that will have the card needs the Python and
 # the triton that filled it (`tests/versions/card.py` names them).
@@ -78,6 +78,11 @@ accept: $(VENV)/.dev
 ## The same under the recipes that quantize attention too.
 accept-attention: $(VENV)/.dev
 	$(BIN)/python -m benchmarks accept-attention
+
+## Models with experts and with state spaces on six seeds, beside what chance alone does (some hours).
+accept-blocks: $(VENV)/.dev
+	$(BIN)/python -m benchmarks accept-blocks --model mixtral-tiny
+	$(BIN)/python -m benchmarks accept-blocks --model mamba2-tiny
 
 ## Ratios against nn.Linear and torchao on this CPU.
 bench: $(VENV)/.dev

@@ -84,6 +84,23 @@ def accept_attention(
 
 
 @app.command()
+def accept_blocks(
+    steps: Steps = 300,
+    seeds: Seeds = 6,
+    jobs: Jobs = 2,
+    model: Annotated[str, typer.Option(help="mixtral-tiny, mamba2-tiny, or another.")] = "mixtral-tiny",
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 8,
+    sequence: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 128,
+    runs: Runs = Path("runs/accept"),
+) -> None:
+    """The same of a model with experts or state spaces, beside what chance alone does."""
+    from benchmarks.acceptance.command import BESIDE_CHANCE
+
+    of_model = {"model": model, "batch": batch, "sequence": sequence, "name": f"accept-{model}"}
+    judge(jobs, steps=steps, seeds=seeds, folder=runs, recipes=BESIDE_CHANCE, **of_model)
+
+
+@app.command()
 def accept_schedule(
     steps: Steps = 300,
     seeds: Seeds = 3,

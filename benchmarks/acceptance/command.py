@@ -18,7 +18,7 @@ from rich.console import Console
 import quaver
 from benchmarks.acceptance import report
 from benchmarks.acceptance.report import ATTENTION, BASELINE, LAYERS, Acceptance
-from benchmarks.acceptance.training import CONTROL, Outcome, Run, read, write
+from benchmarks.acceptance.training import CONTROL, NUDGE, NULL, Outcome, Run, read, write
 from benchmarks.measuring import machine, results
 from quaver.train.configuration import recipe_name
 from quaver.train.configuration.config import FRAMEWORKS, choose
@@ -37,6 +37,9 @@ class Plan:
     text: tuple[str, ...] = ()
     recipes: tuple[str, ...] = (BASELINE, *LAYERS)
     framework: str = "torch"
+    # Sequences of a step, and tokens of each.
+    batch: int = 8
+    sequence: int = 128
     # Where runs are kept.
     folder: Path = Path("runs/accept")
     # What the results are written as.
@@ -46,15 +49,21 @@ class Plan:
         choose("framework", self.framework, FRAMEWORKS)
 
     def runs(self) -> list[Run]:
-        folder = self.folder.resolve() / f"{self.framework}-{self.model}-{self.steps}-{checksum()}"
+        folder = (
+            self.folder.resolve()
+            / f"{self.framework}-{self.model}-{self.steps}x{self.batch}x{self.sequence}-{checksum()}"
+        )
         return [
             Run(
-                recipe=recipe,
+                recipe=BASELINE if recipe == NULL else recipe,
+                nudge=NUDGE if recipe == NULL else 0.0,
+                batch=self.batch,
+                sequence=self.sequence,
                 seed=seed,
                 steps=self.steps,
                 model=self.model,
                 text=self.text,
-                folder=str(folder / f"{recipe_name.folder(recipe)}-seed{seed}"),
+                folder=str(folder / f"{recipe if recipe == NULL else recipe_name.folder(recipe)}-seed{seed}"),
                 framework=self.framework,
             )
             for seed in range(self.seeds)
@@ -64,6 +73,8 @@ class Plan:
 
 #: Recipes of the comparison of quantized attention; bf16 and control are the runs of the other one, if it was run.
 ATTENDING = (BASELINE, *ATTENTION, CONTROL)
+#: Of models with experts or state spaces, with what chance alone does.
+BESIDE_CHANCE = (BASELINE, NULL, *LAYERS)
 
 
 def checksum() -> str:
@@ -79,7 +90,7 @@ def accept(plan: Plan, jobs: int, console: Console, folder: Path = results.FOLDE
     """Train what is not trained yet, print the verdicts and write them to `folder`."""
     runs = plan.runs()
     train_all(runs, jobs, console)
-    outcomes = {(run.recipe, run.seed): Outcome(**read(run.result)) for run in runs}
+    outcomes = {(run.row, run.seed): Outcome(**read(run.result)) for run in runs}
     done = Acceptance(
         steps=plan.steps,
         seeds=plan.seeds,
@@ -87,6 +98,8 @@ def accept(plan: Plan, jobs: int, console: Console, folder: Path = results.FOLDE
         text=" ".join(plan.text) or "the standard library of this Python",
         recipes=plan.recipes,
         framework=plan.framework,
+        batch=plan.batch,
+        sequence=plan.sequence,
         outcomes=outcomes,
     )
     console.print(report.rich_table(done))

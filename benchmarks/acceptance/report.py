@@ -8,12 +8,14 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.acceptance.training import CONTROL, Outcome
+from benchmarks.acceptance.training import CONTROL, NUDGE, NULL, Outcome
 from benchmarks.measuring import results
 from quaver.train.records.comparison import paired
 
 BASELINE = "bf16"
 COLUMNS = ("recipe", "validation loss", "minus bf16 ± std. error", "by seed", "rule", "verdict", "weight error, %")
+#: Of a model with experts, besides.
+CHOICES = "choices unlike bf16's, %"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +28,13 @@ class Rule:
     # The difference must be larger, and a run that fails is far enough off.
     above: bool = False
 
-    def holds(self, difference: float, baseline: float) -> bool:
-        limit = self.limit * baseline if self.relative else self.limit
+    def holds(self, difference: float, baseline: float, chance: float = 0.0) -> bool:
+        """Whether a mean difference fits.
+
+        Args:
+            chance: two standard errors of the null model's, which a limit in nats allows besides.
+        """
+        limit = self.limit * baseline if self.relative else self.limit + chance * (not self.above)
         return abs(difference) > limit if self.above else abs(difference) <= limit
 
     def __str__(self) -> str:
@@ -68,6 +75,8 @@ class Row:
     # Smallest and largest over layers and seeds; None for bf16.
     weight_errors: tuple[float, float] | None
     failures: tuple[str, ...]
+    # Mean over seeds of the share of choices of experts that the same weights do not make under bf16.
+    choices_differ: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +90,8 @@ class Acceptance:
     text: str
     recipes: tuple[str, ...]
     framework: str = "torch"
+    batch: int = 8
+    sequence: int = 128
     outcomes: Mapping[tuple[str, int], Outcome]
 
     @property
@@ -92,6 +103,14 @@ class Acceptance:
         by_seed = {seed: self.outcomes[recipe, seed].loss for seed in range(self.seeds)}
         return {seed: loss for seed, loss in by_seed.items() if loss is not None}
 
+    @property
+    def chance(self) -> float:
+        """Two standard errors of the null model's differences from bf16; 0 where none was trained."""
+        if NULL not in self.recipes:
+            return 0.0
+        own, base = self.losses(NULL), self.losses(BASELINE)
+        return 2 * (paired([own[seed] - base[seed] for seed in own if seed in base])[1] or 0.0)
+
     def rows(self) -> list[Row]:
         return [self.row(recipe) for recipe in self.recipes]
 
@@ -101,13 +120,14 @@ class Acceptance:
         failures = tuple(outcome.failure for outcome in outcomes if outcome.failure)
         differences = () if recipe == BASELINE else tuple(own[seed] - base[seed] for seed in own if seed in base)
         mean, error = paired(differences)
-        if recipe == BASELINE:
+        if recipe in (BASELINE, NULL):
             accepted = not failures
         elif failures:
             accepted = RULES[recipe].above
         else:
-            accepted = mean is not None and RULES[recipe].holds(mean, statistics.fmean(base.values()))
+            accepted = mean is not None and RULES[recipe].holds(mean, statistics.fmean(base.values()), self.chance)
         weights = [error for outcome in outcomes for error in outcome.weight_errors.values()]
+        counted = [outcome.choices_differ for outcome in outcomes if outcome.choices_differ is not None]
         return Row(
             recipe=recipe,
             loss=statistics.fmean(own.values()) if own else None,
@@ -117,12 +137,13 @@ class Acceptance:
             accepted=accepted,
             weight_errors=(min(weights), max(weights)) if weights else None,
             failures=failures,
+            choices_differ=statistics.fmean(counted) if counted else None,
         )
 
 
 def cells(row: Row) -> tuple[str, ...]:
     """A row as text in the order of COLUMNS."""
-    baseline = row.recipe == BASELINE
+    baseline = row.recipe in (BASELINE, NULL)
     error = "" if row.error is None else f" ± {row.error:.4f}"
     return (
         row.recipe,
@@ -137,11 +158,22 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def rich_table(done: Acceptance) -> Table:
     shown = Table(title="Final validation loss, nats a token", title_justify="left")
-    for column in COLUMNS:
+    rows = done.rows()
+    columns, lines = table(rows)
+    for column in columns:
         shown.add_column(column, justify="left" if column == "recipe" else "right")
-    for row in done.rows():
-        shown.add_row(*cells(row), style="" if row.accepted else "bold red")
+    for row, line in zip(rows, lines, strict=True):
+        shown.add_row(*line, style="" if row.accepted else "bold red")
     return shown
+
+
+def table(rows: list[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Columns and cells; with what is counted of experts where there are some."""
+    lines = [cells(row) for row in rows]
+    if all(row.choices_differ is None for row in rows):
+        return COLUMNS, lines
+    counted = ["" if row.choices_differ is None else f"{100 * row.choices_differ:.2f}" for row in rows]
+    return (*COLUMNS, CHOICES), [(*line, number) for line, number in zip(lines, counted, strict=True)]
 
 
 def markdown(done: Acceptance) -> list[str]:
@@ -151,19 +183,30 @@ def markdown(done: Acceptance) -> list[str]:
     return [
         "# Training runs that a release is accepted by",
         "",
-        f"Framework {done.framework}, model `{done.model}`, {done.steps} steps, seeds 0 to {done.seeds - 1}, text: "
+        f"Framework {done.framework}, model `{done.model}`, {done.steps} steps of {done.batch} x "
+        f"{done.sequence} tokens, seeds 0 to {done.seeds - 1}, text: "
         f"{done.text}; the same initial weights and batches under every recipe, embedding and head in bf16. Nats a "
         "token.",
         "",
-        *results.table(COLUMNS, [cells(row) for row in rows]),
+        *results.table(*table(rows)),
         *failures,
         "",
         f"{verdict} A difference is paired by seed: its mean over seeds, and that mean's standard error (n - 1). "
         f"`{CONTROL}` has every scale at 1 and must be off: the comparison is seen to be able to fail. The "
         "weight error is the relative RMS of dequantize(quantize(w)) - w: the smallest and the largest of all "
         "converted layers, each of which was checked not to be zero; so was the error of each layer's attention where "
-        "the recipe quantizes it.",
+        "the recipe quantizes it." + said_of_chance(done),
     ]
+
+
+def said_of_chance(done: Acceptance) -> str:
+    """What the null model is, where one was trained."""
+    if NULL not in done.recipes:
+        return ""
+    return (
+        f" `{NULL}` is bf16 from weights that are moved by {NUDGE:g} at most; a limit in nats is widened by two of its "
+        f"standard errors, {done.chance:.4f}."
+    )
 
 
 def data(done: Acceptance) -> dict[str, Any]:
@@ -176,6 +219,8 @@ def data(done: Acceptance) -> dict[str, Any]:
         "model": done.model,
         "text": done.text,
         "steps": done.steps,
+        "batch": done.batch,
+        "sequence": done.sequence,
         "seeds": done.seeds,
         "accepted": done.accepted,
     }

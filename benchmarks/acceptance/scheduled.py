@@ -24,13 +24,11 @@ from rich.table import Table
 
 from benchmarks.acceptance.command import checksum, train_all
 from benchmarks.acceptance.report import BASELINE
-from benchmarks.acceptance.training import Outcome, Run, read
+from benchmarks.acceptance.training import NUDGE, Outcome, Run, read
 from benchmarks.measuring import machine, results
 from quaver.train.configuration import recipe_name
 from quaver.train.records.comparison import paired
 
-#: How far a null model's weights are moved.
-NUDGE = 1e-5
 APART = "± std. error"
 COLUMNS = ("run", "validation loss", f"minus bf16 {APART}", "by seed", f"minus the recipe alone {APART}", "by seed")
 

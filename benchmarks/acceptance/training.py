@@ -28,12 +28,14 @@ from quaver.train.configuration.sizes import MODELS
 from quaver.train.data.tokens import load
 from quaver.train.files import whole_file
 from quaver.train.learning import frameworks
-from quaver.train.records import checkpoint
+from quaver.train.records import checkpoint, metrics
 from quaver.train.running.loop import prepare
 from quaver.train.running.resuming import MOMENTS
 
 #: Trained like the others with every scale at 1: a comparison that could not tell it from bf16 would prove nothing.
 CONTROL = "unit_scales"
+#: Trained like bf16, from weights that are moved by so much at most: what chance alone does.
+NULL, NUDGE = "null", 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,9 @@ class Run:
     # Where everything about this run is kept.
     folder: str
     framework: str = "torch"
+    # Sequences of a step, and tokens of each.
+    batch: int = 8
+    sequence: int = 128
     # How far each weight is moved at most, at random, where the run begins: what chance alone does to a loss.
     nudge: float = 0.0
     # Keep the checkpoint of this step beside the last; 0 keeps the last alone.
@@ -68,6 +73,11 @@ class Run:
     def label(self) -> str:
         return f"{self.recipe}{' nudged' if self.nudge else ''} seed {self.seed}"
 
+    @property
+    def row(self) -> str:
+        """What it is reported as."""
+        return NULL if self.nudge else self.recipe
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
@@ -78,6 +88,8 @@ class Outcome:
     # Relative RMS of dequantize(quantize(weight)) - weight by converted layer; empty for bf16.
     weight_errors: dict[str, float] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
+    # The share of the last validation's choices of experts that the same weights do not make under bf16.
+    choices_differ: float | None = None
     # Why there is no loss, or "".
     failure: str = ""
 
@@ -98,6 +110,8 @@ def train(run: Run) -> Outcome:
     config = TrainConfig(
         model=run.model,
         steps=run.steps,
+        batch=run.batch,
+        sequence=run.sequence,
         seed=run.seed,
         text=run.text,
         framework=run.framework,
@@ -132,7 +146,9 @@ def train(run: Run) -> Outcome:
     else:
         errors = weight_errors(done, recipe)
         check_attention(done.model, recipe)
-    return Outcome(loss=done.validation_loss, weight_errors=errors, seconds=time.perf_counter() - begun)
+    differ = metrics.read(done.folder / "metrics.jsonl")[-1].get("choices_differ")
+    seconds = time.perf_counter() - begun
+    return Outcome(loss=done.validation_loss, weight_errors=errors, seconds=seconds, choices_differ=differ)
 
 
 def begin_anew(config: TrainConfig, recipe: Recipe) -> None:
@@ -177,17 +193,27 @@ def weight_errors(done: TrainResult, recipe: Recipe) -> dict[str, float]:
     Raises: RuntimeError if head or embedding are quantized, or a converted layer loses nothing, as if it were not.
     """
     model = done.model
-    if type(model.embedding) is not nn.Embedding or type(model.head) is not nn.Linear:
+    kept = set() if model.config.tied else {"head"}
+    if type(model.embedding) is not nn.Embedding or (kept and type(model.head) is not nn.Linear):
         raise RuntimeError("embedding or head are not those of bf16")
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    left = [name for name, module in linears.items() if getattr(module, "recipe", None) is None]
-    if left != ["head"] or set(done.conversion.skipped) != {"head"}:
+    linears = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | qt.GroupedLinear)
+    }
+    left = {name for name, module in linears.items() if getattr(module, "recipe", None) is None}
+    if left != kept or set(done.conversion.skipped) != kept:
         raise RuntimeError(f"left in high precision: {left}; only the head should be")
     spec = recipe.fprop.b
     if spec is None:
         return {}
     layers = {name: model.get_submodule(name) for name in done.conversion.converted}
     return check({name: relative_rms(layer.weight.detach(), spec) for name, layer in layers.items()})
+
+
+def relative_rms(weight: torch.Tensor, spec: QuantSpec) -> float:
+    """Of a weight, or of a stack of them, of which each is quantized by itself."""
+    stack = weight.unsqueeze(0) if weight.dim() == 2 else weight
+    back = torch.stack([qt.quantize(each, spec).dequantize() for each in stack])
+    return ((back - stack).double().square().mean() / stack.double().square().mean()).sqrt().item()
 
 
 def check_attention(model: nn.Module, recipe: Recipe) -> None:
@@ -215,11 +241,6 @@ def check(errors: dict[str, float]) -> dict[str, float]:
         if not error > 0:
             raise RuntimeError(f"the weight of {name} has a quantization error of {error}: is it quantized?")
     return errors
-
-
-def relative_rms(weight: torch.Tensor, spec: QuantSpec) -> float:
-    difference = qt.quantize(weight, spec).dequantize() - weight
-    return (difference.double().square().mean() / weight.double().square().mean()).sqrt().item()
 
 
 def write(path: Path, data: Any) -> None:
