@@ -99,8 +99,8 @@ def rows() -> list[Row]:
     hows = ("gather", "ring", "all_to_all")
     gathered, frozen, both = test_gathering, test_gathering.STORED, test_applying.WITH_HEADS
     return [
-        Row("`gather_quantized`, `fully_shard`", dict.fromkeys(gathered._OWN, gathered.STEPS), call=gather),
-        Row("the same, after `Column`, `Row`", test_mesh.STEPS),
+        Row("`gather_quantized`, `fully_shard`", gathered.QUICK, dict.fromkeys(gathered._OWN, gathered.STEPS), gather),
+        Row("the same, after `Column`, `Row`", test_mesh.STEPS, test_mesh.LONG),
         Row("`quantized_init`, `fully_shard`, frozen", frozen, dict.fromkeys(frozen, gathered.STEPS), store),
         Row(
             "the same, stepped by `quaver.torch.optim`",

@@ -33,7 +33,7 @@ from tests.two_ranks import RANKS
 MICRO, STEPS, WIDTH = 4, 3, 64
 #: Steps of backwards in two parts: more where steps leave more than weights. One backward has 20 losses of every kind
 #: of scale in test_pipeline_mesh.py.
-SPLIT = dict.fromkeys(recipes.RECIPES, STEPS) | {"delayed": 20}
+SPLIT = dict.fromkeys(recipes.RECIPES, STEPS) | {"delayed": 8}
 #: And in the slow tests.
 LONG = dict.fromkeys(recipes.RECIPES, 20)
 #: Sequences and tokens of a micro-batch.

@@ -24,8 +24,8 @@ from tests.two_ranks import RANKS
 
 #: One of each kind of scale, with histories, and with noise.
 SCALES = ("delayed", "mxfp8", "nvfp4")
-#: Losses of 1F1B by recipe: one of each kind of scale has 20; and in the slow tests.
-STEPS, LONG = dict.fromkeys(recipes.RECIPES, 3) | dict.fromkeys(SCALES, 20), dict.fromkeys(recipes.RECIPES, 20)
+#: Losses of 1F1B by recipe; and in the slow tests.
+STEPS, LONG = dict.fromkeys(recipes.RECIPES, 3) | dict.fromkeys(SCALES, 5), dict.fromkeys(recipes.RECIPES, 20)
 #: Sequences and tokens of a micro-batch.
 TOKENS = 2, 8
 #: Of these schedules few, since a mistake shows in the first or the second.

@@ -427,6 +427,9 @@ def bad_models(rank: int) -> None:
     grows = qt.RotaryEmbedding(8, scaling={"rope_type": "dynamic", "factor": 2.0}, max_positions=8)
     refused("rope of type 'dynamic'", qt.TransformerLayer(16, 2, 16, rope=grows))
     refused("cannot travel by recipe nvfp4", qt.TransformerLayer(16, 2, 16), quantized="nvfp4")
+    for mixer in (qt.Mamba2(16, head_dim=8, state=8), nn.GRU(16, 16), nn.Conv1d(16, 16, 3)):
+        hybrid = nn.Sequential(qt.TransformerLayer(16, 2, 16), mixer)
+        refused("1 reads the tokens before each token, and a rank", hybrid)
     eight = qt.MultiheadAttention(64, 2, recipe=recipes.mxfp8(attention=True))
     refused("quantizes attention, by amaxes of whole sequences", eight, how="ring")
     layer = qt.TransformerLayer(16, 4, 16)

@@ -567,8 +567,9 @@ SLOW: dict[int, list[Case]] = {
         *(learns(n, "lean", rule, steps=ALL_STEPS, sizes=LOW) for n in LEARN for rule in RULES),
         *(goes_on(name, preset) for name in LEARN for preset in ("lean", "balanced")),
     ]
-    for ranks in CASES
+    for ranks in (2, 3)
 }
+SLOW[4] = [learns(n, "lean", steps=ALL_STEPS, hsdp=replicas) for n in LEARN for replicas in (False, True)]
 # The last one of two ranks, since no collective follows one that has timed out.
 SLOW[2] += [called_by(compiled), a_step_that_one_rank_skips]
 

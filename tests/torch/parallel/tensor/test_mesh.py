@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ from tests.torch.parallel.tensor.split import tokens
 from tests.torch.parallel.tensor.test_styles import batch, block_of, net, split
 from tests.two_ranks import RANKS
 
-#: Of a layer without a recipe and of every recipe.
-STEPS = dict.fromkeys(("none", *recipes.RECIPES), 20)
+#: Of a layer without a recipe and of every recipe; and in the slow tests.
+STEPS, LONG = (dict.fromkeys(("none", *recipes.RECIPES), steps) for steps in (4, 20))
 
 
 def as_one_process(rank: int) -> None:
@@ -34,23 +35,31 @@ def as_one_process(rank: int) -> None:
 
     Tokens lie in parts, and weights that a recipe quantizes are gathered as codes.
     """
+    are_one_process(rank, STEPS)
+
+
+def twenty_losses(rank: int) -> None:
+    are_one_process(rank, LONG)
+
+
+def are_one_process(rank: int, of_steps: Mapping[str, int]) -> None:
     mesh = two_ranks.mesh(RANKS, RANKS, names=("dp", "tp"))
     # Each rank trains some of what all compare with.
-    own = {name: in_one_process(name) for name in [*STEPS][rank :: RANKS * RANKS]}
+    own = {name: in_one_process(name, of_steps[name]) for name in [*of_steps][rank :: RANKS * RANKS]}
     gc.collect()
-    for number, name in enumerate(STEPS):
+    for number, name in enumerate(of_steps):
         said = [own.get(name)]
         dist.broadcast_object_list(said, number % (RANKS * RANKS))
         assert said[0] is not None
         losses, weights = said[0]
-        values, net = on_ranks(name, mesh)
+        values, net = on_ranks(name, mesh, of_steps[name])
         expected = [step[mesh["dp"].get_local_rank()][mesh["tp"].get_local_rank()] for step in losses]
         assert values == expected, f"{name}: {first_difference(values, expected)}"
         for (key, p), q in zip(net.named_parameters(), weights, strict=True):
             assert_bitwise(p.full_tensor().detach(), q, f"{name}: {key}")
 
 
-def on_ranks(name: str, mesh: DeviceMesh) -> tuple[list[float], Any]:
+def on_ranks(name: str, mesh: DeviceMesh, steps: int) -> tuple[list[float], Any]:
     """This rank's losses by both dimensions of a mesh, and the model."""
     recipe = None if name == "none" else recipes.get(name)
     model: Any = net(recipe)
@@ -60,7 +69,7 @@ def on_ranks(name: str, mesh: DeviceMesh) -> tuple[list[float], Any]:
     for part in (model.up, model.down, model):
         fully_shard(part, mesh=mesh["dp"])
     optimizer, losses = torch.optim.AdamW(model.parameters(), 1e-2, foreach=False), []
-    for step in range(STEPS[name]):
+    for step in range(steps):
         x = batch(RANKS * step + mesh["dp"].get_local_rank(), block_of(recipe))
         y = model(tokens(x, mesh["tp"].get_local_rank(), RANKS))
         loss = y.square().sum() / y.numel()
@@ -71,7 +80,7 @@ def on_ranks(name: str, mesh: DeviceMesh) -> tuple[list[float], Any]:
     return losses, model
 
 
-def in_one_process(name: str) -> tuple[list[list[list[float]]], list[Tensor]]:
+def in_one_process(name: str, steps: int) -> tuple[list[list[list[float]]], list[Tensor]]:
     """Losses of each step by batch and by tokens, and the weights after them."""
     recipe = None if name == "none" else recipes.get(name)
     # Each batch has the noise of its own ranks; the weights are one.
@@ -80,7 +89,7 @@ def in_one_process(name: str) -> tuple[list[list[list[float]]], list[Tensor]]:
         for key in [*each._parameters]:
             each.register_parameter(key, one._parameters[key])
     optimizer, losses = torch.optim.AdamW(wholes[0].parameters(), 1e-2, foreach=False), []
-    for step in range(STEPS[name]):
+    for step in range(steps):
         of_step = []
         for i, whole in enumerate(wholes):
             # Not by `whole(...)`: where a converted root begins a forward, all ranks agree on histories.
@@ -138,5 +147,11 @@ def test_two_dimensions_are_one_process(tmp_path: Path) -> None:
     two_ranks.run(__name__, tmp_path, RANKS * RANKS)
 
 
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_twenty_losses(tmp_path: Path) -> None:
+    two_ranks.run(__name__, tmp_path, RANKS * RANKS, slow=True)
+
+
 if __name__ == "__main__":
-    two_ranks.main([several_matrices_in_one_weight, as_one_process])
+    two_ranks.main([several_matrices_in_one_weight, as_one_process], slow=[twenty_losses])

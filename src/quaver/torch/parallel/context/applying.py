@@ -19,6 +19,7 @@ from quaver.torch.blocks.attention.dot_product import DotProductAttention
 from quaver.torch.blocks.attention.latent import LatentAttention
 from quaver.torch.blocks.attention.multihead import MultiheadAttention
 from quaver.torch.blocks.attention.rope.positions import positions_of
+from quaver.torch.blocks.state_space.mamba2 import Mamba2
 from quaver.torch.blocks.transformer import TransformerLayer
 from quaver.torch.model import attention_modules
 from quaver.torch.parallel.context.across import WAYS, attention, check_heads_divide, group_of, refuse
@@ -223,6 +224,11 @@ def _reason(module: nn.Module) -> str:
         return "attends to a memory, and only self attention goes with a sequence in parts"
     if isinstance(module, MultiheadAttention) and module._modules["position_bias"] is not None:
         return "has a position_bias, which counts from a rank's first token; take rope or ALiBi"
+    if isinstance(module, Mamba2 | nn.RNNBase) or (isinstance(module, nn.Conv1d) and module.kernel_size != (1,)):
+        return (
+            "reads the tokens before each token, and a rank would begin at its own: of what mixes tokens, attention "
+            "alone goes across ranks"
+        )
     rope: Any = module._modules.get("rope") if isinstance(module, Layer) else None
     if rope is not None and rope.frequencies.by_length:
         kind = rope.frequencies.rope_type

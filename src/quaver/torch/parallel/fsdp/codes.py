@@ -61,11 +61,8 @@ class Stored:
             for module, name, unit in held_parameters(root):
                 if module is layer and name == "weight":
                     self.unit = unit
-        if self.unit is not None and self.unit.reshards_to_fewer:
-            raise ValueError(
-                f"{self.name} is gathered as codes, which no smaller number of ranks keeps after a forward; give "
-                "fully_shard reshard_after_forward=True or False, not a number"
-            )
+        if self.unit is not None:
+            self.unit.check(self.name)
         weight = layer._parameters["weight"]
         if not self.learns and weight is not None and weight.requires_grad:
             raise ValueError(

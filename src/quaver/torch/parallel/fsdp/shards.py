@@ -135,11 +135,8 @@ class Shard(Tensor):
         weight = self.weight
         weight.model.ready(weight, mesh)
         unit = weight.unit
-        if unit is not None and unit.reshards_to_fewer:
-            raise ValueError(
-                f"{weight.name} is gathered as codes, which no smaller number of ranks keeps after a forward; give "
-                "fully_shard reshard_after_forward=True or False, not a number"
-            )
+        if unit is not None:
+            unit.check(weight.name)
         key, factor = weight.factor()
         names = _travelling(weight)
         joints = [_joint(weight, name, mesh, key, factor) for name in names]

@@ -30,10 +30,19 @@ class Unit:
             return self._group.post_forward_mesh_info is not None
         return self.in_backward and bool(self._group.reshard_after_backward)
 
-    @property
-    def reshards_to_fewer(self) -> bool:
-        """Whether a forward leaves a part to fewer ranks, as reshard_after_forward=2 asks."""
-        return bool(self._group._use_post_forward_mesh)
+    def check(self, name: str) -> None:
+        """Refuse what no gather of codes does. Raises: ValueError, which names the layer."""
+        if self._group._use_post_forward_mesh:
+            raise ValueError(
+                f"{name} is gathered as codes, which no smaller number of ranks keeps after a forward; give "
+                "fully_shard reshard_after_forward=True or False, not a number"
+            )
+        if getattr(getattr(self._parameter, "fsdp_placement", None), "dim", 0):
+            raise ValueError(
+                f"{name} is gathered as codes, of rows: ranks cannot divide its columns; have fully_shard's "
+                "shard_placement_fn give Shard(0) or None for this weight, or leave the layer out with "
+                "gather_quantized(model, skip=[...])"
+            )
 
     @property
     def dtype(self) -> torch.dtype | None:
