@@ -18,31 +18,31 @@ from torch import Tensor, nn
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def small(first: int) -> Any:
-    """The pages' two layers, and a filter that leaves the second out, and sizes that are no multiples of 16."""
+def small(first: int, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """The pages' two layers, there in bfloat16, and their filter: not the second, and sizes that 16 divides alone."""
     torch.manual_seed(0)
 
     def module_filter_fn(module: nn.Module, name: str) -> bool:
         sizes = (module.in_features, module.out_features) if isinstance(module, nn.Linear) else ()
         return name != "1" and not any(size % 16 for size in sizes)
 
-    model = nn.Sequential(nn.Linear(first, 2 * first), nn.Linear(2 * first, 128)).bfloat16().to(DEVICE)
-    return model, torch.randn(64, first, device=DEVICE, dtype=torch.bfloat16), module_filter_fn
+    model = nn.Sequential(nn.Linear(first, 2 * first), nn.Linear(2 * first, 128)).to(DEVICE, dtype)
+    return model, torch.randn(64, first, device=DEVICE, dtype=dtype), module_filter_fn
 
 
-def torchao_training(float8: Any, config: Any = None, steps: int = 3) -> list[float]:
-    """Losses of the pages' loop."""
-    model, x, keep = small(128)
+def torchao_training(float8: Any, config: Any, dtype: torch.dtype) -> list[Tensor]:
+    """Outputs of the pages' loop, step by step."""
+    model, x, keep = small(128, dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-    float8.convert_to_float8_training(model, module_filter_fn=keep, **({} if config is None else {"config": config}))
-    losses = []
-    for _ in range(steps):
+    float8.convert_to_float8_training(model, module_filter_fn=keep, config=config)
+    outputs = []
+    for _ in range(3):
         optimizer.zero_grad()
-        loss = model(x).sum()
-        loss.backward()
+        y = model(x)
+        y.sum().backward()
         optimizer.step()
-        losses.append(loss.item())
-    return losses
+        outputs.append(y.detach())
+    return outputs
 
 
 def torchao_checkpoint(float8: Any, file: Path) -> tuple[Any, Any, Tensor]:

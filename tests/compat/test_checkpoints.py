@@ -5,7 +5,9 @@ import os
 import pickle
 import sys
 import types
+import zipfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +192,40 @@ def test_a_malicious_file_runs_nothing(kind: str, zipped: bool, tmp_path: Path) 
     with pytest.raises(ValueError, match="Nothing of it has run"):
         read(plain)
     assert not mark.exists()
+
+
+def test_what_refers_to_itself_or_many_times_is_read_once(tmp_path: Path) -> None:
+    file, one = tmp_path / "nested.pt", [torch.ones(2)]
+    for _ in range(64):
+        one = [one, one]
+    one.append(one)
+    torch.save({"a": one, "b": (one, one)}, file)
+    content = read(file)
+    assert content["a"] is content["b"][0] is content["a"][2] and content["a"][0] is content["a"][1]
+    # Pickle's reader has no recursion of its own that would end first.
+    with zipfile.ZipFile(file) as before:
+        parts = {name: before.read(name) for name in before.namelist()}
+    with zipfile.ZipFile(file, "w") as after:
+        for name, data in parts.items():
+            after.writestr(
+                name, data if not name.endswith("data.pkl") else b"\x80\x02" + b"]" * 10**5 + b"a" * 99_999 + b"."
+            )
+    with pytest.raises(ValueError, match=r"nested\.pt has containers within containers"):
+        read(file)
+
+
+def test_files_are_read_in_several_threads_and_leave_no_names(tmp_path: Path) -> None:
+    file = tmp_path / "theirs.pt"
+    torch.save(theirs(enable_fsdp_float8_all_gather=True).state_dict(), file)
+    known = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            contents = list(pool.map(lambda _: read(file), range(24)))
+        assert not torch.serialization.get_safe_globals()
+    finally:
+        torch.serialization.add_safe_globals(known)
+    assert len(contents) == 24 and {type(c["0.weight"]) for c in contents} <= {torch.Tensor, nn.Parameter}
 
 
 def test_files_of_another_version_or_cut_off_are_a_sentence(tmp_path: Path) -> None:

@@ -13,20 +13,22 @@ from tests.close import assert_bitwise, assert_close
 from tests.compat import documented
 
 
-@pytest.mark.parametrize("name", [None, "tensorwise", "rowwise", "rowwise_with_gw_hp"])
-def test_torchaos_loop_has_torchaos_losses(name: str | None) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_torchaos_loop_has_torchaos_outputs(name: str, dtype: torch.dtype) -> None:
     theirs: Any = pytest.importorskip("torchao.float8")
-    given = {"emulate": True} if name is None else {}
-    configs = [
-        library.Float8LinearConfig(**given) if name is None else library.Float8LinearConfig.from_recipe_name(name)
-        for library in (float8, theirs)
-    ]
-    if name is not None:
-        object.__setattr__(configs[1], "emulate", True)
+    configs = [library.Float8LinearConfig.from_recipe_name(name) for library in (float8, theirs)]
+    # Without a GPU torchao computes so alone.
+    object.__setattr__(configs[1], "emulate", True)
     ours, expected = (
-        documented.torchao_training(library, config) for library, config in zip((float8, theirs), configs, strict=True)
+        documented.torchao_training(library, config, dtype)
+        for library, config in zip((float8, theirs), configs, strict=True)
     )
-    assert ours == pytest.approx(expected, rel=1e-2) and ours[-1] < ours[0]
+    # torchao rounds a sum to bfloat16 before it adds the bias, and again after it.
+    bound = 1e-6 if dtype is torch.float32 else 6e-3
+    for step, (y, z) in enumerate(zip(ours, expected, strict=True)):
+        assert_close(f"step {step}", y.float(), z.float(), bound)
+    assert ours[-1].sum() < ours[0].sum()
 
 
 def test_torchaos_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -61,14 +63,9 @@ def test_the_quickstarts_layers_are_its_basic_layer(kind: str) -> None:
     basic, layer = documented.quickstart(te, "basic"), documented.quickstart(te, kind)
     x = torch.rand(16, 2, 128)
     layer.train()(x).sum().backward()
-    expected, y = basic.eval()(x), layer.eval()(x)
-    if kind == "transformer":
-        # It is causal unless told, and the basic layer is not.
-        assert_close("last token", y[-1], expected[-1], 1e-5)
-        expected = basic(x[:1])
-        assert_close("first token", y[:1], expected, 1e-5)
-        return
-    assert_close("output", y, expected, 1e-5)
+    # Its own is causal unless told, and the basic layer is not.
+    call = {"self_attn_mask_type": "no_mask"} if kind == "transformer" else {}
+    assert_close("output", layer.eval()(x, **call), basic.eval()(x), 1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])

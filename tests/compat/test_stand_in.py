@@ -4,6 +4,7 @@ import importlib
 import importlib.metadata as metadata
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 
 import pytest
@@ -62,6 +63,30 @@ def test_one_that_is_installed_is_hidden_until_then() -> None:
     after = find_spec("torchao")
     assert getattr(after, "origin", None) == getattr(before, "origin", None)
     assert not [finder for finder in sys.meta_path if isinstance(finder, stand_in._Finder)]
+
+
+def test_it_comes_and_goes_and_what_is_bound_stays_ours() -> None:
+    bound = []
+    for _ in range(2):
+        quaver.compat.install("transformer_engine")
+        quaver.compat.install("transformer_engine")
+        quaver.compat.install("torchao")
+        bound.append(importlib.import_module("transformer_engine.pytorch").Linear)
+        quaver.compat.install("transformer_engine")
+        assert len([finder for finder in sys.meta_path if isinstance(finder, stand_in._Finder)]) == 2
+        quaver.compat.uninstall()
+        quaver.compat.uninstall()
+        assert "transformer_engine.pytorch" not in sys.modules and find_spec("transformer_engine") is None
+    assert bound[0] is bound[1] and bound[0](8, 8).weight.shape == (8, 8)
+
+
+def test_threads_import_one_module() -> None:
+    quaver.compat.install("transformer_engine")
+    names = ["transformer_engine.pytorch", "transformer_engine.common.recipe", "transformer_engine.pytorch.module"]
+    ours = [f"quaver.compat.{name}" for name in names]
+    with ThreadPoolExecutor(8) as pool:
+        modules = list(pool.map(importlib.import_module, (names + ours) * 8))
+    assert all(modules[i] is modules[i % 3] for i in range(len(modules)))
 
 
 @pytest.mark.parametrize("library, other", [("transformer_engine", "accelerate"), ("torchao", "transformers")])

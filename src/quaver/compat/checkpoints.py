@@ -10,6 +10,7 @@ becomes a plain one:
 Source: torchao 0.18's float8/fsdp_utils.py; MS-AMP 0.4's common/tensor and common/dtype (github.com/Azure/MS-AMP).
 """
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+#: Which names torch builds is a setting of the process: one file at a time changes it.
+_ONE = threading.Lock()
 #: What `read` takes in place of a file's suffix.
 SAFETENSORS = ".safetensors"
 
@@ -98,7 +101,7 @@ def read(file: str | Path) -> Any:
         return _safetensors(path)
     stands = {name: _stand_in(name) for name in (*TENSORS, *OTHERS)}
     try:
-        with torch.serialization.safe_globals([(kind, name) for name, kind in stands.items()]):
+        with _ONE, torch.serialization.safe_globals([(kind, name) for name, kind in stands.items()]):
             content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         first = str(error).strip().partition("\n")[0]
@@ -106,7 +109,10 @@ def read(file: str | Path) -> Any:
             f"{path} is not read ({type(error).__name__}: {first}); it is no whole checkpoint of tensors, or one of "
             "another version or library. Nothing of it has run"
         ) from error
-    return _plain(content, path)
+    try:
+        return _plain(content, path, {})
+    except RecursionError:
+        raise ValueError(f"{path} has containers within containers, deeper than any checkpoint has them") from None
 
 
 def _stand_in(name: str) -> type:
@@ -125,19 +131,26 @@ def _safetensors(path: Path) -> Any:
         raise ValueError(f"{path} is not read ({error}); it is no whole file of safetensors") from error
 
 
-def _plain(value: Any, path: Path) -> Any:
-    """A value with plain tensors in the places of stand-ins."""
+def _plain(value: Any, path: Path, seen: dict[int, Any]) -> Any:
+    """A value with plain tensors in the places of stand-ins; what stands in it several times does so afterwards."""
+    if id(value) in seen:
+        return seen[id(value)]
     function = TENSORS.get(f"{type(value).__module__}.{type(value).__name__}")
     if function is not None:
         try:
-            return function(value)
-        except AttributeError as error:
+            seen[id(value)] = function(value)
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
             raise ValueError(
                 f"{path} has a {type(value).__name__} of another version, without what this one holds ({error})"
             ) from error
-    if isinstance(value, dict):
-        return {key: _plain(each, path) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        each = [_plain(one, path) for one in value]
-        return each if isinstance(value, list) else tuple(each)
-    return value
+    elif isinstance(value, dict):
+        held: dict[Any, Any] = {}
+        seen[id(value)] = held
+        held.update({key: _plain(each, path, seen) for key, each in value.items()})
+    elif isinstance(value, list):
+        items: list[Any] = []
+        seen[id(value)] = items
+        items.extend(_plain(one, path, seen) for one in value)
+    elif isinstance(value, tuple):
+        seen[id(value)] = tuple(_plain(one, path, seen) for one in value)
+    return seen.get(id(value), value)

@@ -215,6 +215,13 @@ def gadgets(mark: Path) -> dict[str, bytes]:
             b"\x80\x04\x8c\x0ctorch._utils\x8c\x12_rebuild_tensor_v2\x93N}\x8c\x08__call__K\x01s\x86b."
         ),
         "PERSID": b"Pos.system\n.",
+        "OBJ": b"(cos\nsystem\nS'touch " + str(mark).encode() + b"'\no.",
+        "NEWOBJ": b"\x80\x02cos\nsystem\n(S'touch " + str(mark).encode() + b"'\nt\x81.",
+        "NEWOBJ_EX": b"\x80\x04cos\nsystem\n(S'touch " + str(mark).encode() + b"'\nt}\x92.",
+        "EXT1": b"\x80\x02\x82\x01.",
+        "a name of another's by dots": b"\x80\x04\x8c\x12transformer_engine\x8c\tos.system\x93\x8c\x04trueR.",
+        "a function of a stand-in's": b"\x80\x04\x8c\x05numpy\x8c\x12core.multiarray.os\x93.",
+        "a lookup by copyreg": b"\x80\x04\x8c\x08copyreg\x8c\x0b__newobj__\x93.",
     }
     return {name: pickle.dumps({"recipe": value}) for name, value in gadgets_by_name.items()} | raw
 
@@ -231,6 +238,17 @@ def test_a_planted_pickle_runs_nothing(name: str, tmp_path: Path) -> None:
         torch.nn.Sequential(layer).load_state_dict(state)
     assert not mark.exists() and "antigravity" not in sys.modules
     assert all(torch.equal(v, before[k]) for k, v in layer.state_dict().items())
+
+
+@pytest.mark.parametrize(("size", "stride"), [((1 << 40, 3), (0, 0)), ((1 << 40, 3), (3, 1)), ((2, 3), (0, 1))])
+def test_a_few_values_do_not_become_many(size: tuple[int, int], stride: tuple[int, int]) -> None:
+    storage = torch.zeros(3).untyped_storage()
+    file = io.BytesIO()
+    torch.save(torch.storage.TypedStorage(wrap_storage=storage, dtype=torch.float32, _internal=True), file)
+    within = Gadget(torch.storage._load_from_bytes, file.getvalue())
+    tensor = Gadget(torch._utils._rebuild_tensor_v2, within, 0, size, stride, False, collections.OrderedDict())  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"x is not read: it has a tensor \[.*\] of 12 bytes"):
+        extra_state.read(pickle.dumps({"amax_history_fwd": tensor}), "x")
 
 
 @pytest.mark.parametrize("how", ["zip", "legacy"])

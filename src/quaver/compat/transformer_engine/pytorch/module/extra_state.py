@@ -6,6 +6,7 @@ containers are made, and stand-ins for Transformer Engine's own classes; any oth
 
 import collections
 import io
+import math
 import pickle
 import warnings
 from typing import Any
@@ -16,12 +17,19 @@ from torch import Tensor
 from quaver.compat.checkpoints import StandIn
 
 
+class Refused(pickle.UnpicklingError):
+    """A name that no state has, or a tensor larger than its values."""
+
+
 class _Tensor:
     """Builds a tensor of a storage; what a pickle gives for hooks is left out."""
 
     __slots__ = ()
 
     def __call__(self, storage: Any, offset: int, size: Any, stride: Any, *_: Any) -> Tensor:
+        # One value of a file may not become many in memory.
+        if math.prod(size) * storage.dtype.itemsize > storage.nbytes():
+            raise Refused(f"it has a tensor {list(size)} of {storage.nbytes()} bytes")
         return torch.empty(0, dtype=storage.dtype, device="cpu").set_(storage.untyped(), offset, size, stride)
 
 
@@ -39,10 +47,6 @@ KNOWN = {
     ("torch._utils", "_rebuild_tensor_v2"): _Tensor(),
     ("torch.storage", "_load_from_bytes"): _Storage(),
 }
-
-
-class Refused(pickle.UnpicklingError):
-    """A name that no state has."""
 
 
 class _Reader(pickle.Unpickler):
