@@ -171,7 +171,22 @@ def test_runs_of_two_and_four_ranks_are_the_single_process_s(make_config: MakeCo
     begun = replace(bf16, fsdp=4, out=str(tmp_path / "begun"))
     for config, source in ((four, bf16), (begun, whole)):
         begin_from(config, source)
-    start([four, begun], tmp_path / "ranks", 4)
+    # Under another recipe histories begin anew, of another length too, as in one process.
+    others = {
+        source: replace(source, fsdp=4, recipe=recipe, out=f"{source.out}-otherwise")
+        for source, recipe in ((bf16, DELAYED), (delayed, "delayed(history=8)"))
+    }
+    for source, config in others.items():
+        begin_from(config, source)
+    start([four, begun, *others.values()], tmp_path / "ranks", 4)
+    for source, config in others.items():
+        one = plain(config, f"{Path(config.out).name}-one")
+        begin_from(one, source)
+        with pytest.warns(UserWarning) as said:
+            run_training(one, resume=True)
+        assert "goes on from step 3 with other options: recipe" in str(said[-1].message)
+        assert farthest(recorded(one), recorded(config)) < DRIFT[DELAYED], config.recipe
+        assert recorded(config) != recorded(source), "the recipe is another one"
     begin_from(back, four)
     run_training(back, resume=True)
     for config in (four, begun, back):

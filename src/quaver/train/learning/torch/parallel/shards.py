@@ -3,7 +3,7 @@
 A rank's file has the names that a single process's files have, and says where in the whole each part begins.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from quaver.torch.optim import Optimizer
 from quaver.torch.parallel import agree_histories
+from quaver.torch.state.buffers import STATE
 from quaver.train.learning.torch.optimizer import load_state, state_of
 
 
@@ -54,15 +55,31 @@ def read(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> No
 
     Raises: ValueError for what does not fit.
     """
-    of_model = model.state_dict()
+    reader = HuggingFaceStorageReader(str(folder))
+    of_model = as_saved(model.state_dict(), reader.read_metadata().state_dict_metadata)
     of_optimizer = fresh(model, optimizer)
     whole = {**of_model, **of_optimizer}
     try:
-        dcp.load(whole, storage_reader=HuggingFaceStorageReader(str(folder)))
+        dcp.load(whole, storage_reader=reader)
     except CheckpointException as error:
         raise ValueError(in_short(error)) from error
     model.load_state_dict({name: whole[name] for name in of_model})
     load_state(model, optimizer, {name: whole[name] for name in of_optimizer})
+
+
+def as_saved(state: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a model's state what a checkpoint has, where another recipe wrote that: layers begin the rest anew, and take
+    histories of other lengths."""
+    own = dict(state)
+    for name, value in state.items():
+        if name.rpartition(".")[2] not in STATE:
+            continue
+        held = saved.get(name)
+        if held is None:
+            del own[name]
+        elif tuple(held.size) != tuple(value.shape):
+            own[name] = torch.empty(tuple(held.size), dtype=value.dtype, device=value.device)
+    return own
 
 
 def in_short(error: CheckpointException) -> str:
