@@ -9,7 +9,7 @@ from benchmarks.cases.blocks import (
     state_space,
 )
 from benchmarks.cases.host import host_cost, imports, optimizer_step
-from benchmarks.cases.linear import frozen, jax_speed, memory, noise, speed
+from benchmarks.cases.linear import frozen, grouped, jax_speed, memory, noise, speed
 from benchmarks.cases.models import model_gradients, model_memory, model_peak, model_step
 
 CASES = (
@@ -21,6 +21,9 @@ CASES = (
     block_speed.LARGE,
     block_speed.LLAMA,
     experts.CASE,
+    grouped.EXPERTS,
+    grouped.MANY,
+    grouped.LARGE,
     jax_speed.CASE,
     memory.LAYER,
     memory.EAGER_MLP,

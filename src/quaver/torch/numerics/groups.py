@@ -165,6 +165,13 @@ class Stack:
         self.whole = whole
 
 
+def in_lines(t: Tensor) -> bool:
+    """Whether rows, or columns, begin at multiples of 16 bytes, as torch's grouped GEMMs want them."""
+    line, rows, columns = 16 // t.element_size(), t.stride(-2), t.stride(-1)
+    apart, features = (rows, t.shape[-1]) if columns == 1 else (columns, t.shape[-2])
+    return 1 in (rows, columns) and apart >= features and apart % line == 0 and t.data_ptr() % 16 == 0
+
+
 def rows_of(q: Quantized, start: int, end: int) -> Quantized:
     """Some rows of an operand, in the same memory; where scales are of several rows, whole blocks of them."""
     assert not q.turned

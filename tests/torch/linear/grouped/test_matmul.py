@@ -122,6 +122,58 @@ def test_what_a_cpu_runs_is_within_the_bound_of_the_reference(name: str, dtype: 
         assert (tensor.double() - wanted.double()).norm() <= bound * wanted.double().norm()
 
 
+@pytest.mark.parametrize("features", [(48, 40), (47, 40), (48, 41), (8, 8)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("turned", [False, True])
+def test_torchs_grouped_gemm_changes_no_bit(
+    features: tuple[int, int], dtype: torch.dtype, turned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (k, n), draw = features, torch.Generator().manual_seed(0)
+    x, w, g = (torch.randn(shape, generator=draw) for shape in ((T, k), (G, n, k), (T, n)))
+    x[3, 2], x[44, 1], w[2, 5, 3], g[50, 4] = float("inf"), float("nan"), -0.0, float("-inf")
+    w = w.transpose(1, 2).contiguous().transpose(1, 2) if turned else w
+    whole, results = host.all_groups, []
+    taken: list[bool] = []
+
+    def noted(*args: Any) -> Tensor | None:
+        y = whole(*args)
+        taken.append(y is not None)
+        return y
+
+    for way in (noted, lambda *args: None):
+        monkeypatch.setattr(host, "all_groups", way)
+        for sizes in ((5, 0, 40, 17), (0, 0, 0, 0)):
+            one, other = (t.clone().to(dtype).requires_grad_() for t in (x, w))
+            y = qt.grouped_matmul(one, other, ends(sizes), recipe="bf16")
+            y.backward(g.to(dtype))
+            assert one.grad is not None and other.grad is not None and not y[sum(sizes) :].any()
+            results.append([y.detach(), one.grad, other.grad.contiguous()])
+    lines = not any(size * dtype.itemsize % 16 for size in features)
+    assert taken and all(taken) is lines
+    for ours, expected in zip(results[:2], results[2:], strict=True):
+        for tensor, wanted in zip(ours, expected, strict=True):
+            assert_bitwise(tensor, wanted)
+
+
+@pytest.mark.parametrize("name", ["mxfp6", "mxfp4"])
+def test_rows_that_leave_the_cache_are_quantized_group_by_group_to_the_same_codes(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = grouped(SIZES[0], RECIPES[name])
+    monkeypatch.setattr(host, "CACHED", 0)
+    calls: list[int] = []
+    quantized = host._Run.quantized
+
+    def noted(run: Any, group: int, column: int, operand: str, *rest: Any) -> Any:
+        calls.append(operand in ("input", "grad_output"))
+        return quantized(run, group, column, operand, *rest)
+
+    monkeypatch.setattr(host._Run, "quantized", noted)
+    for tensor, wanted in zip(grouped(SIZES[0], RECIPES[name]), expected, strict=True):
+        assert_bitwise(tensor, wanted)
+    assert sum(calls) == 2 * 3
+
+
 def test_what_has_no_group_reaches_nothing() -> None:
     for recipe in ("tensorwise", "rowwise", "mxfp8", None):
         x, w, _ = (t.detach() for t in tensors())

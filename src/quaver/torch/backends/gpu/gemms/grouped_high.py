@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from quaver.torch.backends.gpu.gemms.grouped_values import MAJORS, MOST_GROUPS, alike, finished_rows
 from quaver.torch.backends.gpu.launching.device import architecture
-from quaver.torch.numerics.groups import Offsets
+from quaver.torch.numerics.groups import Offsets, in_lines
 
 
 def reason_high(x: Tensor, w: Tensor, offsets: Offsets, dtype: torch.dtype, *_: Any) -> str:
@@ -31,14 +31,7 @@ def _why_not_high(a: Tensor, b: Tensor, groups: int, dtype: torch.dtype) -> str:
         return "there is nothing to add up"
     if not 0 < groups <= MOST_GROUPS:
         return f"it takes from 1 to {MOST_GROUPS} groups, not {groups}"
-    return "" if _in_lines(a) and _in_lines(b) else "its rows begin at multiples of 16 bytes"
-
-
-def _in_lines(t: Tensor) -> bool:
-    """Whether rows, or columns, begin at multiples of 16 bytes."""
-    line, rows, columns = 16 // t.element_size(), t.stride(-2), t.stride(-1)
-    apart, features = (rows, t.shape[-1]) if columns == 1 else (columns, t.shape[-2])
-    return 1 in (rows, columns) and apart >= features and apart % line == 0 and t.data_ptr() % 16 == 0
+    return "" if in_lines(a) and in_lines(b) else "its rows begin at multiples of 16 bytes"
 
 
 def high_matmul(x: Tensor, w: Tensor, offsets: Offsets, dtype: torch.dtype, bias: Tensor | None) -> Tensor:

@@ -1,0 +1,144 @@
+"""Grouped products beside a loop of one linear layer a group, and beside torch's grouped GEMM; and the bytes kept."""
+
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.functional import grouped_mm
+
+import quaver.torch as qt
+from benchmarks.measuring.figure import Case, Figure, Target, at_most
+from benchmarks.measuring.timing import Step, interleave
+from quaver.recipes import RECIPES
+
+#: Of each recipe's time over its loop and of their median, of torch's time, and of bf16's bytes.
+EACH, MEDIAN, OF_TORCH, BYTES = at_most(1.0), at_most(0.9), at_most(1.1), at_most(52.0)
+#: Those whose backward reads eight or four bits.
+SAVING = [name for name, build in RECIPES.items() if build().wgrad.b is not None]
+LOOP, TORCH = "a Linear a group", "torch's grouped_mm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """Groups of which tokens have Zipf's shares, the last of them none."""
+
+    tokens: int
+    inputs: int
+    outputs: int
+    groups: int
+    rounds: int
+    #: Whether the median is judged, and the bytes: GEMMs of many tokens take a loop's time, and scales of few tokens
+    #: weigh what their codes do.
+    shares: bool = False
+    fits: bool = False
+
+    def sizes(self) -> list[int]:
+        shares = [0.0 if group == self.groups - 1 else 1 / (group + 2) for group in range(self.groups)]
+        sizes = [int(self.tokens * share / sum(shares)) for share in shares]
+        sizes[0] += self.tokens - sum(sizes)
+        return sizes
+
+    def measure(self, quick: bool) -> Iterator[Figure]:
+        of = Setup(tokens=64, inputs=32, outputs=48, groups=4, rounds=1) if quick else self
+        judged = of is self
+        torch.manual_seed(0)
+        x = torch.randn(of.tokens, of.inputs, dtype=torch.bfloat16, requires_grad=True)
+        g = torch.randn(of.tokens, of.outputs, dtype=torch.bfloat16)
+        sizes = of.sizes()
+        offsets = torch.tensor(sizes).cumsum(0, dtype=torch.int32)
+        ratios, plain = [], 0
+        for name in ("bf16", *(name for name in RECIPES if name != "bf16")):
+            layer, each = of.pair(name)
+
+            def together(x: Tensor, layer: nn.Module = layer) -> Tensor:
+                y: Tensor = layer(x, offsets)
+                return y
+
+            def one_by_one(x: Tensor, each: nn.ModuleList = each) -> Tensor:
+                parts = [linear(part) for linear, part in zip(each, x.split(sizes), strict=True) if len(part)]
+                return torch.cat(parts)
+
+            steps = {LOOP: step(one_by_one, x, g, each), "ours": step(together, x, g, layer)}
+            timing = interleave(steps, rounds=of.rounds, steps=1)["ours"]
+            ratios.append(timing.ratio)
+            subject = f"quaver {name}"
+            yield Figure(subject, f"of {LOOP}", timing.ratio, "x", EACH if judged else None)
+            if name == "bf16":
+                weight = layer.weight.detach().transpose(1, 2).requires_grad_()  # type: ignore[operator]
+
+                def theirs(x: Tensor, weight: Tensor = weight) -> Tensor:
+                    return grouped_mm(x, weight, offs=offsets)
+
+                steps = {TORCH: step(theirs, x, g, weight), "ours": step(together, x, g, layer)}
+                of_torch = interleave(steps, rounds=of.rounds, steps=1)["ours"].ratio
+                yield Figure(subject, f"of {TORCH}", of_torch, "x", OF_TORCH if judged else None)
+            yield Figure(subject, "time", timing.seconds * 1e3, "ms")
+            kept = kept_bytes(together, x)
+            plain = plain or kept
+            target: Target | None = BYTES if of.fits and name in SAVING else None
+            yield Figure(subject, "kept, of bf16", 100 * kept / plain, "%", target)
+        middle = statistics.median(ratios)
+        yield Figure("the median of recipes", f"of {LOOP}", middle, "x", MEDIAN if of.shares else None)
+
+    def pair(self, recipe: str) -> tuple[nn.Module, nn.ModuleList]:
+        """A layer of all groups and one for each, of the same values."""
+        how = {"bias": False, "dtype": torch.bfloat16, "recipe": recipe}
+        layer = qt.GroupedLinear(self.groups, self.inputs, self.outputs, **how)  # type: ignore[arg-type]
+        each = nn.ModuleList([qt.Linear(self.inputs, self.outputs, **how) for _ in range(self.groups)])  # type: ignore[arg-type]
+        for linear, weight in zip(each, layer.weight.detach(), strict=True):
+            linear.set_weight(weight)  # type: ignore[operator]
+        return layer, each
+
+
+def step(run: Callable[[Tensor], Tensor], x: Tensor, g: Tensor, of: nn.Module | Tensor) -> Step:
+    """Forward and backward of weights that change from step to step; the gradients are dropped."""
+    parameters = [of] if isinstance(of, Tensor) else list(of.parameters())
+
+    def once() -> None:
+        with torch.no_grad():
+            for parameter in parameters:
+                torch.autograd.graph.increment_version(parameter)
+        run(x).backward(g)
+        x.grad = None
+        for parameter in parameters:
+            parameter.grad = None
+
+    return once
+
+
+def kept_bytes(run: Callable[[Tensor], Tensor], x: Tensor) -> int:
+    """Bytes that autograd keeps, each storage once and parameters not."""
+    storages: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
+            storages[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = run(x.detach().clone().requires_grad_())
+    assert y.requires_grad
+    return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
+
+
+def _case(name: str, setup: Setup) -> Case:
+    size = f"{setup.groups} groups of {setup.tokens} tokens, {setup.inputs} → {setup.outputs}"
+    return Case(
+        name=name,
+        title=f"{size}, bf16: one layer of all groups",
+        notes=(
+            "Forward and backward, eager, without bias; tokens of groups as 1/2, 1/3, 1/4 and so on, the last one "
+            "without. `qt.GroupedLinear` over a loop of one `qt.Linear` a group with `torch.cat` behind, and of bf16 "
+            "over `torch.nn.functional.grouped_mm`, by turns, the median of each round's ratio. Weights change from "
+            "step to step. Each storage saved for backward counts once, with its scales, parameters apart."
+        ),
+        measure=setup.measure,
+    )
+
+
+EXPERTS = _case("grouped", Setup(tokens=4096, inputs=512, outputs=256, groups=16, rounds=7, shares=True, fits=True))
+MANY = _case("grouped-many", Setup(tokens=1024, inputs=256, outputs=256, groups=64, rounds=7, shares=True))
+LARGE = _case("grouped-large", Setup(tokens=2048, inputs=1024, outputs=512, groups=8, rounds=5, fits=True))
