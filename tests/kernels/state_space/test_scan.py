@@ -114,10 +114,14 @@ def test_what_is_not_finite_spoils_no_earlier_chunk_and_no_other_sequence() -> N
 
 
 def test_softplus_keeps_its_digits_on_both_sides() -> None:
-    dt = torch.tensor([-1e4, -80.0, -20.0, -16.7, -5.0, -1e-3, 0.0, 1e-3, 3.0, 19.9, 20.1, 90.0])
-    values = tensors((1, 12, 1, 4, 1, 4)) | {"dt": dt.view(1, 12, 1), "A": torch.tensor([-1e-6])}
+    """Of a token a sequence, so that no step is seen beside larger ones."""
+    dt = torch.tensor([-1e4, -80.0, -20.0, -16.7, -15.0, -12.0, -9.0, -5.0, -1e-3, 0.0, 1e-3, 3.0, 19.9, 20.1, 90.0])
+    values = tensors((len(dt), 1, 1, 4, 1, 4)) | {"dt": dt.view(-1, 1, 1), "A": torch.tensor([-1e-6])}
     values = {name: value for name, value in values.items() if name not in ("dt_bias", "initial_states", "D")}
-    assert_near(values, BOUND)
+    expected = exact(values)
+    for name, one, other in zip(named(values), by_kernels(values), expected, strict=True):
+        for step, ours, truth in zip(dt.tolist(), one, other, strict=False):
+            assert_close(f"{name} where dt is {step}", ours, truth, BOUND)
 
 
 def test_what_the_kernels_do_not_take_goes_the_plain_way() -> None:
@@ -135,3 +139,18 @@ def test_what_the_kernels_do_not_take_goes_the_plain_way() -> None:
     with qt.only("triton"):
         y, _ = ssd(**{name: value.to(DEVICE) for name, value in refused["wide heads in float32"].items()})
     assert_close("y", y.cpu(), exact(refused["wide heads in float32"])[0], BOUND)
+
+
+def test_a_block_computes_under_the_kernels_what_it_does_without() -> None:
+    """Of heads that lie in the output of a projection, beside others' features."""
+    torch.manual_seed(0)
+    block = qt.Mamba2(16, inner=16, head_dim=8, state=6, groups=1, normalization="RMSNorm").to(DEVICE)
+    x, runs = torch.randn(2, 35, 16), []
+    for name in ("triton", "reference"):
+        given = x.to(DEVICE).requires_grad_()
+        with qt.only(name):
+            y = block(given)
+            grads = torch.autograd.grad(y, [given, *block.parameters()], drawn_gradient(y.cpu(), 0).to(DEVICE))
+        runs.append([t.detach().cpu() for t in (y, *grads)])
+    for name, one, other in zip(("y", "x", *dict(block.named_parameters())), *runs, strict=True):
+        assert_close(name, one, other, BOUND)
