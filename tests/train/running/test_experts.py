@@ -1,6 +1,7 @@
 """Runs of models with experts, latent attention and state spaces: records, going on, and what is refused."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,10 @@ from quaver.train import TrainResult, run_training
 from quaver.train.configuration import recipe_name
 from quaver.train.configuration.sizes import MODELS
 from quaver.train.learning import frameworks, mesh
+from quaver.train.learning.nonfinite import NonFiniteError
+from quaver.train.learning.torch import learner
+from quaver.train.learning.torch.model.decoder import build, loss_of
+from quaver.train.learning.torch.nonfinite import first_module
 from quaver.train.records import checkpoint
 from quaver.train.records.metrics import losses, read
 from quaver.train.running.interrupt import Interrupted
@@ -100,6 +105,27 @@ def test_ranks_that_would_divide_such_layers_are_refused(
     config = make_config(model=name, **{option: 2})
     with pytest.raises(ValueError, match=f"{option} is 2, and {name} has .*; leave out --{option}"):
         mesh.sizes_of(config, recipe_name.find("bf16"))
+
+
+def test_a_router_whose_logits_are_not_finite_is_named(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(MODELS["mixtral-tiny"], 256, 0, torch.device("cpu"))
+    router = model.layers[1].mlp.router
+    router.register_forward_hook(lambda module, inputs, routing: routing._replace(logits=routing.logits * torch.nan))
+    batch = torch.zeros((1, 2, 17), dtype=torch.int64)
+    place = first_module(model, batch, partial(loss_of, model, dtype="float32"))
+    assert place.says == "the first output that is not finite is that of layers.1.mlp.router"
+
+    def poisoned(*arguments: Any) -> Any:
+        model = build(*arguments)
+        with torch.no_grad():
+            model.layers[0].mlp.router.weight[3, 5] = torch.nan
+        return model
+
+    monkeypatch.setattr(learner, "build", poisoned)
+    with pytest.raises(NonFiniteError, match=r"is nan; the parameter layers\.0\.mlp\.router\.weight is"):
+        run_training(make_config(model="mixtral-tiny"))
 
 
 @pytest.mark.ranks

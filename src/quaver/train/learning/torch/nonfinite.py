@@ -23,6 +23,9 @@ class Place(NamedTuple):
 
 
 def finite(value: Any) -> bool:
+    """Whether a tensor is, or all that a module gives."""
+    if isinstance(value, tuple):
+        return all(map(finite, value))
     if isinstance(value, DTensor):  # the same answer on all ranks, which all ask
         value = value.full_tensor()
     if isinstance(value, torch.Tensor) and value.dtype in CODES:
