@@ -343,6 +343,42 @@ def test_verdicts(recipe: str, loss: float | None, accepted: bool) -> None:
     assert ("**Not accepted.**" in "\n".join(report.markdown(done))) == (not accepted)
 
 
+def test_a_null_model_widens_what_is_close_by_two_of_its_standard_errors() -> None:
+    """Seeds of the null model are 0.002 apart: a standard error of 0.001, of which a control has nothing."""
+    outcomes = dict(acceptance(bf16=2.0, mxfp8=2.0119, nvfp4=2.041, unit_scales=2.301).outcomes)
+    outcomes |= {
+        (training.NULL, seed): Outcome(loss=2.0 + 0.001 * seed + shift) for seed, shift in enumerate((0.003, 0.005))
+    }
+    outcomes["mxfp8", 0] = dataclasses.replace(outcomes["mxfp8", 0], choices_differ=0.03)
+    names = (BASELINE, training.NULL, "mxfp8", "nvfp4", CONTROL)
+    done = Acceptance(steps=1, seeds=2, model="nano", text="none", recipes=names, outcomes=outcomes)
+    assert done.chance == pytest.approx(0.002)
+    assert [row.accepted for row in done.rows()] == [True, True, True, False, True]
+    page = "\n".join(report.markdown(done))
+    assert "standard errors, 0.0020." in page and report.CHOICES in page and "| 3.00 |" in page
+    assert report.CHOICES not in "\n".join(report.markdown(acceptance(bf16=2.0)))
+    tighter = dataclasses.replace(done, recipes=tuple(name for name in names if name != training.NULL))
+    assert not tighter.row("mxfp8").accepted
+
+
+def test_a_null_model_is_bf16_from_weights_that_were_moved() -> None:
+    runs = command.Plan(seeds=1, recipes=command.BESIDE_CHANCE, batch=4, sequence=64).runs()
+    assert [run.row for run in runs] == [*command.BESIDE_CHANCE] and len({run.folder for run in runs}) == len(runs)
+    null = next(run for run in runs if run.row == training.NULL)
+    assert (null.recipe, null.nudge) == (BASELINE, training.NUDGE)
+    assert all(run.nudge == 0 for run in runs if run is not null)
+    assert all((run.batch, run.sequence) == (4, 64) for run in runs)
+
+
+def test_weight_errors_are_of_stacks_of_matrices_too() -> None:
+    for name, head in (("mixtral-tiny", ["head"]), ("mamba2-tiny", [])):
+        model = build(dataclasses.replace(MODELS[name], layers=1), 256, 0, torch.device("cpu"))
+        conversion = qt.convert(model, "mxfp8", skip=head)
+        done = TrainResult(folder=Path(), losses={}, validation_losses={1: 1.0}, model=model, conversion=conversion)
+        errors = training.weight_errors(done, training.find("mxfp8"))
+        assert errors.keys() == conversion.converted.keys() and all(0.01 < error < 0.05 for error in errors.values())
+
+
 def test_the_baseline_must_not_fail() -> None:
     assert not acceptance(bf16=None).accepted
 
