@@ -155,6 +155,29 @@ def accept_optimizers(
 
 
 @app.command()
+def optimizers(
+    anew: Annotated[bool, typer.Option("--anew/--joined", help="Measure all, or join the page's tables.")] = True,
+    seeds: Seeds = 6,
+    runs: Runs = Path("runs/accept-optimizers"),
+) -> None:
+    """Bytes, errors and losses of optimizers' presets: each of docs/optimizer.md's tables, and one of all."""
+    from benchmarks.acceptance import open_loop, optimizer_bytes, optimizers
+
+    console, holds = Console(), True
+    if anew:
+        holds = optimizer_bytes.run(console, write=True)
+        open_loop.run(300, 0, True, console)
+        holds &= optimizers.run(optimizers.Plan(seeds=seeds, folder=runs), console, write=True)
+    page = optimizers.PAGE.read_text(encoding="utf-8")
+    lines = optimizers.together(page)
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
+    page = optimizers.written(page, lines, optimizers.ALL_BEGIN, optimizers.ALL_END)
+    optimizers.PAGE.write_text(page, encoding="utf-8")
+    raise typer.Exit(0 if holds else 1)
+
+
+@app.command()
 def families(
     steps: Steps = 100,
     seeds: Seeds = 2,

@@ -39,6 +39,10 @@ MOVED = {"lean": 10.0}
 ORDER = ("exact", "balanced", "lean")
 #: Whole models, and the words of their vocabulary.
 WHOLE = {"tiny": 256, "125m": 32_000, "8b": 128_256}
+#: Of matrices that are stepped in backward, and how many there are.
+WIDE, DEEP = 512, 16
+#: Bytes of gradients that wait for a step.
+THRESHOLDS = (("after backward", None), ("2 MiB", 1 << 21), ("each at once", 1))
 
 
 class Live(TorchDispatchMode):
@@ -193,6 +197,12 @@ def run(console: Console, write: bool = False) -> bool:
         f"{4 * PIECE / 1e6:.2f} MB, and whole matrices are 8.4 and 33.6:",
         "",
         *results.table(("states, recipe", "2048 x 1024", "4096 x 2048"), peaks()),
+        "",
+        f"What backward and step need together above what stays, in MB, of {DEEP} matrices of {WIDE} by {WIDE} and "
+        "eight tokens, a float32 gradient of one being 1.05: `step_in_backward(outstanding_bytes)` steps whenever so "
+        "many bytes of gradients wait.",
+        "",
+        *results.table(("states", *(title for title, _ in THRESHOLDS)), in_backward()),
     ]
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
@@ -224,6 +234,35 @@ def whole() -> list[list[str]]:
         cells = [memory.trained(sizes, vocab, each, recipe, "bfloat16").total for each in ("adamw", *ORDER)]
         rows.append([f"`{name}`", *(f"{total / 1e9:.3g} ({total / count:.2f})" for total in cells)])
     return rows
+
+
+def in_backward() -> list[list[str]]:
+    return [
+        [f"`{preset}`", *(f"{above_in_backward(preset, threshold) / 1e6:.2f}" for _, threshold in THRESHOLDS)]
+        for preset in ("lean", "balanced", "exact")
+    ]
+
+
+def above_in_backward(preset: str, threshold: int | None, wide: int = WIDE, deep: int = DEEP) -> int:
+    """Bytes that backward and step need above what stays, gradients among them.
+
+    Args:
+        threshold: bytes of gradients that may wait; None steps once backward has ended.
+    """
+    kept = optimizer_name.find(preset).weights(recipe_name.find("tensorwise"), "bfloat16")
+    model = nn.Sequential(*(layer(kept, "tensorwise", (wide, wide)) for _ in range(deep)))
+    optimizer = AdamW(model.parameters(), lr=1e-3, preset=preset)
+    if threshold is not None:
+        optimizer.step_in_backward(outstanding_bytes=threshold)
+    x = torch.randn(8, wide)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x).square().mean()
+        with live() as seen:
+            loss.backward()
+            optimizer.step()
+        optimizer.zero_grad()
+    return seen.peak
 
 
 def peaks() -> list[list[str]]:

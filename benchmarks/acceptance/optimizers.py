@@ -8,9 +8,11 @@ the comparison can fail. Runs are done one after the other, a seed at a time, an
 """
 
 import json
+import re
 import statistics
 import time
 import zlib
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -20,6 +22,7 @@ import torch
 from rich.console import Console
 
 import quaver
+from benchmarks.acceptance import open_loop, optimizer_bytes
 from benchmarks.measuring import machine, results
 from quaver.core.states.codes import StateSpec
 from quaver.core.states.presets import PRESETS, Preset
@@ -267,10 +270,53 @@ def judged(kind: str, mean: float | None, failed: int) -> tuple[str, bool]:
     return f"≤ +{WORSE}", not failed and mean is not None and mean <= WORSE
 
 
-def written(page: str, lines: list[str]) -> str:
+def written(page: str, lines: list[str], first: str = BEGIN, last: str = END) -> str:
     """The page with this table. Raises: ValueError without the marks."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
+    before, begin, rest = page.partition(first)
+    _, end, after = rest.partition(last)
     if not (begin and end):
-        raise ValueError(f"{shown(str(PAGE))} lacks the line {BEGIN} or {END}")
-    return "\n".join([before + BEGIN, "", *lines, "", END + after])
+        raise ValueError(f"{shown(str(PAGE))} lacks the line {first} or {last}")
+    return "\n".join([before + first, "", *lines, "", last + after])
+
+
+def together(page: str) -> list[str]:
+    """Bytes, error and loss of each preset in one table, from the page's three, as they stand there."""
+    weight = {"codes of tensorwise": 2, "bfloat16": 1, "float32": 1}
+    size: dict[str, list[str]] = {}
+    for name, kept, *_, total, moved in _rows(page, "of_bytes"):
+        if kept in weight and (name not in size or weight[kept] > weight[size[name][0]]):
+            size[name] = [kept, total, moved]
+    states: dict[str, list[str]] = {}
+    for label, _, error, _, largest, _, held, wide, *_, wide_held in _rows(page, "of_states"):
+        for name in _NAMES.findall(label) or [f"`{label}`"]:
+            clamps = name.strip("`") in PRESETS and PRESETS[name.strip("`")].clamp
+            states[name] = [held, wide_held, "held"] if clamps else [error, wide, largest]
+    losses = {name: apart for name, _, apart, *_ in _rows(page, "of_losses")}
+    rows = []
+    for name, (kept, total, moved) in size.items():
+        if name.strip("`") in PRESETS:
+            own = states.get(name, [""] * 3)
+            rows.append([name, kept, total, moved, *own, losses.get(name, "")])
+    columns = (
+        *("states", "weight", "bytes a parameter", "a step moves", "error, β2 = 0.95", "β2 = 0.999"),
+        *("largest u", "loss less float32 states ± std. error"),
+    )
+    return results.table(columns, rows)
+
+
+_NAMES = re.compile(r"`\w+`")
+#: The page's tables, by their marks.
+MARKS = {
+    "of_bytes": (optimizer_bytes.BEGIN, optimizer_bytes.END),
+    "of_states": (open_loop.BEGIN, open_loop.END),
+    "of_losses": (BEGIN, END),
+}
+ALL_BEGIN, ALL_END = "<!-- python -m benchmarks optimizers writes from here -->", "<!-- to here, all of them -->"
+
+
+def _rows(page: str, which: str) -> Iterator[list[str]]:
+    """The cells of a section's first table."""
+    first, last = MARKS[which]
+    inside = page.partition(first)[2].partition(last)[0].strip().split("\n\n")[1]
+    for line in inside.splitlines()[2:]:
+        yield [cell.strip() for cell in line.strip("|").split("|")]

@@ -41,6 +41,24 @@ def test_both_pages_have_their_marks() -> None:
         optimizers.written("", ["x"])
 
 
+def test_the_table_of_all_is_what_the_page_says_of_each() -> None:
+    page = optimizers.PAGE.read_text(encoding="utf-8")
+    lines = optimizers.together(page)
+    assert "\n".join(lines) in page
+    rows = {line.split("`")[1]: line for line in lines[2:]}
+    assert rows.keys() == PRESETS.keys()
+    assert " 5.078 " in rows["lean"] and "±" in rows["lean"] and "±" in rows["balanced"]
+    # A preset that holds its updates has the error of held ones, another its own.
+    assert rows["lean"].count("held") == 1 and "held" not in rows["msamp"]
+
+
+@pytest.mark.slow
+def test_steps_in_backward_keep_gradients_from_waiting_together() -> None:
+    last, first = (optimizer_bytes.above_in_backward("balanced", threshold, 256, 8) for threshold in (None, 1))
+    # Of eight gradients in bfloat16 seven wait no more.
+    assert last - first >= 5 * 256 * 256 * 2
+
+
 def test_a_table_is_of_seeds_that_have_ended_in_all_kinds_and_every_rule_is_asked(tmp_path: Path) -> None:
     def holds(seeds: int = 2, **losses: float | None) -> bool:
         plan = Plan(seeds=3, folder=tmp_path)
