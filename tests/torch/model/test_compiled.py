@@ -96,8 +96,8 @@ def test_attention_in_place_is_ours_when_compiled_too(monkeypatch: pytest.Monkey
         asked.clear()
         y = run(x, position_embeddings=where, attention_mask=None)[0]
         y.float().square().sum().backward()
-        # Forward and backward, and a question before them in eager mode.
-        assert len(asked) >= 2
+        # In forward, and before it in eager mode; backward goes by what forward took.
+        assert asked
         results.append([y.detach(), *(p.grad for p in part.parameters())])
     for one, other in zip(*results, strict=True):
         # Compiled, the family's own function turns, and rounds each of its products.
