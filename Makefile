@@ -79,7 +79,7 @@ accept: $(VENV)/.dev
 accept-attention: $(VENV)/.dev
 	$(BIN)/python -m benchmarks accept-attention
 
-## Models with experts and with state spaces on six seeds, beside what chance alone does (some hours).
+## Models with experts and with state spaces on six seeds, beside what chance alone does (under an hour and a half of one core).
 accept-blocks: $(VENV)/.dev
 	$(BIN)/python -m benchmarks accept-blocks --model mixtral-tiny
 	$(BIN)/python -m benchmarks accept-blocks --model mamba2-tiny

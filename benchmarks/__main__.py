@@ -89,8 +89,8 @@ def accept_blocks(
     seeds: Seeds = 6,
     jobs: Jobs = 2,
     model: Annotated[str, typer.Option(help="mixtral-tiny, mamba2-tiny, or another.")] = "mixtral-tiny",
-    batch: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 8,
-    sequence: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 128,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 4,
+    sequence: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 64,
     runs: Runs = Path("runs/accept"),
 ) -> None:
     """The same of a model with experts or state spaces, beside what chance alone does."""

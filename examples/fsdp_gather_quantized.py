@@ -14,6 +14,8 @@ from torch.distributed.fsdp import fully_shard
 import quaver.torch as qt
 from quaver.torch.parallel import gather_quantized
 
+if "RANK" not in os.environ:
+    raise SystemExit("start it by: torchrun --nproc-per-node 2 examples/fsdp_gather_quantized.py")
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 kind = "cuda" if torch.cuda.is_available() else "cpu"
 device = torch.device(kind, int(os.environ["LOCAL_RANK"])) if kind == "cuda" else torch.device(kind)

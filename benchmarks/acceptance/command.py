@@ -17,7 +17,7 @@ from rich.console import Console
 
 import quaver
 from benchmarks.acceptance import report
-from benchmarks.acceptance.report import ATTENTION, BASELINE, LAYERS, Acceptance
+from benchmarks.acceptance.report import ATTENTION, BASELINE, BLOCKS, LAYERS, Acceptance
 from benchmarks.acceptance.training import CONTROL, NUDGE, NULL, Outcome, Run, read, write
 from benchmarks.measuring import machine, results
 from quaver.train.configuration import recipe_name
@@ -74,7 +74,7 @@ class Plan:
 #: Recipes of the comparison of quantized attention; bf16 and control are the runs of the other one, if it was run.
 ATTENDING = (BASELINE, *ATTENTION, CONTROL)
 #: Of models with experts or state spaces, with what chance alone does.
-BESIDE_CHANCE = (BASELINE, NULL, *LAYERS)
+BESIDE_CHANCE = (BASELINE, NULL, *BLOCKS)
 
 
 def checksum() -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.acceptance.training import CONTROL, NUDGE, NULL, Outcome
+from benchmarks.acceptance.training import CONTROL, CONTROLS, NARROW, NUDGE, NULL, Outcome
 from benchmarks.measuring import results
 from quaver.train.records.comparison import paired
 
@@ -57,7 +57,9 @@ LAYERS: Mapping[str, Rule] = {
 ATTENTION: Mapping[str, Rule] = {
     f"{name}(attention=True)": CLOSE for name in ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")
 }
-RULES: Mapping[str, Rule] = {**LAYERS, **ATTENTION}
+#: Of models with experts or state spaces.
+BLOCKS: Mapping[str, Rule] = {NARROW if name == CONTROL else name: rule for name, rule in LAYERS.items()}
+RULES: Mapping[str, Rule] = {**LAYERS, **ATTENTION, **BLOCKS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +181,7 @@ def table(rows: list[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
 def markdown(done: Acceptance) -> list[str]:
     rows = done.rows()
     verdict = "Accepted." if done.accepted else "**Not accepted.**"
+    control = next((row.recipe for row in rows if row.recipe in CONTROLS), CONTROL)
     failures = [f"\n{row.recipe} failed: {failure}" for row in rows for failure in row.failures]
     return [
         "# Training runs that a release is accepted by",
@@ -192,7 +195,7 @@ def markdown(done: Acceptance) -> list[str]:
         *failures,
         "",
         f"{verdict} A difference is paired by seed: its mean over seeds, and that mean's standard error (n - 1). "
-        f"`{CONTROL}` has every scale at 1 and must be off: the comparison is seen to be able to fail. The "
+        f"`{control}` has every scale at 1 and must be off: the comparison is seen to be able to fail. The "
         "weight error is the relative RMS of dequantize(quantize(w)) - w: the smallest and the largest of all "
         "converted layers, each of which was checked not to be zero; so was the error of each layer's attention where "
         "the recipe quantizes it." + said_of_chance(done),

@@ -1,4 +1,4 @@
-"""The most memory that torch's allocator has given out at once, counted event by event on a CPU."""
+"""The most memory that torch's allocator has given out at once, event by event on a CPU, and what autograd keeps."""
 
 import json
 import tempfile
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.autograd.profiler import profile, record_function
 
 #: The name under which a trace has the moment between two steps.
@@ -46,6 +48,21 @@ def peak(step: Callable[[], None]) -> Peak:
     left = [_total(event) for event in blocks if event["ts"] < between][-1]
     most = max((_total(event) for event in blocks if event["ts"] >= between), default=left)
     return Peak(max(left, most) - before, left - before)
+
+
+def kept_bytes(run: Callable[[Tensor], Tensor], x: Tensor) -> int:
+    """Bytes that autograd keeps between forward and backward, each storage once and parameters not."""
+    storages: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
+            storages[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = run(x.detach().clone().requires_grad_())
+    assert y.requires_grad
+    return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
 
 
 def _total(event: dict[str, Any]) -> int:

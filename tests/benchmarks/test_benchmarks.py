@@ -387,7 +387,9 @@ def test_every_recipe_that_is_judged_exists() -> None:
     assert RULES["tensorwise"] is CLOSE
     for name in (BASELINE, *RULES):
         training.find(name)
-    assert all(spec is not None and spec.scale == "unit" for spec in training.control().operands().values())
+    for control in training.CONTROLS:
+        specs = training.find(control).operands().values()
+        assert all(spec is not None and spec.scale == "unit" for spec in specs)
 
 
 def trained(weight: float | None, skip: list[str]) -> TrainResult:

@@ -1,15 +1,14 @@
 """A mixture of experts beside a plain loop over experts: forward and backward, and the bytes kept between them."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 import quaver.torch as qt
 from benchmarks.measuring.figure import Case, Figure
+from benchmarks.measuring.memory import kept_bytes
 from benchmarks.measuring.timing import Step, interleave
 
 #: Tokens, features, hidden features of an expert, experts, and how many each token goes to.
@@ -54,21 +53,6 @@ def step_of(module: nn.Module, x: Tensor, g: Tensor, recipe: str | None = None) 
     return step
 
 
-def kept(run: Callable[[Tensor], Tensor], x: Tensor) -> int:
-    """Bytes that autograd keeps, each storage once and parameters not."""
-    storages: dict[int, Tensor] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        if not isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
-            storages[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = run(x.clone().requires_grad_())
-    assert y.requires_grad
-    return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
-
-
 def shown(name: str) -> str:
     return name if name == LOOP else f"quaver {name}"
 
@@ -84,12 +68,12 @@ def measure(quick: bool) -> list[Figure]:
     g = torch.randn(tokens, dim, dtype=torch.bfloat16)
     loop = Loop(modules["bf16"])
     steps = {LOOP: step_of(loop, x, g)}
-    bytes_kept = {LOOP: kept(loop, x.detach())}
+    bytes_kept = {LOOP: kept_bytes(loop, x)}
     for name, module in modules.items():
         recipe = name.partition(" ")[0]
         steps[name] = step_of(module, x, g, recipe)
         with qt.autocast(recipe):
-            bytes_kept[name] = kept(module, x.detach())
+            bytes_kept[name] = kept_bytes(module, x)
     figures = []
     for name, timing in interleave(steps, rounds=2 if quick else 7, steps=1).items():
         figures.append(Figure(shown(name), "ratio", timing.ratio, "x"))

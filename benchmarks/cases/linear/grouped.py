@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import grouped_mm
 
 import quaver.torch as qt
 from benchmarks.measuring.figure import Case, Figure, Target, at_most
+from benchmarks.measuring.memory import kept_bytes
 from benchmarks.measuring.timing import Step, interleave
 from quaver.recipes import RECIPES
 
@@ -107,21 +107,6 @@ def step(run: Callable[[Tensor], Tensor], x: Tensor, g: Tensor, of: nn.Module | 
             parameter.grad = None
 
     return once
-
-
-def kept_bytes(run: Callable[[Tensor], Tensor], x: Tensor) -> int:
-    """Bytes that autograd keeps, each storage once and parameters not."""
-    storages: dict[int, Tensor] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        if not isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
-            storages[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = run(x.detach().clone().requires_grad_())
-    assert y.requires_grad
-    return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
 
 
 def _case(name: str, setup: Setup) -> Case:
