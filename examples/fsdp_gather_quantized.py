@@ -57,4 +57,5 @@ for step in range(20):
 weight = model.state_dict()["0.mlp.down_proj.weight"]
 if rank == 0:
     print(f"{type(weight).__name__} of {weight.dtype}, {tuple(weight.to_local().shape)} of {tuple(weight.shape)} here")
+dist.barrier()  # gloo's threads let go of the last tensors before Python ends, which else aborts now and then
 dist.destroy_process_group()

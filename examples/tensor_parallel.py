@@ -80,6 +80,8 @@ if __name__ == "__main__":
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
         train()
+        # Gloo's threads let go of the last tensors before Python ends, which else aborts now and then.
+        dist.barrier()
         dist.destroy_process_group()
     else:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
