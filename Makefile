@@ -58,8 +58,8 @@ test-gpu-ready: $(VENV)/.dev
 ## What other libraries do with converted models: tests that `make test` skips where a library is missing.
 test-integrations: $(VENV)/.integrations
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" tests/integrations \
-		tests/train/records/test_trackers.py tests/examples \
-		-k "integrations or trackers or huggingface or lightning or accelerate or peft"
+		tests/train/records/test_trackers.py tests/examples tests/contracts/test_docs.py \
+		-k "integrations or trackers or huggingface or lightning or accelerate or peft or torchtitan or onnx"
 
 ## The tests that need a GPU, eight at a time on one card, with the kernels of CACHE, in the Python that has its torch.
 test-gpu:

@@ -1,4 +1,4 @@
-"""Lightning: a recipe as a Precision plugin. Needs pip install 'quaver[integrations]'."""
+"""Lightning: a recipe as a Precision plugin. Needs pip install -e '.[integrations]'."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""PEFT: LoRA over weights that exist only in four bits, merged. Needs pip install 'quaver[integrations]'."""
+"""PEFT: LoRA over weights that exist only in four bits, merged. Needs pip install -e '.[integrations]'."""
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -25,4 +25,5 @@ for _ in range(20):
 print(f"loss {losses[0]:.2f} → {losses[-1]:.2f}; {sum(p.numel() for p in optimizer.param_groups[0]['params'])} trained")
 
 merged = lora.merge_and_unload()
-print(f"merged: {merged(input_ids=x, labels=x).loss.item():.2f}, {merged.model.layers[0].mlp.up_proj.weight.dtype}")
+loss = merged(input_ids=x, labels=x).loss
+print(f"merged, without the recipe: {loss.item():.2f}, {merged.model.layers[0].mlp.up_proj.weight.dtype}")

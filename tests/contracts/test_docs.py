@@ -1,27 +1,39 @@
 """The pages of blocks and guides are kept true: their Python runs, their links lead somewhere, an index has each."""
 
 import re
+import warnings
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.contracts.test_installs import installed_by, packages_of
 from tests.contracts.test_readme import ROOT, python_blocks
 
 FOLDERS = [ROOT / "docs" / "blocks", ROOT / "docs" / "guides"]
 PAGES = [*(page for folder in FOLDERS for page in sorted(folder.glob("*.md"))), ROOT / "docs" / "optimizer.md"]
 #: Of files, not of the web and not within a page.
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+#: What `make test` installs.
+TESTED = installed_by("pip install -e '.[dev]'")
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if python_blocks(p.read_text())], ids=lambda p: p.stem)
 def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    blocks = python_blocks(page.read_text())
+    others = sorted(set().union(*(packages_of(code) for _, code in blocks)) - TESTED)
+    for name in others:
+        if find_spec(name) is None:
+            pytest.skip(f"{name} is not installed: make test-integrations")
+    if others:
+        warnings.simplefilter("default")
     # An optimizer of torchao's compiles its step for each parameter: as far as Inductor's graph, without C++.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
     names: dict[str, object] = {"__name__": "page"}
-    for line, code in python_blocks(page.read_text()):
+    for line, code in blocks:
         try:
             exec(compile("\n" * (line - 1) + code, str(page), "exec"), names)
         except Exception as error:

@@ -33,10 +33,10 @@ FROM_NOTHING = (True, False, "gaussian", "eva")
 class LoraOverCodes(lora.Linear):
     """PEFT's LoRA of a linear layer, over a `quaver.torch.Linear` whose weight may exist only as codes.
 
-    Merging gives the base a weight in high precision, in the dtype that it had before it was quantized, and adds the
-    adapter in float32: codes of the sum would lose most of an adapter. `unmerge` gives the very codes back. After
-    `merge_and_unload` the weights are in high precision: `quaver.torch.quantize_weights(model, recipe)` makes codes of
-    them again.
+    Merging gives the base a weight in high precision, in the dtype that it had before it was quantized, adds the
+    adapter in float32 and takes the base's recipe away: codes of the sum, in which decoded codes are the middles of
+    their intervals, would lose most of an adapter, whether they are kept or made in each forward. `unmerge` gives the
+    very codes and the recipe back. `quaver.torch.quantize_weights(merged, recipe)` makes codes again.
     """
 
     #: What `quaver.torch.quantize_weights` asks before it makes codes of the base.
@@ -46,7 +46,7 @@ class LoraOverCodes(lora.Linear):
         if _is_stored(base_layer):
             _refuse(config)
         super().__init__(base_layer, adapter_name, config, *args, **kwargs)
-        #: What the base held before the first adapter was merged: its weight, scales and attributes.
+        #: What the base held before the first adapter was merged: its weight, scales, and attributes with its recipe.
         self._codes: tuple[nn.Parameter, dict[str, Tensor], dict[str, Any]] | None = None
 
     def update_layer(self, *args: Any, **kwargs: Any) -> None:
@@ -70,6 +70,7 @@ class LoraOverCodes(lora.Linear):
         merged = len(self.merged_adapters)
         self._codes = _taken(base)
         storing.restore(base)
+        base.recipe = None
         try:
             super().merge(safe_merge, adapter_names)
         finally:
@@ -145,7 +146,8 @@ def _is_stored(layer: nn.Module) -> bool:
 
 def _taken(base: Any) -> tuple[nn.Parameter, dict[str, Tensor], dict[str, Any]]:
     scales = {name: base._buffers[name] for name in SCALES if base._buffers.get(name) is not None}
-    return base._parameters["weight"], scales, {name: base.__dict__[name] for name in storing.ABOUT}
+    attributes = {name: base.__dict__[name] for name in storing.ABOUT}
+    return base._parameters["weight"], scales, attributes | {"recipe": base.recipe}
 
 
 def _refuse(config: LoraConfig) -> None:

@@ -1,0 +1,108 @@
+"""A page says what to install for the Python and the commands that it shows: who follows it in an empty environment
+comes to its end."""
+
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.contracts.test_readme import FENCE, ROOT
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+IMPORT = re.compile(r"^\s*(?:from|import) ([\w.]+(?:(?: as \w+)?, [\w.]+)*)", re.MULTILINE)
+INSTALL = re.compile(r"pip install ([^#`\n]+)|`'\.\[([\w,-]+)\]'`")
+COMMAND = re.compile(r"^(?:\w+=\S+ )*quaver \w|-m quaver\.train", re.MULTILINE)
+PROGRAM = re.compile(r"^(?:python|torchrun .*) (examples/\w+\.py)", re.MULTILINE)
+#: What every page may take for granted: the library with PyTorch, which README's second section installs.
+GIVEN = {"torch", "numpy", "quaver"}
+#: What a module of ours asks for beside that, by the beginning of its name.
+OURS = {
+    "quaver.jax.linen": "flax",
+    "quaver.jax.nnx": "flax",
+    "quaver.jax": "jax",
+    "quaver.compat.transformer_engine.jax": "flax",
+    "quaver.integrations.huggingface": "transformers",
+    "quaver.integrations": None,
+}
+#: What a package brings that pages import beside it.
+PACKAGES = {"equinox": {"jax"}, "flax": {"jax"}}
+
+
+def packages_of(code: str) -> set[str]:
+    """Packages that a program's imports come from, but for Python's own and what is given."""
+    needed = set()
+    for line in IMPORT.findall(code):
+        for name in (word.split(" as ")[0].strip() for word in line.split(",")):
+            ours = next((begin for begin in OURS if f"{name}.".startswith(f"{begin}.")), None)
+            needed.add(name.split(".")[0] if ours is None else OURS[ours] or name.split(".")[2])
+    return needed - GIVEN - sys.stdlib_module_names
+
+
+def needed_by(text: str) -> set[str]:
+    """Packages that a page's blocks ask for."""
+    needed = set()
+    for kind, body in FENCE.findall(text):
+        if kind in ("python", "text"):
+            needed |= packages_of(body)
+        elif kind in ("console", "bash"):
+            needed |= {"typer"} if COMMAND.search(body) else set()
+            for program in PROGRAM.findall(body):
+                needed |= packages_of((ROOT / program).read_text())
+    return needed
+
+
+def installed_by(text: str) -> set[str]:
+    """Packages that a page's lines install, with those of our extras."""
+    there: set[str] = set()
+    for words, extras in INSTALL.findall(text):
+        for word in words.replace("'", "").split() if words else [f".[{extras}]"]:
+            there |= set(_with_extras(word))
+    return there.union(*(PACKAGES.get(name, set()) for name in there))
+
+
+def _with_extras(requirement: str) -> Iterator[str]:
+    name, _, extras = requirement.partition("[")
+    name = re.split(r"[<>=!~;\[ ]", name)[0]
+    if name not in (".", "quaver"):
+        yield name
+        return
+    for extra in filter(None, extras.rstrip("]").split(",")):
+        assert extra in EXTRAS, f"pyproject.toml has no extra {extra!r}"
+        for each in EXTRAS[extra]:
+            yield from _with_extras(each)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: f"{p.parent.name}-{p.stem}")
+def test_a_page_installs_what_it_imports_and_runs(page: Path) -> None:
+    text = page.read_text()
+    missing = needed_by(text) - installed_by(text)
+    assert not missing, f"{page.relative_to(ROOT)} asks for {sorted(missing)}, and no pip install on it brings them"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: f"{p.parent.name}-{p.stem}")
+def test_no_page_installs_from_an_index_that_has_no_quaver(page: Path) -> None:
+    """An extra by the package's name is right in an error's sentence, where the library is there already."""
+    commands = "".join(body for kind, body in FENCE.findall(page.read_text()) if kind in ("console", "bash"))
+    assert not re.search(r"pip install [^#\n]*\bquaver\b", commands), f"{page.name}: pip install -e '.[...]' in a copy"
+
+
+def test_what_is_needed_and_installed_is_read() -> None:
+    page = """
+```python
+import jax, flax as f
+from torchao.float8 import config
+import quaver.torch as qt
+from quaver.integrations.peft import over_codes
+```
+```console
+WANDB_MODE=offline quaver train
+```
+Then `pip install -e '.[train]' torchao==0.18.0`, or `'.[jax]'`.
+"""
+    assert needed_by(page) == {"jax", "flax", "torchao", "peft", "typer"}
+    assert needed_by(page) - installed_by(page) == {"flax", "peft"}
+    assert {"jax", "flax", "optax"} <= installed_by("pip install -e '.[dev]'")
