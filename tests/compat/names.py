@@ -18,12 +18,13 @@ PAGE = Path(__file__).parents[2] / "docs" / "guides" / "names.md"
 BEGIN = "<!-- python -m tests.compat.names writes {} from here -->"
 END = "<!-- to here -->"
 
-#: github.com/NVIDIA/TransformerEngine, transformer_engine/pytorch/__init__.py at 001597e (2026, before 2.20).
+#: transformer_engine/pytorch/__init__.py of 2.20.2, and what it had besides at 001597e (2026).
 PYTORCH = """
 CPLoadBalancingStrategy CudaRNGStatesTracker CusolverMpCtx DType DelayedScalingRequest DotProductAttention
 Float8BlockQuantizer Float8BlockwiseQTensor Float8BlockwiseQTensorStorage Float8CurrentScalingQuantizer Float8Quantizer
 Float8Tensor Float8TensorStorage Fp8Padding Fp8Unpadding FusedMLAQUpProjFunction FusedMLAQUpProjRopeQuant
-GatedDeltaNetAttention GroupedLinear HybridQuantizedTensor HybridQuantizedTensorStorage HybridQuantizer
+GatedDeltaNetAttention GatedDeltaNet2Attention GatedDeltaProductAttention GroupedLinear HybridQuantizedTensor
+HybridQuantizedTensorStorage HybridQuantizer
 IdentityQuantizer IdentityTensor IdentityTensorStorage InferenceParams LayerNorm LayerNormLinear LayerNormMLP Linear
 MXFP8Quantizer MXFP8Tensor MXFP8TensorStorage ManualOffloadSynchronizer MultiheadAttention NVFP4Quantizer NVFP4Tensor
 NVFP4TensorStorage QuantizedTensor QuantizedTensorStorage Quantizer QuantizerRequest QuantizerRole RMSNorm

@@ -1,5 +1,6 @@
 """The page of names is what the lists and the packages say of it, and every name is there or refused with a reason."""
 
+import importlib
 from collections.abc import Callable
 
 import pytest
@@ -30,3 +31,28 @@ def test_reasons_are_of_names_that_are_listed_and_not_there() -> None:
 def test_a_name_without_a_reason_is_an_error() -> None:
     with pytest.raises(LookupError, match="brand_new is neither there nor named"):
         names.row("transformer_engine.pytorch", ["Linear", "brand_new"], missing.PYTORCH)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("title", names.TABLES)
+def test_what_is_there_is_imported_and_what_is_not_says_why(title: str) -> None:
+    if title.startswith("torchao"):
+        pytest.importorskip("torchao")
+    for line in names.TABLES[title]():
+        module, listed, why = (cell.strip() for cell in line.strip("|").split(" | "))
+        for name in listed.replace("`", "").split(", "):
+            command = f"from quaver.compat.{module} import {name}"
+            if why == "there":
+                exec(command)
+                continue
+            with pytest.raises(ImportError) as refused:
+                exec(command)
+            assert str(refused.value) == f"quaver.compat.{module} has no {name!r}: {why.removeprefix('refused: ')}"
+            with pytest.raises(AttributeError, match=f"has no {name!r}: "):
+                getattr(importlib.import_module(f"quaver.compat.{module}"), name)
+
+
+def test_a_misspelt_name_is_told_with_the_nearest_by_an_import_too() -> None:
+    with pytest.raises(ImportError, match="has no 'LayerNormLinar': did you mean 'LayerNormLinear'"):
+        exec("from quaver.compat.transformer_engine.pytorch import LayerNormLinar")
+    assert not hasattr(importlib.import_module("quaver.compat.transformer_engine.pytorch"), "ops")

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quaver.compat import flattened
+
 #: Which names torch builds is a setting of the process: one file at a time changes it.
 _ONE = threading.Lock()
 #: What `read` takes in place of a file's suffix.
@@ -87,7 +89,7 @@ def read(file: str | Path) -> Any:
     """What a checkpoint holds, with plain tensors in the places of torchao's weights and of MS-AMP's.
 
     Args:
-        file: of torch.save, or safetensors.
+        file: of torch.save, safetensors, or the index of several (*.safetensors.index.json).
     Returns:
         The same dicts, lists and numbers; tensors on the CPU.
     Raises:
@@ -97,8 +99,8 @@ def read(file: str | Path) -> Any:
     path = Path(file)
     if not path.is_file():
         raise ValueError(f"{path} is no file; give a checkpoint of torch.save or safetensors")
-    if path.suffix == SAFETENSORS:
-        return _safetensors(path)
+    if path.suffix == SAFETENSORS or path.name.endswith(flattened.INDEX):
+        return flattened.read(path)
     stands = {name: _stand_in(name) for name in (*TENSORS, *OTHERS)}
     try:
         with _ONE, torch.serialization.safe_globals([(kind, name) for name, kind in stands.items()]):
@@ -119,16 +121,6 @@ def _stand_in(name: str) -> type:
     """A class of this name; a process that has the library may have its own among those that torch builds."""
     module, _, last = name.rpartition(".")
     return type(last, (HeldTensor if name in SUBCLASSES else StandIn,), {"__module__": module})
-
-
-def _safetensors(path: Path) -> Any:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is not read ({error}); it is no whole file of safetensors") from error
 
 
 def _plain(value: Any, path: Path, seen: dict[int, Any]) -> Any:

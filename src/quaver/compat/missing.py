@@ -1,6 +1,9 @@
-"""Public names of other libraries that are not here, each with why, and an AttributeError that says it."""
+"""Public names of other libraries that are not here, each with why, and an error that says it."""
 
+import opcode
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 from quaver.core.text.spelling import suggest
@@ -12,7 +15,7 @@ _OFFLOAD = "`torch.autograd.graph.save_on_cpu` keeps what backward needs on the 
 
 #: Names of `transformer_engine.pytorch`; what is not planned has no other way here.
 PYTORCH = {
-    "make_graphed_callables": "`quaver.torch.model.programs.graph.CapturedStep` captures a whole step",
+    "make_graphed_callables": "`quaver.torch.model.programs.graph.CapturedStep` captures a whole step, optimizer too",
     "onnx_export": "`quaver.torch.onnx_export` writes a file",
     "ops": "modules and functions of `quaver.torch`; `torch.compile` joins what is between",
     "newton_schulz": "`quaver.torch.optim.Muon` has it",
@@ -22,7 +25,7 @@ PYTORCH = {
     "get_device_compute_capability": "`torch.cuda.get_device_capability()`",
     "constants": "recipes name their formats",
     "DType": "recipes name their formats, and codes have torch's dtypes",
-    "GatedDeltaNetAttention": "not planned",
+    **dict.fromkeys(("GatedDeltaNetAttention", "GatedDeltaNet2Attention", "GatedDeltaProductAttention"), "not planned"),
     "FusedMLAQUpProjFunction": "not planned",
     "FusedMLAQUpProjRopeQuant": "not planned",
     **dict.fromkeys(("get_cpu_offload_context", "mark_not_offload", "ManualOffloadSynchronizer"), _OFFLOAD),
@@ -48,7 +51,6 @@ RECIPE = {
 }
 #: Names of `transformer_engine.jax`, of 1 too.
 JAX = {
-    "quantize": _CODES,
     "get_delayed_scaling": "a recipe is what `autocast` was given",
     "dense": "`quaver.jax.linear`",
     "praxis": "not planned",
@@ -89,7 +91,10 @@ TORCHAO_TOP = {
 
 
 def unknown(module: str, names: Sequence[str], reasons: Mapping[str, str]) -> Callable[[str], Any]:
-    """What a module looks names up by that it has not: an AttributeError with what is there in its place.
+    """What a module looks names up by that it has not: an error with what is there in its place.
+
+    It is an AttributeError, so that `hasattr` is False, but within `from ... import` an ImportError: an AttributeError
+    has no sentence left there.
 
     Args:
         module: its name.
@@ -98,7 +103,15 @@ def unknown(module: str, names: Sequence[str], reasons: Mapping[str, str]) -> Ca
     """
 
     def look_up(name: str) -> Any:
-        why = reasons.get(name) or suggest(name, names)
-        raise AttributeError(f"{module} has no {name!r}: {why}")
+        why = reasons.get(name) or (suggest(name, names) if names else "nothing of that file is there")
+        sentence = f"{module} has no {name!r}: {why}"
+        if not name.startswith("__") and _imports_from(sys._getframe(1)):
+            raise ImportError(sentence, name=module)
+        raise AttributeError(sentence)
 
     return look_up
+
+
+def _imports_from(frame: FrameType) -> bool:
+    """Whether what a frame does now is to take a name from a module that it imports."""
+    return opcode.opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM"

@@ -11,6 +11,7 @@ from functools import cache
 
 import torch
 
+from quaver.compat.missing import TORCHAO, unknown
 from quaver.core.numbers.formats import E4M3, E5M2
 from quaver.core.spec import GemmSpec, QuantSpec, Recipe, ScaleKind
 from quaver.core.text.spelling import suggest
@@ -224,3 +225,17 @@ def _name(config: Float8LinearConfig) -> str:
         if config == Float8LinearConfig.from_recipe_name(recipe):
             return recipe.value
     return "float8"
+
+
+__getattr__ = unknown(
+    __name__,
+    (
+        "CastConfig",
+        "Float8GemmConfig",
+        "Float8LinearConfig",
+        "Float8LinearRecipeName",
+        "ScalingGranularity",
+        "ScalingType",
+    ),
+    TORCHAO,
+)

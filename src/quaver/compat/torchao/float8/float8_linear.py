@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quaver.compat.missing import TORCHAO, unknown
 from quaver.compat.torchao.float8.config import Float8LinearConfig, recipe_of
 from quaver.torch.linear.layer import Linear
 
@@ -39,3 +40,6 @@ class Float8Linear(Linear, metaclass=_Converted):
             new = cls(mod.in_features, mod.out_features, bias=False, config=config or Float8LinearConfig())
         new.weight, new.bias = mod.weight, mod.bias
         return new.train(mod.training)
+
+
+__getattr__ = unknown(__name__, ("Float8Linear",), TORCHAO)

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from quaver.compat.missing import TORCHAO, unknown
+
 
 def compute_error(x: Tensor, y: Tensor) -> Tensor:
     """20 log10(‖x‖ / ‖x - y‖): the ratio of signal to noise, in decibels.
@@ -23,3 +25,6 @@ def fp8_tensor_statistics(tensor: Tensor, float8_dtype: torch.dtype = torch.floa
     """
     values = tensor.float()
     return int((values == 0).sum()), int((values.abs() == torch.finfo(float8_dtype).max).sum())
+
+
+__getattr__ = unknown(__name__, ("compute_error", "fp8_tensor_statistics"), TORCHAO)

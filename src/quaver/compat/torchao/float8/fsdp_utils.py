@@ -2,6 +2,8 @@
 
 from torch import nn
 
+from quaver.compat.missing import TORCHAO, unknown
+
 
 def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
     """Nothing: ranks agree on the amaxes of all weights in one all-reduce a step by themselves.
@@ -16,3 +18,6 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
             "precompute_float8_dynamic_scale_for_fsdp is for a model whose parameters fully_shard has sharded: call "
             "fully_shard(module) before, or leave this call out"
         )
+
+
+__getattr__ = unknown(__name__, ("precompute_float8_dynamic_scale_for_fsdp",), TORCHAO)

@@ -1,0 +1,94 @@
+"""safetensors, and in them torchao's tensors of float8 weights as its flatten_tensor_state_dict parts them.
+
+`layer.weight` lies as `layer._weight_qdata` and `layer._weight_scale`, and the file's metadata has its class, its dtype
+and the names of its parts as JSON. transformers saves models with a TorchAoConfig so.
+
+Source: torchao 0.18's prototype/safetensors and quantization/quantize_/workflows/float8.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+#: What ends the name of a file that names the files of a checkpoint in several.
+INDEX = ".safetensors.index.json"
+CODES = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def read(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file, or of all files that an index names; torchao's float8 weights as values in their dtype.
+
+    Raises:
+        ValueError: a file that is missing or no safetensors; torchao's tensors of another class, or of which a part is
+            missing.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    tensors: dict[str, Tensor] = {}
+    about: dict[str, str] = {}
+    for file in _files(path):
+        try:
+            with safe_open(file, "pt") as opened:
+                about |= opened.metadata() or {}
+                tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{file} is not read ({error}); it is no whole file of safetensors") from error
+    for name in _names(about):
+        _join(name, tensors, about, path)
+    return tensors
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.name.endswith(INDEX):
+        return [path]
+    try:
+        return [path.parent / name for name in sorted(set(json.loads(path.read_text())["weight_map"].values()))]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not read ({error!r}); it has no weight_map of tensors to files") from None
+
+
+def _names(about: Mapping[str, str]) -> list[str]:
+    """The tensors that torchao's metadata speaks of; none in other files."""
+    return [name for name, text in about.items() if name != "tensor_names" and '"_type"' in text]
+
+
+def _join(name: str, tensors: dict[str, Tensor], about: Mapping[str, str], path: Path) -> None:
+    """Put a weight's values in the place of its parts."""
+    try:
+        said = json.loads(about[name])
+        kind, parts = said["_type"], said.get("_tensor_data_names", [])
+        if kind == "Tensor":
+            return
+        if kind != "Float8Tensor":
+            raise ValueError(
+                f"{path} has {name} as torchao's {kind}, of which Float8Tensor alone is read here: load it with "
+                "torchao, and save what its dequantize() gives"
+            )
+        module, _, last = name.rpartition(".")
+        places = [f"{module}._{last}_{part}" for part in parts]
+        absent = [place for place in places if place not in tensors]
+        if absent:
+            raise ValueError(
+                f"{path} has {name} without {', '.join(absent)}: give the whole checkpoint, by its file *{INDEX} where "
+                "it lies in several"
+            )
+        codes, scale = (tensors.pop(f"{module}._{last}_{part}") for part in ("qdata", "scale"))
+        tensors[name] = _values(codes, scale).to(getattr(torch, said["_data"]["dtype"]["_data"]))
+    except (KeyError, TypeError, AttributeError, RuntimeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} has {name} as no version of torchao that is known has it ({error!r})") from None
+
+
+def _values(codes: Tensor, scale: Tensor) -> Tensor:
+    """Codes times their scales, float32: of the tensor, or of blocks of the shape that the two shapes say."""
+    if codes.dtype not in CODES or (scale.numel() > 1 and scale.ndim != codes.ndim):
+        raise TypeError(f"codes in {codes.dtype} with scales {list(scale.shape)}")
+    if scale.numel() > 1:
+        for dim, size in enumerate(codes.shape):
+            if size % scale.shape[dim]:
+                raise TypeError(f"scales {list(scale.shape)} of codes {list(codes.shape)}")
+            scale = scale.repeat_interleave(size // scale.shape[dim], dim)
+    values: Tensor = codes.float() * scale
+    return values

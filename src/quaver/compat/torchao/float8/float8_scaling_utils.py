@@ -1,0 +1,5 @@
+"""torchao's casts: nothing of them is here, and each name says why."""
+
+from quaver.compat.missing import TORCHAO, unknown
+
+__getattr__ = unknown(__name__, (), TORCHAO)
