@@ -122,6 +122,7 @@ $(VENV)/.dev: pyproject.toml constraints.txt
 
 $(VENV)/.integrations: $(VENV)/.dev
 	$(BIN)/pip install --quiet --editable '.[dev,integrations]'
+	$(BIN)/pip install --quiet --no-deps --upgrade --target $(VENV)/peers transformer-engine==2.20.2
 	touch $@
 
 $(VENV)/.docs: pyproject.toml constraints.txt

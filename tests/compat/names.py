@@ -5,6 +5,7 @@ installed without a GPU's tools, torchao's from the package, which has to be ins
 """
 
 import importlib
+import inspect
 import pkgutil
 import sys
 from importlib.util import find_spec
@@ -136,9 +137,31 @@ def written(page: str, name: str, lines: list[str]) -> str:
     return f"{before}{begin}\n\n" + "\n".join(table) + f"\n\n{end}{rest}"
 
 
+def signatures() -> tuple[int, int]:
+    """How many classes and functions there are, and lines of their signatures: a parameter each beyond 120 signs."""
+    lengths: dict[int, int] = {}
+    for line in [line for table in TABLES.values() for line in table() if line.endswith("| there |")]:
+        module, listed, _ = (cell.strip() for cell in line.strip("|").split(" | "))
+        for name in listed.replace("`", "").split(", "):
+            thing = getattr(importlib.import_module(f"quaver.compat.{module}"), name, None)
+            if callable(thing):
+                lengths.setdefault(id(thing), lines_of(name, thing))
+    return len(lengths), sum(lengths.values())
+
+
+def lines_of(name: str, thing: Any) -> int:
+    """Those of a function; of a class that of its fields or of its constructor and of its call."""
+    signature = inspect.signature(thing)
+    if not inspect.isclass(thing):
+        return 1 if len(f"def {name}{signature}:") <= 120 else 2 + len(signature.parameters)
+    calls = [vars(thing)[call] for call in ("forward", "__call__") if inspect.isfunction(vars(thing).get(call))]
+    own = 1 + len(signature.parameters) + (not hasattr(thing, "__dataclass_fields__"))
+    return own + sum(lines_of("    forward", call) for call in calls)
+
+
 if __name__ == "__main__":
     text = PAGE.read_text()
     for title, table in TABLES.items():
         text = written(text, title, table())
     PAGE.write_text(text)
-    print(f"{PAGE} is written", file=sys.stderr)
+    print(f"{PAGE} is written; signatures of {{}} names take {{}} lines".format(*signatures()), file=sys.stderr)

@@ -27,8 +27,8 @@ GRANULARITIES: dict[str, Any] = {
 def saved(state: dict[str, Any], file: Path) -> Path:
     from safetensors.torch import save_file
 
-    tensors, about = support.flatten_tensor_state_dict(state)
-    save_file(tensors, file, about)
+    tensors, metadata = support.flatten_tensor_state_dict(state)
+    save_file(tensors, file, metadata)
     return file
 
 
@@ -92,14 +92,16 @@ def test_other_tensors_and_parts_that_are_missing_are_named(tmp_path: Path) -> N
     with pytest.raises(ValueError, match=r"has 0\.weight as torchao's Int8Tensor, of which Float8Tensor alone is read"):
         read(file)
     weight = quantization.Float8Tensor.from_hp(torch.randn(64, 32))
-    tensors, about = support.flatten_tensor_state_dict({"a.weight": weight})
+    tensors, metadata = support.flatten_tensor_state_dict({"a.weight": weight})
     scale = tensors.pop("a._weight_scale")
-    save_file(tensors, file, about)
+    save_file(tensors, file, metadata)
     with pytest.raises(ValueError, match=r"has a\.weight without a\._weight_scale: give the whole checkpoint"):
         read(file)
     for broken in ({"_weight_scale": scale[:7]}, {"_weight_qdata": torch.zeros(64, 32)}):
         save_file(
-            {**tensors, "a._weight_scale": scale} | {f"a.{name}": value for name, value in broken.items()}, file, about
+            {**tensors, "a._weight_scale": scale} | {f"a.{name}": value for name, value in broken.items()},
+            file,
+            metadata,
         )
         with pytest.raises(ValueError, match=r"has a\.weight as no version of torchao that is known has it"):
             read(file)

@@ -8,6 +8,9 @@ import pytest
 from quaver.compat import missing
 from tests.compat import names
 
+#: Files of theirs that no file of ours stands for: Python's own sentence is that there is no such module.
+NO_FILES = ("torchao.float8.distributed_utils",)
+
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("title", names.TABLES)
@@ -47,6 +50,8 @@ def test_what_is_there_is_imported_and_what_is_not_says_why(title: str) -> None:
                 continue
             with pytest.raises(ImportError) as refused:
                 exec(command)
+            if module in NO_FILES:
+                continue
             assert str(refused.value) == f"quaver.compat.{module} has no {name!r}: {why.removeprefix('refused: ')}"
             with pytest.raises(AttributeError, match=f"has no {name!r}: "):
                 getattr(importlib.import_module(f"quaver.compat.{module}"), name)

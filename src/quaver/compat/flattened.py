@@ -28,16 +28,16 @@ def read(path: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError, safe_open
 
     tensors: dict[str, Tensor] = {}
-    about: dict[str, str] = {}
+    metadata: dict[str, str] = {}
     for file in _files(path):
         try:
             with safe_open(file, "pt") as opened:
-                about |= opened.metadata() or {}
+                metadata |= opened.metadata() or {}
                 tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{file} is not read ({error}); it is no whole file of safetensors") from error
-    for name in _names(about):
-        _join(name, tensors, about, path)
+    for name in _names(metadata):
+        _join(name, tensors, metadata, path)
     return tensors
 
 
@@ -50,15 +50,15 @@ def _files(path: Path) -> list[Path]:
         raise ValueError(f"{path} is not read ({error!r}); it has no weight_map of tensors to files") from None
 
 
-def _names(about: Mapping[str, str]) -> list[str]:
+def _names(metadata: Mapping[str, str]) -> list[str]:
     """The tensors that torchao's metadata speaks of; none in other files."""
-    return [name for name, text in about.items() if name != "tensor_names" and '"_type"' in text]
+    return [name for name, text in metadata.items() if name != "tensor_names" and '"_type"' in text]
 
 
-def _join(name: str, tensors: dict[str, Tensor], about: Mapping[str, str], path: Path) -> None:
+def _join(name: str, tensors: dict[str, Tensor], metadata: Mapping[str, str], path: Path) -> None:
     """Put a weight's values in the place of its parts."""
     try:
-        said = json.loads(about[name])
+        said = json.loads(metadata[name])
         kind, parts = said["_type"], said.get("_tensor_data_names", [])
         if kind == "Tensor":
             return

@@ -64,3 +64,40 @@ def test_collections_are_joined_and_keep_their_kind() -> None:
 def test_a_name_that_is_not_there_says_what_is(module: object, name: str, sentence: str) -> None:
     with pytest.raises(AttributeError, match=sentence):
         getattr(module, name)
+
+
+def recorded(numbers: tuple[str, ...] = ("",)) -> dict[str, jnp.ndarray]:
+    """What Transformer Engine keeps of a module: amaxes 1, 2 and so on, and scales their tenfold."""
+    names = [f"{x}{number}" for number in numbers for x in ("x", "kernel", "grad")]
+    return {f"{name}_amax_history": jnp.full(4, 1.0 + i) for i, name in enumerate(names)} | {
+        f"{name}_scale": jnp.full(1, 10.0 + 10 * i) for i, name in enumerate(names)
+    }
+
+
+def test_what_it_recorded_becomes_the_state_of_ours() -> None:
+    theirs = {"params": {}, "fp8_metas": {"a": recorded(), "mlp": recorded(("_0", "_1"))}}
+    own = te.quantize.own_collections(theirs)
+    state = own[te.NVTE_FP8_COLLECTION_NAME]
+    assert set(own) == {"params", te.NVTE_FP8_COLLECTION_NAME} and set(state["mlp"]) == {"wi", "wo"}
+    assert state["a"]["history"].tolist() == [[1, 2, 3]] * 4 and state["a"]["factor"].tolist() == [10, 20, 30]
+    # Of an MLP's gradients it quantizes the output's by the first layer's.
+    assert state["mlp"]["wi"]["factor"].tolist() == [10, 20, 60]
+    assert state["mlp"]["wo"]["history"][0].tolist() == [4, 5, 3]
+    assert te.quantize.own_collections({"params": {}}) == {"params": {}}
+
+
+def test_a_scale_that_nothing_was_recorded_for_is_unset() -> None:
+    theirs = recorded() | {"grad_amax_history": jnp.zeros(4)}
+    own = te.quantize.own_collections({"fp8_metas": theirs})
+    assert own[te.NVTE_FP8_COLLECTION_NAME]["factor"].tolist() == [10, 20, 0]
+
+
+def test_other_records_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"fp8_metas\.a\.x_meta is nothing that Transformer Engine 2\.20 records"):
+        te.quantize.own_collections({"fp8_metas": {"a": recorded() | {"x_meta": jnp.ones(1)}}})
+    short = recorded()
+    del short["grad_scale"]
+    with pytest.raises(ValueError, match=r"fp8_metas has not one history and one scale of each .*grad_scale"):
+        te.quantize.own_collections({"fp8_metas": short})
+    with pytest.raises(ValueError, match="fp8_metas has not one history"):
+        te.quantize.own_collections({"fp8_metas": recorded() | {"x_amax_history": jnp.ones(3)}})

@@ -1,5 +1,0 @@
-"""What torchao asks of DTensors: nothing of it is here, and each name says why."""
-
-from quaver.compat.missing import TORCHAO, unknown
-
-__getattr__ = unknown(__name__, (), TORCHAO)
