@@ -212,11 +212,14 @@ class TransformerLayer(Parts):
             )
         of_attention = {"mask": mask, "bias": bias, "positions": positions, "cu_seqlens": cu_seqlens}
         mask_type, of_cross = mask_type if isinstance(mask_type, tuple) else (mask_type, None)
-        others = {"mask_type": mask_type, "window": window, "rope": rope}
-        others = {name: value for name, value in others.items() if value is not None}
-        if others and isinstance(parts["attention"], LatentAttention):
-            raise ValueError(f"latent attention takes no {', '.join(others)} for one call: give them when it is made")
-        of_attention |= others
+        if mask_type is not None or window is not None or rope is not None:
+            others = {"mask_type": mask_type, "window": window, "rope": rope}
+            others = {name: value for name, value in others.items() if value is not None}
+            if isinstance(parts["attention"], LatentAttention):
+                raise ValueError(
+                    f"latent attention takes no {', '.join(others)} for one call: give them when it is made"
+                )
+            of_attention |= others
         of_memory = {"mask": memory_mask, "mask_type": of_cross}
         run: Any = self._forward
         if cache is not None:

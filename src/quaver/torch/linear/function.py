@@ -100,9 +100,13 @@ _unseen = selecting.unseen(_generally)
 def _as_decided(ctx: Any, setup: Setup, tensors: Sequence[Any]) -> tuple[Tensor, ...]:
     """`Projections.forward` by steps that were decided beforehand."""
     outputs, values, facts = _decided(setup, tensors)
-    n = len(setup.runs)
-    kept, layouts = pack(values[n:])
-    ctx.save_for_backward(*values[:n], *kept)
+    layouts: list[tuple[int, Any]] = []
+    if PACKED.isdisjoint(map(type, values)):
+        ctx.save_for_backward(*values)
+    else:
+        n = len(setup.runs)
+        kept, layouts = pack(values[n:])
+        ctx.save_for_backward(*values[:n], *kept)
     ctx.constants = layouts, facts
     return tuple(outputs)
 
@@ -213,15 +217,18 @@ def unpack(tensors: Sequence[Any], layouts: Sequence[tuple[int, Any]]) -> Sequen
         return tensors
     values, at = [], 0
     for size, layout in layouts:
-        values.append(put_together(layout, tensors[at : at + size]))
+        # Without a call what stayed whole.
+        values.append(tensors[at] if layout is None else put_together(layout, tensors[at : at + size]))
         at += size
     return values
 
 
 def _backward(ctx: Any, tensors: Sequence[Any], *gs: Tensor) -> tuple[Any, ...]:
     layouts, facts = ctx.constants
-    n = len(facts[0].layers)
-    return None, *_gradients(facts, [*tensors[:n], *unpack(tensors[n:], layouts)], ctx.needs_input_grad[1:], gs)
+    if layouts:
+        n = len(facts[0].layers)
+        tensors = *tensors[:n], *unpack(tensors[n:], layouts)
+    return None, *_gradients(facts, tensors, ctx.needs_input_grad[1:], gs)
 
 
 def _gradients(facts: Facts, values: Sequence[Any], needs: Sequence[Any], gs: Sequence[Any]) -> tuple[Any, ...]:

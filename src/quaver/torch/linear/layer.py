@@ -246,24 +246,24 @@ class Linear(Quantizable, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         compiling = torch.compiler.is_compiling()
         training = torch.is_grad_enabled()
-        state = self._state
         recipe = recipe_of(self, compiling)
         weight, bias = weight_and_bias(self)
-        given = weight.__class__ is not nn.Parameter and is_given(weight)
+        is_parameter = weight.__class__ is nn.Parameter
+        given = not is_parameter and is_given(weight)
         if given:
             if compiling:
                 eager: Tensor = weight.__class__.eagerly(Linear.forward, self, input)  # type: ignore[attr-defined]
                 return eager
             weight.check_recipe(self, recipe)  # type: ignore[attr-defined]
         if recipe is None or (recipe.fprop.a is None and not recipe.quantizes):
-            if stored.are_codes(weight):
+            if not (is_parameter and weight.dtype in ops.DTYPES) and stored.are_codes(weight):
                 return stored.linear(input, weight, bias, self)
-            if training and not compiling and state.weights is not None:
+            if training and not compiling and self._state.weights is not None:
                 kept_weights.look(self, weight)
             if not ambient.takes_weights or compiling or not training or input.dtype not in ops.DTYPES:
                 return F.linear(input, weight, bias)
             recipe = recipes.get("bf16")
-        if weight.__class__ is not nn.Parameter and not compiling:
+        if not is_parameter and not compiling:
             if is_foreign(weight):
                 raise ValueError(foreign_sentence(self, weight))
             refuse_sharded(self, weight)
@@ -275,8 +275,8 @@ class Linear(Quantizable, nn.Linear):
             if y is not None:
                 return y
         elif not compiling:
-            state.watched = None
-        if training and state.prepared is not recipe:
+            self._state.watched = None
+        if training and self._state.prepared is not recipe:
             prepare(self, recipe)
         device = ops.autocast_device(input)
         casting = torch.is_autocast_enabled(device) and input.dtype in ops.DTYPES and weight.dtype in stored.WEIGHTS

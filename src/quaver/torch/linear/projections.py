@@ -127,16 +127,20 @@ def _shared_recipe(layers: Sequence[Linear]) -> Recipe | None:
         return None
     recipe, compiling = None, torch.compiler.is_compiling()
     for layer in layers:
-        kind = layer.__class__
-        marked = getattr(kind, "_over", None) is Linear and kind.forward is Linear.forward
-        if kind is not Linear and (not marked or "parametrizations" in layer._modules):
-            # A subclass with a forward of its own; `convert` gives those that compute a linear layer this mark.
+        if layer.__class__ is not Linear and not _is_over(layer):
             return None
         own = recipe_of(layer, compiling)
         if own is None or own.fprop.a is None or (recipe is not None and own is not recipe):
             return None
         recipe = own
     return recipe
+
+
+def _is_over(layer: nn.Module) -> bool:
+    """Whether a subclass computes what `Linear` does: `convert` gives those that do a mark."""
+    kind = layer.__class__
+    marked = getattr(kind, "_over", None) is Linear and kind.forward is Linear.forward
+    return marked and "parametrizations" not in layer._modules
 
 
 def is_bare(*modules: nn.Module) -> bool:
@@ -178,9 +182,7 @@ def _decided(
     """What the autograd function takes where each layer has a decided step, as this call's; none where what a layer
     remembers is for the general way, or where a fused kernel saves a large pass."""
     first = x[0]
-    if first is None:
-        return None
-    if not first.requires_grad and not any(t is not None and t.requires_grad for t in x):
+    if first is None or (not first.requires_grad and not any(t is not None and t.requires_grad for t in x)):
         return None
     a, c, shape, features = recipe.fprop.a, recipe.wgrad.b, first.shape, layers[0].in_features
     assert a is not None

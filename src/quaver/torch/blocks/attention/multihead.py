@@ -172,7 +172,7 @@ class MultiheadAttention(Parts):
             if self.cross:
                 raise ValueError("a cache holds keys and values of x itself, and this attention has a memory")
             check_cached(self.core, self.layout, x, mask, cache, mask_type, window)
-        elif any(each is not None for each in (mask, bias, cu_seqlens, mask_type, window)):
+        elif not (mask is None and bias is None and cu_seqlens is None and mask_type is None and window is None):
             where = 1 if self.layout == "bshd" else 0
             batch = 1 if self.layout == "thd" else x.shape[1 - where]
             keys = (x if memory is None else memory).shape[where]

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from quaver import recipes
 from quaver.core.spec import AttentionSpec, Recipe
@@ -132,7 +133,8 @@ def attention(
 def _as_it_is(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float, scale: float | None) -> Tensor:
     """Attention of [B, S, H, D] without a mask of its own: by tiles, or torch's."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    if q.dtype is torch.bfloat16 and not dropout:
+    # Its length first: of a small layer nothing more is asked.
+    if q.is_cpu and q.dtype is torch.bfloat16 and not dropout and (is_compiling() or tiles.fits(q, k, causal)):
         factor = 1 / math.sqrt(q.shape[-1] or 1) if scale is None else scale
         if not tiles.why_not(q, k, v, causal, factor):
             return tiles.attended(q, k, v, causal, factor).transpose(1, 2)

@@ -6,7 +6,7 @@ takes every call that has no plan, and every call while counters, recomputation,
 step gives the same bits, gradients and state.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from quaver.torch.linear.plans import on_cpu
 from quaver.torch.linear.plans.step import Step
 from quaver.torch.operations import ops, selecting
 from quaver.torch.operations.derivatives import forward_level, transforms_active
-from quaver.torch.operations.ops import any_autocast_enabled
+from quaver.torch.operations.ops import MATMUL, QUANTIZE, any_autocast_enabled
 from quaver.torch.state import counters, recomputation
 from quaver.torch.state.context import ambient
 from quaver.torch.state.layer import device_of
@@ -86,8 +86,8 @@ def disturbed(layer: nn.Module) -> bool:
     torch.autocast, torch.func or forward mode is active."""
     return (
         watched(layer)
-        or ops.QUANTIZE.active is not ops.QUANTIZE.impls
-        or ops.MATMUL.active is not ops.MATMUL.impls
+        or QUANTIZE.active is not QUANTIZE.impls
+        or MATMUL.active is not MATMUL.impls
         or any_autocast_enabled()
         or transforms_active()
         or forward_level() >= 0
@@ -100,17 +100,20 @@ def watched(layer: nn.Module) -> bool:
     backward whether that was so in its last forward, of which this is a recomputation that must save what that saved.
     """
     # `state_of` without a call.
-    logs, state = recomputation.state, layer.__dict__["_state"]
-    known: bool | None = state.watched
-    if logs.replay is None and known is not None and graph_task_id() != -1:
-        return known
-    now: bool = (
-        (ambient.split is not None and _goes_general(layer))
-        or counters.active.counters is not None
-        or logs.replay is not None
-        or bool(logs.writing)
-        or (selecting.depth() > 0 and selecting.is_active())
-    )
+    logs = recomputation.state
+    state: Any = layer._state
+    if logs.replay is None:
+        if graph_task_id() != -1 and state.watched is not None:
+            known: bool = state.watched
+            return known
+        now: bool = (
+            counters.active.counters is not None
+            or logs.writing != ()
+            or (ambient.split is not None and _goes_general(layer))
+            or (selecting.depth() != 0 and selecting.is_active())
+        )
+    else:
+        now = True
     state.watched = now
     return now
 

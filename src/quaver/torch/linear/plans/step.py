@@ -304,20 +304,20 @@ class Run:
                 qt = _matrix(g)
             elif rows.turned_grad_output is not None:
                 qt, of_qt = rows.turned_grad_output(g)
-            # Kernels write to the same places again: where those run, no gradient is needed later.
-            gives = partial(self._of_weight, qt, of_qt, *kept)
-            of_weight = gives if needs[1] is LATER else gives()
+            if needs[1] is LATER:
+                # Kernels write to the same places again: where those run, no gradient is needed later.
+                of_weight = partial(self._of_weight, qt, of_qt, kept)
+            else:
+                of_weight = self._of_weight(qt, of_qt, kept)
         if rows.finish is not None:
             of_input, of_weight = rows.finish(of_input, of_weight)
         return of_input, of_weight, of_bias
 
-    def _of_weight(self, g: Operand, scale: Scale, kept: Any, of_kept: Scale) -> Tensor:
-        """wgrad, of the transpose of grad_output, or of that itself where it is not quantized."""
-        assert g is not None and kept is not None
+    def _of_weight(self, g: Operand, scale: Scale, turned: tuple[Any, Scale]) -> Tensor:
+        """wgrad, of grad_output's transpose, or of that itself where it is not quantized, and of what `turned` gave."""
         self.entry.window.used = graph_task_id()
-        if self.step.rows.wgrad is None:
-            return torch.mm(g.t(), _matrix(kept))
-        return self.step.rows.wgrad(g, scale, kept, of_kept, None)
+        wgrad, (kept, of_kept) = self.step.rows.wgrad, turned
+        return torch.mm(g.t(), _matrix(kept)) if wgrad is None else wgrad(g, scale, kept, of_kept, None)
 
 
 def _matrix(x: Tensor) -> Tensor:

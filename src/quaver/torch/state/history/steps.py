@@ -137,23 +137,23 @@ def enter(rolls: bool, group: Any, recipe: Recipe | None) -> Step | None:
 def _begin(group: Any = None, recipe: Recipe | None = None) -> Step:
     """A step of a group begins in this thread, and the earlier ones that are over end."""
     step = Step(_thread.me, rolling.own(group))
-    # Others may hold layers, that have run or have their recipe by construction, and tell of them.
-    waits = step.group is None and recipe is not None and recipe.delayed is not None
     # No list of layers is held here: what else is gone must be collected.
-    _reduce(step.group, step, waits)
+    _reduce(step.group, step, recipe)
     _end_earlier(amax.layers(), step, recipe)
     _thread.now = _thread.latest[step.group] = step
     return step
 
 
-def _reduce(group: Any, step: Step, waits: bool = False) -> None:
+def _reduce(group: Any, step: Step, recipe: Recipe | None = None) -> None:
     """Reduce the maxima of a group's layers, which roll in a step that has begun.
 
     Args:
-        waits: whether other ranks may have layers though this one has none.
+        recipe: the step's own; other ranks of the default group may have layers of it though this one has none.
     """
     if not rolling.has_ranks(group):
         return
+    # They may hold layers that have run or have their recipe by construction, and tell of them.
+    waits = group is None and recipe is not None and recipe.delayed is not None
     agreed = alike.agreed(partial(_reduced, group), group, waits)
     layers = _reduced(group)
     for old in (state_of(layer).step for layer in layers):
@@ -183,15 +183,18 @@ def _reduced(group: Any) -> list[nn.Module]:
 
 def _end_earlier(layers: Sequence[nn.Module], step: Step, recipe: Recipe | None) -> None:
     """Roll the group's layers whose steps in this thread are over, now that another begins."""
+    thread, group = step.thread, step.group
     with _lock:
         due = []
         for layer in layers:
-            old: Step | None = state_of(layer).step
+            # `state_of` without a call.
+            state: Any = layer._state
+            old: Step | None = state.step
             if old is None:
                 known = _last(layer)
-                if (known is None or known.group is step.group) and not _is_unseen(layer):
+                if (known is None or known.group is group) and not _is_unseen(layer):
                     due.append(layer)
-            elif old.thread is step.thread and old.group is step.group and not old.owed:
+            elif old.thread is thread and old.group is group and not old.owed:
                 old.rolled_in = step.number
                 due.append(layer)
         rolling.roll(due, recipe)
