@@ -70,12 +70,13 @@ def test_other_families_keep_the_trainers_names(make_config: MakeConfig, tmp_pat
     assert "layers.0.attention.q_proj.weight" in load_file(tmp_path / "served" / "model.safetensors")
 
 
-def test_bad_input_is_a_sentence(trained: Path, tmp_path: Path) -> None:
+def test_bad_input_is_a_sentence(trained: Path, make_config: MakeConfig, tmp_path: Path) -> None:
+    of_codes = run_training(make_config(model="nano", recipe="mxfp8", steps=1, out=str(tmp_path / "run"))).folder
     for arguments, sentence in (
-        ((trained, "--out", tmp_path / "a"), "no layer of this model is quantized"),
-        ((trained, "--out", tmp_path / "a", "--format", "vllm"), "no format of exported files 'vllm'"),
+        ((trained, "--out", tmp_path / "a"), "under bf16, which quantizes no weight"),
+        ((of_codes, "--out", tmp_path / "a", "--format", "vllm"), "no format of exported files 'vllm'"),
         ((tmp_path, "--out", tmp_path / "a"), "holds no run"),
-        ((trained, "--out", trained), "is there and not empty"),
+        ((of_codes, "--out", of_codes), "is there and not empty"),
     ):
         result = quaver("export", *arguments)
         assert result.exit_code == 1 and sentence in result.stderr.replace("\n", " "), result.output

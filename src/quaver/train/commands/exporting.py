@@ -28,6 +28,11 @@ def export_run(run: Path, folder: Path, format: str, check: bool) -> list[str]:
     """
     config = config_of(run)
     recipe = in_force(run, config)
+    if not recipe.quantizes:
+        raise ValueError(
+            f"{run} was trained under {recipe}, which quantizes no weight, so there are no codes to export; train one "
+            f"that does, such as: quaver train --recipe mxfp8 --model {config.model}"
+        )
     saved_tokenizer = run / "tokenizer.json"
     vocabulary = Vocabulary(None if config.tokens == "byte" else open_tokenizer(saved_tokenizer))
     frameworks.installed("torch", "quaver export")
