@@ -8,6 +8,7 @@ The calls are those of the pages, the sizes a part of theirs, and the device is 
 """
 
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -173,3 +174,44 @@ def quickstart(te: Any, kind: str) -> nn.Module:
         # As the notebook's helper does: a parameter put in the place of another.
         setattr(model.get_submodule(owner), last, basic.get_parameter(name))
     return model
+
+
+def with_its_imports(folder: Path) -> None:
+    """All of them by the pages' own import lines, after `install`, in a process that has imported none of them."""
+    import quaver.compat
+
+    for library in ("torchao", "transformer_engine"):
+        quaver.compat.install(library)
+    # ruff: isort: off
+    import torchao.float8
+    import transformer_engine.pytorch as te
+    from transformer_engine.common import recipe
+    import transformer_engine.jax as te_jax
+    import transformer_engine.jax.flax as te_flax
+    # ruff: isort: on
+
+    for library in (torchao.float8, te, recipe, te_jax, te_flax):
+        assert library.__name__.startswith("quaver.compat."), library
+    outputs = torchao_training(torchao.float8, torchao.float8.Float8LinearConfig(), torch.float32)
+    assert outputs[-1].sum() < outputs[0].sum()
+    model, loaded, x = torchao_checkpoint(torchao.float8, folder / "checkpoint.pth")
+    assert torch.equal(model(x), loaded(x))
+    layer, inp, out = readme(te, recipe)
+    assert out.shape == (256, 768) and torch.equal(layer.bias.grad, torch.full((768,), 256.0, device=DEVICE))
+    losses = readme_jax(te_jax, te_flax, recipe)
+    assert len(losses) == 11 and abs(losses[10] - losses[0]) < 0.02 * losses[10]
+    basic, x = quickstart(te, "basic").eval(), torch.rand(16, 2, 128, device=DEVICE)
+    for kind in ("te", "fused", "transformer"):
+        call = {"self_attn_mask_type": "no_mask"} if kind == "transformer" else {}
+        torch.testing.assert_close(quickstart(te, kind).eval()(x, **call), basic(x), rtol=1e-5, atol=1e-5)
+    given = recipe.DelayedScaling(fp8_format=recipe.Format.HYBRID, amax_history_len=16, amax_compute_algo="max")
+    layer = quickstart(te, "transformer")
+    for _ in range(3):
+        with te.fp8_autocast(enabled=True, fp8_recipe=given):
+            y = layer(x, attention_mask=None)
+        y.backward(torch.ones_like(y))
+    print(inp.shape, y.shape)
+
+
+if __name__ == "__main__":
+    with_its_imports(Path(sys.argv[1]))

@@ -1,5 +1,6 @@
 """What torchao's and Transformer Engine's own pages show first runs by our names, with what the pages say of it."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import quaver.compat.torchao.float8 as float8
 import quaver.compat.transformer_engine.pytorch as te
 from quaver.compat.transformer_engine.common import recipe
+from tests import forked
 from tests.close import assert_bitwise, assert_close
 from tests.compat import documented
 
@@ -86,3 +88,12 @@ def test_the_quickstarts_layer_in_eight_bits(dtype: torch.dtype) -> None:
             low = layer(x)
     apart = ((low - high).float().norm() / high.float().norm()).item()
     assert 1e-4 < apart < 0.1
+
+
+def test_the_pages_run_with_their_own_import_lines(tmp_path: Path) -> None:
+    pytest.importorskip("flax")
+    done = forked.bare("torch").run(
+        [sys.executable, "-m", documented.__name__, str(tmp_path)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "torch.Size([256, 192]) torch.Size([16, 2, 128])"

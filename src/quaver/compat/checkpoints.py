@@ -7,7 +7,9 @@ becomes a plain one:
     torchao   WeightWithDynamicFloat8CastTensor   the weight in high precision that it holds
     MS-AMP    ScalingTensor, ScalingParameter     codes × scale_inv, float32: E4M3 or E5M2 in bytes, or float16
 
-Source: torchao 0.18's float8/fsdp_utils.py; MS-AMP 0.4's common/tensor and common/dtype (github.com/Azure/MS-AMP).
+Source: torchao 0.18's float8/fsdp_utils.py; MS-AMP's common/tensor/tensor.py and meta.py (github.com/Azure/MS-AMP at
+0367bdc), common/dtype/dtypes.py (1cde970, where QType was DType), and optim/optimizer.py (1283c27), whose state dict
+is torch's with such tensors in it.
 """
 
 import threading
@@ -82,6 +84,7 @@ OTHERS = (
     "torchao.float8.float8_training_tensor.ScaledMMConfig",
     "msamp.common.tensor.meta.ScalingMeta",
     "msamp.common.dtype.dtypes.QType",
+    "msamp.common.dtype.dtypes.DType",
 )
 
 

@@ -70,3 +70,16 @@ def test_what_is_not_there_is_a_sentence() -> None:
     ):
         with pytest.raises(ValueError, match=sentence):
             te.FusedAdam(p, **options)  # type: ignore[arg-type]
+
+
+def test_betas_come_third() -> None:
+    options: Any = {"eps": 1e-8, "weight_decay": 0.1}
+    assert_close(
+        "weights",
+        steps(lambda p: te.FusedAdam(p, 1e-2, (0.5, 0.6), **options)),
+        steps(lambda p: torch.optim.AdamW(p, 1e-2, (0.5, 0.6), **options)),
+        1e-5,
+    )
+    # As they did in 1.x, where `bias_correction` came before them.
+    with pytest.raises(ValueError, match="betas is True"):
+        te.FusedAdam([nn.Parameter(torch.ones(2))], 1e-2, True)  # type: ignore[arg-type]

@@ -25,13 +25,13 @@ class AdamArguments:
 
     params: Any
     lr: float = 1e-3
-    bias_correction: bool = True
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
-    adam_w_mode: bool = True
     weight_decay: float = 0.0
     amsgrad: bool = False
     _: KW_ONLY
+    bias_correction: bool = True
+    adam_w_mode: bool = True
     set_grad_none: bool | None = None
     capturable: bool = False
     master_weights: bool = False
@@ -54,6 +54,8 @@ class FusedAdam(Adam):
 
     @takes(AdamArguments)
     def __init__(self, options: AdamArguments) -> None:
+        if isinstance(options.betas, bool):
+            raise ValueError(f"betas is {options.betas}; give two numbers, and bias_correction by name")
         if options.amsgrad or not options.bias_correction:
             raise ValueError("FusedAdam has no amsgrad (in Transformer Engine neither), and corrects its bias always")
         if options.master_weight_dtype is not torch.float32 or options.use_decoupled_grad:

@@ -67,14 +67,16 @@ def moe_unpermute(
     merging_probs: Tensor | None = None,
     restore_shape: Sequence[int] | None = None,
     map_type: str = "mask",
+    probs: Tensor | None = None,
     pad_offsets: Tensor | None = None,
 ) -> Tensor:
-    """Sums of each token's rows, times merging_probs [T, experts or k], added up in float32.
+    """Sums of each token's rows, times merging_probs [T, experts or k], added up in float32; `probs` is its older name.
 
     Raises:
         ValueError: neither merging_probs nor restore_shape says how many tokens there are.
     """
     check_name("map_type", map_type, MAPS)
+    merging_probs = probs if merging_probs is None else merging_probs
     token, place, row = row_id_map
     rows = inp.index_select(0, row).float()
     if merging_probs is not None:

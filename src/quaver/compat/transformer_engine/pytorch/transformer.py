@@ -1,7 +1,7 @@
 """Transformer Engine's `TransformerLayer`, made of its modules, so that parameters have its names."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ class LayerArguments(Common):
     layernorm_epsilon: float = 1e-5
     hidden_dropout: float = 0.1
     attention_dropout: float = 0.1
+    _: KW_ONLY
     output_layer_init_method: Callable[[Tensor], Any] | None = None
     layer_number: int | None = None
     kv_channels: int | None = None

@@ -269,3 +269,21 @@ def test_padding_goes_and_comes() -> None:
     padded, splits = te.Fp8Padding(3)(x, [5, 0, 7])
     assert padded.shape == (32, 8) and splits == [16, 0, 16] and not padded[5:16].any()
     assert_bitwise(te.Fp8Unpadding(3)(padded, [5, 0, 7]), x)
+
+
+def test_what_is_given_by_place_is_what_it_is_there() -> None:
+    for kind in (te.LayerNormLinear, te.LayerNormMLP):
+        given, named = kind(32, 64, 0.5), kind(32, 64, eps=0.5)
+        named.load_state_dict(given.state_dict())
+        x = torch.randn(8, 32)
+        assert_bitwise(given(x).detach(), named(x).detach())
+    # Behind them come arguments that are not here, or in another place.
+    for make in (
+        lambda: te.Linear(32, 64, False),  # type: ignore[call-arg]
+        lambda: te.LayerNormLinear(32, 64, 1e-3, False),  # type: ignore[call-arg]
+        lambda: te.GroupedLinear(2, 32, 64, False),  # type: ignore[call-arg]
+        lambda: te.MultiheadAttention(32, 2, None, 0.0, 1e-5, None),  # type: ignore[call-arg]
+        lambda: te.TransformerLayer(32, 64, 2, None, 1e-5, 0.0, 0.0, None),  # type: ignore[call-arg]
+    ):
+        with pytest.raises(TypeError, match=r"too many positional arguments; give all but .* by name"):
+            make()

@@ -1,6 +1,6 @@
 """Transformer Engine's `DotProductAttention`: its masks, layouts and options of a call over ours."""
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ class CoreArguments:
     qkv_format: str = "sbhd"
     attn_mask_type: str = "causal"
     window_size: tuple[int, int] | None = None
+    _: KW_ONLY
     sequence_parallel: bool = False
     tp_size: int = 1
     get_rng_state_tracker: Any = None
@@ -43,6 +44,7 @@ class CoreArguments:
     softmax_scale: float | None = None
     softmax_type: str = "vanilla"
     return_max_logit: bool = False
+    name: str | None = None
 
 
 @suggests

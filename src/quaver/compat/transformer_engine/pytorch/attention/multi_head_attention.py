@@ -1,7 +1,7 @@
 """Transformer Engine's `MultiheadAttention`, made of its modules, so that parameters have its names."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ class AttentionArguments(Common):
     kv_channels: int | None = None
     attention_dropout: float = 0.1
     layernorm_epsilon: float = 1e-5
+    _: KW_ONLY
     output_layer_init_method: Callable[[Tensor], Any] | None = None
     layer_number: int | None = None
     attn_mask_type: str = "causal"

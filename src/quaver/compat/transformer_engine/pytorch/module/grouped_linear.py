@@ -1,7 +1,7 @@
 """Transformer Engine's `GroupedLinear`, and the padding that it asks for and that nothing here needs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ class GroupedArguments(Common):
     num_gemms: int
     in_features: int
     out_features: int
+    _: KW_ONLY
     parallel_mode: str | None = None
 
 

@@ -1,6 +1,6 @@
 """Transformer Engine's `LayerNormLinear`."""
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +19,7 @@ class LayerNormLinearArguments(LinearArguments):
     """The arguments of `LayerNormLinear`."""
 
     eps: float = 1e-5
+    _: KW_ONLY
     normalization: str = "LayerNorm"
     zero_centered_gamma: bool = False
     return_layernorm_output: bool = False
@@ -44,8 +45,10 @@ class LayerNormLinear(Module, Ours):
         own = OF_NORM | {name: ("linear", name) for name in names}
         self.lend(options, ("linear",), own | self.beside(options, "bias", options.out_features))
 
-    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False) -> Any:
-        refuse_codes(fp8_output)
+    def forward(
+        self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False
+    ) -> Any:
+        refuse_codes(fp8_output, fp8_grad)
         with self.takes:
             y: Any = super().forward(inp)
         y, *normalized = y if self.return_normalized else (y,)

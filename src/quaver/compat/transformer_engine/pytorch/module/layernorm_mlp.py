@@ -1,7 +1,7 @@
 """Transformer Engine's `LayerNormMLP`."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from torch import Tensor
@@ -26,6 +26,7 @@ class LayerNormMLPArguments(Common):
     hidden_size: int
     ffn_hidden_size: int
     eps: float = 1e-5
+    _: KW_ONLY
     normalization: str = "LayerNorm"
     activation: str = "gelu"
     activation_params: Mapping[str, float] | None = None

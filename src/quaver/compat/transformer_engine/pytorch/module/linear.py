@@ -1,7 +1,7 @@
 """Transformer Engine's `Linear`, and linear layers whose weight is made of several parameters."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -61,6 +61,7 @@ class LinearArguments(Common):
 
     in_features: int
     out_features: int
+    _: KW_ONLY
     parallel_mode: str | None = None
     parameters_split: Mapping[str, int] | Iterable[str] | None = None
 

@@ -23,7 +23,7 @@ class Common:
     """Arguments that modules share.
 
     Those of tensor parallelism (tp_group, ub_* and the like) are for one rank: several are refused. `seq_length`,
-    `micro_batch_size`, `get_rng_state_tracker` and `save_original_input` tell of what is not needed here.
+    `micro_batch_size`, `get_rng_state_tracker`, `rng_tracker_name`, `save_original_input` say what is not needed.
     """
 
     init_method: Callable[[Tensor], Any] | None = None
@@ -39,6 +39,7 @@ class Common:
     tp_group: Any = None
     tp_size: int = 1
     get_rng_state_tracker: Any = None
+    rng_tracker_name: str | None = None
     ub_overlap_ag: bool = False
     ub_overlap_rs: bool = False
     ub_overlap_rs_dgrad: bool = False
