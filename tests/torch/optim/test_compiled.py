@@ -11,6 +11,8 @@ from torch import nn
 import quaver.torch as qt
 from quaver.recipes import Recipe, get, mxfp8
 from quaver.torch import optim
+from quaver.torch.numerics.philox import round_keys
+from quaver.torch.optim.stepping import noise
 
 #: One compiled piece; two programs' worth of rows; one and a remainder; none.
 SHAPES = ((512, 512), (512, 1024), (1280, 256), (64, 128))
@@ -66,6 +68,15 @@ def same(a: torch.Tensor, b: torch.Tensor, name: str) -> None:
     a, b = (t.detach().reshape(-1).view(torch.uint8) for t in (a, b))
     wrong = (a != b).nonzero()
     assert not len(wrong), f"{name}: byte {wrong[0].item()} of {len(wrong)} that differ"
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_words_for_a_compiler_are_those_of_eager_steps(dtype: torch.dtype) -> None:
+    """Keys of int32 draw by halves of words; a first element beyond 2**33, a seed of 64 bits."""
+    first, seed, parameter, step = 2**33 + 2**20, 0xFEDC_BA98_7654_3210, 3, 70_000
+    given = [torch.tensor(number) for number in (first, parameter, step)]
+    drawn = noise.traced_words(4096, *given, round_keys(seed, torch.device("cpu")).to(dtype))
+    assert torch.equal(drawn, noise.words(first, 4096, seed, parameter, step, torch.device("cpu")).to(torch.int32))
 
 
 def test_a_compiler_that_fails_is_said_and_the_step_is_taken_without_it() -> None:

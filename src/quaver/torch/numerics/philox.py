@@ -144,9 +144,36 @@ def round_keys(seed: int, device: torch.device) -> Tensor:
 
 
 def traced(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`philox4x32` for a compiler, which fuses it: nothing is overwritten, and the keys are `round_keys`."""
+    """`philox4x32` for a compiler, which fuses it: nothing is overwritten, and the keys are `round_keys`.
+
+    Keys of int32 have words of int32, as their bits are: AVX2 has no product of vectors of int64.
+    """
+    if keys.dtype is torch.int32:
+        c0, c1, c2, c3 = (c.to(torch.int32) for c in (c0, c1, c2, c3))
+        return _in_halves(c0, c1, c2, c3, keys)
     for i in range(ROUNDS):
         p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         c0, c2 = ((p1 >> 32) & _LOW) ^ c1 ^ keys[i, 0], ((p0 >> 32) & _LOW) ^ c3 ^ keys[i, 1]
         c1, c3 = p1 & _LOW, p0 & _LOW
     return c0, c1, c2, c3
+
+
+def _in_halves(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    for i in range(ROUNDS):
+        (high0, low0), (high1, low1) = _product(c0, MULTIPLIERS[0]), _product(c2, MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ keys[i, 0], low1, high0 ^ c3 ^ keys[i, 1], low0
+    return c0, c1, c2, c3
+
+
+def _product(c: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
+    """The upper and the lower word of unsigned products, int32, by halves of words, whose products fit a word."""
+    upper, lower = multiplier >> 16, multiplier & 0xFFFF
+    a, b = _upper(c), c & 0xFFFF
+    middle = a * lower + _upper(b * lower)
+    high = a * upper + _upper(middle) + _upper(b * upper + (middle & 0xFFFF))
+    return high, c * (multiplier - (1 << 32))
+
+
+def _upper(word: Tensor) -> Tensor:
+    """A word's upper half: int32 below 2**16."""
+    return (word >> 16) & 0xFFFF

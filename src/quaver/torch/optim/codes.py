@@ -64,7 +64,7 @@ def encode(
     usable = (wide > 0) & (wide <= float(LARGEST_SCALE))
     inverse = kept_apart(torch.where(usable, torch.where(usable, wide, 1.0).reciprocal(), 0.0))
     blocks = torch.where(inverse > 0, blocks, 0.0)
-    y = (blocks.abs() * inverse).clamp_(max=code.largest)
+    y = blocks.abs().mul_(inverse).clamp_(max=code.largest)
     if noise is not None:
         noise = in_blocks(noise, spec.block)
     if code.kind == "dynamic":
@@ -103,7 +103,9 @@ def values_of(codes: Tensor, code: StateCode) -> Tensor:
         return _table(code.signed, "levels", codes.device)[codes.int()]
     assert code.format is not None
     dtype = FLOAT8.get(code.format.name)
-    if dtype is not None:
+    if code.format == E4M3 and codes.dtype is torch.uint8 and torch.compiler.is_compiling() and codes.is_cpu:
+        value = e4m3_values(codes)
+    elif dtype is not None:
         value = (codes if codes.dtype is dtype else codes.view(dtype)).float()
     else:
         c = codes.int()
@@ -172,6 +174,38 @@ def kept_apart(x: Tensor) -> Tensor:
     return x.view(torch.int16).view(torch.float32)
 
 
+def e4m3_values(codes: Tensor) -> Tensor:
+    """Values of uint8 codes of E4M3, by operations that a processor has for vectors: float32. Exact, but of NaN, whose
+    block's scale is NaN."""
+    c = codes.int()
+    bits = ((c & 0x7F) << 20) + (120 << 23)
+    # Where the exponent's field is 0, a binade higher and without the number that begins it.
+    small = (bits + (1 << 23)).view(torch.float32) - 2.0**-6
+    value = torch.where((c & 0x78) == 0, small, bits.view(torch.float32))
+    return torch.where(c >= 128, -value, value)
+
+
+def to_e4m3(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """float32 to E4M3, saturating, by such operations: codes as int32, their values, and the exponents of half a step
+    there, int32. Exact, but of NaN."""
+    size = y.abs().clamp(max=E4M3.max)
+    # To the grid around each number by a sum whose last bit is one of its steps.
+    round = (_binade(size) + (20 << 23 | 1 << 22)).view(torch.float32)
+    near = (size + round) - round
+    field = _binade(near)
+    # From where a binade's codes begin, and how many steps beyond.
+    steps = near * ((257 << 23) - field).view(torch.float32)
+    code = ((field - (121 << 23)) >> 20) + steps.to(torch.int32)
+    negative = y.view(torch.int32) < 0
+    exponent = (field >> 23) - (127 + E4M3.mantissa_bits + 1)
+    return torch.where(negative, code + 128, code), torch.where(negative, -near, near), exponent
+
+
+def _binade(size: Tensor) -> Tensor:
+    """The bits of the power of two of magnitudes, of those that E4M3's steps are three places below."""
+    return (size.view(torch.int32) & 0x7F800000).clamp_(min=121 << 23)
+
+
 def _magnitude_codes(y: Tensor, code: StateCode, noise: Tensor | None, floor: bool, x: Tensor) -> Tensor:
     """Codes of y, float32, as float32 of whole numbers."""
     if code.kind == "softsign":
@@ -194,13 +228,14 @@ def _softsign(y: Tensor, noise: Tensor | None) -> Tensor:
 
 
 def _root(y: Tensor, top: float, noise: Tensor | None) -> Tensor:
-    z = y * (top * top)
+    z = y.mul_(top * top)
     root = z.sqrt()
     if noise is None:
         return root.round_().clamp_(max=top)
     low = root.floor_().clamp_(max=top - 1.0)
-    step = (2.0 * low + 1.0).mul_(noise.float().mul_(2.0**-NOISE_BITS))
-    return low + (z > low * low + step)
+    step = (2.0 * low).add_(1.0).mul_(noise.float().mul_(2.0**-NOISE_BITS))
+    up = z > step.add_(low * low)
+    return low.add_(up)
 
 
 def _format(y: Tensor, code: StateCode, noise: Tensor | None) -> Tensor:

@@ -16,6 +16,7 @@ from math import log2
 import torch
 from torch import Tensor
 
+from quaver.core.numbers.formats import E4M3
 from quaver.core.spec import QuantSpec
 from quaver.core.states.codes import StateSpec
 from quaver.core.states.presets import Preset
@@ -23,7 +24,7 @@ from quaver.torch.linear.stored import storing
 from quaver.torch.linear.stored.stored import lies_turned
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import decode_scales, spread
-from quaver.torch.numerics.rounding import magnitude_bits
+from quaver.torch.numerics.rounding import INFINITY_BITS, magnitude_bits
 from quaver.torch.optim import codes
 
 #: Parts of half a step by the dtype of the residual.
@@ -147,6 +148,8 @@ def write(
     if keeping.spec is None:
         value = weight.to(torch.bfloat16)
         return value, _residual(keeping, weight, value, tensors[-1].dtype, noise)
+    if tensors[0].dtype is torch.uint8 and keeping.spec.format == E4M3 and torch.compiler.is_compiling():
+        return _write_in_vectors(keeping, weight, tensors, noise, amax)
     q = reference.quantize(weight, keeping.spec, amax)
     scale = q.scale
     assert isinstance(scale, Tensor)
@@ -161,6 +164,28 @@ def write(
     # By a power of two, a product with the inverse.
     scaled = weight * codes.kept_apart(wide.reciprocal()) if keeping.spec.power_of_two else weight / wide
     return data, scale, _residual(keeping, scaled, data, tensors[-1].dtype, noise)
+
+
+def _write_in_vectors(
+    keeping: Keeping, weight: Tensor, tensors: tuple[Tensor, ...], noise: Tensor | None, amax: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Codes of E4M3 and residuals for a compiler that makes vectors of them; of a weight that is not finite residuals
+    say nothing."""
+    spec = keeping.spec
+    assert spec is not None
+    measured = reference.block_bits(magnitude_bits(weight), spec)
+    top = measured if amax is None else reference.given_bits(amax, measured)
+    e = reference.factors(top, spec)
+    scale = reference.stored_scale(top, (top < INFINITY_BITS) & (measured < INFINITY_BITS), e, spec)
+    # Not what says whether all is finite, for which a compiler would go over the weight before.
+    wide = decode_scales(reference.stored_scale(top, top < INFINITY_BITS, e, spec), spec, None)
+    e = torch.where(top == 0, 0.0, e) if spec.scale == "e8m0" else e
+    shape = (weight.shape[0], weight.shape[1])
+    inverse = spread(codes.kept_apart(wide.reciprocal()), spec.block, shape)
+    scaled = weight * inverse if spec.power_of_two else weight / spread(wide, spec.block, shape)
+    written, near, exponent = codes.to_e4m3(weight * spread(codes.kept_apart(e), spec.block, shape))
+    beside = _rounded(scaled - near, exponent, tensors[-1].dtype, noise)
+    return written.to(torch.uint8), scale, beside
 
 
 def values(spec: QuantSpec, codes: Tensor, scale: Tensor) -> Tensor:
@@ -184,14 +209,20 @@ def block_amax(spec: QuantSpec, weight: Tensor) -> Tensor:
 
 def _residual(keeping: Keeping, value: Tensor, held: Tensor, dtype: torch.dtype, noise: Tensor | None) -> Tensor:
     near, half = _value_and_half(keeping, held)
+    if keeping.spec is not None:
+        return _rounded(value - near, _exponent(keeping, held), dtype, noise)
+    return _whole((value - near) / half * PARTS[dtype], dtype, noise)
+
+
+def _rounded(rest: Tensor, exponent: Tensor, dtype: torch.dtype, noise: Tensor | None) -> Tensor:
+    """A residual of what is missing, float32, beside codes half of whose step has this exponent."""
+    return _whole(rest * (int(log2(PARTS[dtype])) + 127 - exponent << 23).view(torch.float32), dtype, noise)
+
+
+def _whole(rest: Tensor, dtype: torch.dtype, noise: Tensor | None) -> Tensor:
     parts = PARTS[dtype]
-    rest = value - near
-    if keeping.spec is None:
-        rest = rest / half * parts
-    else:
-        rest = rest * (int(log2(parts)) + 127 - _exponent(keeping, held) << 23).view(torch.float32)
-    rest = rest.round() if noise is None else (rest + noise.float() * 2.0**-15).floor()
-    return torch.where(rest == rest, rest, 0.0).clamp(-parts, parts - 1).to(dtype)
+    rest = rest.round() if noise is None else noise.float().mul_(2.0**-15).add_(rest).floor_()
+    return torch.where(rest == rest, rest, 0.0).clamp_(-parts, parts - 1).to(dtype)
 
 
 def _value_and_half(keeping: Keeping, held: Tensor) -> tuple[Tensor, Tensor]:
@@ -201,7 +232,14 @@ def _value_and_half(keeping: Keeping, held: Tensor) -> tuple[Tensor, Tensor]:
         # Half a step is 2**-8 of the number's power of two; kept a normal number, of infinity too.
         half = (bits << 16).view(torch.float32).clamp(min=2.0**-117, max=2.0**127) * 2.0**-8
         return held.float(), half
-    return held.float(), (_exponent(keeping, held) + 127 << 23).view(torch.float32)
+    return _value(keeping, held), (_exponent(keeping, held) + 127 << 23).view(torch.float32)
+
+
+def _value(keeping: Keeping, held: Tensor) -> Tensor:
+    """The numbers of codes, float32; E4M3 in bytes is what a compiler makes vectors of."""
+    assert keeping.spec is not None
+    in_bytes = held.dtype is torch.uint8 and keeping.spec.format == E4M3
+    return codes.e4m3_values(held) if in_bytes else held.float()
 
 
 def _exponent(keeping: Keeping, held: Tensor) -> Tensor:

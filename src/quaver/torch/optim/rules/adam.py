@@ -58,10 +58,13 @@ class Adam:
         m, v = moments
         new1, new2, eps, lr, decay, grow1, grow2, limit = scalars
         g = -gradient if self.maximize else gradient
+        # What is not needed further on lives no longer: a piece's memory is what is there together.
+        del moments, gradient
         if not self.decoupled:
             g = g + weight * decay
         m = m + (g - m) * new1
         v = v + (g * g - v) * new2
+        del g
         update = (m * grow1) / (root(v) * grow2 + eps)
         clamped = None
         if self.clamp:
@@ -69,7 +72,8 @@ class Adam:
             update = torch.minimum(torch.maximum(update, -limit), limit)
         if self.decoupled:
             weight = weight - weight * decay
-        return Stepped(weight - update * lr, (m, v), clamped)
+        update = update * lr
+        return Stepped(weight - update, (m, v), clamped)
 
     def reach(self, amax: Tensor, scalars: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Tensor:
         _, _, _, lr, decay, _, _, limit = scalars

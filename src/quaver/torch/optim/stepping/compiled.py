@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quaver.core.numbers.formats import E4M3
 from quaver.torch.numerics.philox import round_keys
 from quaver.torch.numerics.quantized import FLOAT8
 from quaver.torch.optim.stepping import noise
@@ -74,7 +75,7 @@ class Compiled:
                 tensors = (*own.weight, *(t for held in own.moments for t in held), *own.gradient)
                 kinds = tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
                 run = self.program((way, kinds, factor is None, keep is None))
-                given = _keyed(drawn, tensors[0].device) if way.draws else None
+                given = _keyed(drawn, tensors[0]) if way.draws else None
             if run is None:
                 return None
             place = None
@@ -96,20 +97,32 @@ class Compiled:
         return step
 
 
-def _keyed(drawn: Drawn, device: torch.device) -> tuple[Tensor, ...]:
-    """Parameter, step and keys of its noise."""
+def _keyed(drawn: Drawn, weight: Tensor) -> tuple[Tensor, ...]:
+    """Parameter, step and keys of its noise, on the weight's device."""
+    device = weight.device
     step = drawn.step if isinstance(drawn.step, Tensor) else torch.tensor(drawn.step, dtype=torch.int64, device="cpu")
     number = torch.tensor(drawn.parameter, dtype=torch.int64, device=device)
-    return number, step.reshape(()).to(device, torch.int64), round_keys(drawn.seed, device)
+    keys = round_keys(drawn.seed, device)
+    return number, step.reshape(()).to(device, torch.int64), keys.to(torch.int32) if in_bytes(weight) else keys
 
 
 def _typed(way: Way, own: Parts) -> Parts:
-    """A piece whose gradient's codes have their format's dtype: of bytes that it views as such itself a compiler for
-    CPUs takes one after the other."""
-    gradient = own.gradient
+    """A piece whose codes have the dtype of which a compiler for CPUs makes vectors: their format's; bytes, where they
+    are E4M3 and `in_bytes`. What it views as another dtype itself it takes one after the other."""
+    gradient, weight, keeping = own.gradient, own.weight, way.keeping
     if way.gradient is not None and way.gradient.of.format is not None:
-        gradient = (gradient[0].view(FLOAT8.get(way.gradient.of.format.name, torch.uint8)), *gradient[1:])
-    return own._replace(gradient=gradient)
+        fmt = way.gradient.of.format
+        bytes = fmt == E4M3 and in_bytes(gradient[0])
+        gradient = (gradient[0].view(torch.uint8 if bytes else FLOAT8.get(fmt.name, torch.uint8)), *gradient[1:])
+    if keeping.spec is not None and keeping.spec.format == E4M3 and keeping.kind[:8] == "residual":
+        weight = (weight[0].view(torch.uint8) if in_bytes(weight[0]) else weight[0], *weight[1:])
+    return own._replace(gradient=gradient, weight=weight)
+
+
+def in_bytes(t: Tensor) -> bool:
+    """Whether a compiler converts float8 one number after the other, and has no products of vectors of int64: on CPUs
+    without AVX-512."""
+    return t.is_cpu and torch.backends.cpu.get_cpu_capability() != "AVX512"
 
 
 def _run(

@@ -28,6 +28,13 @@ class Place(NamedTuple):
         """Whether its elements follow one another in the whole."""
         return self.part[1:] == self.whole[1:]
 
+    def narrowed(self, columns: slice) -> "Place":
+        """Some of its columns."""
+        if columns == slice(0, self.part[-1] if self.part else 1):
+            return self
+        start = (*self.start[:-1], self.start[-1] + columns.start)
+        return Place(start, (*self.part[:-1], columns.stop - columns.start), self.whole)
+
     @property
     def first(self) -> int:
         """The number of its first element in the whole."""
@@ -96,5 +103,5 @@ def shares(word: Tensor, number: int) -> list[Tensor]:
     One or two have 15 bits of their own; three have 10 each, in the middle of their 32nd.
     """
     if number <= 2:
-        return [((word >> (17, 1)[i]) & (2**NOISE_BITS - 1)).to(torch.int32) for i in range(number)]
+        return [(word >> (17, 1)[i]).bitwise_and_(2**NOISE_BITS - 1).to(torch.int32) for i in range(number)]
     return [(((word >> (22, 12, 2)[i]) & 0x3FF) << 5 | 16).to(torch.int32) for i in range(number)]

@@ -97,31 +97,46 @@ def move(
         word: int64 random words of the piece's shape, if the way draws any.
         amax: of the weight's blocks, which none will exceed, if the way predicts scales.
     """
-    after = stepped(way, parts, scalars, factor)
-    drawn = iter(() if word is None else noise.shares(word, way.draws))
-    states = tuple(
-        _encoded(moment, spec, next(drawn) if spec.stochastic else None)
-        for moment, spec in zip(after.moments, way.moments, strict=True)
-    )
-    lost = next(drawn) if way.keeping.stochastic else None
-    weight = weights.write(way.keeping, after.weight, parts.weight, lost, amax)
+    shares = [] if word is None else noise.shares(word, way.draws)
+    return kept(way, parts, stepped(way, parts, scalars, factor), shares, amax)
+
+
+def kept(way: Way, parts: Parts, after: Stepped, shares: list[Tensor], amax: Tensor | None) -> Moved:
+    """What holds a piece after its step.
+
+    Args:
+        shares: noise of each code that is rounded at random; emptied, so that none outlives its use.
+    """
+    weight, moments, clamped = after.weight, [*after.moments], after.clamped
+    del after
+    clamped = None if clamped is None else clamped.sum()
+    states = tuple(_encoded(moments.pop(0), spec, shares.pop(0) if spec.stochastic else None) for spec in way.moments)
+    lost = shares.pop(0) if way.keeping.stochastic else None
+    written = weights.write(way.keeping, weight, parts.weight, lost, amax)
+    del weight, lost
     top = None
     if way.predicts:
         assert way.keeping.spec is not None
-        top = weights.block_amax(way.keeping.spec, weights.read(way.keeping, weight))
-    return Moved(weight, states, top, None if after.clamped is None else after.clamped.sum())
+        top = weights.block_amax(way.keeping.spec, weights.read(way.keeping, written))
+    return Moved(written, states, top, clamped)
 
 
 def stepped(way: Way, parts: Parts, scalars: tuple[Tensor, ...], factor: Tensor | None) -> Stepped:
     """What the rule gives for a piece, float32; see `move`."""
+    # No name here holds what a rule lets go of; a call of an instance would hold its arguments to the end.
+    return way.rule.__call__(
+        weights.read(way.keeping, parts.weight),
+        _gradient(way, parts, factor),
+        tuple(_decoded(held, spec) for held, spec in zip(parts.moments, way.moments, strict=True)),
+        scalars,
+    )
+
+
+def _gradient(way: Way, parts: Parts, factor: Tensor | None) -> Tensor:
     gradient = parts.gradient[0].float()
     if way.gradient is not None:
         gradient = codes.decode(parts.gradient[0], parts.gradient[1], way.gradient)
-    if factor is not None:
-        gradient = gradient * factor
-    before = weights.read(way.keeping, parts.weight)
-    moments = tuple(_decoded(held, spec) for held, spec in zip(parts.moments, way.moments, strict=True))
-    return way.rule(before, gradient, moments, scalars)
+    return gradient if factor is None else gradient * factor
 
 
 def _decoded(held: tuple[Tensor, ...], spec: StateSpec) -> Tensor:
@@ -225,13 +240,20 @@ def step(
             if taken is not None:
                 done.append(taken)
                 continue
-        for rows in small:
-            word = None
-            if way.draws:
-                word = noise.words_at(drawn.place, rows, *drawn[:3], parts.weight[0].device)
+        for rows, across in [(some, across) for some in small for across in stretches(way, parts, some)]:
             bound = of_reach(reach, way, parts, rows)
             own = cut(way, parts, rows)
-            done.append(put(way, own, move(way, own, scalars, factor, word, bound), keep))
+            if across != slice(0, columns):
+                own = cut_across(way, own, across)
+                bound = None if bound is None else of_columns(bound, way.keeping.spec.block[1], across)  # type: ignore[union-attr]
+            # In this order a piece's float32 numbers and the words that it draws are not there together.
+            after, shares = [stepped(way, own, scalars, factor)], list[Tensor]()
+            if way.draws:
+                place = drawn.place.narrowed(across)
+                words = noise.words_at(place, rows, *drawn[:3], parts.weight[0].device)
+                shares = noise.shares(words, way.draws)
+                del words
+            done.append(put(way, own, kept(way, own, after.pop(), shares, bound), keep))
     scales = [one.scale for one in done if one.scale is not None]
     if scales:
         # NaN where a piece has a number that is not finite.
@@ -318,6 +340,40 @@ def in_pieces(way: Way, parts: Parts, size: int | None = None, within: slice | N
         block = way.keeping.spec.block[0] or 1
     high = max(size // columns // block, 1) * block
     return [slice(at, min(at + high, last)) for at in range(first, last, high)]
+
+
+def stretches(way: Way, parts: Parts, rows: slice) -> Sequence[slice]:
+    """Columns of each piece of some rows: all of them, or, where a block has so many rows that these would be more than
+    a piece, as many blocks side by side as a piece has room for."""
+    columns, spec = parts.weight[0].shape[1], way.keeping.spec
+    height = rows.stop - rows.start
+    if spec is None or None in spec.block or way.whole or height * columns <= PIECE:
+        return [slice(0, columns)]
+    specs = (*way.moments, *(() if way.gradient is None else (way.gradient,)))
+    unit = lcm(spec.block[1] or 1, *(s.block for s in specs if s.block is not None))
+    wide = max(PIECE // height // unit, 1) * unit
+    return [slice(at, min(at + wide, columns)) for at in range(0, columns, wide)]
+
+
+def cut_across(way: Way, parts: Parts, columns: slice) -> Parts:
+    """Some columns of a piece of codes in blocks, which begin where blocks of every kind do."""
+    assert way.keeping.spec is not None
+    weight = [t[:, columns] for t in parts.weight]
+    weight[1] = of_columns(parts.weight[1], way.keeping.spec.block[1], columns)
+    moments = tuple(
+        (held[0][:, columns], *(of_columns(t, spec.block, columns, spec.of.numbers) for t in held[1:]))
+        for held, spec in zip(parts.moments, way.moments, strict=True)
+    )
+    codes, *scale = parts.gradient
+    block = None if way.gradient is None else way.gradient.block
+    gradient = (codes[:, columns], *(of_columns(t, block, columns) for t in scale))
+    return Parts(tuple(weight), moments, gradient)
+
+
+def of_columns(blocks: Tensor, block: int | None, columns: slice, numbers: int = 1) -> Tensor:
+    """Of what has so many numbers for each block of columns, those of some."""
+    assert block is not None
+    return blocks[:, columns.start // block * numbers : -(-columns.stop // block) * numbers]
 
 
 def cut(way: Way, parts: Parts, rows: slice) -> Parts:

@@ -1,0 +1,47 @@
+"""A step in pieces: what it needs at once, whatever the matrix's size, and pieces of some columns alone."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import quaver.torch as qt
+from benchmarks.acceptance import optimizer_bytes
+from quaver.recipes import Recipe, get, mxfp8
+from quaver.torch import optim
+from quaver.torch.optim.stepping import pieces
+
+
+@pytest.mark.parametrize("preset", ["lean", "balanced"])
+@pytest.mark.parametrize("recipe", [get("blockwise"), mxfp8(weight_2d=True)], ids=["128", "32"])
+def test_columns_that_step_by_themselves_are_those_of_whole_rows(
+    preset: str, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces of as many blocks side by side as have room; 456 columns are no whole number of blocks, nor 200 rows."""
+
+    def trained(size: int) -> tuple[Any, nn.Module]:
+        monkeypatch.setattr(pieces, "PIECE", size)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(456, 200, bias=False))
+        qt.quantize_weights(model, recipe)
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2, preset=preset)
+        for _ in range(3):
+            with qt.autocast(recipe):
+                model(torch.randn(4, 456)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return optimizer, model
+
+    (ours, model), (whole, twin) = trained(1 << 12), trained(1 << 20)
+    for (name, t), other in zip(model.state_dict().items(), twin.state_dict().values(), strict=True):
+        assert torch.equal(t.view(torch.uint8), other.view(torch.uint8)), name
+    for name, state in ours.state[model[0].weight].items():
+        assert torch.equal(state, whole.state[twin[0].weight][name]), name
+
+
+@pytest.mark.parametrize(("preset", "recipe"), [("exact", "tensorwise"), ("lean", "tensorwise"), ("lean", "blockwise")])
+def test_a_step_needs_no_more_than_a_dozen_numbers_of_a_piece(preset: str, recipe: str) -> None:
+    """However large the matrix is; a piece is no more than some blocks side by side."""
+    peaks = [optimizer_bytes.above(preset, recipe, shape) for shape in ((256, 512), (256, 2048))]
+    assert max(peaks) <= 12 * 4 * pieces.PIECE, [peak / (4 * pieces.PIECE) for peak in peaks]
