@@ -64,7 +64,7 @@ SAFE = {
     "torch.backends.cpu.decoding:_int16": CACHED,
     "torch.backends.cpu.decoding:_pairs": SAME,
     "torch.backends.cpu.decoding:_table": CACHED,
-    "torch.backends.cpu.fp4:_table": CACHED,
+    "torch.backends.cpu.few_bits:_table": CACHED,
     "torch.backends.cpu.fp8:_scalars": SAME,
     "torch.backends.cpu.fp8:_steps": CACHED,
     "torch.backends.cpu.team:_parallel": CACHED,

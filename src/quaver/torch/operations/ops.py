@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quaver.core.spec import QuantSpec, Recipe
-from quaver.torch.backends.cpu import fp4, fp8, gemm
+from quaver.torch.backends.cpu import few_bits, fp8, gemm
 from quaver.torch.backends.gpu import announcing
 from quaver.torch.backends.gpu.launching import device
 from quaver.torch.numerics import reference
@@ -123,7 +123,8 @@ QUANTIZE: Operation[Quantized] = Operation(
     " -> (Tensor data, Tensor scale, Tensor tensor_factor, Tensor amax)",
     [
         Impl("cpu", fp8.quantize, fp8.reason),
-        Impl("cpu_fp4", fp4.quantize, fp4.reason),
+        Impl("cpu_fp4", few_bits.two_level, few_bits.reason_two_level),
+        Impl("cpu_mx", few_bits.e8m0, few_bits.reason_e8m0),
         Impl("triton", f"{GPU}.families:quantize", f"{GPU}.families:reason", no_kernels),
         Impl("reference", reference.quantize),
     ],

@@ -161,6 +161,7 @@ def test_rows_that_leave_the_cache_are_quantized_group_by_group_to_the_same_code
 ) -> None:
     expected = grouped(SIZES[0], RECIPES[name])
     monkeypatch.setattr(host, "CACHED", 0)
+    # The processor's own implementation works in pieces.
     calls: list[int] = []
     quantized = host._Run.quantized
 
@@ -169,7 +170,9 @@ def test_rows_that_leave_the_cache_are_quantized_group_by_group_to_the_same_code
         return quantized(run, group, column, operand, *rest)
 
     monkeypatch.setattr(host._Run, "quantized", noted)
-    for tensor, wanted in zip(grouped(SIZES[0], RECIPES[name]), expected, strict=True):
+    with qt.only("reference"):
+        results = grouped(SIZES[0], RECIPES[name])
+    for tensor, wanted in zip(results, expected, strict=True):
         assert_bitwise(tensor, wanted)
     assert sum(calls) == 2 * 3
 

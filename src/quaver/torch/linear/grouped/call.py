@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.core.spec import QuantSpec, Recipe
-from quaver.torch.linear.gemms import capturing
+from quaver.torch.linear.gemms import LATER, capturing
 from quaver.torch.linear.stored import stored
 from quaver.torch.numerics.grouped import Draw
 from quaver.torch.numerics.groups import Offsets, Stack
@@ -43,6 +43,39 @@ class Product(NamedTuple):
     name: str = "weight"
     #: The first of these members.
     first: int = 0
+
+
+class Like(NamedTuple):
+    """What the gradients of a weight and of a bias are like."""
+
+    #: (groups, N, K).
+    shape: tuple[int, int, int]
+    dtype: torch.dtype
+    #: Whether it is of a parameter that lies as [groups, K, N].
+    turned: bool
+    #: (groups, N).
+    bias: tuple[int, int]
+    bias_dtype: torch.dtype
+
+    @property
+    def features(self) -> int:
+        return self.shape[2]
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Of the weight's gradient."""
+        return torch.float32 if self.dtype in stored.CODES else self.dtype
+
+    def new_weight(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """[groups, N, K], which lies as the weight does."""
+        groups, n, k = self.shape
+        if self.turned:
+            return torch.empty((groups, k, n), dtype=dtype, device=device).transpose(1, 2)
+        return torch.empty((groups, n, k), dtype=dtype, device=device)
+
+    def as_it_lies(self, grad: Tensor) -> Tensor:
+        """A gradient [groups, N, K] as that of the parameter."""
+        return grad.transpose(1, 2) if self.turned else grad
 
 
 @dataclass(slots=True, eq=False)
@@ -188,3 +221,14 @@ def _written(call: Call, layer: nn.Module) -> Any:
         if recomputation.state.replay is not None or recomputation.state.writing:
             call.written = recomputation.noted(layer, "version of factors", call.written)
     return call.written
+
+
+def of_weights(needed: Any, gives: Callable[..., Tensor]) -> Any:
+    """A gradient, what gives it later, or None."""
+    return gives if needed is LATER else gives() if needed else None
+
+
+def of_biases(sums: Tensor | None, *, dtype: torch.dtype) -> Tensor:
+    """The gradients of the biases, in a dtype."""
+    assert sums is not None
+    return sums.to(dtype)

@@ -16,8 +16,8 @@ from torch import Tensor
 from quaver.core.spec import QuantSpec
 from quaver.torch.linear.gemms import LATER, plain
 from quaver.torch.linear.grouped import host
-from quaver.torch.linear.grouped.call import Call, Product, has_tokens, stack
-from quaver.torch.linear.grouped.host import Like, Operands, of_biases, of_weights, together
+from quaver.torch.linear.grouped.call import Call, Like, Product, has_tokens, of_biases, of_weights, stack
+from quaver.torch.linear.grouped.host import Operands, together
 from quaver.torch.linear.grouped.products import GROUPED_MATMUL, GROUPED_SUMS, HIGH_MATMUL, HIGH_SUMS
 from quaver.torch.numerics import grouped
 from quaver.torch.numerics.groups import Laid, Offsets, Stack

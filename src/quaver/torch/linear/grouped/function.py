@@ -13,8 +13,8 @@ from torch import Tensor
 from quaver.core.spec import Recipe
 from quaver.torch.linear.function import pack, unpack
 from quaver.torch.linear.grouped import device, host
-from quaver.torch.linear.grouped.call import Call, Product, Source, begin, has_tokens, settle
-from quaver.torch.linear.grouped.host import Like, Operands
+from quaver.torch.linear.grouped.call import Call, Like, Product, Source, begin, has_tokens, settle
+from quaver.torch.linear.grouped.host import Operands
 from quaver.torch.linear.grouped.operators import BACKWARD, FORWARD, OPERANDS, Traced, text_of
 from quaver.torch.linear.grouped.rows import Rows
 from quaver.torch.linear.stored.stored import CODES, PACKED, stack_codes

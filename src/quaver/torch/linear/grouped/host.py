@@ -4,7 +4,7 @@ Each group goes the way of a linear layer that sees nothing else, with its bits:
 written to their place while they are in the cache. Where no scale reaches over two rows, all are quantized at once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,13 +13,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quaver.core.spec import QuantSpec
-from quaver.torch.backends.cpu import gemm, repeated
+from quaver.torch.backends.cpu import few_bits, gemm, repeated
 from quaver.torch.linear.gemms import LATER, high_precision, plain
-from quaver.torch.linear.grouped.call import Call, Product, stack
-from quaver.torch.linear.stored import stored
+from quaver.torch.linear.grouped.call import Call, Like, Product, of_biases, of_weights, stack
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.grouped import Draw
-from quaver.torch.numerics.groups import Laid, in_lines, rows_of
+from quaver.torch.numerics.groups import Laid, Stack, in_lines, rows_of
 from quaver.torch.numerics.philox import QUIET
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import ops
@@ -130,7 +129,7 @@ def remade(call: Call, x: Tensor | Quantized, high: Tensor | None) -> Operands:
 
 
 def backward(
-    call: Call, g: Tensor, weight: Tensor | None, kept: Operands | None, needs: Sequence[Any], like: "Like"
+    call: Call, g: Tensor, weight: Tensor | None, kept: Operands | None, needs: Sequence[Any], like: Like
 ) -> tuple[Tensor | None, Any, Tensor | None]:
     """Of the gradient g [T, N]: those of the rows [T, K], of the weight and of the bias, as they are needed.
 
@@ -200,7 +199,7 @@ def backward(
 
 
 def _unquantized(
-    call: Call, g: Tensor, weight: Tensor | None, kept: Operands | None, needs: Sequence[Any], like: "Like"
+    call: Call, g: Tensor, weight: Tensor | None, kept: Operands | None, needs: Sequence[Any], like: Like
 ) -> tuple[Tensor | None, Any, Tensor | None] | None:
     """`backward` by `all_groups`; None where that does not take it."""
     need_input, need_weight, need_bias = needs
@@ -221,39 +220,6 @@ def _unquantized(
         if isinstance(call.owner, Product):
             kept_weights.used(call.owner.layer)
     return grad_x, grad_w, None
-
-
-class Like(NamedTuple):
-    """What the gradients of a weight and of a bias are like."""
-
-    #: (groups, N, K).
-    shape: tuple[int, int, int]
-    dtype: torch.dtype
-    #: Whether it is of a parameter that lies as [groups, K, N].
-    turned: bool
-    #: (groups, N).
-    bias: tuple[int, int]
-    bias_dtype: torch.dtype
-
-    @property
-    def features(self) -> int:
-        return self.shape[2]
-
-    @property
-    def weight_dtype(self) -> torch.dtype:
-        """Of the weight's gradient."""
-        return torch.float32 if self.dtype in stored.CODES else self.dtype
-
-    def new_weight(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """[groups, N, K], which lies as the weight does."""
-        groups, n, k = self.shape
-        if self.turned:
-            return torch.empty((groups, k, n), dtype=dtype, device=device).transpose(1, 2)
-        return torch.empty((groups, n, k), dtype=dtype, device=device)
-
-    def as_it_lies(self, grad: Tensor) -> Tensor:
-        """A gradient [groups, N, K] as that of the parameter."""
-        return grad.transpose(1, 2) if self.turned else grad
 
 
 def all_groups(call: Call, a: Tensor, b: Tensor) -> Tensor | None:
@@ -281,17 +247,6 @@ def all_groups(call: Call, a: Tensor, b: Tensor) -> Tensor | None:
 def features(call: Call, weight: Tensor) -> tuple[int, int]:
     """N and K of a weight [groups, N, K], also where that is codes."""
     return (weight.shape[1], weight.shape[2]) if call.codes is None else call.codes.shape(weight)
-
-
-def of_weights(needed: Any, gives: Callable[..., Tensor]) -> Any:
-    """A gradient, what gives it later, or None."""
-    return gives if needed is LATER else gives() if needed else None
-
-
-def of_biases(sums: Tensor | None, *, dtype: torch.dtype) -> Tensor:
-    """The gradients of the biases, in a dtype."""
-    assert sums is not None
-    return sums.to(dtype)
 
 
 def _weights(
@@ -393,8 +348,50 @@ class _Run:
         kept = stack(call, weight, "fprop" if shared else side)
         q = kept.parts[group]
         if q is None:
-            q = kept.parts[group] = self._quantized(weight, group, side, shared)
+            if side == "fprop" and self._fills(weight, kept):
+                kept.parts[:] = self._all(weight)
+            else:
+                kept.parts[group] = self._quantized(weight, group, side, shared)
+            q = kept.parts[group]
+            assert q is not None
         return q.T if shared else q
+
+    def _fills(self, weight: Tensor, kept: Stack) -> bool:
+        """Whether all groups' weights are quantized for fprop in one call: if most have tokens, and no scale and no
+        cache is in the way."""
+        call = self.call
+        spec, bounds, rows = call.recipe.fprop.b, call.offsets.bounds(), weight.shape[1]
+        if spec is None or call.codes is not None or call.factors is not None or not weight.is_contiguous():
+            return False
+        height = spec.block[0]
+        if height is None or rows % height or spec.rounding != "nearest" or self.quantize is reference.quantize:
+            return False
+        if spec.two_level and (self.quantize is not few_bits.two_level or spec.hadamard):
+            return False
+        return 4 * sum(end > start for start, end in bounds) >= 3 * len(bounds) and not any(kept.parts)
+
+    def _all(self, weight: Tensor) -> list[Quantized]:
+        """The weights of all groups for fprop."""
+        layer = self.call.owner.layer if isinstance(self.call.owner, Product) else None
+        if torch.is_inference_mode_enabled() and layer is not None and kept_weights.can_keep(layer, weight):
+            with torch.inference_mode(False), torch.no_grad():
+                return self._all(weight)
+        spec, (groups, n, k) = self.call.recipe.fprop.b, weight.shape
+        assert spec is not None
+        w = weight.detach()
+        if spec.two_level:
+            whole = few_bits.two_level(w.view(groups * n, k), spec, parts=groups)
+        else:
+            whole = self.quantize(w.view(groups * n, k), spec)
+        each = [rows_of(whole, group * n, group * n + n) for group in range(groups)]
+        for group, q in enumerate(each):
+            if spec.two_level:
+                assert whole.tensor_factor is not None
+                q.tensor_factor = whole.tensor_factor[group : group + 1]
+            start, end = self.call.offsets.bounds()[group]
+            if end > start:
+                self.call.note("weight", w[group], q)
+        return each
 
     def _quantized(self, weight: Tensor, group: int, side: str, shared: bool) -> Quantized:
         call = self.call

@@ -15,8 +15,8 @@ from torch import Tensor
 from quaver.core.spec import GemmSpec, QuantSpec, Recipe
 from quaver.torch.backends.gpu.launching import device as gpu
 from quaver.torch.linear.grouped import device, host
-from quaver.torch.linear.grouped.call import Call, Source
-from quaver.torch.linear.grouped.host import Like, Operands
+from quaver.torch.linear.grouped.call import Call, Like, Source
+from quaver.torch.linear.grouped.host import Operands
 from quaver.torch.linear.stored.stored import CODES, StackCodes
 from quaver.torch.numerics.grouped import Draw, multiple
 from quaver.torch.numerics.groups import Laid, Offsets, slots
