@@ -41,6 +41,16 @@ MAMBA = (
     (r"\.gated_norm\.", ".norm."),
     (r"^layers\.", "backbone.layers."),
 )
+#: Theirs has a layer for each mixer and each MLP, ours for both: `nemotron-h-tiny` is theirs of M - M * - M -.
+PARTS = ("0.mixer", "0.mlp", "1.mixer", "2.attention", "2.mlp", "3.mixer", "3.mlp")
+NEMOTRON = (
+    (r"^embedding\.", "model.embeddings."),
+    (r"^norm\.", "model.norm_f."),
+    (r"^head\.", "lm_head."),
+    *((rf"^layers\.{part}\.norm\.", f"model.layers.{number}.norm.") for number, part in enumerate(PARTS)),
+    *((rf"^layers\.{part}\.", f"model.layers.{number}.mixer.") for number, part in enumerate(PARTS)),
+    (r"\.gated_norm\.", ".norm."),
+)
 
 
 def llama_like(c: ModelConfig) -> dict[str, Any]:
@@ -111,10 +121,37 @@ def mamba2(c: ModelConfig) -> Any:
     return transformers.Mamba2ForCausalLM(config)
 
 
-ROWS: dict[str, tuple[Any, Any]] = {
-    "mixtral-tiny": (mixtral, LLAMA),
-    "deepseek-tiny": (deepseek, LLAMA),
-    "mamba2-tiny": (mamba2, MAMBA),
+def nemotron(c: ModelConfig) -> Any:
+    s = c.state
+    assert s is not None and c.pattern == ("state-mlp", "state", "attention", "state-mlp")
+    config = transformers.NemotronHConfig(
+        vocab_size=VOCAB,
+        hidden_size=c.dim,
+        hybrid_override_pattern="M-M*-M-",
+        num_attention_heads=c.heads,
+        num_key_value_heads=c.groups,
+        head_dim=c.head_dim,
+        intermediate_size=c.hidden,
+        mamba_num_heads=s.heads,
+        mamba_head_dim=s.head_dim,
+        ssm_state_size=s.state,
+        n_groups=s.groups,
+        conv_kernel=s.taps,
+        chunk_size=16,
+        # Theirs holds steps at this at least, the trainer's at 0.
+        time_step_min=1e-30,
+        layer_norm_epsilon=c.eps,
+        attn_implementation="eager",
+    )
+    return transformers.NemotronHForCausalLM(config)
+
+
+#: By name what makes theirs, how ours is called there, and of how many layers.
+ROWS: dict[str, tuple[Any, Any, int]] = {
+    "mixtral-tiny": (mixtral, LLAMA, 2),
+    "deepseek-tiny": (deepseek, LLAMA, 2),
+    "mamba2-tiny": (mamba2, MAMBA, 2),
+    "nemotron-h-tiny": (nemotron, NEMOTRON, 4),
 }
 
 
@@ -126,8 +163,8 @@ def renamed(name: str, rules: Any) -> str:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_logits_and_gradients_are_those_of_transformers(name: str) -> None:
-    make, rules = ROWS[name]
-    config = replace(MODELS[name], layers=2)
+    make, rules, layers = ROWS[name]
+    config = replace(MODELS[name], layers=layers)
     ours, theirs = build(config, VOCAB, 0, torch.device("cpu")), make(config).float()
     random = torch.Generator().manual_seed(1)
     with torch.no_grad():
