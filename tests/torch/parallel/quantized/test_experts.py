@@ -380,6 +380,46 @@ def beside_tensor_parallelism(rank: int) -> None:
             assert_close(name, g, full, 1e-5)
 
 
+def beside_both(rank: int) -> None:
+    """Experts, heads and shards over a dimension each: two ranks of heads have the same tokens."""
+    mesh = two_ranks.mesh(2, 2, 2, names=("dp", "ep", "tp"))
+    torch.manual_seed(0)
+    layer = qt.TransformerLayer(
+        DIM, 4, 32, mixture=MIXTURE, activation="swiglu", normalization="RMSNorm", bias=False, fused=False
+    )
+    one, many = copy.deepcopy(layer), layer
+    parallelize_module(many, mesh["tp"], {"attention": Heads()})
+    parallelize_module(many, mesh["ep"], {"mlp": ExpertParallel()})
+    experts: Any = fully_shard(many.mlp.experts, mesh=mesh["dp"])  # type: ignore[arg-type, union-attr]
+    experts.set_gradient_divide_factor(4)
+    experts.set_force_sum_reduction_for_comms(True)
+    fully_shard(many, mesh=mesh["dp", "ep"])
+    steppers = [torch.optim.SGD(each.parameters(), 0.5) for each in (one, many)]
+    own = 2 * mesh["dp"].get_local_rank() + mesh["ep"].get_local_rank()
+    for step in range(4):
+        xs = torch.randn(4, 1, 16, DIM, generator=torch.Generator().manual_seed(step))
+        losses = []
+        for each, parts in ((one, list(xs)), (many, [xs[own]])):
+            with qt.autocast("bf16"):
+                loss = torch.stack([(each(x) - 1).square().mean() for x in parts]).mean()
+            loss.backward()
+            losses.append(loss.detach())
+        for stepper in steppers:
+            stepper.step()
+            stepper.zero_grad()
+        dist.all_reduce(losses[1])
+        assert_close(f"loss {step}", losses[1] / 8, losses[0], 1e-5)
+    whole = dict(one.named_parameters())
+    for name, p in many.named_parameters():
+        assert isinstance(p, DTensor)
+        assert_close(name, p.full_tensor(), whole[name].detach(), 1e-5)
+    for recipe in ("rowwise", "tensorwise"):
+        with qt.autocast(recipe):
+            many(xs[own]).square().mean().backward()
+        grads = [p.grad.to_local() for p in many.parameters() if p.grad is not None]  # type: ignore[attr-defined]
+        assert len(grads) == len(whole) and all(grad.isfinite().all() for grad in grads)
+
+
 CASES = [
     losses_and_weights_are_those_of_one_process,
     rows_travel_as_they_are_told,
@@ -409,5 +449,11 @@ def test_twenty_losses_under_every_recipe_are_those_of_one_process(ranks: int, t
     two_ranks.run(__name__, tmp_path, ranks)
 
 
+@pytest.mark.slow  # Eight programs: a minute.
+@pytest.mark.ranks
+def test_experts_heads_and_shards_are_those_of_one_process(tmp_path: Path) -> None:
+    two_ranks.run(__name__, tmp_path, 8, slow=True)
+
+
 if __name__ == "__main__":
-    two_ranks.main(CASES if two_ranks.world() == 2 else CROSSED)
+    two_ranks.main(CASES if two_ranks.world() == 2 else CROSSED, slow=[beside_both])
