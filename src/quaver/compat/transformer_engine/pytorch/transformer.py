@@ -54,13 +54,14 @@ class LayerArguments(Common):
     qk_norm_eps: float = 1e-6
     qk_norm_before_rope: bool = False
     softmax_type: str = "vanilla"
+    softcap: float = 0.0
 
 
 #: What attention takes as the layer does.
 OF_ATTENTION = (
     *("layernorm_epsilon", "attention_dropout", "layer_number", "num_gqa_groups", "fuse_qkv_params", "kv_channels"),
     *("qkv_weight_interleaved", "rotary_pos_interleaved", "qk_norm_type", "qk_norm_eps", "qk_norm_before_rope"),
-    "softmax_type",
+    *("softmax_type", "softcap"),
 )
 
 
@@ -150,7 +151,7 @@ class TransformerLayer(nn.Module):
             return self._add(x, attended + self.layernorm_mlp(x))
         x = self._after(x, attended)
         if "inter_attention" in self._modules:
-            names = "core_attention_bias_type", "core_attention_bias", "alibi_slopes"
+            names = "core_attention_bias_type", "core_attention_bias", "alibi_slopes", "softcap"
             again |= {name: of_attention[name] for name in names if name in of_attention}
             own: Any = {"attn_mask_type": enc_dec_attn_mask_type, "window_size": enc_dec_window_size}
             x = self._after(x, self.inter_attention(x, enc_dec_attn_mask, encoder_output, **own, **again), False)

@@ -136,3 +136,18 @@ def test_what_is_not_there_is_a_sentence() -> None:
     ):
         with pytest.raises(ValueError, match=sentence):
             make()
+
+
+def test_scores_are_capped() -> None:
+    q, k, v = drawn()
+    k = 8 * k
+    several = k.repeat_interleave(H // G, 2)
+    scores = torch.einsum("qbhd,kbhd->bhqk", q, several) / D**0.5
+    expected = plain(q, k, v, ahead(S, S) > 0, bias=2 * torch.tanh(scores / 2) - scores)
+    assert_close("of the module", attention(softcap=2.0)(q, k, v), expected, 1e-5)
+    assert_close("of a call", attention(softcap=9.0)(q, k, v, softcap=2.0), expected, 1e-5)
+    assert_close("none", attention(softcap=2.0)(q, k, v, softcap=0.0), attention()(q, k, v), 1e-6)
+    layer = te.TransformerLayer(32, 64, H, softcap=2.0, layer_type="decoder")
+    assert [m.core_attention.soft_cap for m in (layer.self_attention, layer.inter_attention)] == [2.0, 2.0]
+    with pytest.raises(ValueError, match="soft_cap"):
+        attention(softcap=-1.0)(q, k, v)

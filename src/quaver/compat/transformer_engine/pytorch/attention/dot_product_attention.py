@@ -31,6 +31,7 @@ class CoreArguments:
     attn_mask_type: str = "causal"
     window_size: tuple[int, int] | None = None
     _: KW_ONLY
+    softcap: float = 0.0
     sequence_parallel: bool = False
     tp_size: int = 1
     get_rng_state_tracker: Any = None
@@ -62,6 +63,7 @@ class Call:
     max_seqlen_kv: int | None = None
     attn_mask_type: str | None = None
     window_size: tuple[int, int] | None = None
+    softcap: float | None = None
     checkpoint_core_attention: bool = False
     core_attention_bias_type: str = "no_bias"
     core_attention_bias: Tensor | None = None
@@ -97,6 +99,7 @@ class DotProductAttention(Stateless, Ours):
             dropout=options.attention_dropout,
             sinks=None if options.softmax_type == "learnable" else SINKS[options.softmax_type],
             scale=options.softmax_scale,
+            soft_cap=options.softcap or None,
             layout=options.qkv_format,
         )
         self.window_size, self.layer_number = options.window_size, options.layer_number or 1
@@ -136,6 +139,8 @@ class DotProductAttention(Stateless, Ours):
                 "is not there: give an 'arbitrary' mask, or a causal one"
             )
         options = self.options(q, k, v, kind, window) | self._bias(call) | {"layout": layout}
+        if call.softcap is not None:
+            options["soft_cap"] = call.softcap or None
         y = self.attend(q, k, v, mask=mask, cu_seqlens=_ends(call) if layout == "thd" else None, **options)
         return y.transpose(0, 1) if turned else y
 

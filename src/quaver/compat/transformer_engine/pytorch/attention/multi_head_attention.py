@@ -47,6 +47,7 @@ class AttentionArguments(Common):
     qk_norm_eps: float = 1e-6
     qk_norm_before_rope: bool = False
     softmax_type: str = "vanilla"
+    softcap: float = 0.0
 
 
 class MultiheadAttention(nn.Module):
@@ -81,6 +82,7 @@ class MultiheadAttention(nn.Module):
             options.window_size,
             layer_number=options.layer_number,
             softmax_type=options.softmax_type,
+            softcap=options.softcap,
         )
         own = {"return_bias": options.return_bias, "init_method": options.output_layer_init_method}
         self.proj = Linear(heads * self.head_dim, options.hidden_size, **options.shared | own)
