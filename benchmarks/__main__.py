@@ -1,5 +1,6 @@
 """The command line, `python -m benchmarks`: `cpu`, `parallel`, `accept` and its sisters, `families`, `open-loop`."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -94,10 +95,10 @@ def accept_blocks(
     runs: Runs = Path("runs/accept"),
 ) -> None:
     """The same of a model with experts or state spaces, beside what chance alone does."""
-    from benchmarks.acceptance.command import BESIDE_CHANCE
+    from benchmarks.acceptance.command import of_blocks
 
-    of_model = {"model": model, "batch": batch, "sequence": sequence, "name": f"accept-{model}"}
-    judge(jobs, steps=steps, seeds=seeds, folder=runs, recipes=BESIDE_CHANCE, **of_model)
+    asked = {"steps": steps, "seeds": seeds, "batch": batch, "sequence": sequence, "folder": runs}
+    judge(jobs, of_blocks, model=model, **asked)
 
 
 @app.command()
@@ -209,13 +210,13 @@ def open_loop(
     run(steps, seed, write, Console())
 
 
-def judge(jobs: int, **of_plan: Any) -> None:
+def judge(jobs: int, make: Callable[..., Any] | None = None, **of_plan: Any) -> None:
     """Train what a plan names and exit with 0 if all of it is accepted."""
     from benchmarks.acceptance.command import Plan, accept
 
     console = Console()
     try:
-        plan = Plan(**of_plan)
+        plan = (make or Plan)(**of_plan)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     try:

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -75,6 +76,12 @@ class Plan:
 ATTENDING = (BASELINE, *ATTENTION, CONTROL)
 #: Of models with experts or state spaces, with what chance alone does.
 BESIDE_CHANCE = (BASELINE, NULL, *BLOCKS)
+
+
+def of_blocks(model: str, **options: Any) -> Plan:
+    """What is compared of a model with experts or state spaces, on six seeds of small batches."""
+    own = {"seeds": 6, "batch": 4, "sequence": 64, "recipes": BESIDE_CHANCE, "name": f"accept-{model}"}
+    return Plan(model=model, **own | options)
 
 
 def checksum() -> str:
