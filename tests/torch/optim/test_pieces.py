@@ -1,5 +1,8 @@
 """A step in pieces: what it needs at once, whatever the matrix's size, and pieces of some columns alone."""
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,10 +10,11 @@ import torch
 from torch import nn
 
 import quaver.torch as qt
-from benchmarks.acceptance import optimizer_bytes
 from quaver.recipes import Recipe, get, mxfp8
 from quaver.torch import optim
 from quaver.torch.optim.stepping import pieces
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize("preset", ["lean", "balanced"])
@@ -40,8 +44,20 @@ def test_columns_that_step_by_themselves_are_those_of_whole_rows(
         assert torch.equal(state, whole.state[twin[0].weight][name]), name
 
 
-@pytest.mark.parametrize(("preset", "recipe"), [("exact", "tensorwise"), ("lean", "tensorwise"), ("lean", "blockwise")])
-def test_a_step_needs_no_more_than_a_dozen_numbers_of_a_piece(preset: str, recipe: str) -> None:
+#: In a process of its own: in one that had run thousands of other tests `lean` had three numbers more alive, it is not known why.
+PEAKS = """
+from benchmarks.acceptance.optimizer_bytes import above
+for preset, recipe in (("exact", "tensorwise"), ("lean", "tensorwise"), ("lean", "blockwise")):
+    print(preset, recipe, *(above(preset, recipe, shape) for shape in ((256, 512), (256, 2048))))
+"""
+
+
+def test_a_step_needs_no_more_than_a_dozen_numbers_of_a_piece() -> None:
     """However large the matrix is; a piece is no more than some blocks side by side."""
-    peaks = [optimizer_bytes.above(preset, recipe, shape) for shape in ((256, 512), (256, 2048))]
-    assert max(peaks) <= 12 * 4 * pieces.PIECE, [peak / (4 * pieces.PIECE) for peak in peaks]
+    done = subprocess.run([sys.executable, "-c", PEAKS], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert len(lines) == 3
+    for preset, recipe, *peaks in lines:
+        numbers = [int(peak) / (4 * pieces.PIECE) for peak in peaks]
+        assert max(numbers) <= 12, f"{preset} over {recipe}: {numbers}"

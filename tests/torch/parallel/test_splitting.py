@@ -302,13 +302,18 @@ def nodes(groups: list[dict[str, Any]]) -> set[Node]:
 def kept(node: Any) -> Iterator[Tensor]:
     """Tensors that a weights' node holds between the parts."""
     for gradient in node.parts.kept:
-        for value in gradient.args if callable(gradient) else (gradient,):
-            if isinstance(value, Quantized):
-                yield value.data
-                if isinstance(value.scale, Tensor):
-                    yield value.scale
-            elif isinstance(value, Tensor):
-                yield value
+        yield from tensors_of(gradient.args if callable(gradient) else gradient)
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Of arguments, and of tuples among them."""
+    if isinstance(value, Quantized):
+        yield from tensors_of((value.data, value.scale))
+    elif isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for each in value:
+            yield from tensors_of(each)
 
 
 def test_between_the_parts_only_what_weights_need_is_held() -> None:

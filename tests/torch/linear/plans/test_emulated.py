@@ -181,7 +181,7 @@ def test_explain_says_that_values_are_written(on_ada: None) -> None:
     assert rows["fprop GEMM"].how == "float32 accumulation of bf16 values"
     assert rows["weight.T"].how == "e2m3[1x32]:e8m0, as bf16 values"
     odd = {row.what: row for row in qt.explain(layer, torch.randn(T + 1, K).bfloat16()).rows}
-    assert odd["input"].how == "e2m3[1x32]:e8m0" and odd["input"].runs == "reference"
+    assert odd["input"].how == "e2m3[1x32]:e8m0" and odd["input"].runs == "cpu_mx"
 
 
 @pytest.mark.parametrize("gpu", ["a100", "l40s", "h200", "b200", "rtx5090"])
