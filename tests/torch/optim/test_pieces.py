@@ -44,7 +44,7 @@ def test_columns_that_step_by_themselves_are_those_of_whole_rows(
         assert torch.equal(state, whole.state[twin[0].weight][name]), name
 
 
-#: In a process of its own: in one that had run thousands of tests `lean` had three numbers more alive; why is unknown.
+#: In a process of its own: in one where a compilation has failed before, as in test_compiled.py, `lean` has three more.
 PEAKS = """
 from benchmarks.acceptance.optimizer_bytes import above
 for preset, recipe in (("exact", "tensorwise"), ("lean", "tensorwise"), ("lean", "blockwise")):

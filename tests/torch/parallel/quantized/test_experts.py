@@ -1,6 +1,7 @@
 """Experts on several ranks: losses, gradients and weights are those of one process that computes the same sums."""
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -310,6 +311,27 @@ def weights_are_saved_and_loaded_whole(rank: int) -> None:
     assert_bitwise(moved(*asked), other.blocks[0].experts(*asked))
 
 
+def trained_alike(one: nn.Module, many: nn.Module, batches: Sequence[Any], own: int) -> None:
+    """Train a model on all parts of each batch and one of many ranks on its own: losses and weights are the same."""
+    steppers = [torch.optim.SGD(each.parameters(), 0.5) for each in (one, many)]
+    for step, xs in enumerate(batches):
+        losses = []
+        for each, parts in ((one, xs), (many, [xs[own]])):
+            with qt.autocast("bf16"):
+                loss = torch.stack([(each(x) - 1).square().mean() for x in parts]).mean()
+            loss.backward()
+            losses.append(loss.detach())
+        for stepper in steppers:
+            stepper.step()
+            stepper.zero_grad()
+        dist.all_reduce(losses[1])
+        assert_close(f"loss {step}", losses[1] / two_ranks.world(), losses[0], 1e-5)
+    whole = dict(one.named_parameters())
+    for name, p in many.named_parameters():
+        assert isinstance(p, DTensor)
+        assert_close(name, p.full_tensor(), whole[name].detach(), 1e-5)
+
+
 def under_fully_shard(rank: int) -> None:
     """Experts over one dimension of a mesh, all else over both, and each expert's weights over the other one."""
     mesh = two_ranks.mesh(2, 2, names=("dp", "ep"))
@@ -323,24 +345,7 @@ def under_fully_shard(rank: int) -> None:
         experts.set_force_sum_reduction_for_comms(True)
         fully_shard(block, mesh=mesh)
     fully_shard(many, mesh=mesh)
-    steppers = [torch.optim.SGD(each.parameters(), 0.5) for each in (one, many)]
-    for step in range(steps()):
-        xs = chunks(4, step + 3)
-        losses = []
-        for each, parts in ((one, xs), (many, [xs[rank]])):
-            with qt.autocast("bf16"):
-                loss = torch.stack([(each(x) - 1).square().mean() for x in parts]).mean()
-            loss.backward()
-            losses.append(loss.detach())
-        for stepper in steppers:
-            stepper.step()
-            stepper.zero_grad()
-        dist.all_reduce(losses[1])
-        assert_close(f"loss {step}", losses[1] / 4, losses[0], 1e-5)
-    whole = dict(one.named_parameters())
-    for name, p in many.named_parameters():
-        assert isinstance(p, DTensor)
-        assert_close(name, p.full_tensor(), whole[name].detach(), 1e-5)
+    trained_alike(one, many, [chunks(4, step + 3) for step in range(steps())], rank)
     with qt.autocast("nvfp4"):
         loss = many(chunks(4, 9)[rank]).square().mean()
     loss.backward()
@@ -394,30 +399,14 @@ def beside_both(rank: int) -> None:
     experts.set_gradient_divide_factor(4)
     experts.set_force_sum_reduction_for_comms(True)
     fully_shard(many, mesh=mesh["dp", "ep"])
-    steppers = [torch.optim.SGD(each.parameters(), 0.5) for each in (one, many)]
     own = 2 * mesh["dp"].get_local_rank() + mesh["ep"].get_local_rank()
-    for step in range(4):
-        xs = torch.randn(4, 1, 16, DIM, generator=torch.Generator().manual_seed(step))
-        losses = []
-        for each, parts in ((one, list(xs)), (many, [xs[own]])):
-            with qt.autocast("bf16"):
-                loss = torch.stack([(each(x) - 1).square().mean() for x in parts]).mean()
-            loss.backward()
-            losses.append(loss.detach())
-        for stepper in steppers:
-            stepper.step()
-            stepper.zero_grad()
-        dist.all_reduce(losses[1])
-        assert_close(f"loss {step}", losses[1] / 8, losses[0], 1e-5)
-    whole = dict(one.named_parameters())
-    for name, p in many.named_parameters():
-        assert isinstance(p, DTensor)
-        assert_close(name, p.full_tensor(), whole[name].detach(), 1e-5)
+    batches = [torch.randn(4, 1, 16, DIM, generator=torch.Generator().manual_seed(step)) for step in range(4)]
+    trained_alike(one, many, batches, own)
     for recipe in ("rowwise", "tensorwise"):
         with qt.autocast(recipe):
-            many(xs[own]).square().mean().backward()
+            many(batches[-1][own]).square().mean().backward()
         grads = [p.grad.to_local() for p in many.parameters() if p.grad is not None]  # type: ignore[attr-defined]
-        assert len(grads) == len(whole) and all(grad.isfinite().all() for grad in grads)
+        assert len(grads) == len(list(one.parameters())) and all(grad.isfinite().all() for grad in grads)
 
 
 CASES = [
