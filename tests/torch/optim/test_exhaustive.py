@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import quaver.torch as qt
 from quaver.core.states import bounds
 from quaver.torch import optim
-from quaver.torch.optim import optimizer as module
 from quaver.torch.optim import weights
+from quaver.torch.optim.loading import kept as module
 from quaver.torch.optim.stepping import layout, noise, pieces
 from quaver.torch.optim.weights import Keeping
 

@@ -1,23 +1,20 @@
-"""The optimizer that all rules share: torch's interface, what is kept for each parameter, and the step."""
+"""The optimizer that all rules share: torch's interface, and the step."""
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from quaver.core.states.presets import PRESETS, Preset
 from quaver.torch.linear.stored import storing
 from quaver.torch.operations.ops import no_kernels
-from quaver.torch.optim import codes, weights
+from quaver.torch.optim import weights
 from quaver.torch.optim.gradients.held import Gradients
 from quaver.torch.optim.gradients.release import Release
 from quaver.torch.optim.loading.beginning import States
-from quaver.torch.optim.loading.converting import states_of
-from quaver.torch.optim.loading.presets import packed, preset_of
+from quaver.torch.optim.loading.kept import Kept, groups_of
+from quaver.torch.optim.loading.presets import preset_of
 from quaver.torch.optim.refusals import (
     check_gradient,
     check_group,
@@ -32,13 +29,10 @@ from quaver.torch.optim.refusals import (
 from quaver.torch.optim.rules.rule import Rule
 from quaver.torch.optim.stepping import layout, on_gpu, ranks, stacks
 from quaver.torch.optim.stepping.compiled import Compiled
-from quaver.torch.optim.stepping.pieces import Drawn, Parts, Way, step
-
-#: Tensors below are kept in high precision.
-SMALL = 4096
+from quaver.torch.optim.stepping.pieces import Drawn, step
 
 
-class Optimizer(torch.optim.Optimizer):
+class Optimizer(Kept):
     """What `AdamW` and the others are.
 
     A parameter group may have a `preset` of its own. Norms, biases and tensors of fewer than 4096 elements are kept in
@@ -104,10 +98,6 @@ class Optimizer(torch.optim.Optimizer):
             for p in group["params"]:
                 self.gradients.prepare(p, self.preset(p, group).gradient)
 
-    def rule(self, group: Mapping[str, Any], preset: Preset) -> Rule:
-        """The formula of a group."""
-        raise NotImplementedError
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         preset_of(param_group.get("preset", self.defaults["preset"]))
         check_group(type(self).__name__, {**self.defaults, **param_group})
@@ -131,21 +121,6 @@ class Optimizer(torch.optim.Optimizer):
                 layout.check_divided(p, self.way(p, group), self.preset(p, group).name)
             elif p.requires_grad and storing.holds_codes(p):
                 stacks.check(p, self.way(p, group), self.preset(p, group).name)
-
-    def preset(self, p: Tensor, group: Mapping[str, Any]) -> Preset:
-        """What is kept for a parameter: the group's preset, or that of high precision."""
-        small = p.dim() < 2 or p.numel() < SMALL
-        return PRESETS["float32"] if small and not storing.holds_codes(p) else preset_of(group["preset"])
-
-    def way(self, p: Tensor, group: Mapping[str, Any]) -> Way:
-        """How a parameter steps."""
-        preset = self.preset(p, group)
-        rule = self.rule(group, preset)
-        specs = tuple(preset.first if signed else preset.second for signed in rule.signed)
-        keeping = weights.keeping_of(p, preset)
-        predicts = keeping.kind.startswith("residual") and keeping.spec is not None and None in keeping.spec.block
-        held = self.gradients.held.get(p)
-        return Way(rule, keeping, specs, None if held is None else held.spec, predicts and rule.bounded)
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -369,47 +344,6 @@ class Optimizer(torch.optim.Optimizer):
             # It does not lie row by row, and was copied.
             own.copy_(whole.weight[0].view(own.shape))
 
-    def _know_amax(self, p: Tensor, way: Way) -> None:
-        """Have the largest magnitudes of a weight's blocks in its state, if its scales are predicted, and only then."""
-        if not way.predicts:
-            self.state[p].pop("amax", None)
-        elif "amax" not in self.state[p]:
-            self.state[p]["amax"] = self._amax(p, way, self.parts_of_weight(p, way))
-
-    def _amax(self, p: Tensor, way: Way, tensors: tuple[Tensor, ...]) -> Tensor:
-        """The largest magnitudes of a weight's blocks, which lie as its rows do; on ranks, of this one's rows."""
-        assert way.keeping.spec is not None
-        if stacks.is_stack(p, way.keeping.spec):
-            each = [ranks.of_segment(Parts(tensors, (), ()), segment).weight for segment in ranks.segments(p, way)]
-            amaxes = [weights.block_amax(way.keeping.spec, weights.read(way.keeping, own)) for own in each]
-            return stacks.together(amaxes, p)
-        amax = weights.block_amax(way.keeping.spec, weights.read(way.keeping, tensors))
-        if not layout.divided(p):
-            return amax
-        self._alone.add(p)
-        height = way.keeping.spec.block[0]
-        return amax if height is None else layout.like(p, amax, (-(-p.shape[0] // height), amax.shape[1]))
-
-    def parts(self, p: Tensor, way: Way) -> Parts:
-        """All that a parameter's step reads and writes, this rank's part, as matrices."""
-        state = self.state[p]
-        moments = tuple(
-            tuple(layout.local(state[key]) for key in (name, f"{name}_scale") if key in state)
-            for name in way.rule.names
-        )
-        held = self.gradients.held.get(p)
-        if held is not None:
-            gradient: tuple[Tensor, ...] = (held.codes, held.scale)
-        else:
-            assert p.grad is not None
-            gradient = (layout.gradient(p),)
-        return layout.as_rows(Parts(self.parts_of_weight(p, way), moments, gradient))
-
-    def parts_of_weight(self, p: Tensor, way: Way) -> tuple[Tensor, ...]:
-        """All that says a parameter's weight, this rank's part, as matrices."""
-        beside = [layout.local(self.state[p][name]) for name in way.keeping.states]
-        return tuple(layout.rows(t) for t in (*layout.weight_of(p, way), *beside))
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients."""
         self.gradients.held.clear()
@@ -446,96 +380,3 @@ class Optimizer(torch.optim.Optimizer):
             )
         parameters = [p for group in self.param_groups for p in group["params"]]
         return self.gradients.clip(parameters, max_norm, norm_type)
-
-    def state_dict(self) -> dict[str, Any]:
-        """As torch's. Codes keep their dtypes, and groups name their presets as plain data."""
-        parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        if not len(self.state) and not self.gradients.held and all(p.grad is None for p in parameters):
-            # Room for what torch.distributed.checkpoint loads.
-            self.state.update({p: self._begun(p) for p in parameters})
-        state = super().state_dict()
-        for group in state["param_groups"]:
-            group["preset"] = packed(group["preset"])
-        return state
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Take up a state dict of any preset, of torch.optim, torchao.optim or MS-AMP; load the model before it.
-
-        The groups keep their presets: states that were kept otherwise are converted, which a warning says.
-        """
-        presets = [group["preset"] for group in self.param_groups]
-        super().load_state_dict({**state_dict, "state": {}})
-        before = [group.get("preset") for group in state_dict["param_groups"]]
-        for group, preset in zip(self.param_groups, presets, strict=True):
-            group["preset"] = preset
-            for name, value in self.defaults.items():
-                group.setdefault(name, value)
-        said: dict[str, int] = {}
-        for group, saved, written in zip(self.param_groups, state_dict["param_groups"], before, strict=True):
-            for p, key in zip(group["params"], saved["params"], strict=True):
-                if key in state_dict["state"]:
-                    self._load_state(p, group, state_dict["state"][key], written, said)
-        for sentence, number in said.items():
-            warnings.warn(f"{number} parameters: {sentence}", stacklevel=2)
-
-    def _load_state(
-        self, p: Tensor, group: Mapping[str, Any], saved: Mapping[str, Any], written: Any, said: dict[str, int]
-    ) -> None:
-        way, old = self.way(p, group), None if written is None else self.way(p, {**group, "preset": written})
-        keeping, tensors = layout.in_own_rows(p, way.keeping)
-        before = None if old is None else replace(old, keeping=layout.in_own_rows(p, old.keeping)[0])
-        weight = tuple(layout.rows(t) for t in tensors)
-        state, lost = states_of(p, saved, replace(way, keeping=keeping), before, weight)
-        first = self.first_state(p, group)
-        self.state[p] = {**first, **{name: value for name, value in state.items() if name in first}}
-        self.state[p]["step"] = first["step"] + state["step"].to(first["step"].device)
-        self.state[p].pop("amax", None)
-        self._know_amax(p, way)
-        if lost:
-            said[lost] = said.get(lost, 0) + 1
-        if old is None or old.moments != way.moments or old.keeping != way.keeping:
-            wrote = "another library" if written is None else f"preset {preset_of(written).name}"
-            sentence = f"states of {wrote} were converted to preset {self.preset(p, group).name}"
-            said[sentence] = said.get(sentence, 0) + 1
-
-    def _begun(self, p: Tensor) -> dict[str, Tensor]:
-        """What a parameter of this optimizer starts with."""
-        return self.first_state(p, next(g for g in self.param_groups if any(p is each for each in g["params"])))
-
-    def first_state(self, p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
-        """What a parameter starts with."""
-        way = self.way(p, group)
-        device = p.device
-        state = {"step": torch.zeros((), dtype=torch.float32, device=device if device.type == "cuda" else "cpu")}
-        own = layout.local(p)
-        for name, spec in zip(way.rule.names, way.moments, strict=True):
-            held = torch.zeros(own.shape, dtype=codes.code_dtype(spec.of), device=own.device)
-            state[name] = layout.like(p, held, p.shape)
-            if spec.of.scaled:
-                shape = codes.scale_shape(own.shape, spec.block, spec.of.numbers)
-                scale = torch.zeros(shape, dtype=codes.SCALE_DTYPES[spec.scale], device=own.device)
-                state[f"{name}_scale"] = layout.like(p, scale, codes.scale_shape(p.shape, spec.block, spec.of.numbers))
-        value = layout.value_of(p) if way.keeping.kind in ("float32", "float16") else None
-        beside = weights.first_states(way.keeping, own, value)
-        initial = layout.initial_of(p, way)
-        if initial is not None:
-            keeping, tensors = layout.in_own_rows(p, way.keeping)
-            written = weights.around(keeping, layout.rows(initial), (*tensors, *(layout.rows(t) for t in beside)))
-            beside = tuple(t.view(own.shape) if t.dim() else t for t in written)
-        for name, tensor in zip(way.keeping.states, beside, strict=True):
-            state[name] = layout.like(p, tensor, p.shape) if tensor.shape == own.shape else tensor
-        if way.predicts:
-            state["amax"] = self._amax(p, way, tuple(layout.rows(t) for t in (*layout.weight_of(p, way), *beside)))
-        return state
-
-
-def groups_of(params: Any) -> Any:
-    """Parameter groups of a model: embeddings are kept in float32; what is no model stays as it is."""
-    if not isinstance(params, nn.Module):
-        return params
-    embeddings = {id(p) for module in params.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
-    trained = [p for p in params.parameters() if p.requires_grad]
-    table = [p for p in trained if id(p) in embeddings]
-    others = [p for p in trained if id(p) not in embeddings]
-    groups: list[dict[str, Any]] = [{"params": others}] if others else []
-    return groups + ([{"params": table, "preset": "float32"}] if table else [])

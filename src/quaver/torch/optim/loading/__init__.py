@@ -1,1 +1,1 @@
-"""State dicts of optimizers: read, whichever preset or library wrote them; nothing is stepped here."""
+"""What optimizers keep of parameters, and state dicts of it, whoever wrote them; nothing is stepped here."""
