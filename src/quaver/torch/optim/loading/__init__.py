@@ -1,1 +1,1 @@
-"""What optimizers keep of parameters, and state dicts of it, whoever wrote them; nothing is stepped here."""
+"""What optimizers keep of parameters, and state dicts of any preset or library; nothing is stepped here."""
