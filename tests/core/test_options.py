@@ -6,7 +6,7 @@ from typing import get_type_hints
 
 import pytest
 
-from quaver.core.options import checks, pick, suggests, takes
+from quaver.core.options import checks, pick, shared, spreads, suggests, takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,3 +106,28 @@ def test_arguments_that_are_missing_or_too_many_are_told_with_the_layers_name(ki
 
 def test_a_parts_options_are_picked_from_the_wholes() -> None:
     assert pick(Norm, Options(8, eps=2.0)) == {"eps": 2.0}
+
+
+class Spread:
+    @spreads(Written, without=["bias"])
+    def __init__(self, heads: int, *, scale: float = 1.0, **others: float) -> None:
+        self.options = heads, scale, others
+
+    @checks
+    def __call__(self, x: int, *, times: int = 2) -> int:
+        return x * times
+
+
+def test_a_constructor_takes_by_name_what_another_does() -> None:
+    assert Spread(8, eps=1.0).options == (8, 1.0, {"eps": 1.0})
+    # `dim` is taken by place there, and the call's own result comes back.
+    assert list(inspect.signature(Spread).parameters) == ["heads", "scale", "eps"] and Spread(8)(3, times=3) == 9
+    assert get_type_hints(Spread.__init__)["eps"] is float and get_type_hints(Spread.__call__)["return"] is int
+    for wrong, sentence in (
+        (lambda: Spread(8, epps=1.0), "Spread has no option 'epps'; did you mean 'eps'"),
+        (lambda: Spread(8, bias=1.0), "Spread has no option 'bias'"),
+        (lambda: Spread(8)(3, tmes=3), "Spread has no option 'tmes'; did you mean 'times'"),  # type: ignore[call-arg]
+    ):
+        with pytest.raises(TypeError, match=sentence):
+            wrong()  # type: ignore[no-untyped-call]
+    assert shared(Spread, {"eps": 1.0, "dim": 8}) == {"eps": 1.0}

@@ -12,11 +12,12 @@
     MLP(768, bias=False)
 
 help(), editors and type checkers show the dataclass's fields as the constructor's arguments, and what several layers
-take alike is written once, in a dataclass that theirs inherit.
+take alike is written once, in a dataclass that theirs inherit. Where the arguments are another library's, and many, the
+constructor's own `def` has several of them a line, and `spreads` adds what it takes as others do.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -26,7 +27,7 @@ from quaver.core.text.spelling import suggest
 P = ParamSpec("P")
 R = TypeVar("R")
 M = TypeVar("M")
-C = TypeVar("C", bound=Callable[..., None])
+C = TypeVar("C", bound=Callable[..., Any])
 
 #: What Flax gives every linen module as arguments.
 FLAX = ("parent", "name")
@@ -62,9 +63,35 @@ def suggests(module: type[M]) -> type[M]:
 
 
 def checks(init: C) -> C:
-    """Decorate an `__init__` whose arguments are written out: a wrong argument is told as by `takes`."""
+    """Decorate an `__init__`, or another method, whose arguments are written out: a wrong one is told as by `takes`."""
     checked: C = _checked(init, inspect.Signature(list(inspect.signature(init).parameters.values())[1:]))
     return checked
+
+
+def spreads(record: Callable[..., Any], without: Sequence[str] = ()) -> Callable[[C], C]:
+    """Decorate an `__init__` that takes `**others` with this: they are what a record takes by name, and are told and
+    shown as its own.
+
+    Args:
+        record: a class or a function; options that the constructor has itself are its own.
+        without: of the record's, which it does not take.
+    """
+
+    def decorate(init: C) -> C:
+        own = list(inspect.signature(init).parameters.values())[1:]
+        left = {p.name for p in own}.union(without)
+        others = [p for p in inspect.signature(record).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        known = [p for p in own if p.kind is not p.VAR_KEYWORD] + [p for p in others if p.name not in left]
+        spread: C = _checked(init, inspect.Signature(known))
+        return spread
+
+    return decorate
+
+
+def shared(record: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the given options that a record takes, too."""
+    known = inspect.signature(record).parameters
+    return {name: value for name, value in given.items() if name in known}
 
 
 def pick(record: type, source: Any) -> dict[str, Any]:
@@ -73,16 +100,17 @@ def pick(record: type, source: Any) -> dict[str, Any]:
 
 
 def _checked(init: Any, known: inspect.Signature) -> Any:
-    """A constructor that looks at its arguments first, and shows them as its signature and its type hints."""
+    """A method that looks at its arguments first, and shows them as its signature and its type hints."""
 
     @wraps(init)
-    def checked(self: Any, /, *args: Any, **options: Any) -> None:
+    def checked(self: Any, /, *args: Any, **options: Any) -> Any:
         _check(type(self).__name__, known, args, options)
-        init(self, *args, **options)
+        return init(self, *args, **options)
 
     this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     checked.__signature__ = known.replace(parameters=[this, *known.parameters.values()])  # type: ignore[attr-defined]
-    checked.__annotations__ = {name: option.annotation for name, option in known.parameters.items()} | {"return": None}
+    of_options = {name: option.annotation for name, option in known.parameters.items()}
+    checked.__annotations__ = of_options | {"return": inspect.signature(init).return_annotation}
     return checked
 
 

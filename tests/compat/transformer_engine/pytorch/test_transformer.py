@@ -139,10 +139,7 @@ def test_gradients_of_weights_wait_for_all_parts() -> None:
     layer, x = make("fused", fuse_wgrad_accumulation=False), torch.randn(5, 2, 64)
     layer(x).sum().backward()
     expected = [p.grad for p in layer.parameters()]
-    waiting = make("fused")
-    for module in waiting.modules():
-        if isinstance(module, te.Linear | te.LayerNormLinear | te.LayerNormMLP):
-            module.__dict__["taker"] = qt.weight_gradients(later=True)
+    waiting = make("fused", delay_wgrad_compute=True)
     waiting(x).sum().backward()
     assert waiting.layernorm_mlp.fc1_weight.grad is None
     waiting.backward_dw()
@@ -162,5 +159,7 @@ def test_what_excludes_one_another_is_a_sentence() -> None:
             te.TransformerLayer(64, 96, 4, **options)
     with pytest.raises(TypeError, match="did you mean 'num_gqa_groups'"):
         te.TransformerLayer(64, 96, 4, num_gqa_group=2)
+    with pytest.raises(TypeError, match="has no option 'return_bias'"):
+        te.TransformerLayer(64, 96, 4, return_bias=True)
     with pytest.raises(TypeError, match="has no option 'core_attention_byas'; did you mean"):
         make("plain")(torch.randn(5, 2, 64), core_attention_byas=1)

@@ -1,27 +1,15 @@
 """Transformer Engine's `GroupedLinear`, and the padding that it asks for and that nothing here needs."""
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quaver.compat.transformer_engine.pytorch.module.parameters import Common, Module
-from quaver.core.options import takes
+from quaver.core.options import spreads
 from quaver.torch.blocks.norm_linear import Parts
 from quaver.torch.linear.layer import Linear
-
-
-@dataclass
-class GroupedArguments(Common):
-    """The arguments of `GroupedLinear`."""
-
-    num_gemms: int
-    in_features: int
-    out_features: int
-    _: KW_ONLY
-    parallel_mode: str | None = None
 
 
 class GroupedLinear(Module, Parts):
@@ -30,24 +18,23 @@ class GroupedLinear(Module, Parts):
     `quaver.torch.grouped_matmul` has one GEMM of all where the weights are one tensor.
     """
 
-    @takes(GroupedArguments)
-    def __init__(self, options: GroupedArguments) -> None:
+    @spreads(Common)
+    def __init__(
+        self, num_gemms: int, in_features: int, out_features: int, *, parallel_mode: str | None = None, **others: Any
+    ) -> None:
         super().__init__()
-        self.num_gemms, self.in_features, self.out_features = (
-            options.num_gemms,
-            options.in_features,
-            options.out_features,
-        )
+        options, names = Common(**others), tuple(f"gemm{i}" for i in range(num_gemms))
+        self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
         if options.return_bias:
             raise ValueError("return_bias is not there: GroupedLinear adds its biases")
-        names = tuple(f"gemm{i}" for i in range(options.num_gemms))
         for name in names:
-            setattr(self, name, Linear(options.in_features, options.out_features, options.bias, **options.like))
-        self.lend(
-            options, names, {f"{key}{i}": (name, key) for key in ("weight", "bias") for i, name in enumerate(names)}
-        )
+            setattr(self, name, Linear(in_features, out_features, options.bias, **options.like))
+        own = {f"{key}{i}": (name, key) for key in ("weight", "bias") for i, name in enumerate(names)}
+        self.lend(options, names, own)
 
-    def forward(self, inp: Tensor, m_splits: Sequence[int] | Tensor, is_first_microbatch: bool | None = None) -> Any:
+    def forward(  # type: ignore[override]
+        self, inp: Tensor, m_splits: Sequence[int] | Tensor, is_first_microbatch: bool | None = None
+    ) -> Any:
         """Tokens [..., in_features], of each group so many one after the other.
 
         Raises:

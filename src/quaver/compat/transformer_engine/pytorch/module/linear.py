@@ -1,16 +1,18 @@
 """Transformer Engine's `Linear`, and linear layers whose weight is made of several parameters."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quaver.compat.transformer_engine.pytorch.module.parameters import Common, Module
-from quaver.core.options import takes
+from quaver.core.options import spreads
 from quaver.torch.blocks.norm_linear import Parts
 from quaver.torch.linear import layer as layers
+
+#: Rows of each parameter of a weight by name, or names of as many rows each; None leaves it whole.
+Split = Mapping[str, int] | Iterable[str] | None
 
 
 class Joined(layers.Linear):
@@ -30,11 +32,11 @@ class Joined(layers.Linear):
         """The module that it is a part of does."""
 
 
-def divided(layer: layers.Linear, split: Mapping[str, int] | Iterable[str] | None) -> list[str]:
+def divided(layer: layers.Linear, split: Split) -> list[str]:
     """Divide a layer's weight and bias by their rows; returns the names of its parameters.
 
     Args:
-        split: rows by name, as `parameters_split`; names alone have as many each. None leaves them whole.
+        split: as `parameters_split`.
     Raises:
         ValueError: rows that are not the weight's; a weight that exists only as codes.
     """
@@ -55,46 +57,25 @@ def divided(layer: layers.Linear, split: Mapping[str, int] | Iterable[str] | Non
     return list(layer._parameters)
 
 
-@dataclass
-class LinearArguments(Common):
-    """The arguments of `Linear`."""
+class _Alone(Parts):
+    """A linear layer, and nothing before it."""
 
-    in_features: int
-    out_features: int
-    _: KW_ONLY
-    parallel_mode: str | None = None
-    parameters_split: Mapping[str, int] | Iterable[str] | None = None
+    def forward(self, x: Tensor) -> Tensor:
+        layer: Any = self._modules["linear"]
+        y: Tensor = layer(x)
+        return y
 
 
-class Linear(Module, Parts):
-    """Transformer Engine's `Linear`; `is_first_microbatch` tells what is known here, `fp8_output` and `fp8_grad` are
-    refused."""
+class Linear(Module, _Alone):
+    """Transformer Engine's `Linear`."""
 
-    @takes(LinearArguments)
-    def __init__(self, options: LinearArguments) -> None:
+    @spreads(Common)
+    def __init__(
+        self, in_features: int, out_features: int, *, parallel_mode: str | None = None, parameters_split: Split = None,
+        **others: Any,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.in_features, self.out_features = options.in_features, options.out_features
-        added = options.bias and not options.return_bias
-        self.linear = layers.Linear(options.in_features, options.out_features, added, **options.like)
-        names = divided(self.linear, options.parameters_split)
-        own = {name: ("linear", name) for name in names}
-        self.lend(options, ("linear",), own | self.beside(options, "bias", options.out_features))
-
-    def forward(
-        self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False
-    ) -> Any:
-        refuse_codes(fp8_output, fp8_grad)
-        with self.takes:
-            y = self.linear(inp)
-        return only(self.with_bias(y))
-
-
-def only(outputs: tuple[Any, ...]) -> Any:
-    """One output by itself, or several."""
-    return outputs if len(outputs) > 1 else outputs[0]
-
-
-def refuse_codes(fp8_output: bool, fp8_grad: bool = False) -> None:
-    """Raise the ValueError for what is to be given as codes."""
-    if fp8_output or fp8_grad:
-        raise ValueError("fp8_output and fp8_grad are not there: values between layers are in high precision")
+        self.in_features, self.out_features, options = in_features, out_features, Common(**others)
+        self.linear = layers.Linear(in_features, out_features, options.added, **options.like)
+        own = {name: ("linear", name) for name in divided(self.linear, parameters_split)}
+        self.lend(options, ("linear",), own, "bias", out_features)

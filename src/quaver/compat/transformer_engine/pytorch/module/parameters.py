@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,52 +13,38 @@ from quaver.torch.linear.layer import Linear
 from quaver.torch.model.weights.gradients import weight_gradients
 from quaver.torch.state.layer import state_of
 
-#: Of the first values of weights, where no function is given.
+#: What gives a weight its first values; None is a normal distribution of this deviation.
+Init = Callable[[Tensor], Any] | None
 DEVIATION = 0.023
 
 
-@dataclass(kw_only=True)
 class Common:
-    """Arguments that modules share.
+    """Arguments that modules share; a device "cuda" is a GPU where there is one.
 
     Those of tensor parallelism (tp_group, ub_* and the like) are for one rank: several are refused. `seq_length`,
     `micro_batch_size`, `get_rng_state_tracker`, `rng_tracker_name`, `save_original_input` say what is not needed.
     """
 
-    init_method: Callable[[Tensor], Any] | None = None
-    bias: bool = True
-    return_bias: bool = False
-    params_dtype: torch.dtype | None = None
-    # A GPU where there is one.
-    device: Any = "cuda"
-    name: str | None = None
-    fuse_wgrad_accumulation: bool = False
-    delay_wgrad_compute: bool = False
-    sequence_parallel: bool = False
-    tp_group: Any = None
-    tp_size: int = 1
-    get_rng_state_tracker: Any = None
-    rng_tracker_name: str | None = None
-    ub_overlap_ag: bool = False
-    ub_overlap_rs: bool = False
-    ub_overlap_rs_dgrad: bool = False
-    ub_bulk_dgrad: bool = False
-    ub_bulk_wgrad: bool = False
-    ub_name: str | None = None
-    symmetric_ar_type: str | None = None
-    save_original_input: bool = False
-    seq_length: int | None = None
-    micro_batch_size: int | None = None
+    def __init__(
+        self, *, init_method: Init = None, bias: bool = True, return_bias: bool = False, device: Any = "cuda",
+        params_dtype: torch.dtype | None = None, fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False, tp_group: Any = None, tp_size: int = 1,
+        # Nothing here reads what follows.
+        name: str | None = None, sequence_parallel: bool = False, get_rng_state_tracker: Any = None,
+        rng_tracker_name: str | None = None, ub_overlap_ag: bool = False, ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False, ub_bulk_dgrad: bool = False, ub_bulk_wgrad: bool = False,
+        ub_name: str | None = None, symmetric_ar_type: str | None = None, save_original_input: bool = False,
+        seq_length: int | None = None, micro_batch_size: int | None = None,
+    ) -> None:  # fmt: skip
+        self.init_method, self.bias, self.return_bias = init_method, bias, return_bias
+        self.like = {"device": place(device), "dtype": params_dtype}
+        self.main_grad, self.later = fuse_wgrad_accumulation, delay_wgrad_compute
+        self.ranks = tp_size if tp_group is None else dist.get_world_size(tp_group)
 
     @property
-    def like(self) -> dict[str, Any]:
-        return {"device": place(self.device), "dtype": self.params_dtype}
-
-    @property
-    def shared(self) -> dict[str, Any]:
-        """What a module gives to those that it is made of."""
-        names = "params_dtype", "device", "bias", "fuse_wgrad_accumulation", "tp_group", "tp_size"
-        return {name: getattr(self, name) for name in names}
+    def added(self) -> bool:
+        """Whether there is a bias that a layer adds, and does not give beside its output."""
+        return self.bias and not self.return_bias
 
 
 class Stateless(nn.Module):
@@ -75,20 +60,6 @@ def place(device: Any) -> Any:
     return "cpu" if str(device).startswith("cuda") and not torch.cuda.is_available() else device
 
 
-def check_ranks(module: nn.Module, options: Common) -> None:
-    """Refuse a part of a layer.
-
-    Raises:
-        ValueError: with what to do.
-    """
-    ranks = options.tp_size if options.tp_group is None else dist.get_world_size(options.tp_group)
-    if ranks > 1:
-        raise ValueError(
-            f"{type(module).__name__} is one rank's part of {ranks}: make it whole, without tp_group and tp_size, and "
-            "apply torch's parallelize_module with Column(), Row() or Heads() of quaver.torch.parallel"
-        )
-
-
 class Module(nn.Module):
     """Mixed into a block of ours: the parameters of its parts are its own, too, by Transformer Engine's names.
 
@@ -101,33 +72,50 @@ class Module(nn.Module):
     #: The linear layers, in Transformer Engine's order.
     gemms: tuple[str, ...] = ()
 
-    def lend(self, options: Common, gemms: tuple[str, ...], names: dict[str, tuple[str, str]]) -> None:
-        """Begin, with the names of parameters, and where they are."""
-        check_ranks(self, options)
+    def lend(
+        self, options: Common, gemms: tuple[str, ...], names: dict[str, tuple[str, str]], bias: str = "", rows: int = 0
+    ) -> None:
+        """Begin, with the names of parameters, and where they are; and of the bias that may be given beside the output.
+
+        Raises:
+            ValueError: options of one rank's part of a layer, with what to do.
+        """
+        if options.ranks > 1:
+            raise ValueError(
+                f"{type(self).__name__} is one rank's part of {options.ranks}: make it whole, without tp_group and "
+                "tp_size, and apply torch's parallelize_module with Column(), Row() or Heads() of quaver.torch.parallel"
+            )
+        self.__dict__["return_bias"] = options.return_bias
+        if options.return_bias and options.bias:
+            self.apart = Bias(rows, options.like)
+            names = names | {bias: ("apart", "bias")}
         has = {name: (part, key) for name, (part, key) in names.items() if self._held(part, key) is not None}
         self.__dict__.update(lent=has, gemms=gemms, init_method=options.init_method)
-        if options.fuse_wgrad_accumulation or options.delay_wgrad_compute:
-            taker = weight_gradients(main_grad=options.fuse_wgrad_accumulation, later=options.delay_wgrad_compute)
-            self.__dict__["taker"] = taker
+        if options.main_grad or options.later:
+            self.__dict__["taker"] = weight_gradients(main_grad=options.main_grad, later=options.later)
         self._borrow()
         self.register_state_dict_post_hook(_rename)
         self.register_load_state_dict_post_hook(_loaded)
         self.fill()
 
-    def beside(self, options: Common, name: str, features: int) -> dict[str, tuple[str, str]]:
-        """Where the bias is that is given beside the output, if it is."""
-        self.__dict__["return_bias"] = options.return_bias
-        if not (options.return_bias and options.bias):
-            return {}
-        self.apart = Bias(features, options.like)
-        return {name: ("apart", "bias")}
+    def forward(
+        self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False
+    ) -> Any:
+        """(output, bias, the norm's output), as much of it as is asked for; a bias that is not there has no elements.
 
-    def with_bias(self, y: Tensor) -> tuple[Tensor, ...]:
-        """An output, and the bias beside it, if it is given so; without elements where there is none."""
-        if not self.__dict__["return_bias"]:
-            return (y,)
-        bias = self._held("apart", "bias")
-        return y, y.new_empty(0) if bias is None else bias.to(y.dtype)
+        `is_first_microbatch` tells what is known here.
+
+        Raises:
+            ValueError: fp8_output or fp8_grad, which ask for codes.
+        """
+        refuse_codes(fp8_output, fp8_grad)
+        with self.takes:
+            y: Any = super().forward(inp)
+        y, *others = y if isinstance(y, tuple) else (y,)
+        if self.__dict__["return_bias"]:
+            bias = self._held("apart", "bias")
+            others.insert(0, y.new_empty(0) if bias is None else bias.to(y.dtype))
+        return (y, *others) if others else y
 
     def fill(self) -> None:
         """First values: weights as `init_method`, or normally distributed; biases 0."""
@@ -200,8 +188,24 @@ class Module(nn.Module):
             self._borrow()
 
 
+class Assembled(nn.Module):
+    """Mixed into a module that is made of others."""
+
+    def backward_dw(self) -> None:
+        """Compute the gradients of weights that wait."""
+        for module in self.modules():
+            if isinstance(module, Module):
+                module.backward_dw()
+
+
+def refuse_codes(fp8_output: bool | None, fp8_grad: bool = False) -> None:
+    """Raise the ValueError for what is to be given as codes."""
+    if fp8_output or fp8_grad:
+        raise ValueError("fp8_output and fp8_grad are not there: values between layers are in high precision")
+
+
 @torch.no_grad()
-def fill(layer: Linear, init_method: Callable[[Tensor], Any] | None) -> None:
+def fill(layer: Linear, init_method: Init) -> None:
     """First values of a linear layer."""
     for name, p in layer._parameters.items():
         if p is None:
