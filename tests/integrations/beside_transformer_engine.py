@@ -153,6 +153,7 @@ CASES = [
 LOSS, GRADIENTS = 1e-6, 1e-5
 
 if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
     libraries = ours(), theirs()
     for case in CASES if len(sys.argv) < 2 else [case for case in CASES if case[0] in sys.argv]:
         figures = compared(*case, libraries)
