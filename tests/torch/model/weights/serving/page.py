@@ -1,6 +1,6 @@
 """What each format holds of each recipe, of a small Llama trained under each: tables of docs/guides/serving.md.
 
-`python -m tests.torch.model.weights.serving.page` writes them, in a minute.
+`python -m tests.torch.model.weights.serving.page` writes them, in one to two minutes of a core.
 """
 
 import functools
