@@ -12,16 +12,8 @@ from quaver.compat.torchao.float8.config import (
 from quaver.compat.torchao.float8.float8_linear_utils import _auto_filter_for_recipe, convert_to_float8_training
 from quaver.compat.torchao.float8.fsdp_utils import precompute_float8_dynamic_scale_for_fsdp
 
-__all__ = [
-    "CastConfig",
-    "Float8GemmConfig",
-    "Float8LinearConfig",
-    "Float8LinearRecipeName",
-    "ScalingGranularity",
-    "ScalingType",
-    "_auto_filter_for_recipe",
-    "convert_to_float8_training",
-    "precompute_float8_dynamic_scale_for_fsdp",
-]
+__all__ = ["CastConfig", "Float8GemmConfig", "Float8LinearConfig", "Float8LinearRecipeName"]
+__all__ += ["ScalingGranularity", "ScalingType", "_auto_filter_for_recipe", "convert_to_float8_training"]
+__all__ += ["precompute_float8_dynamic_scale_for_fsdp"]
 
 __getattr__ = unknown(__name__, __all__, TORCHAO)

@@ -227,15 +227,5 @@ def _name(config: Float8LinearConfig) -> str:
     return "float8"
 
 
-__getattr__ = unknown(
-    __name__,
-    (
-        "CastConfig",
-        "Float8GemmConfig",
-        "Float8LinearConfig",
-        "Float8LinearRecipeName",
-        "ScalingGranularity",
-        "ScalingType",
-    ),
-    TORCHAO,
-)
+NAMES = "CastConfig", "Float8GemmConfig", "Float8LinearConfig", "Float8LinearRecipeName"
+__getattr__ = unknown(__name__, (*NAMES, "ScalingGranularity", "ScalingType"), TORCHAO)

@@ -17,14 +17,7 @@ from quaver.compat.transformer_engine.jax.quantize import (
 )
 from quaver.compat.transformer_engine.jax.sharding import MeshResource
 
-__all__ = [
-    "NVTE_FP8_COLLECTION_NAME",
-    "MeshResource",
-    "autocast",
-    "flax",
-    "fp8_autocast",
-    "update_collections",
-    "update_fp8_metas",
-]
+__all__ = ["NVTE_FP8_COLLECTION_NAME", "MeshResource", "autocast", "flax", "fp8_autocast"]
+__all__ += ["update_collections", "update_fp8_metas"]
 
 __getattr__ = unknown(__name__, __all__, JAX)

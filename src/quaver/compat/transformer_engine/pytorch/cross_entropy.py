@@ -10,14 +10,9 @@ from quaver.torch.parallel.tensor.words.loss import cross_entropy
 
 
 def parallel_cross_entropy(
-    inp: Tensor,
-    target: Tensor,
-    label_smoothing: float = 0.0,
-    reduce_loss: bool = False,
-    dist_process_group: Any = None,
-    ignore_idx: int = -100,
-    is_cg_capturable: bool = False,
-) -> Tensor:
+    inp: Tensor, target: Tensor, label_smoothing: float = 0.0, reduce_loss: bool = False,
+    dist_process_group: Any = None, ignore_idx: int = -100, is_cg_capturable: bool = False,
+) -> Tensor:  # fmt: skip
     """Losses of logits [..., words], or of this rank's words of a group's; their mean if `reduce_loss`."""
     options: Any = {"ignore_index": ignore_idx, "label_smoothing": label_smoothing}
     reduction = "mean" if reduce_loss else "none"

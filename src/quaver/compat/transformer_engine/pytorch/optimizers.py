@@ -1,11 +1,10 @@
 """Transformer Engine's optimizers over `quaver.torch.optim`."""
 
-from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
 
-from quaver.core.options import takes
+from quaver.core.options import checks
 from quaver.core.states.codes import FLOAT32, StateSpec
 from quaver.core.states.presets import Preset
 from quaver.torch.optim.optimizers import SGD, Adam
@@ -19,31 +18,10 @@ KEPT = {
 }
 
 
-@dataclass
-class AdamArguments:
-    """The arguments of `FusedAdam`; `capturable` and `set_grad_none` tell of what holds here anyway."""
-
-    params: Any
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    amsgrad: bool = False
-    _: KW_ONLY
-    bias_correction: bool = True
-    adam_w_mode: bool = True
-    set_grad_none: bool | None = None
-    capturable: bool = False
-    master_weights: bool = False
-    master_weight_dtype: torch.dtype = torch.float32
-    exp_avg_dtype: torch.dtype = torch.float32
-    exp_avg_sq_dtype: torch.dtype = torch.float32
-    use_decoupled_grad: bool = False
-    store_param_remainders: bool = False
-
-
 class FusedAdam(Adam):
     """Adam, or AdamW unless `adam_w_mode` is False, with moments in fewer bits.
+
+    `capturable` and `set_grad_none` tell of what holds here anyway.
 
     Masters of bfloat16 weights are kept as the 16 bits that float32 has more: `master_weights` and
     `store_param_remainders` ask for the same. Without, weights are rounded at random, where it rounds them to nearest.
@@ -52,23 +30,30 @@ class FusedAdam(Adam):
         ValueError: amsgrad, no correction of bias, decoupled gradients, or dtypes of states that there are not.
     """
 
-    @takes(AdamArguments)
-    def __init__(self, options: AdamArguments) -> None:
-        if isinstance(options.betas, bool):
-            raise ValueError(f"betas is {options.betas}; give two numbers, and bias_correction by name")
-        if options.amsgrad or not options.bias_correction:
+    @checks
+    def __init__(
+        self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 0.0, amsgrad: bool = False, *, bias_correction: bool = True, adam_w_mode: bool = True,
+        master_weights: bool = False, master_weight_dtype: torch.dtype = torch.float32,
+        exp_avg_dtype: torch.dtype = torch.float32, exp_avg_sq_dtype: torch.dtype = torch.float32,
+        use_decoupled_grad: bool = False, store_param_remainders: bool = False, set_grad_none: bool | None = None,
+        capturable: bool = False,
+    ) -> None:  # fmt: skip
+        if isinstance(betas, bool):
+            raise ValueError(f"betas is {betas}; give two numbers, and bias_correction by name")
+        if amsgrad or not bias_correction:
             raise ValueError("FusedAdam has no amsgrad (in Transformer Engine neither), and corrects its bias always")
-        if options.master_weight_dtype is not torch.float32 or options.use_decoupled_grad:
+        if master_weight_dtype is not torch.float32 or use_decoupled_grad:
             raise ValueError("master_weight_dtype is torch.float32 here, and use_decoupled_grad is not there")
-        moments = {name: getattr(options, name) for name in ("exp_avg_dtype", "exp_avg_sq_dtype")}
+        moments = {"exp_avg_dtype": exp_avg_dtype, "exp_avg_sq_dtype": exp_avg_sq_dtype}
         for name, dtype in moments.items():
             if dtype not in KEPT:
                 raise ValueError(f"{name} is {dtype}; give one of {', '.join(map(str, KEPT))}")
         first, second = (KEPT[dtype] for dtype in moments.values())
-        masters = "remainder" if options.master_weights or options.store_param_remainders else "none"
+        masters = "remainder" if master_weights or store_param_remainders else "none"
         preset = Preset(name="FusedAdam", first=first, second=second, bfloat16=masters, clamp=False)
-        self.decoupled = options.adam_w_mode
-        super().__init__(options.params, options.lr, options.betas, options.eps, options.weight_decay, preset=preset)
+        self.decoupled = adam_w_mode
+        super().__init__(params, lr, betas, eps, weight_decay, preset=preset)
 
 
 class FusedSGD(SGD):

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from quaver.core.text.spelling import check_name
 
+__all__ = ["moe_permute", "moe_permute_and_pad_with_probs", "moe_permute_with_probs", "moe_sort_chunks_by_index"]
+__all__ += ["moe_sort_chunks_by_index_with_probs", "moe_unpermute"]
+
 MAPS = ("mask", "index")
 
 
@@ -62,14 +65,9 @@ def moe_permute_and_pad_with_probs(
 
 
 def moe_unpermute(
-    inp: Tensor,
-    row_id_map: Tensor,
-    merging_probs: Tensor | None = None,
-    restore_shape: Sequence[int] | None = None,
-    map_type: str = "mask",
-    probs: Tensor | None = None,
-    pad_offsets: Tensor | None = None,
-) -> Tensor:
+    inp: Tensor, row_id_map: Tensor, merging_probs: Tensor | None = None, restore_shape: Sequence[int] | None = None,
+    map_type: str = "mask", probs: Tensor | None = None, pad_offsets: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Sums of each token's rows, times merging_probs [T, experts or k], added up in float32; `probs` is its older name.
 
     Raises:

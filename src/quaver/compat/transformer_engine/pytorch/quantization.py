@@ -9,6 +9,10 @@ from quaver.compat.transformer_engine.common import recipe as recipes
 from quaver.torch.model.weights.quantized import quantized_init
 from quaver.torch.state.context import autocast as ours
 
+__all__ = ["autocast", "fp8_autocast", "fp8_model_init", "get_default_recipe", "is_bf16_available"]
+__all__ += ["is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available"]
+__all__ += ["quantized_model_init"]
+
 
 class autocast(ours):
     """Transformer Engine's `autocast`; a recipe of ours, or its name, is taken too.
@@ -18,13 +22,9 @@ class autocast(ours):
     """
 
     def __init__(
-        self,
-        enabled: bool = True,
-        calibrating: bool = False,
-        recipe: Any = None,
-        amax_reduction_group: Any = None,
+        self, enabled: bool = True, calibrating: bool = False, recipe: Any = None, amax_reduction_group: Any = None,
         _graph: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if calibrating and not enabled:
             raise ValueError("calibrating is not there: histories record what runs quantized; give enabled=True")
         given = recipes.recipe_of(get_default_recipe() if recipe is None else recipe) if enabled else None
@@ -35,12 +35,9 @@ class autocast(ours):
 
 
 def fp8_autocast(
-    enabled: bool = True,
-    calibrating: bool = False,
-    fp8_recipe: Any = None,
-    fp8_group: Any = None,
+    enabled: bool = True, calibrating: bool = False, fp8_recipe: Any = None, fp8_group: Any = None,
     _graph: bool = False,
-) -> autocast:
+) -> autocast:  # fmt: skip
     """`autocast` by its earlier name and arguments."""
     return autocast(enabled, calibrating, fp8_recipe, fp8_group)
 

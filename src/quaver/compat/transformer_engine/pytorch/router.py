@@ -7,15 +7,10 @@ from quaver.torch.blocks.experts.routing import Routing, route
 
 
 def fused_topk_with_score_function(
-    logits: Tensor,
-    topk: int,
-    use_pre_softmax: bool = False,
-    num_groups: int | None = None,
-    group_topk: int | None = None,
-    scaling_factor: float | None = None,
-    score_function: str = "softmax",
+    logits: Tensor, topk: int, use_pre_softmax: bool = False, num_groups: int | None = None,
+    group_topk: int | None = None, scaling_factor: float | None = None, score_function: str = "softmax",
     expert_bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Weights [T, experts], 0 of an expert that a token has not chosen, and which it has, bool [T, experts].
 
     Raises:

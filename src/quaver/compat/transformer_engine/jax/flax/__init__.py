@@ -15,17 +15,8 @@ from quaver.compat.transformer_engine.jax.flax.module import (
 )
 from quaver.compat.transformer_engine.jax.flax.transformer import TransformerLayer, TransformerLayerType
 
-__all__ = [
-    "DenseGeneral",
-    "DotProductAttention",
-    "LayerNorm",
-    "LayerNormDenseGeneral",
-    "LayerNormMLP",
-    "MultiHeadAttention",
-    "RelativePositionBiases",
-    "TransformerLayer",
-    "TransformerLayerType",
-    "make_dot_general_cls",
-]
+__all__ = ["DenseGeneral", "DotProductAttention", "LayerNorm", "LayerNormDenseGeneral", "LayerNormMLP"]
+__all__ += ["MultiHeadAttention", "RelativePositionBiases", "TransformerLayer", "TransformerLayerType"]
+__all__ += ["make_dot_general_cls"]
 
 __getattr__ = unknown(__name__, __all__, FLAX)

@@ -1,8 +1,8 @@
 """Transformer Engine's attention in linen: its masks, layouts and biases over ours."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,12 +11,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from quaver.compat.transformer_engine.jax.flax.fields import (
-    OF_ATTENTION,
-    Axes,
-    parameter,
-    refuse,
-)
+from quaver.compat.transformer_engine.jax.flax.fields import OF_ATTENTION, Axes, parameter, part_of, refuse
 from quaver.compat.transformer_engine.jax.flax.module import DenseGeneral, LayerNormDenseGeneral, beside
 from quaver.core.options import suggests
 from quaver.core.text.spelling import check_name
@@ -74,16 +69,10 @@ class DotProductAttention(nn.Module):
 
     @nn.compact
     def __call__(
-        self,
-        query: Array,
-        key: Array | None = None,
-        value: Array | None = None,
-        sequence_descriptor: Array | None = None,
-        bias: Array | None = None,
-        *,
-        mask: Array | None = None,
+        self, query: Array, key: Array | None = None, value: Array | None = None,
+        sequence_descriptor: Array | None = None, bias: Array | None = None, *, mask: Array | None = None,
         deterministic: bool = False,
-    ) -> Array:
+    ) -> Array:  # fmt: skip
         """The fourth argument is a mask; sequences that are packed into one are not there."""
         refuse(self, SHARDED, context_parallel_causal_load_balanced=False, context_parallel_axis="")
         refuse(self, SHARDED, context_parallel_strategy="DEFAULT")
@@ -92,19 +81,10 @@ class DotProductAttention(nn.Module):
         q, k, v = self._parts(query, key, value)
         kind, pairs = _mask(self.attn_mask_type, sequence_descriptor if mask is None else mask, q.shape[1], k.shape[1])
         scale = 1 / math.sqrt(self.head_dim) if self.scale_factor is None else self.scale_factor
-        dropping = self.attention_dropout > 0 and not deterministic
-        y = attention(
-            q,
-            k,
-            v,
-            mask_type=kind,
-            mask=pairs,
-            window=self.window_size,
-            bias=_bias(self.attn_bias_type, bias, scale),
-            scale=scale,
-            dropout=self.attention_dropout if dropping else 0.0,
-            dropout_key=self.make_rng(self.dropout_rng_name) if dropping else None,
-        )
+        options: Any = {"mask_type": kind, "mask": pairs, "window": self.window_size, "scale": scale}
+        if self.attention_dropout > 0 and not deterministic:
+            options |= {"dropout": self.attention_dropout, "dropout_key": self.make_rng(self.dropout_rng_name)}
+        y = attention(q, k, v, bias=_bias(self.attn_bias_type, bias, scale), **options)
         y = checkpoint_name(y, self.context_checkpoint_name)
         return y.swapaxes(0, 1) if self.transpose_batch_sequence else y
 
@@ -198,15 +178,9 @@ class MultiHeadAttention(nn.Module, HeadFields):
 
     @nn.compact
     def __call__(
-        self,
-        inputs_q: Array,
-        inputs_kv: Array,
-        mask: Array | None = None,
-        bias: Array | None = None,
-        *,
-        decode: bool = False,
-        deterministic: bool = False,
-    ) -> tuple[Array, Array | None]:
+        self, inputs_q: Array, inputs_kv: Array, mask: Array | None = None, bias: Array | None = None, *,
+        decode: bool = False, deterministic: bool = False,
+    ) -> tuple[Array, Array | None]:  # fmt: skip
         refuse(self, "and add adapters of your own", low_rank_adaptation_scope="none")
         refuse(self, SHARDED, enable_sequence_parallel=False)
         if decode:
@@ -214,29 +188,10 @@ class MultiHeadAttention(nn.Module, HeadFields):
         q, k, v, normed = self._projected(inputs_q, inputs_kv)
         if self.enable_rotary_pos_emb:
             q, k = self._turned(q), self._turned(k)
-        core = DotProductAttention(
-            self.head_dim,
-            self.num_attention_heads,
-            attention_dropout=self.attention_dropout,
-            attn_mask_type=self.attn_mask_type,
-            attn_bias_type=self.attn_bias_type,
-            dropout_rng_name=self.dropout_rng_name,
-            scale_factor=None if self.scale_attn_logits else 1.0,
-            transpose_batch_sequence=self.transpose_batch_sequence,
-            window_size=self.window_size,
-            softmax_type=self.softmax_type,
-            score_mod=self.score_mod,
-            score_mod_bprop=self.score_mod_bprop,
-        )
+        core = part_of(self, DotProductAttention, scale_factor=None if self.scale_attn_logits else 1.0)
         y = core(q, k, v, bias=bias, mask=mask, deterministic=deterministic)
-        out = DenseGeneral(
-            inputs_q.shape[-1],
-            kernel_init=self.kernel_init or OF_ATTENTION,
-            use_bias=self.use_bias,
-            bias_init=self.bias_init,
-            dtype=self.dtype,
-            name="out",
-        )
+        init = self.kernel_init or OF_ATTENTION
+        out = part_of(self, DenseGeneral, features=inputs_q.shape[-1], kernel_init=init, name="out")
         return out(y.reshape(*y.shape[:2], -1)), normed if self.return_layernorm_output else None
 
     def _projected(self, x: Array, memory: Array) -> tuple[Array, Array, Array, Array | None]:
@@ -248,32 +203,24 @@ class MultiHeadAttention(nn.Module, HeadFields):
         def of_query(*given: Any) -> Array:
             return init(*given) / jnp.asarray(root, self.dtype)
 
-        shared: dict[str, Any] = {"use_bias": self.use_bias, "bias_init": self.bias_init, "dtype": self.dtype}
-        first: Callable[..., Any] = LayerNormDenseGeneral
-        norm = {
-            "enable_layernorm": self.input_layernorm,
-            "return_layernorm_output": True,
-            "layernorm_type": self.layernorm_type,
-            "zero_centered_gamma": self.zero_centered_gamma,
-            "epsilon": self.layernorm_epsilon,
-            "scale_axes": None,
-            "ln_bias_axes": None,
-        }
+        norm: Any = {"enable_layernorm": self.input_layernorm, "epsilon": self.layernorm_epsilon}
+        norm |= {"return_layernorm_output": True, "scale_axes": None, "ln_bias_axes": None}
+        first: Any = partial(part_of, self, LayerNormDenseGeneral, **norm)
+        plain = partial(part_of, self, DenseGeneral)
         width, of_groups = heads * self.head_dim, groups * self.head_dim
         itself = x is memory
         if self.fuse_qkv_params and itself and heads == groups:
-            kernel = beside(of_query, init, init)
-            y, normed = first((3, width), kernel_init=kernel, name="qkv", **shared, **norm)(x)
+            y, normed = first(features=(3, width), kernel_init=beside(of_query, init, init), name="qkv")(x)
             parts = [y[..., i, :] for i in range(3)]
         else:
-            query, normed = first(width, kernel_init=of_query, name="query", **shared, **norm)(x)
+            query, normed = first(features=width, kernel_init=of_query, name="query")(x)
             memory = normed if itself else memory
             if self.fuse_qkv_params:
-                y = DenseGeneral((2, of_groups), kernel_init=beside(init, init), name="kv", **shared)(memory)
+                y = plain(features=(2, of_groups), kernel_init=beside(init, init), name="kv")(memory)
                 parts = [query, y[..., 0, :], y[..., 1, :]]
             else:
-                each = (DenseGeneral(of_groups, kernel_init=init, name=name, **shared) for name in ("key", "value"))
-                parts = [query, *(layer(memory) for layer in each)]
+                each = (plain(features=of_groups, kernel_init=init, name=name)(memory) for name in ("key", "value"))
+                parts = [query, *each]
         q, k, v = (x.reshape(*x.shape[:2], -1, self.head_dim) for x in parts)
         return q, k, v, normed
 

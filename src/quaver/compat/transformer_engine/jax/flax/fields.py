@@ -1,8 +1,8 @@
 """What Transformer Engine's linen modules have in common: fields, parameters, and one GEMM with its state."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 from flax import linen as nn
@@ -10,12 +10,14 @@ from flax.linen.spmd import with_logical_constraint
 from jax import Array
 from jax.typing import DTypeLike
 
+from quaver.core.options import FLAX
 from quaver.core.text.spelling import check_name
 from quaver.jax.blocks.norm import NORMALIZATIONS
 from quaver.jax.blocks.options import Initializer
 from quaver.jax.linears.general import dense
 from quaver.jax.linen.state import layer_state, qualified_name
 
+M = TypeVar("M", bound=nn.Module)
 Axes = tuple[str | None, ...] | None
 NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 KERNEL_INIT = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
@@ -95,6 +97,12 @@ def constrained(x: Array, axes: Axes) -> Array:
     """An array whose axes bear names for Flax's sharding rules, if there are names."""
     value: Array = with_logical_constraint(x, axes) if axes else x
     return value
+
+
+def part_of(module: Any, kind: type[M], **own: Any) -> M:
+    """A part of a module, with the values of fields that both have, but for its own."""
+    named = {f.name for f in fields(kind)}.difference(FLAX, own)
+    return kind(**{name: getattr(module, name) for name in named if hasattr(module, name)}, **own)
 
 
 def refuse(module: Any, why: str, **usual: Any) -> None:

@@ -162,15 +162,9 @@ class LayerNormMLP(nn.Module, NormFields, DenseFields):
 
 
 def matrix(
-    module: Any,
-    kernel: str,
-    bias: str,
-    inputs: Sequence[int],
-    outputs: int | Sequence[int],
-    kernel_axes: Axes,
-    bias_axes: Axes,
-    init: Initializer | None = None,
-) -> tuple[Array, Array | None]:
+    module: Any, kernel: str, bias: str, inputs: Sequence[int], outputs: int | Sequence[int], kernel_axes: Axes,
+    bias_axes: Axes, init: Initializer | None = None,
+) -> tuple[Array, Array | None]:  # fmt: skip
     """A module's kernel, and its bias where it has one; `init` in place of its own."""
     outputs = (outputs,) if isinstance(outputs, int) else tuple(outputs)
     drawn_by = init or module.kernel_init or KERNEL_INIT

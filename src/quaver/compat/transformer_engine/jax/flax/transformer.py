@@ -8,14 +8,10 @@ from typing import Any
 from flax import linen as nn
 from jax import Array
 
-from quaver.compat.transformer_engine.jax.flax.attention import (
-    HeadFields,
-    MultiHeadAttention,
-    RelativePositionBiases,
-)
-from quaver.compat.transformer_engine.jax.flax.fields import KERNEL_INIT
+from quaver.compat.transformer_engine.jax.flax.attention import HeadFields, MultiHeadAttention, RelativePositionBiases
+from quaver.compat.transformer_engine.jax.flax.fields import KERNEL_INIT, part_of
 from quaver.compat.transformer_engine.jax.flax.module import LayerNorm, LayerNormMLP
-from quaver.core.options import pick, suggests
+from quaver.core.options import suggests
 from quaver.core.text.spelling import check_name
 from quaver.jax.blocks.options import Initializer
 
@@ -61,15 +57,10 @@ class TransformerLayer(nn.Module, HeadFields):
 
     @nn.compact
     def __call__(
-        self,
-        inputs: Array,
-        encoded: Array | None = None,
-        attention_mask: Array | None = None,
-        encoder_decoder_mask: Array | None = None,
-        deterministic: bool = False,
-        decode: bool = False,
+        self, inputs: Array, encoded: Array | None = None, attention_mask: Array | None = None,
+        encoder_decoder_mask: Array | None = None, deterministic: bool = False, decode: bool = False,
         max_decode_length: int | None = None,
-    ) -> Array:
+    ) -> Array:  # fmt: skip
         kind = getattr(self.layer_type, "value", self.layer_type)
         check_name("layer_type", kind, [each.value for each in TransformerLayerType])
         if self.hidden_size % self.num_attention_heads or inputs.shape[-1] != self.hidden_size:
@@ -88,46 +79,25 @@ class TransformerLayer(nn.Module, HeadFields):
             across = self._attention("encoder_decoder_attention", True, attn_mask_type="padding")
             y = across(x, encoded, encoder_decoder_mask, **given)
             x = self._added(x, y, deterministic, dropped=False)
-        mlp = LayerNormMLP(
-            self.mlp_hidden_size,
-            layernorm_type=self.layernorm_type,
-            zero_centered_gamma=self.zero_centered_gamma,
-            epsilon=self.layernorm_epsilon,
-            scale_axes=None,
-            ln_bias_axes=None,
-            return_layernorm_output=self.apply_residual_connection_post_layernorm,
-            activations=self.mlp_activations,
-            activation_params=self.mlp_activation_params,
-            intermediate_dropout_rng_name=self.dropout_rng_name,
-            intermediate_dropout_rate=self.intermediate_dropout,
-            intermediate_hidden_dropout_dims=self.intermediate_dropout_dims,
-            dtype=self.dtype,
-            kernel_init=self.mlp_kernel_init or KERNEL_INIT,
-            kernel_axes_1=None,
-            kernel_axes_2=None,
-            bias_axes_1=None,
-            bias_axes_2=None,
-            use_bias=self.use_bias,
-            bias_init=self.bias_init,
-            name="mlp",
-        )
-        x = self._added(x, mlp(x, **given), deterministic)
+        x = self._added(x, self._mlp()(x, **given), deterministic)
         return self._last()(x) if self.output_layernorm else x
 
     def _attention(self, name: str, norm: bool, **asked: Any) -> MultiHeadAttention:
-        of_self = {"attn_mask_type": self.self_attn_mask_type, "attn_bias_type": self.self_attn_bias_type}
-        return MultiHeadAttention(
-            self.hidden_size // self.num_attention_heads,
-            self.num_attention_heads,
-            attention_dropout=self.attention_dropout,
-            input_layernorm=norm,
-            return_layernorm_output=self.apply_residual_connection_post_layernorm,
-            kernel_init=self.mha_kernel_init,
-            transpose_batch_sequence=self.transpose_batch_sequence,
-            name=name,
-            **(asked or of_self),
-            **pick(HeadFields, self),
-        )
+        asked = asked or {"attn_mask_type": self.self_attn_mask_type, "attn_bias_type": self.self_attn_bias_type}
+        asked |= {"input_layernorm": norm, "return_layernorm_output": self.apply_residual_connection_post_layernorm}
+        asked |= {"head_dim": self.hidden_size // self.num_attention_heads, "kernel_init": self.mha_kernel_init}
+        return part_of(self, MultiHeadAttention, name=name, **asked)
+
+    def _mlp(self) -> LayerNormMLP:
+        axes = dict.fromkeys(("scale_axes", "ln_bias_axes", "kernel_axes_1", "kernel_axes_2"))
+        own: Any = axes | dict.fromkeys(("bias_axes_1", "bias_axes_2"))
+        own |= {"activations": self.mlp_activations, "activation_params": self.mlp_activation_params}
+        own |= {"epsilon": self.layernorm_epsilon, "kernel_init": self.mlp_kernel_init or KERNEL_INIT}
+        own |= {"intermediate_dropout_rng_name": self.dropout_rng_name}
+        own |= {"intermediate_dropout_rate": self.intermediate_dropout}
+        own |= {"intermediate_hidden_dropout_dims": self.intermediate_dropout_dims}
+        own |= {"return_layernorm_output": self.apply_residual_connection_post_layernorm}
+        return part_of(self, LayerNormMLP, intermediate_dim=self.mlp_hidden_size, name="mlp", **own)
 
     def _bias(self, x: Array, bidirectional: bool) -> Array | None:
         """The bias of relative positions, of a module that was given or of this one's."""
@@ -156,12 +126,5 @@ class TransformerLayer(nn.Module, HeadFields):
         return y + (x if normed is None else normed)
 
     def _last(self) -> LayerNorm:
-        return LayerNorm(
-            epsilon=self.layernorm_epsilon,
-            layernorm_type=self.layernorm_type,
-            zero_centered_gamma=self.zero_centered_gamma,
-            scale_axes=None,
-            bias_axes=None,
-            dtype=self.dtype,
-            name="output_layernorm",
-        )
+        own: Any = {"epsilon": self.layernorm_epsilon, "scale_axes": None, "bias_axes": None}
+        return part_of(self, LayerNorm, bias_init=nn.initializers.zeros, name="output_layernorm", **own)

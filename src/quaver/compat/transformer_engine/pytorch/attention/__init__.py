@@ -5,10 +5,5 @@ from quaver.compat.transformer_engine.pytorch.attention.inference import Inferen
 from quaver.compat.transformer_engine.pytorch.attention.multi_head_attention import MultiheadAttention
 from quaver.compat.transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
 
-__all__ = [
-    "DotProductAttention",
-    "InferenceParams",
-    "MultiheadAttention",
-    "RotaryPositionEmbedding",
-    "apply_rotary_pos_emb",
-]
+__all__ = ["DotProductAttention", "InferenceParams", "MultiheadAttention", "RotaryPositionEmbedding"]
+__all__ += ["apply_rotary_pos_emb"]

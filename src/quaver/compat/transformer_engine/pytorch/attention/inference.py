@@ -18,19 +18,11 @@ class InferenceParams:
 
     @checks
     def __init__(
-        self,
-        max_batch_size: int,
-        max_sequence_length: int,
-        num_heads_kv: int = 16,
-        head_dim_k: int = 64,
-        dtype: torch.dtype | None = None,
-        head_dim_v: int | None = None,
-        is_paged: bool = False,
-        total_num_pages: int | None = None,
-        page_size: int | None = None,
-        max_ctx_len: int | None = None,
+        self, max_batch_size: int, max_sequence_length: int, num_heads_kv: int = 16, head_dim_k: int = 64,
+        dtype: torch.dtype | None = None, head_dim_v: int | None = None, is_paged: bool = False,
+        total_num_pages: int | None = None, page_size: int | None = None, max_ctx_len: int | None = None,
         qkv_format: str = "bshd",
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.pages, self.page_size = max_batch_size, max_sequence_length
         if is_paged:
             if page_size is None or total_num_pages is None:

@@ -12,14 +12,9 @@ class RotaryPositionEmbedding(nn.Module):
     """The angles of positions, float32 [positions, 1, 1, features]."""
 
     def __init__(
-        self,
-        dim: int,
-        rotary_percent: float = 1.0,
-        seq_len_interpolation_factor: int | None = None,
-        pretrained_max_position_embeddings: int | None = None,
-        rotary_base: float = 10000.0,
-        interleaved: bool = False,
-    ) -> None:
+        self, dim: int, rotary_percent: float = 1.0, seq_len_interpolation_factor: int | None = None,
+        pretrained_max_position_embeddings: int | None = None, rotary_base: float = 10000.0, interleaved: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         turning = int(dim * rotary_percent)
         pairs = torch.arange(0, turning, 2, dtype=torch.float32, device="cpu") / turning
@@ -39,16 +34,10 @@ class RotaryPositionEmbedding(nn.Module):
 
 
 def apply_rotary_pos_emb(
-    t: Tensor,
-    freqs: Tensor,
-    tensor_format: str = "sbhd",
-    start_positions: Tensor | None = None,
-    interleaved: bool = False,
-    fused: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cp_size: int = 1,
+    t: Tensor, freqs: Tensor, tensor_format: str = "sbhd", start_positions: Tensor | None = None,
+    interleaved: bool = False, fused: bool = False, cu_seqlens: Tensor | None = None, cp_size: int = 1,
     cp_rank: int = 0,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Turn queries or keys [s, b, h, d], [b, s, h, d] or [t, h, d] by angles [positions, 1, 1, features].
 
     Raises:

@@ -6,13 +6,5 @@ from quaver.compat.transformer_engine.pytorch.module.layernorm_linear import Lay
 from quaver.compat.transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
 from quaver.compat.transformer_engine.pytorch.module.linear import Linear
 
-__all__ = [
-    "Fp8Padding",
-    "Fp8Unpadding",
-    "GroupedLinear",
-    "LayerNorm",
-    "LayerNormLinear",
-    "LayerNormMLP",
-    "Linear",
-    "RMSNorm",
-]
+__all__ = ["Fp8Padding", "Fp8Unpadding", "GroupedLinear", "LayerNorm", "LayerNormLinear", "LayerNormMLP"]
+__all__ += ["Linear", "RMSNorm"]

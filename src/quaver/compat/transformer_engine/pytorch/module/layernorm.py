@@ -16,17 +16,10 @@ class _Norm(Stateless, norm.Norm):
 
     @checks
     def __init__(
-        self,
-        normalized_shape: Any = None,
-        eps: float = 1e-5,
-        sequence_parallel: bool | None = None,
-        params_dtype: torch.dtype | None = None,
-        zero_centered_gamma: bool = False,
-        hidden_size: int | None = None,
-        *,
-        device: Any = "cuda",
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, normalized_shape: Any = None, eps: float = 1e-5, sequence_parallel: bool | None = None,
+        params_dtype: torch.dtype | None = None, zero_centered_gamma: bool = False, hidden_size: int | None = None, *,
+        device: Any = "cuda", dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         shape: Any = hidden_size if normalized_shape is None else normalized_shape
         (features,) = (shape,) if isinstance(shape, int) else tuple(shape)
         like = {"device": place(device), "dtype": dtype or params_dtype}
