@@ -76,9 +76,11 @@ FLOORS: dict[str, tuple[str, ...]] = {
         *("layer", "recomputation", "history", "noise", "kept_weights", "counters", "buffers", "context"),
         "checkpointing",
     ),
-    "quaver.torch.linear": (*("stored", "gemms", "plans", "entrance", "function", "layer", "projections", "grouped"),),
+    "quaver.torch.linear": (
+        *("stored", "gemms", "plans", "entrance", "function", "layer", "divided", "projections", "grouped"),
+    ),
     "quaver.torch.blocks": (
-        *("prologues", "norm_linear", "mlp", "attention", "loss", "experts", "state_space", "transformer"),
+        *("renamed", "prologues", "norm_linear", "mlp", "attention", "loss", "experts", "state_space", "transformer"),
     ),
     "quaver.torch.blocks.state_space": (
         *("sequences", "scan", "convolution", "gated_norm", "cache", "mamba2", "layer"),
@@ -94,7 +96,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         *("matrices", "attention_modules", "reach", "fusing", "report", "conversion", "huggingface", "weights"),
         "programs",
     ),
-    "quaver.torch.model.weights": ("freezing", "gradients", "state_dicts", "quantized", "serving"),
+    "quaver.torch.model.weights": ("freezing", "filling", "gradients", "state_dicts", "quantized", "serving"),
     "quaver.torch.model.fusing": (
         *("fused", "comparing", "ropes", "norms", "mlps", "mixers", "attentions", "losses", "placing"),
     ),

@@ -1,20 +1,13 @@
-"""`InferenceParams`: Transformer Engine's cache of keys and values by its names, over `PagedKVCache`."""
-
-from collections.abc import Mapping
-from typing import Any
+"""`InferenceParams`: Transformer Engine's cache of keys and values by its names, over `SteppedKVCache`."""
 
 import torch
-from torch import Tensor
 
 from quaver.core.options import checks
-from quaver.torch.blocks.attention.cache.paged import PagedKVCache
+from quaver.torch.blocks.attention.cache.stepped import SteppedKVCache
 
 
-class InferenceParams:
-    """Keys and values of sequences that come and go; a step is begun by `pre_step`.
-
-    Heads and dtypes are those of the first tokens that come. Without pages each sequence has room of its own.
-    """
+class InferenceParams(SteppedKVCache):
+    """`SteppedKVCache` by its arguments; without pages each sequence has room of its own."""
 
     @checks
     def __init__(
@@ -23,52 +16,14 @@ class InferenceParams:
         total_num_pages: int | None = None, page_size: int | None = None, max_ctx_len: int | None = None,
         qkv_format: str = "bshd",
     ) -> None:  # fmt: skip
-        self.pages, self.page_size = max_batch_size, max_sequence_length
+        pages, tokens = max_batch_size, max_sequence_length
         if is_paged:
             if page_size is None or total_num_pages is None:
                 raise ValueError("is_paged=True needs total_num_pages and page_size")
-            self.pages, self.page_size = total_num_pages, page_size
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget every sequence."""
-        self._caches: dict[int, PagedKVCache] = {}
-        #: Tokens of each sequence before this step, and those that are new.
-        self._held: dict[Any, int] = {}
-        self._new: dict[Any, int] = {}
-        self._numbers: dict[int, dict[Any, int]] = {}
+            pages, tokens = total_num_pages, page_size
+        super().__init__(pages, tokens)
 
     def allocate_memory(self, layer_number: int) -> None:
         """Nothing: a layer's memory is made with its first tokens."""
 
-    def pre_step(self, step_dict: Mapping[Any, int]) -> None:
-        """Begin a step: how many new tokens each sequence has, in the order of rows. Sequences left out are over."""
-        self._held = {s: self._held.get(s, 0) + self._new.get(s, 0) for s in step_dict}
-        self._new = dict(step_dict)
-        for layer, numbers in self._numbers.items():
-            for sequence in set(numbers) - set(step_dict):
-                self._caches[layer].free(numbers.pop(sequence))
-
-    def get_seqlens_pre_step(self) -> Tensor:
-        """Tokens of each row before this step, int32."""
-        return torch.tensor(list(self._held.values()), dtype=torch.int32)
-
-    def join(self, layer: int, k: Tensor, v: Tensor, mask_type: str) -> tuple[Tensor, Tensor, Any, str]:
-        """Append a layer's keys and values [B, S, G, D], each row padded at its end; all of them, a mask and its type.
-
-        Raises:
-            ValueError: no step has begun for so many rows; and as `PagedKVCache`.
-        """
-        if len(self._new) != k.shape[0]:
-            raise ValueError(
-                f"{k.shape[0]} rows, and the step has {len(self._new)}: call pre_step({{sequence: tokens}})"
-            )
-        cache = self._caches.setdefault(layer, PagedKVCache(1, self.pages, self.page_size))
-        numbers = self._numbers.setdefault(layer, {})
-        numbers.update({s: cache.add() for s in self._new if s not in numbers})
-        cache.use([numbers[s] for s in self._new])
-        padded = torch.arange(k.shape[1])[None] >= torch.tensor(list(self._new.values()))[:, None]
-        k, v = cache.update(0, k, v)
-        mask, mask_type = cache.mask(padded.to(k.device) if padded.any() else None, mask_type, padded.shape[1])
-        cache.truncate([self._held[s] + n for s, n in self._new.items()])
-        return k, v, mask, mask_type
+    get_seqlens_pre_step = SteppedKVCache.lengths

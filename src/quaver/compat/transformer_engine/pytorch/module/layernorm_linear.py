@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from quaver.compat.transformer_engine.pytorch.module.linear import Split, divided
 from quaver.compat.transformer_engine.pytorch.module.parameters import Common, Module
 from quaver.core.options import spreads
 from quaver.torch.blocks.norm_linear import LayerNormLinear as Ours
+from quaver.torch.linear.divided import Split, divide
 
 #: Parameters of the norm, by Transformer Engine's names.
 OF_NORM = {"layer_norm_weight": ("norm", "weight"), "layer_norm_bias": ("norm", "bias")}
@@ -24,5 +24,5 @@ class LayerNormLinear(Module, Ours):
         norm: Any = {"normalization": normalization, "eps": eps, "zero_centered": zero_centered_gamma}
         norm["return_normalized"] = return_layernorm_output
         super().__init__(in_features, out_features, options.added, **norm, **options.like)
-        own = OF_NORM | {name: ("linear", name) for name in divided(self.linear, parameters_split)}
+        own = OF_NORM | {name: ("linear", name) for name in divide(self.linear, parameters_split)}
         self.lend(options, ("linear",), own, "bias", out_features)

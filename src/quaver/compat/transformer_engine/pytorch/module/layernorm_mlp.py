@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from quaver.compat.transformer_engine.pytorch.module.layernorm_linear import OF_NORM
-from quaver.compat.transformer_engine.pytorch.module.parameters import Common, Init, Module, fill
+from quaver.compat.transformer_engine.pytorch.module.parameters import Common, Init, Module
 from quaver.core.options import spreads
 from quaver.core.text.spelling import check_name
 from quaver.torch.blocks.mlp import LayerNormMLP as Ours
-from quaver.torch.linear.layer import Linear
+from quaver.torch.model.weights.filling import fill
 
 #: Ours by Transformer Engine's names.
 ACTIVATIONS = {name: name for name in ("gelu", "geglu", "glu", "relu", "reglu", "silu", "swiglu", "clamped_swiglu")}
@@ -32,7 +32,7 @@ class LayerNormMLP(Module, Ours):
         norm |= {"return_normalized": return_layernorm_output, "recompute": checkpoint, "bias": options.bias}
         own = {"activation_options": activation_params, **norm, **options.like}
         super().__init__(hidden_size, ffn_hidden_size, ACTIVATIONS[activation], **own)
-        self.__dict__["output_layer_init_method"] = output_layer_init_method
+        self.__dict__["of_output"] = output_layer_init_method
         (entrance,) = self._entrance
         if options.return_bias:
             self.down_proj.register_parameter("bias", None)
@@ -42,6 +42,5 @@ class LayerNormMLP(Module, Ours):
 
     def fill(self) -> None:
         super().fill()
-        if self.__dict__["output_layer_init_method"] is not None:
-            layer: Linear = self.down_proj
-            fill(layer, self.__dict__["output_layer_init_method"])
+        if self.__dict__["of_output"] is not None:
+            fill(self.down_proj, self.__dict__["of_output"])

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from quaver.compat.transformer_engine.pytorch.module import extra_state
-from quaver.torch.linear.layer import Linear
+from quaver.torch.blocks.renamed import Renamed
+from quaver.torch.model.weights.filling import fill
 from quaver.torch.model.weights.gradients import weight_gradients
-from quaver.torch.state.layer import state_of
 
-#: What gives a weight its first values; None is a normal distribution of this deviation.
+#: What gives a weight its first values; None is the normal distribution here.
 Init = Callable[[Tensor], Any] | None
-DEVIATION = 0.023
+NORMAL = partial(nn.init.normal_, mean=0.0, std=0.023)
 
 
 class Common:
@@ -60,15 +61,12 @@ def place(device: Any) -> Any:
     return "cpu" if str(device).startswith("cuda") and not torch.cuda.is_available() else device
 
 
-class Module(nn.Module):
+class Module(Renamed):
     """Mixed into a block of ours: the parameters of its parts are its own, too, by Transformer Engine's names.
 
-    A state dict and `named_parameters` have those names, and setting an attribute sets the part's parameter. What
-    recipes record is the parts' own, by our names; an `_extra_state` that is loaded becomes that.
+    What recipes record is the parts' own, by our names; an `_extra_state` that is loaded becomes that.
     """
 
-    #: The part and the name in it of each parameter.
-    lent: dict[str, tuple[str, str]]
     #: The linear layers, in Transformer Engine's order.
     gemms: tuple[str, ...] = ()
 
@@ -89,13 +87,10 @@ class Module(nn.Module):
         if options.return_bias and options.bias:
             self.apart = Bias(rows, options.like)
             names = names | {bias: ("apart", "bias")}
-        has = {name: (part, key) for name, (part, key) in names.items() if self._held(part, key) is not None}
-        self.__dict__.update(lent=has, gemms=gemms, init_method=options.init_method)
+        self.__dict__.update(gemms=gemms, init_method=options.init_method)
         if options.main_grad or options.later:
             self.__dict__["taker"] = weight_gradients(main_grad=options.main_grad, later=options.later)
-        self._borrow()
-        self.register_state_dict_post_hook(_rename)
-        self.register_load_state_dict_post_hook(_loaded)
+        self.rename(names, gemms)
         self.fill()
 
     def forward(
@@ -113,7 +108,7 @@ class Module(nn.Module):
             y: Any = super().forward(inp)
         y, *others = y if isinstance(y, tuple) else (y,)
         if self.__dict__["return_bias"]:
-            bias = self._held("apart", "bias")
+            bias = self.held("apart", "bias")
             others.insert(0, y.new_empty(0) if bias is None else bias.to(y.dtype))
         return (y, *others) if others else y
 
@@ -121,7 +116,7 @@ class Module(nn.Module):
         """First values: weights as `init_method`, or normally distributed; biases 0."""
         for name in self.gemms:
             layer: Any = self._modules[name]
-            fill(layer, self.__dict__["init_method"])
+            fill(layer, self.__dict__["init_method"] or NORMAL)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         if not defer_init:
@@ -139,53 +134,13 @@ class Module(nn.Module):
         if taker is not None:
             taker.compute()
 
-    def _held(self, part: str, key: str) -> nn.Parameter | None:
-        module = self._modules.get(part)
-        return None if module is None else module._parameters.get(key)
-
-    def _borrow(self) -> None:
-        for name, (part, key) in self.lent.items():
-            self._parameters[name] = self._held(part, key)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        at = self.__dict__.get("lent", {}).get(name)
-        if at is None:
-            if name in self.__dict__.get("gemms", ()) and self._modules.get(name) is not value:
-                raise ValueError(f"{type(self).__name__}.{name} has the module's weight: replace the module itself")
-            super().__setattr__(name, value)
-        else:
-            setattr(self._modules[at[0]], at[1], value)
-            self._borrow()
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        self._parameters.clear()
-        try:
-            return super()._apply(fn, recurse)
-        finally:
-            self._borrow()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._borrow()
-
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: list[str], *args: Any
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         where = f"{prefix}_extra_state"
         state = extra_state.read(state_dict.pop(where, None), where)
         of_layers = [] if state is None else extra_state.histories(state, where, len(self.gemms))
         for part, buffers in zip(self.gemms, of_layers, strict=False):
             state_dict.update({f"{prefix}{part}.{name}": value for name, value in buffers.items()})
-        for name, (part, key) in self.lent.items():
-            if prefix + name not in state_dict:
-                missing.append(prefix + name)
-            # What is missing stays as it is.
-            state_dict[f"{prefix}{part}.{key}"] = state_dict.pop(prefix + name, self._held(part, key))
-        self._parameters.clear()
-        try:
-            super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *args)
-        finally:
-            self._borrow()
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class Assembled(nn.Module):
@@ -204,25 +159,6 @@ def refuse_codes(fp8_output: bool | None, fp8_grad: bool = False) -> None:
         raise ValueError("fp8_output and fp8_grad are not there: values between layers are in high precision")
 
 
-@torch.no_grad()
-def fill(layer: Linear, init_method: Init) -> None:
-    """First values of a linear layer."""
-    for name, p in layer._parameters.items():
-        if p is None:
-            continue
-        value = p if layer.weight_spec is None else torch.empty_like(p, dtype=layer.weight_dtype)
-        if name.endswith("bias"):
-            nn.init.zeros_(p)
-        elif init_method is None:
-            nn.init.normal_(value, 0.0, DEVIATION)
-        else:
-            init_method(value)
-        if value is not p and name == "weight" and not value.is_meta:
-            layer.set_weight(value)
-            if state_of(layer).initial is not None:
-                state_of(layer).initial = value.cpu()
-
-
 class Bias(nn.Module):
     """A bias that a module gives beside its output, and does not add."""
 
@@ -232,14 +168,3 @@ class Bias(nn.Module):
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.bias)
-
-
-def _rename(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    for name, (part, key) in module.lent.items():
-        inner = f"{prefix}{part}.{key}"
-        if inner in state:
-            state[prefix + name] = state.pop(inner)
-
-
-def _loaded(module: Any, _: Any) -> None:
-    module._borrow()
