@@ -21,6 +21,7 @@ CASES = (
     block_speed.LARGE,
     block_speed.LLAMA,
     experts.CASE,
+    grouped.RESEARCH,
     grouped.EXPERTS,
     grouped.MANY,
     grouped.LARGE,

@@ -23,19 +23,23 @@ LOOP, TORCH = "a Linear a group", "torch's grouped_mm"
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """Groups of which tokens have Zipf's shares, the last of them none."""
+    """Groups of which tokens have Zipf's shares, the last of them none, if they are not given."""
 
     tokens: int
     inputs: int
     outputs: int
     groups: int
     rounds: int
+    #: Tokens of each group.
+    given: tuple[int, ...] = ()
     #: Whether the median is judged, and the bytes: GEMMs of many tokens take a loop's time, and scales of few tokens
     #: weigh what their codes do.
     shares: bool = False
     fits: bool = False
 
     def sizes(self) -> list[int]:
+        if self.given:
+            return list(self.given)
         shares = [0.0 if group == self.groups - 1 else 1 / (group + 2) for group in range(self.groups)]
         sizes = [int(self.tokens * share / sum(shares)) for share in shares]
         sizes[0] += self.tokens - sum(sizes)
@@ -109,14 +113,18 @@ def step(run: Callable[[Tensor], Tensor], x: Tensor, g: Tensor, of: nn.Module | 
     return once
 
 
+ZIPF = "as 1/2, 1/3, 1/4 and so on, the last one without"
+
+
 def _case(name: str, setup: Setup) -> Case:
     size = f"{setup.groups} groups of {setup.tokens} tokens, {setup.inputs} → {setup.outputs}"
+    shares = ", ".join(map(str, setup.given)) or ZIPF
     return Case(
         name=name,
         title=f"{size}, bf16: one layer of all groups",
         notes=(
-            "Forward and backward, eager, without bias; tokens of groups as 1/2, 1/3, 1/4 and so on, the last one "
-            "without. `qt.GroupedLinear` over a loop of one `qt.Linear` a group with `torch.cat` behind, and of bf16 "
+            f"Forward and backward, eager, without bias; tokens of groups {shares}. "
+            "`qt.GroupedLinear` over a loop of one `qt.Linear` a group with `torch.cat` behind, and of bf16 "
             "over `torch.nn.functional.grouped_mm`, by turns, the median of each round's ratio. Weights change from "
             "step to step. Each storage saved for backward counts once, with its scales, parameters apart."
         ),
@@ -124,6 +132,10 @@ def _case(name: str, setup: Setup) -> Case:
     )
 
 
+#: What the layer is judged by: 64 tokens a group in the middle, whose shares were drawn uniformly.
+RAGGED = 51, 78, 25, 26, 84, 36, 46, 137, 74, 59, 67, 54, 130, 61, 13, 83
+RESEARCH_SHAPE = Setup(tokens=1024, inputs=256, outputs=512, groups=16, rounds=15, given=RAGGED, shares=True, fits=True)
+RESEARCH = _case("grouped-ragged", RESEARCH_SHAPE)
 EXPERTS = _case("grouped", Setup(tokens=4096, inputs=512, outputs=256, groups=16, rounds=7, shares=True, fits=True))
 MANY = _case("grouped-many", Setup(tokens=1024, inputs=256, outputs=256, groups=64, rounds=7, shares=True))
 LARGE = _case("grouped-large", Setup(tokens=2048, inputs=1024, outputs=512, groups=8, rounds=5, fits=True))

@@ -7,6 +7,7 @@ slots    [7 rows 9 free][][23 rows 9 free]    where each group begins at a multi
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -179,3 +180,66 @@ def rows_of(q: Quantized, start: int, end: int) -> Quantized:
     if isinstance(scale, Tensor) and height is not None:
         scale = q.plain_scale()[start // height : -(-end // height)]
     return Quantized(q.data[start:end], scale, q.spec, (end - start, q.shape[1]), tensor_factor=q.tensor_factor)
+
+
+# What waits for backward on a CPU, where each group has an operand of its own.
+
+
+def dtype_of_scales(spec: QuantSpec) -> torch.dtype:
+    """As which stored scales of an operand wait for backward on a CPU: those that are powers of two as their exponent,
+    since of few tokens a group has many, and a float32 for each 16 elements is a fifth of what is kept.
+
+    Exact: float8_e8m0fnu has all that are stored as powers of two: 2**-127 to 2**126, and NaN.
+    """
+    if spec.scale == "power_of_two" and not spec.per_tensor:
+        return torch.float8_e8m0fnu
+    return torch.uint8 if spec.scale == "e8m0" or spec.two_level else torch.float32
+
+
+class Waiting(NamedTuple):
+    """What `put_groups_together` needs beside tensors."""
+
+    spec: QuantSpec
+    #: Of each group its operand's shape and whether it lies as its transpose; None of one without tokens.
+    parts: Sequence[tuple[tuple[int, int], bool] | None]
+    #: Whether scales lie as those of transposes.
+    turned: bool
+    #: Along which dimension scales are one group's after another's, and how many of it each has.
+    dim: int
+    sizes: list[int]
+
+
+def take_groups_apart(parts: Sequence[Quantized | None]) -> tuple[list[Tensor | None], Waiting] | None:
+    """Operands of one spec as tensors: all scales in one, uint8, and the codes of each group; None where scales wait as
+    they are stored."""
+    full = [q for q in parts if q is not None]
+    if not full or dtype_of_scales(full[0].spec) is not torch.float8_e8m0fnu:
+        return None
+    # All as the first lies: a transpose of one token may lie in another way than those of several.
+    turned = full[0].turned
+    scales: list[Any] = [q.scale if q.turned is turned else q.scale.t() for q in full]  # type: ignore[union-attr]
+    shapes = [scale.shape for scale in scales]
+    # k by blocks of tokens, or blocks of tokens by blocks of k: one side is the same of all.
+    dim = 0 if all(shape[1] == shapes[0][1] for shape in shapes) else 1
+    # One call for all groups: of some for each the calls would take longer than the copies.
+    codes = torch.cat(scales, dim).to(torch.float8_e8m0fnu).view(torch.uint8)
+    places = [None if q is None else (q.shape, q.turned) for q in parts]
+    layout = Waiting(full[0].spec, places, turned, dim, [shape[dim] for shape in shapes])
+    return [codes, *(None if q is None else q.data for q in parts)], layout
+
+
+def put_groups_together(tensors: Sequence[Tensor | None], layout: Waiting) -> list[Quantized | None]:
+    """What `take_groups_apart` took apart, with scales in float32."""
+    codes, *data = tensors
+    assert codes is not None
+    spec, places, all_turned, dim, sizes = layout
+    scales = iter(codes.view(torch.float8_e8m0fnu).to(torch.float32).split(sizes, dim))
+    parts: list[Quantized | None] = []
+    for t, of in zip(data, places, strict=True):
+        if t is None or of is None:
+            parts.append(None)
+            continue
+        shape, turned = of
+        scale = next(scales)
+        parts.append(Quantized(t, scale if turned is all_turned else scale.t(), spec, shape, turned))
+    return parts

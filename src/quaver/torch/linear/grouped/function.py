@@ -18,7 +18,7 @@ from quaver.torch.linear.grouped.host import Operands
 from quaver.torch.linear.grouped.operators import BACKWARD, FORWARD, OPERANDS, Traced, text_of
 from quaver.torch.linear.grouped.rows import Rows
 from quaver.torch.linear.stored.stored import CODES, PACKED, stack_codes
-from quaver.torch.numerics.groups import Offsets
+from quaver.torch.numerics.groups import Offsets, put_groups_together, take_groups_apart
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import ops
 from quaver.torch.operations.derivatives import first_derivative
@@ -91,12 +91,15 @@ def _eager(ctx: Any, setup: Setup, tensors: Sequence[Any]) -> Tensor:
     values = [weight if of_rows else None, *(saved if of_rows or (need_weight and rows.remakes) else ())]
     laid = None if kept is None else kept.laid
     parts: Sequence[Any] = () if kept is None else (kept.rows, *kept.parts)
+    apart = None if kept is None else take_groups_apart(kept.parts)
+    if apart is not None:
+        parts = apart[0]
     if laid is not None:
         parts = (None, laid.data, laid.scale, laid.factor)
         laid = replace(laid, data=None, scale=None, factor=None)
     packed, layouts = pack([*values, *parts])
     ctx.save_for_backward(*packed)
-    ctx.constants = setup, call, like, layouts, len(values) - 1, kept is not None, laid
+    ctx.constants = setup, call, like, layouts, len(values) - 1, kept is not None, apart and apart[1], laid
     return y
 
 
@@ -128,14 +131,18 @@ def _way(ends: Tensor) -> Any:
 def _backward(ctx: Any, tensors: Sequence[Any], g: Tensor) -> tuple[Any, ...]:
     setup: Setup
     call: Call
-    setup, call, like, layouts, size, kept_any, laid = ctx.constants
+    setup, call, like, layouts, size, kept_any, apart, laid = ctx.constants
     weight, *values = unpack(tensors, layouts)
     saved, parts = values[:size], values[size:]
     taken, needs = setup.taken, ctx.needs_input_grad[1:]
     of_rows, need_weight = any(needs[:taken]), needs[taken]
     if call.owed is not None:
         call.owed.settle()
-    way, kept = _way(call.offsets.ends), Operands(parts[1:], parts[0]) if kept_any else None
+    way, kept = _way(call.offsets.ends), None
+    if apart is not None:
+        kept = Operands(put_groups_together(parts, apart))
+    elif kept_any:
+        kept = Operands(parts[1:], parts[0])
     if laid is not None:
         _, data, scale, factor = parts
         kept = Operands(laid=replace(laid, data=data, scale=scale, factor=factor))

@@ -19,7 +19,7 @@ from quaver.torch.linear.grouped.call import Call, Like, Source
 from quaver.torch.linear.grouped.host import Operands
 from quaver.torch.linear.stored.stored import CODES, StackCodes
 from quaver.torch.numerics.grouped import Draw, multiple
-from quaver.torch.numerics.groups import Laid, Offsets, slots
+from quaver.torch.numerics.groups import Laid, Offsets, dtype_of_scales, slots
 from quaver.torch.numerics.quantized import Quantized, storage
 from quaver.torch.operations import ops, selecting
 from quaver.torch.operations.operation import Operation
@@ -204,7 +204,7 @@ class Sizes(NamedTuple):
         data = tokens * k
         if spec.format.packed:
             data = tokens * ((k + 1) // 2) if of_rows else (tokens + groups) // 2 * k
-        return Sizes(spec, of_rows, consumed, data, blocks * (1 if spec.scale == "e8m0" or spec.two_level else 4))
+        return Sizes(spec, of_rows, consumed, data, blocks * dtype_of_scales(spec).itemsize)
 
 
 def _laid_shapes(sizes: Sizes, groups: Any, rows: Any, k: Any) -> tuple[tuple[Any, ...], tuple[torch.dtype, ...]]:
@@ -224,20 +224,21 @@ def _laid_shapes(sizes: Sizes, groups: Any, rows: Any, k: Any) -> tuple[tuple[An
 def _in_bytes(parts: Sequence[Quantized | None], sizes: Sizes) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Operands of groups one after the other: codes, scales, what those of two levels are divided by, and whether each
     lies as its transpose."""
-    data, scales = (torch.empty(n, dtype=torch.uint8, device="cpu") for n in (sizes.data, sizes.scales))
+    data, room = (torch.empty(n, dtype=torch.uint8, device="cpu") for n in (sizes.data, sizes.scales))
+    scales = room.view(dtype_of_scales(sizes.spec))
     factors = torch.ones(len(parts) if sizes.spec.two_level else 0, dtype=torch.float32, device="cpu")
     turned = torch.zeros(len(parts), dtype=torch.uint8, device="cpu")
     at, after = 0, 0
     for group, q in enumerate(parts):
         if q is None:
             continue
-        codes, scale = _bytes(q.data), _bytes(_scale(q))
+        codes, scale = _bytes(q.data), _scale(q).reshape(-1)
         data[at : at + len(codes)] = codes
         scales[after : after + len(scale)] = scale
         at, after, turned[group] = at + len(codes), after + len(scale), q.turned
         if q.tensor_factor is not None:
             factors[group] = q.tensor_factor.reshape(())
-    return data, scales, factors, turned
+    return data, room, factors, turned
 
 
 def _scale(q: Quantized) -> Tensor:
@@ -254,6 +255,10 @@ def _parts(
     """The operands that `_in_bytes` laid in a row."""
     data, scales, factors, turned = kept
     spec, at, after = sizes.spec, 0, 0
+    kind = dtype_of_scales(spec)
+    scales = scales.view(kind)
+    if kind is torch.float8_e8m0fnu:
+        scales = scales.to(torch.float32)
     parts: list[Quantized | None] = []
     flags = turned.tolist()
     for group, (start, end) in enumerate(offsets.bounds()):
@@ -265,18 +270,14 @@ def _parts(
         across = (lies[1] + 1) // 2 if spec.format.packed else lies[1]
         blocks = spec.blocks(*shape)
         blocks = blocks[::-1] if flags[group] else blocks
-        size, narrow = lies[0] * across, spec.scale == "e8m0" or spec.two_level
-        wide = blocks[0] * blocks[1] * (1 if narrow else 4)
+        size, count = lies[0] * across, blocks[0] * blocks[1]
         codes = data[at : at + size].view(storage(spec.format)).view(lies[0], across)
-        stored = scales[after : after + wide]
-        # A float32 begins at a multiple of four bytes, as all of them do here.
-        stored = stored if narrow else stored.view(torch.float32)
-        scale: Any = stored.view(blocks)
+        scale: Any = scales[after : after + count].view(blocks)
         factor = factors[group].view(1, 1) if spec.two_level else None
-        if spec.per_tensor and not narrow:
+        if spec.per_tensor and kind is torch.float32:
             scale = scale.item()
         parts.append(Quantized(codes, scale, spec, shape, bool(flags[group]), factor))
-        at, after = at + size, after + wide
+        at, after = at + size, after + count
     return parts
 
 
