@@ -147,3 +147,19 @@ def test_recipes_whose_blocks_move() -> None:
     assert set(MOVED) == {"rowwise", "blockwise", "mxfp8"}, MOVED
     nvfp4 = RECIPES["nvfp4"]()
     assert nvfp4.fprop.a is not None and not nvfp4.fprop.a.power_of_two
+
+
+@pytest.mark.parametrize("name", ["rowwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize(("spread", "least"), [(12, 0.975), (24, 0.965)])
+def test_a_share_of_values_is_promised_by_the_largest_row_over_the_smallest(
+    name: str, spread: int, least: float
+) -> None:
+    """Of 64 and of 256 tokens, whose largest row is 2**spread times the smallest."""
+    by_row, along = MOVED[name]
+    assert by_row is not None and along is not None
+    for seed in range(6):
+        for tokens in (64, 256):
+            x = drawn(spread / 2, tokens, seed=seed)
+            direct = qt.quantize(x.t(), along)
+            same = (moved(qt.quantize(x, by_row), along).dequantize() == direct.dequantize()).double().mean().item()
+            assert same >= least, (seed, tokens, same)
