@@ -99,6 +99,13 @@ def constrained(x: Array, axes: Axes) -> Array:
     return value
 
 
+def entered(module: Any, x: Array) -> Array:
+    """A module's input, normalized if it says so."""
+    if not module.enable_layernorm:
+        return x
+    return normalized(module, constrained(x, module.layernorm_input_axes), module.ln_bias_init, module.ln_bias_axes)
+
+
 def part_of(module: Any, kind: type[M], **own: Any) -> M:
     """A part of a module, with the values of fields that both have, but for its own."""
     named = {f.name for f in fields(kind)}.difference(FLAX, own)

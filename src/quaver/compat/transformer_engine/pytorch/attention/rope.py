@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quaver.torch.blocks.attention.rope.positions import positions_of
 from quaver.torch.blocks.attention.rope.rotary import apply_rotary
 
 
@@ -48,17 +49,8 @@ def apply_rotary_pos_emb(
     angles = freqs.float()[:, 0, 0]
     first = torch.arange(angles.shape[-1], device=t.device)
     first = first % 2 == 0 if interleaved else first < angles.shape[-1] // 2
-    if tensor_format == "thd":
-        if cu_seqlens is None:
-            raise ValueError("tensor_format 'thd' needs cu_seqlens: where each sequence begins")
-        lengths = cu_seqlens.diff()
-        begins = cu_seqlens[:-1] if start_positions is None else cu_seqlens[:-1] - start_positions
-        where = torch.arange(t.shape[0], device=t.device) - begins.repeat_interleave(lengths)
-    else:
-        where = torch.arange(t.shape[0 if tensor_format == "sbhd" else 1], device=t.device)[:, None]
-        where = where if start_positions is None else where + start_positions
-        where = where if tensor_format == "sbhd" else where.t()
-    of_tokens = angles[where.long()].unsqueeze(-2)
+    start, ends = 0 if start_positions is None else start_positions, cu_seqlens if tensor_format == "thd" else None
+    of_tokens = angles[positions_of(t, tensor_format, None, start, ends)].unsqueeze(-2)
     return apply_rotary(t, of_tokens.cos(), torch.where(first, -1.0, 1.0) * of_tokens.sin(), interleaved)
 
 
