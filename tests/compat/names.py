@@ -1,13 +1,17 @@
 """Which public names of Transformer Engine and torchao there are here: the tables of docs/guides/names.md.
 
 `python -m tests.compat.names` writes them: Transformer Engine's names from the lists below, since it cannot be
-installed without a GPU's tools, torchao's from the package, which has to be installed.
+installed without a GPU's tools, torchao's from the package, which has to be installed. It prints how long files are.
 """
 
+import ast
 import importlib
 import inspect
+import io
 import pkgutil
 import sys
+import tokenize
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -159,7 +163,45 @@ def lines_of(name: str, thing: Any) -> int:
     return own + sum(lines_of("    forward", call) for call in calls)
 
 
+#: Lines without code of their own.
+SILENT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+
+
+def sizes(folder: Path) -> Counter[str]:
+    """Lines of a folder's files, by what is in them: a line of several kinds is of the first that it is."""
+    kinds: Counter[str] = Counter()
+    for file in folder.rglob("*.py"):
+        source = file.read_text()
+        tokens = [t for t in tokenize.generate_tokens(io.StringIO(source).readline) if t.type not in SILENT]
+        code = {line for t in tokens for line in range(t.start[0], t.end[0] + 1)}
+        lines_by_kind: dict[str, set[int]] = {"docstrings": set(), "imports": set(), "signatures": set()}
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+                lines_by_kind["docstrings"] |= _lines(node.body[0])
+            if isinstance(node, ast.Import | ast.ImportFrom) or "__all__" in ast.dump(node)[:60]:
+                lines_by_kind["imports"] |= _lines(node)
+            if isinstance(node, ast.ClassDef):
+                lines_by_kind["signatures"] |= {
+                    n for field in node.body if isinstance(field, ast.AnnAssign) for n in _lines(field)
+                }
+            if isinstance(node, ast.FunctionDef):
+                lines_by_kind["signatures"] |= set(range(node.lineno, node.body[0].lineno)) or {node.lineno}
+        for kind, lines in lines_by_kind.items():
+            kinds[kind] += len(lines & code)
+            code -= lines
+        kinds["logic"] += len(code)
+        kinds["all"] += len(source.splitlines())
+    return kinds
+
+
+def _lines(node: Any) -> set[int]:
+    return set(range(node.lineno, node.end_lineno + 1))
+
+
 if __name__ == "__main__":
+    compat = Path(missing.__file__).parent
+    for part in (compat, compat / "transformer_engine"):
+        print(part.name, dict(sizes(part)), file=sys.stderr)
     text = PAGE.read_text()
     for title, table in TABLES.items():
         text = written(text, title, table())

@@ -121,7 +121,9 @@ FLOORS: dict[str, tuple[str, ...]] = {
             "optimizers",
         ),
     ),
-    "quaver.compat": ("stand_in", "missing", "flattened", "checkpoints", "torchao", "transformer_engine"),
+    "quaver.compat": (
+        *("stand_in", "missing", "flattened", "checkpoints", "extra_state", "torchao", "transformer_engine"),
+    ),
     "quaver.compat.transformer_engine": ("common", "pytorch", "jax"),
     "quaver.compat.transformer_engine.jax": ("sharding", "quantize", "flax"),
     "quaver.compat.transformer_engine.jax.flax": ("fields", "module", "attention", "transformer"),

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from quaver.compat.transformer_engine.pytorch.module import extra_state
+from quaver.compat import extra_state
 from quaver.torch.blocks.renamed import Renamed
 from quaver.torch.model.weights.filling import fill
 from quaver.torch.model.weights.gradients import weight_gradients

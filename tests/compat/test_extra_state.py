@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import quaver.compat.transformer_engine.pytorch as te
+from quaver.compat import extra_state
 from quaver.compat.transformer_engine.common.recipe import DelayedScaling
-from quaver.compat.transformer_engine.pytorch.module import extra_state
 from tests.close import assert_close
 
 LENGTH = 4
