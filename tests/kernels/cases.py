@@ -216,10 +216,14 @@ def _of_optimizers() -> list[Case]:
     balanced = replace(exact, keeping="residual16", **weight)
     lean = replace(balanced, keeping="residual8", beside=torch.int8, gradient=torch.uint8, stochastic=True)
 
+    def program(form: optimizing.Form) -> int:
+        """Its elements."""
+        return form.high * form.wide * 64 if form.twice else PROGRAM
+
     def launch(form: optimizing.Form, skips: bool) -> Callable[[], object]:
         return lambda: optimizing.launch(
             form,
-            matrix(ROWS * COLUMNS // PROGRAM, 3, torch.int32),
+            matrix(ROWS * COLUMNS // program(form), 3, torch.int32),
             matrix(1, optimizing.FIELDS, torch.int64),
             matrix(4 if form.rule == "lion" else 8, 1, FLOAT32),
             matrix(1, 2, torch.int32),
@@ -234,7 +238,8 @@ def _of_optimizers() -> list[Case]:
 
     def row(name: str, form: optimizing.Form, read: float, written: float, **exceptions: str) -> Case:
         moved = round(ROWS * COLUMNS * (read + written))
-        own = {"elements": form.blocks * 64, "trips": (PROGRAM // 64 // form.blocks,), "beside": moved}
+        rounds = program(form) // 64 // form.blocks
+        own = {"elements": form.blocks * 64, "trips": ((rounds, rounds) if form.twice else rounds,), "beside": moved}
         return Case(
             name=f"optimizer {name}",
             launch=launch(form, name.endswith("skipping")),
@@ -245,6 +250,21 @@ def _of_optimizers() -> list[Case]:
     #: Of both moments in codes, and of a gradient's.
     moments, gradient = 2 + 4 / 64, 1 + 2 / 128
     dear = "random words, a root, a division and codes of nine bytes an element: more than memory takes"
+    of_blocks = [
+        row(
+            f"{form} {name}{'' if even else ' ragged'}",
+            replace(whole, spec=spec, even=even),
+            *(rest + moments for rest in ((2 + gradient, 2) if whole is lean else (5, 3))),
+            instructions=dear,
+        )
+        for name, spec in (
+            ("128x128", QuantSpec(E4M3, (128, 128))),
+            ("32x32", QuantSpec(E4M3, (32, 32), "e8m0")),
+            ("1x32", QuantSpec(E4M3, (1, 32), "e8m0")),
+        )
+        for form, whole, even in (("lean", lean, True), ("balanced", balanced, True), ("lean", lean, False))
+        if even or spec.block[0] != 1
+    ]
     return [
         row("float32", float32, 16, 12),
         row("exact", exact, 10, 8),
@@ -264,6 +284,7 @@ def _of_optimizers() -> list[Case]:
         row("lean skipping", lean, 2 + gradient + moments, 2 + moments, instructions=dear),
         row("float32 ragged", replace(float32, even=False), 16, 12),
         row("lean ragged", replace(lean, even=False), 2 + gradient + moments, 2 + moments, instructions=dear),
+        *of_blocks,
     ]
 
 

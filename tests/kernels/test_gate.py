@@ -199,9 +199,9 @@ def test_kernels_that_no_h200_can_run_at_its_copy_rate_are_few_and_have_a_reason
     launched = slow & {case.name for case in CASES if case.since <= 90}
     steps = {name for name in launched if name.startswith("optimizer ")}
     # Those that draw the specification's words, convolutions, a scan's steps, and every optimizer's step that writes
-    # moments in eight bits.
+    # moments in eight bits, whichever scales its weight has.
     assert len(launched - steps) <= 6
-    assert len(steps) <= 7
+    assert len(steps) <= 15
 
 
 def test_the_table_is_read_as_it_was_written(tmp_path: Path) -> None:

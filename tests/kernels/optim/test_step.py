@@ -32,10 +32,13 @@ NOISY = StateSpec(code="bfloat16", stochastic=True)
 MOMENTS = LEAN.first, LEAN.second
 assert isinstance(LEAN.gradient, StateSpec)
 W8R8 = Keeping("residual8", TENSORWISE, stochastic=True)
+BLOCKWISE, BLOCKWISE_ANY = QuantSpec(E4M3, (128, 128)), QuantSpec(E4M3, (128, 128), "fp32")
+MXFP8, SQUARES = QuantSpec(E4M3, (1, 32), "e8m0"), QuantSpec(E4M3, (32, 32), "e8m0")
 
 
 def way(keeping: Keeping, moments: tuple[StateSpec, ...], rule: Any = None, gradient: Any = None) -> Way:
-    return Way(rule or Adam(), keeping, moments, gradient, keeping.spec is not None)
+    predicts = keeping.spec is not None and keeping.spec.per_tensor
+    return Way(rule or Adam(), keeping, moments, gradient, predicts)
 
 
 #: What there is a branch for, by name: how a parameter steps, and the dtypes of its weight and its gradient.
@@ -70,6 +73,22 @@ WAYS: dict[str, tuple[Way, torch.dtype, torch.dtype]] = {
         *(torch.bfloat16, torch.uint8),
     ),
 }
+#: Of weights with scales of blocks, all of codes.
+WAYS_OF_BLOCKS: dict[str, tuple[Way, torch.dtype]] = {
+    "lean blockwise": (way(replace(W8R8, spec=BLOCKWISE), MOMENTS, gradient=LEAN.gradient), torch.uint8),
+    "balanced blockwise": (way(Keeping("residual16", BLOCKWISE), MOMENTS), torch.bfloat16),
+    "any scale": (way(replace(W8R8, spec=BLOCKWISE_ANY), MOMENTS), torch.bfloat16),
+    "lean 32x32": (way(replace(W8R8, spec=SQUARES), MOMENTS, gradient=LEAN.gradient), torch.uint8),
+    "balanced 32x32": (way(Keeping("residual16", SQUARES), MOMENTS), torch.bfloat16),
+    "masters 32x32": (way(Keeping("float32", SQUARES), (FLOAT, FLOAT)), torch.float32),
+    "masters blockwise": (way(Keeping("float32", BLOCKWISE_ANY), (NOISY, NOISY)), torch.bfloat16),
+    "lean 1x32": (way(replace(W8R8, spec=MXFP8), MOMENTS, gradient=LEAN.gradient), torch.uint8),
+    "lion 32x32": (way(replace(W8R8, spec=SQUARES), MOMENTS[:1], Lion()), torch.float32),
+    "sgd blockwise": (way(replace(W8R8, spec=BLOCKWISE), MOMENTS[:1], SGD(momentum=True)), torch.bfloat16),
+    "sgd 32x32": (way(replace(W8R8, spec=SQUARES), (), SGD(maximize=True)), torch.float32),
+}
+#: Several programs of whole blocks; and rows and columns that end within one.
+SHAPES_OF_BLOCKS = [(128, 256), (161, 192), (3, 200), (1, 33)]
 #: One that is read in runs, of more rounds than one and of a row of two blocks; and rows that end within a block.
 SHAPES = [(32, 128), (3, 200), (1, 33), (5, 64)]
 GROUP = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "lr": 1e-2, "momentum": 0.9, "dampening": 0.1}
@@ -116,6 +135,15 @@ def parameter(
     value = drawn(shape, generator, 0.1, False, outlier)
     grad = drawn(shape, generator, 1.0, hostile, outlier)
     keeping = how.keeping
+    nothing = torch.ones(shape)
+    if keeping.spec is not None and not keeping.spec.per_tensor:
+        # Blocks of zeros, and of what counts as zeros.
+        high, long = (size or 1 for size in keeping.spec.block)
+        nothing[:high, :long] = 0.0
+        value[:high, :long] = 0.0
+        nothing[:high, long : 2 * long] = 0.0
+        value[:high, long : 2 * long] *= 1e-41
+        grad *= nothing
     if keeping.spec is not None:
         q = reference.quantize(value, keeping.spec)
         assert isinstance(q.scale, Tensor)
@@ -125,10 +153,11 @@ def parameter(
     if keeping.states:
         kind = torch.int8 if keeping.kind == "residual8" else torch.int16
         info = torch.iinfo(kind)
-        held = (*held, torch.randint(info.min, info.max + 1, shape, generator=generator).to(kind))
+        rest = torch.randint(info.min, info.max + 1, shape, generator=generator).to(kind)
+        held = (*held, value if keeping.kind == "float32" else rest)
     moments = []
     for spec, signed, size in zip(how.moments, how.rule.signed, (0.1, 0.01), strict=False):
-        x = drawn(shape, generator, size, False, outlier)
+        x = drawn(shape, generator, size, False, outlier) * nothing
         noise = torch.randint(0, 2**15, shape, generator=generator).int() if spec.stochastic else None
         data, scale = codes.encode(x if signed else x.abs(), spec, noise)
         moments.append((data.contiguous(),) if scale is None else (data.contiguous(), scale))
@@ -143,7 +172,9 @@ def parameter(
         assert keeping.spec is not None
         state["amax"] = weights.block_amax(keeping.spec, weights.read(keeping, held))
     # The second half of a parameter: noise goes by its place in the whole.
-    place = Place((shape[0], 0), shape, (2 * shape[0], shape[1]))
+    high = 1 if keeping.spec is None else keeping.spec.block[0] or 1
+    start = -(-shape[0] // high) * high
+    place = Place((start, 0), shape, (start + shape[0], shape[1]))
     factor = torch.tensor(0.37) if seed % 2 else None
     return Parameter(how, Parts(held, tuple(moments), given), state, place, factor)
 
@@ -160,7 +191,7 @@ def by_kernel(parameters: list[Parameter], keep: bool | None, statistics: bool =
             why = on_gpu.reason(p.parts.weight[0], p.way, p.parts, p.place, p.state["step"])
             assert not why, why
             row = on_gpu.row(p.way, p.parts, p.place, SEED, number, p.state, p.factor)
-            assert row.form.even == (p.place.part[1] % 128 == 0)
+            assert row.form.even == (p.place.part[1] % 128 == 0 and p.place.part[0] % max(row.form.high, 1) == 0)
             scalars = p.way.rule.scalars(GROUP, p.state["step"].double().view(1) + 1)
             launches.add([row], torch.stack(scalars))
         told = None if keep is None else torch.tensor(keep, device=DEVICE)
@@ -187,14 +218,24 @@ def in_pieces(parameters: list[Parameter]) -> list[int | None]:
 
 def assert_same(ours: Parameter, theirs: Parameter, what: str) -> None:
     """Bit by bit, but that a NaN is a NaN, and that under a scale of NaN residuals say nothing."""
-    nothing = ours.way.keeping.spec is not None and bool(theirs.parts.weight[1].isnan())
+    nothing = lost(theirs) if ours.way.keeping.kind.startswith("residual") else None
     for i, (a, b) in enumerate(zip(ours.tensors, theirs.tensors, strict=True)):
-        if nothing and i == 2:
-            continue
         a, wide = a.cpu(), b.is_floating_point()
         same = (a.float() == b.float()) & (a.float().signbit() == b.float().signbit()) if wide else a == b
         same = same | (a.float().isnan() & b.float().isnan()) if wide else same
+        same = same | nothing if nothing is not None and i == 2 else same
         assert same.all(), f"{what}: {int((~same).sum())} of tensor {i} differ, {a[~same][0]} and not {b[~same][0]}"
+
+
+def lost(p: Parameter) -> Tensor | None:
+    """Which elements of codes have a scale of NaN, bool of the weight's shape."""
+    spec, (rows, columns) = p.way.keeping.spec, p.place.part
+    if spec is None:
+        return None
+    scale = p.parts.weight[1]
+    bad = scale == 255 if scale.dtype is torch.uint8 else scale.isnan()
+    bad = bad.repeat_interleave(spec.block[0] or rows, 0).repeat_interleave(spec.block[1] or columns, 1)
+    return bad[:rows, :columns]
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -212,6 +253,55 @@ def test_parameters_of_one_launch_step_as_their_pieces(name: str) -> None:
         assert_same(one, other, f"{name}, parameter {i} of {one.place.part}")
         if expected[i] is not None:
             assert int(counts[i]) == expected[i], name
+
+
+@pytest.mark.parametrize("name", WAYS_OF_BLOCKS)
+def test_weights_with_scales_of_blocks_step_as_their_pieces(name: str) -> None:
+    """Blocks of zeros, of subnormal numbers, with NaN and infinities, whole ones and those at a matrix's edges."""
+    how, gradient = WAYS_OF_BLOCKS[name]
+    shapes = SHAPES_OF_BLOCKS if name != "lean 1x32" else [(128, 256), (32, 128), (64, 256), (96, 384)]
+    every = [
+        parameter(how, torch.float8_e4m3fn, gradient, shape, i, hostile)
+        for i, (shape, hostile) in enumerate((s, h) for h in (False, True) for s in shapes)
+    ]
+    for first in (0, 1):
+        ours, theirs = copy.deepcopy(every[first::2]), every[first::2]
+        counts = by_kernel(ours, None)
+        expected = in_pieces(theirs)
+        for i, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            assert_same(one, other, f"{name}, {one.place.part}, {'hostile' if i > 1 else 'kind'}")
+            if expected[i] is not None:
+                assert int(counts[i]) == expected[i], name
+    finite = [bool(lost(p).any()) for p in every if lost(p) is not None]  # type: ignore[union-attr]
+    assert finite == [False] * 4 + [True] * 4
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape", "start", "why"),
+    [
+        (MXFP8, (33, 128), 0, "32 at once"),
+        (MXFP8, (32, 64), 0, "blocks of 128"),
+        (SQUARES, (48, 64), 0, "parts of its blocks"),
+        (SQUARES, (32, 64), 16, "parts of its blocks"),
+        (SQUARES, (16, 64), 64, ""),
+    ],
+)
+def test_blocks_that_no_kernel_steps_are_said(spec: QuantSpec, shape: tuple[int, int], start: int, why: str) -> None:
+    how = way(Keeping("residual16", spec), MOMENTS)
+    p = parameter(how, torch.float8_e4m3fn, torch.bfloat16, shape, 0, False)
+    place = Place((start, 0), shape, (80, shape[1]))
+    said = on_gpu.reason(p.parts.weight[0], how, p.parts, place, p.state["step"])
+    assert (why in said) if why else not said, said
+
+
+def test_weights_of_blocks_are_left_where_a_step_is_skipped() -> None:
+    for name in ("lean blockwise", "lean 32x32"):
+        how, gradient = WAYS_OF_BLOCKS[name]
+        ours = [parameter(how, torch.float8_e4m3fn, gradient, shape, 2, False) for shape in SHAPES_OF_BLOCKS[:2]]
+        before = copy.deepcopy(ours)
+        by_kernel(ours, False)
+        for one, other in zip(ours, before, strict=True):
+            assert_same(one, other, name)
 
 
 def test_ways_rules_and_groups_share_a_step_and_false_keeps_all() -> None:
@@ -242,7 +332,9 @@ def test_a_chunk_of_many_rounds_and_several_chunks_are_one_parameter() -> None:
         ({"moments": (StateSpec(code="int8_dynamic", block=256, scale="float32"), FLOAT)}, "int8_dynamic/256 float32"),
         ({"moments": (StateSpec(code="int8_softsign", block=32), FLOAT)}, "int8_softsign/32"),
         ({"keeping": Keeping("float32", TENSORWISE), "predicts": False}, "masters in float32"),
-        ({"keeping": Keeping("residual8", QuantSpec(E4M3, (128, 128)))}, "one scale for all"),
+        ({"keeping": Keeping("residual8", QuantSpec(E4M3, (64, 64)))}, "those of blockwise and mxfp8"),
+        ({"keeping": Keeping("residual8", QuantSpec(E4M3, (128, 128), "e8m0"))}, "those of blockwise and mxfp8"),
+        ({"keeping": Keeping("float16", BLOCKWISE), "predicts": False}, "masters in float16"),
         ({"predicts": False}, "follows from the weight after the step"),
         ({"gradient": StateSpec(code="e4m3", block=64)}, "gradients in e4m3/64"),
         ({"rule": SGD(momentum=True), "moments": MOMENTS[:1]}, "follows from the largest gradient"),

@@ -7,9 +7,12 @@ import torch
 from torch import Tensor, nn
 
 import quaver.torch as qt
+from quaver import recipes
 from quaver.torch import optim
 from quaver.torch.backends.gpu.launching import device
+from quaver.torch.optim import optimizer as optimizer_file
 from quaver.torch.optim.stepping import on_gpu
+from quaver.torch.optim.stepping.pieces import Parts, Way, step
 from tests.torch.backends.gpu.launch_counts import _Kernels, _Operations
 from tests.torch.backends.gpu.pretend import Driver, as_on_a_gpu
 
@@ -18,18 +21,18 @@ from tests.torch.backends.gpu.pretend import Driver, as_on_a_gpu
 MOST_OPERATIONS = 42
 
 
-def model_of(layers: int = 1) -> nn.Sequential:
+def model_of(layers: int = 1, recipe: Any = "tensorwise") -> nn.Sequential:
     torch.manual_seed(0)
     wide, narrow = ([qt.Linear(*sizes) for _ in range(layers)] for sizes in ((32, 128), (128, 32)))
     pairs = [layer for pair in zip(wide, narrow, strict=True) for layer in pair]
     model = nn.Sequential(*pairs, nn.LayerNorm(32))
-    qt.quantize_weights(model, "tensorwise")
+    qt.quantize_weights(model, recipe)
     return model
 
 
-def backward(model: nn.Module, seed: int, size: float = 1.0) -> None:
+def backward(model: nn.Module, seed: int, size: float = 1.0, recipe: Any = "tensorwise") -> None:
     x = torch.randn(16, 32, generator=torch.Generator().manual_seed(seed))
-    with qt.autocast("tensorwise"):
+    with qt.autocast(recipe):
         (model(x).square().mean() * size).backward()
 
 
@@ -45,15 +48,15 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
     return torch.equal(ours.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8))
 
 
-def trained(rule: Any, preset: str, kernels: bool, **options: Any) -> tuple[dict[str, Tensor], Any]:
-    model = model_of()
+def trained(rule: Any, preset: str, kernels: bool, recipe: Any = "tensorwise") -> tuple[dict[str, Tensor], Any]:
+    model = model_of(recipe=recipe)
     groups = [
         {"params": list(model[:1].parameters()), "lr": torch.tensor(1e-3), "weight_decay": 0.1},
         {"params": list(model[1:].parameters()), "betas": (0.8, 0.97)},
     ]
-    optimizer = rule(groups, lr=1e-2, preset=preset, seed=2**40 + 7, statistics=True, **options)
+    optimizer = rule(groups, lr=1e-2, preset=preset, seed=2**40 + 7, statistics=True)
     for seed in range(2):
-        backward(model, seed)
+        backward(model, seed, recipe=recipe)
         optimizer.clip_grad_norm_(0.05)
         with device.asking("triton" if kernels else "none"):
             optimizer.step()
@@ -78,6 +81,33 @@ def test_steps_by_the_kernel_are_those_of_plain_torch(rule: Any, preset: str) ->
     assert len(optimizer._kernels) == 1
     assert not plain._kernels
     assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert same(ours[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("rule", "preset"),
+    [(optim.AdamW, "lean"), (optim.AdamW, "balanced"), (optim.AdamW, "float32"), (optim.Lion, "lean")],
+)
+@pytest.mark.parametrize(
+    "recipe",
+    [recipes.blockwise(), recipes.mxfp8(weight_2d=True), recipes.mxfp8()],
+    ids=["blockwise", "mxfp8 squares", "mxfp8"],
+)
+def test_weights_with_scales_of_blocks_step_by_the_kernel(recipe: Any, preset: str, rule: Any) -> None:
+    """Every parameter does, but one whose rows of 32 have scales of their own: none else is left to torch."""
+    left: list[torch.Size] = []
+
+    def counted(how: Way, parts: Parts, *given: Any) -> Any:
+        left.append(parts.weight[0].shape)
+        return step(how, parts, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer_file, "step", counted)
+        ours, optimizer = trained(rule, preset, True, recipe)
+    theirs, _ = trained(rule, preset, False, recipe)
+    alone = recipe.fprop.b.block == (1, 32)
+    assert left == [(128, 32)] * (2 * alone) and len(optimizer._kernels) == 1
     for name, value in theirs.items():
         assert same(ours[name], value), name
 

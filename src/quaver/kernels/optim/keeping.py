@@ -2,7 +2,8 @@
 
 PLAIN      a float; bfloat16 may be rounded at random
 REMAINDER  bfloat16, and the 16 bits that float32 has more
-RESIDUAL   E4M3 codes with one scale in all, or bfloat16, and what is missing in parts of half a step
+RESIDUAL   E4M3 codes and their scale, or bfloat16, and what is missing in parts of half a step
+MASTER     E4M3 codes and their scale, and float32 itself
 """
 
 import triton
@@ -11,7 +12,7 @@ import triton.language as tl
 from quaver.kernels.bits.numbers import NAN_BITS, decoded, encode, widened
 from quaver.kernels.optim.codes import bfloat16_at_random
 
-PLAIN, REMAINDER, RESIDUAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+PLAIN, REMAINDER, RESIDUAL, MASTER = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 #: 1.5 × 2**23: added to a number below 2**22 it leaves a whole one, ties to even, in the lowest bits.
 _ROUND = tl.constexpr(12582912.0)
 
@@ -24,6 +25,8 @@ def read_weight(weight, beside, scale, KEEPING: tl.constexpr, CODES: tl.constexp
     elif KEEPING == REMAINDER:
         bits = (weight.to(tl.int16, bitcast=True).to(tl.int32) << 16) + beside.to(tl.int32)
         value = bits.to(tl.float32, bitcast=True)
+    elif KEEPING == MASTER:
+        value = beside
     else:
         value = _value(weight, CODES, INTEGERS)
         value = _with_parts(value, _field(weight, CODES), beside.to(tl.float32), beside.dtype == tl.int16, CODES)
@@ -34,13 +37,14 @@ def read_weight(weight, beside, scale, KEEPING: tl.constexpr, CODES: tl.constexp
 
 @triton.jit
 def write_weight(
-    x, e, scale, noise, POWER_OF_TWO: tl.constexpr, KEEPING: tl.constexpr, CODES: tl.constexpr, WEIGHT: tl.constexpr,
-    BESIDE: tl.constexpr, STOCHASTIC: tl.constexpr, INTEGERS: tl.constexpr,
+    x, e, inverse, scale, noise, POWER_OF_TWO: tl.constexpr, KEEPING: tl.constexpr, CODES: tl.constexpr,
+    WEIGHT: tl.constexpr, BESIDE: tl.constexpr, STOCHASTIC: tl.constexpr, INTEGERS: tl.constexpr,
 ):  # fmt: skip
     """What is kept of a weight, float32: itself (codes as uint8), what is beside it, and what both are worth as a
     multiple of the scale, if CODES.
 
-    e, scale: what codes are multiplied by, and the inverse. noise: int32 below 2**15, if STOCHASTIC. Exact.
+    e, inverse: what codes are rounded from and what residuals are measured of, as multiples of x: one number, but where
+    a scale is of zeros alone. scale: 1 / e. noise: int32 below 2**15, if STOCHASTIC. Exact.
     """
     beside, value = x, x
     if KEEPING == PLAIN:
@@ -49,12 +53,13 @@ def write_weight(
         bits = tl.where(x != x, NAN_BITS, x.to(tl.int32, bitcast=True))
         beside = bits.to(tl.int16)
         kept = ((bits - beside.to(tl.int32)) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    elif KEEPING == MASTER:
+        kept = encode(x * e, tl.float8e4nv, INTEGERS)
     else:
         if CODES:
-            y = x * e
-            kept = encode(y, tl.float8e4nv, INTEGERS)
+            kept = encode(x * e, tl.float8e4nv, INTEGERS)
             # By a power of two a division is the product with the inverse.
-            scaled = y if POWER_OF_TWO else tl.div_rn(x, tl.zeros_like(x) + scale)
+            scaled = x * inverse if POWER_OF_TWO else tl.div_rn(x, tl.zeros_like(x) + scale)
         else:
             kept = x.to(tl.bfloat16)
             scaled = x

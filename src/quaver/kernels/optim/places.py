@@ -70,3 +70,21 @@ def write_scales(address, scale, number, there, dtype: tl.constexpr, EVEN: tl.co
         tl.store(address.to(tl.pointer_type(dtype)) + number, scale)
     else:
         tl.store(address.to(tl.pointer_type(dtype)) + number, scale, mask=there)
+
+
+@triton.jit
+def tile_at(row, block, columns, across, rows, BLOCKS: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr):
+    """What `blocks_at` gives, of BLOCKS / WIDE rows from `row` on, and of WIDE blocks of each from `block` on."""
+    i, k = tl.arange(0, BLOCKS), tl.arange(0, 64)
+    r, b = row + i // WIDE, block + i % WIDE
+    number = r.to(tl.int64) * across + b
+    if EVEN:
+        there = tl.full([BLOCKS], True, tl.int1)
+        inside = tl.full([BLOCKS, 64], True, tl.int1)
+        at = tl.expand_dims(number * 64, 1) + tl.expand_dims(k, 0)
+    else:
+        there = (r < rows) & (b < across)
+        column = tl.expand_dims(b * 64, 1) + tl.expand_dims(k, 0)
+        inside = tl.expand_dims(there, 1) & (column < columns)
+        at = tl.expand_dims(r.to(tl.int64) * columns, 1) + column
+    return number, there, at, inside, r.to(tl.int64) * ((across + 1) >> 1) + (b >> 1)

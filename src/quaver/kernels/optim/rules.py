@@ -69,3 +69,40 @@ def reach(amax, lr, decay, limit, RULE: tl.constexpr):
     else:
         most = amax + tl.abs(lr) * limit
     return most * _ABOVE
+
+
+@triton.jit
+def numbers_of(at, parameters, RULE: tl.constexpr):
+    """What a step is told of its rule, a float32 each `parameters` apart: the learning rate, the decay and what bounds
+    an update, then those that the rule alone has."""
+    if (RULE == SGD) | (RULE == NESTEROV):
+        lr, decay = tl.load(at), tl.load(at + parameters)
+        numbers = lr, decay, lr, tl.load(at + 2 * parameters), tl.load(at + 3 * parameters)
+    elif RULE == LION:
+        new1, new2 = tl.load(at), tl.load(at + parameters)
+        lr, decay = tl.load(at + 2 * parameters), tl.load(at + 3 * parameters)
+        numbers = lr, decay, lr, new1, new2
+    else:
+        new1, new2 = tl.load(at), tl.load(at + parameters)
+        eps, lr = tl.load(at + 2 * parameters), tl.load(at + 3 * parameters)
+        decay, grow1 = tl.load(at + 4 * parameters), tl.load(at + 5 * parameters)
+        grow2, limit = tl.load(at + 6 * parameters), tl.load(at + 7 * parameters)
+        numbers = lr, decay, limit, new1, new2, eps, grow1, grow2  # type: ignore[assignment]
+    return numbers
+
+
+@triton.jit
+def move(w, g, m, v, numbers, RULE: tl.constexpr, MOMENTUM: tl.constexpr, CLAMP: tl.constexpr, MAXIMIZE: tl.constexpr):
+    """The weight and both moments of a rule, those that it has, and where an update of Adam was beyond its bound.
+    Exact."""
+    held = w
+    if (RULE == SGD) | (RULE == NESTEROV):
+        lr, decay, _, momentum, new = numbers
+        w, m = sgd(w, g, m, lr, decay, momentum, new, RULE, MOMENTUM, MAXIMIZE)
+    elif RULE == LION:
+        lr, decay, _, new1, new2 = numbers
+        w, m = lion(w, g, m, new1, new2, lr, decay, MAXIMIZE)
+    else:
+        lr, decay, limit, new1, new2, eps, grow1, grow2 = numbers
+        w, m, v, held = adam(w, g, m, v, new1, new2, eps, lr, decay, grow1, grow2, limit, RULE, CLAMP, MAXIMIZE)
+    return w, m, v, held

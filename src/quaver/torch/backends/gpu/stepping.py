@@ -1,4 +1,4 @@
-"""An optimizer's step of many parameters by one launch for each way to step; see `quaver.kernels.optim.step`.
+"""An optimizer's step of many parameters by one launch for each way to step; see `quaver.kernels.optim`.
 
 What is launched is described by `Form`, which is compiled in, and by rows of addresses and numbers, one a parameter.
 The rows go to the device once and again when one of them is another. A graph that is captured copies its rows at every
@@ -14,8 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from quaver.core.spec import QuantSpec
-from quaver.kernels.optim import keeping, rules, states
-from quaver.kernels.optim import step as written
+from quaver.kernels.optim import keeping, rules, states, table
+from quaver.kernels.optim.step import step
+from quaver.kernels.optim.step_of_blocks import step_of_blocks
 from quaver.torch.backends.gpu.launching import capture
 from quaver.torch.backends.gpu.launching.passes import Launch, Pass, Passes
 from quaver.torch.backends.gpu.quantizing.codes import integers
@@ -24,7 +25,10 @@ from quaver.torch.backends.gpu.quantizing.codes import integers
 #: which takes more registers, so many at once, the more often.
 BLOCKS, ROUNDS, WARPS = 32, 8, 4
 FEW_BLOCKS = 8
-BLOCK, FIELDS = written.BLOCK.value, written.FIELDS.value
+#: The most that a thread may have.
+REGISTERS = 255
+#: Elements that share a scale of a moment.
+BLOCK, FIELDS = 64, table.FIELDS.value
 #: What kernels call dtypes: codes of eight bits are bytes.
 TYPES = {
     torch.float32: tl.float32,
@@ -39,7 +43,7 @@ RULES = {"adamw": rules.ADAMW.value, "adam": rules.ADAM.value, "lion": rules.LIO
 RULES |= {"sgd": rules.SGD.value, "nesterov": rules.NESTEROV.value}
 KEEPINGS = {
     **{"plain": keeping.PLAIN.value, "remainder": keeping.REMAINDER.value},
-    **{"residual8": keeping.RESIDUAL.value, "residual16": keeping.RESIDUAL.value},
+    **{"residual8": keeping.RESIDUAL.value, "residual16": keeping.RESIDUAL.value, "float32": keeping.MASTER.value},
 }
 #: Of moments, by the name of their code; those with scales have bfloat16 ones of blocks of 64.
 KINDS = {
@@ -74,7 +78,7 @@ class Form:
     beside: torch.dtype | None
     gradient: torch.dtype
     moments: tuple[Moment, ...]
-    #: Of codes with one scale in all, known before the step.
+    #: Of codes with one scale in all, known before the step, or with scales of blocks.
     spec: QuantSpec | None = None
     #: Whether the weight, or its residual, is rounded at random.
     stochastic: bool = False
@@ -87,6 +91,31 @@ class Form:
     def blocks(self) -> int:
         """That a program takes at once."""
         return BLOCKS if self.even else FEW_BLOCKS
+
+    @property
+    def high(self) -> int:
+        """Rows of the weight that share a scale with others; 0 where all do, or it is a float."""
+        return 0 if self.spec is None else self.spec.block[0] or 0
+
+    @property
+    def wide(self) -> int:
+        """Of blocks of a row, how many a tile has side by side."""
+        return 2 if self.high == 128 else 1
+
+    @property
+    def twice(self) -> bool:
+        """Whether a tile is more than a program takes at once, which then goes over it twice."""
+        return self.high > self.blocks // self.wide
+
+    @property
+    def registers(self) -> int | None:
+        """Of a thread, where a compiler that is not told takes fewer than it needs, for one program more."""
+        return REGISTERS if self.twice and self.even else None
+
+    def tiles(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """Of a weight with scales of blocks: rows of a tile, and how many there are."""
+        rows = max(self.high, self.blocks // self.wide)
+        return rows, -(-shape[0] // rows) * -(-shape[1] // (self.wide * BLOCK))
 
     def constants(self, device: torch.device) -> dict[str, Any]:
         """As the kernel takes them."""
@@ -105,7 +134,7 @@ class Form:
             "WEIGHT_TYPE": TYPES[self.weight],
             "BESIDE_TYPE": TYPES[self.beside or self.weight],
             "WEIGHT_NOISE": self.stochastic,
-            "CODES": spec is not None,
+            **self._of_codes(),
             "POWER_OF_TWO": spec is not None and spec.power_of_two,
             "EMAX": 0 if spec is None else spec.format.emax,
             "TOP_MANTISSA": 0 if spec is None else spec.format.max_mantissa,
@@ -114,6 +143,12 @@ class Form:
             **_of_moment("FIRST", first),
             **_of_moment("SECOND", second),
         }
+
+    def _of_codes(self) -> dict[str, Any]:
+        if not self.high:
+            return {"CODES": self.spec is not None}
+        assert self.spec is not None
+        return {"HIGH": self.high, "PAIRS": self.spec.scale == "e8m0"}
 
 
 def _of_moment(name: str, moment: Moment | None) -> dict[str, Any]:
@@ -153,11 +188,32 @@ class Row:
         return self.shape[0] * -(-self.shape[1] // BLOCK)
 
     @property
+    def _tasks(self) -> tuple[int, int]:
+        """What its programs take, blocks or tiles, and how many of them one takes."""
+        form = self.form
+        if not form.high:
+            return self.blocks, BLOCKS * ROUNDS
+        return form.tiles(self.shape)[1], 1 if form.twice else ROUNDS
+
+    @property
+    def chunks(self) -> list[tuple[int, int]]:
+        """The first block or tile of each program, and its rounds."""
+        form, (tasks, most) = self.form, self._tasks
+        firsts = range(0, tasks, most)
+        if not form.high:
+            return [(first, -(-min(tasks - first, most) // form.blocks)) for first in firsts]
+        if not form.twice:
+            return [(first, min(tasks - first, most)) for first in firsts]
+        across, at_once = -(-self.shape[1] // (form.wide * BLOCK)), form.blocks // form.wide
+        left = (self.shape[0] - tile // across * form.high for tile in firsts)
+        return [(tile, -(-min(rows, form.high) // at_once)) for tile, rows in zip(firsts, left, strict=True)]
+
+    @property
     def words(self) -> list[int]:
         """As the table has them."""
         given = (self.tensors.get(name) for name in NAMES)
-        chunks = -(-self.blocks // (BLOCKS * ROUNDS))
-        numbers = (self.shape[1], -(-self.shape[1] // BLOCK), self.blocks, chunks, self.first, self.number)
+        tasks, most = self._tasks
+        numbers = (self.shape[1], -(-self.shape[1] // BLOCK), self.blocks, -(-tasks // most), self.first, self.number)
         seed = self.seed & 0xFFFFFFFF, self.seed >> 32 & 0xFFFFFFFF
         return [*(0 if t is None else t.data_ptr() for t in given), *numbers, *seed]
 
@@ -167,17 +223,20 @@ NAMES = (
     *("weight", "weight_scale", "beside", "first", "first_scale", "second", "second_scale"),
     *("gradient", "gradient_scale", "factor", "amax", "step"),
 )
-assert len(NAMES) == written.STEP.value + 1
+assert len(NAMES) == table.STEP.value + 1
 
 
-def even(tensors: Sequence[Tensor], columns: int, blocks: int, held: bool) -> bool:
-    """Whether a parameter is read in runs: see `Form.even`.
+def even(form: Form, tensors: Sequence[Tensor], shape: tuple[int, int]) -> bool:
+    """Whether a parameter is read in runs: see `Form.even`, which `form` says.
 
     Args:
-        held: whether its gradient is in codes, two of whose scales a row's blocks must not share.
+        tensors: all of its shape.
     """
-    whole = columns % (2 * BLOCK if held else BLOCK) == 0 and blocks % BLOCKS == 0
-    return whole and all(t.data_ptr() % 16 == 0 for t in tensors)
+    rows, columns = shape
+    # Two of a row's blocks share a scale of a gradient in codes.
+    whole = columns % (BLOCK * max(form.wide, 2 if form.gradient is torch.uint8 else 1)) == 0
+    in_all = rows % form.tiles(shape)[0] if form.high else rows * -(-columns // BLOCK) % BLOCKS
+    return whole and not in_all and all(t.data_ptr() % 16 == 0 for t in tensors)
 
 
 class Stepping:
@@ -265,21 +324,19 @@ def launch(
     keep: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> None:
-    """The kernel; its tensors are those of `quaver.kernels.optim.step.step`."""
+    """The kernel; its tensors are those of `quaver.kernels.optim.step.step`, or of `step_of_blocks`."""
     _steps((chunks, table, scalars, work, keep, counts), form, len(table))
 
 
-def _sizes(words: Sequence[Sequence[int]]) -> list[int]:
-    return [each[written.BLOCKS_IN_ALL.value] for each in words]
+def _sizes(words: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    return [(each[table.COLUMNS.value], each[table.BLOCKS_IN_ALL.value]) for each in words]
 
 
 def _chunks(rows: Sequence[Row]) -> dict[Form, list[tuple[int, int, int]]]:
-    """By form: a parameter, its first block and rounds for each program."""
+    """By form: a parameter, its first block or tile and rounds for each program."""
     chunks: dict[Form, list[tuple[int, int, int]]] = {}
     for number, row in enumerate(rows):
-        for first in range(0, row.blocks, BLOCKS * ROUNDS):
-            rounds = -(-min(row.blocks - first, BLOCKS * ROUNDS) // row.form.blocks)
-            chunks.setdefault(row.form, []).append((number, first, rounds))
+        chunks.setdefault(row.form, []).extend((number, *chunk) for chunk in row.chunks)
     return chunks
 
 
@@ -290,7 +347,8 @@ def _host(words: list[list[int]]) -> Tensor:
 def _pass(given: Sequence[Any], form: Form, parameters: int) -> Pass:
     chunks = given[0]
     constants = form.constants(chunks.device)
-    return Pass(given, (), [Launch(written.step, (len(chunks),), given, (parameters,), constants, WARPS)])
+    kernel = step_of_blocks if form.high else step
+    return Pass(given, (), [Launch(kernel, (len(chunks),), given, (parameters,), constants, WARPS, form.registers)])
 
 
 _steps = Passes(_pass)

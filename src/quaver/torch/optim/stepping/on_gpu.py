@@ -1,18 +1,20 @@
 """Which parameters a kernel steps, many in one launch, and what it is told of them; the others step piece by piece.
 
-The kernel takes Adam, AdamW and Lion, weights that are floats or E4M3 codes with one scale, and moments that are floats
-or codes in blocks of 64: the presets `float32`, `exact`, `balanced` and `lean`; and SGD of weights that are floats. Its
-bits are those of `pieces`.
+Kernels take Adam, AdamW and Lion, weights that are floats or E4M3 codes with one scale or with scales of blocks, and
+moments that are floats or codes in blocks of 64: the presets `float32`, `exact`, `balanced` and `lean`; and SGD of
+weights that are floats or have scales of blocks. Their bits are those of `pieces`.
 """
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from quaver.core.numbers.formats import E4M3
+from quaver.core.spec import Block
 from quaver.core.states.codes import StateSpec
 from quaver.torch.operations.operation import Impl, Operation
 from quaver.torch.operations.ops import no_kernels
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 CODES = {"int8_softsign": False, "int8_root": False, "uint8_root": True, "root_e4m4": True, "e4m3": False}
 #: Gradients: floats, and codes.
 FLOATS, HELD = (torch.float32, torch.bfloat16, torch.float16), "e4m3/128"
+#: Blocks of codes that a kernel measures, and their scales: those of `blockwise` and `mxfp8`.
+MEASURED: dict[Block, tuple[str, ...]] = {(128, 128): ("fp32", "power_of_two"), (32, 32): ("e8m0",), (1, 32): ("e8m0",)}
 #: Blocks of a parameter are counted in 32 bits.
 MOST = 2**36
 
@@ -55,7 +59,7 @@ def reason(weight: Tensor, way: Way, parts: Parts, place: Place, step: Tensor) -
             return f"the kernel writes no moments in {spec.text}"
     if weight.data_ptr() != parts.weight[0].data_ptr():
         return "it does not lie row by row"
-    return _of_weight(way, weight) or _of_gradient(way, parts) or _of_place(parts, place, step)
+    return _of_weight(way, weight) or _of_gradient(way, parts) or _of_place(way, parts, place, step)
 
 
 #: Whether a kernel steps a parameter, or its pieces do.
@@ -75,16 +79,17 @@ def _writes(spec: StateSpec, signed: bool) -> bool:
 
 
 def _of_weight(way: Way, weight: Tensor) -> str:
-    keeping = way.keeping
-    if keeping.kind not in ("plain", "remainder", "residual8", "residual16"):
-        return f"the scale of codes with masters in {keeping.kind} follows from the weight after the step"
-    if keeping.spec is None:
+    keeping, spec = way.keeping, way.keeping.spec
+    if spec is None:
         return "" if weight.dtype in FLOATS else f"the kernel writes no {weight.dtype}"
     if weight.dim() == 3:
         return "each matrix of its stack has a scale of its own"
-    if keeping.spec.format != E4M3 or not keeping.spec.per_tensor or keeping.spec.scale not in ("fp32", "power_of_two"):
-        return f"the kernel writes codes with one scale for all of a weight, and these are {keeping.spec}"
-    return "" if way.predicts else "the scale of its codes follows from the weight after the step"
+    in_all = spec.per_tensor and spec.scale in ("fp32", "power_of_two")
+    if spec.format != E4M3 or spec.hadamard or not (in_all or spec.scale in MEASURED.get(spec.block, ())):
+        return f"the kernel writes E4M3 codes with one scale or those of blockwise and mxfp8, and these are {spec}"
+    if keeping.kind not in (("residual8", "residual16") if in_all else ("residual8", "residual16", "float32")):
+        return f"the kernel writes no masters in {keeping.kind} beside codes of {spec}"
+    return "" if way.predicts or not in_all else "the scale of its codes follows from the weight after the step"
 
 
 def _of_gradient(way: Way, parts: Parts) -> str:
@@ -94,16 +99,33 @@ def _of_gradient(way: Way, parts: Parts) -> str:
     return "" if dtype in FLOATS else f"the kernel reads no gradients in {dtype}"
 
 
-def _of_place(parts: Parts, place: Place, step: Tensor) -> str:
+def _of_place(way: Way, parts: Parts, place: Place, step: Tensor) -> str:
     weight = parts.weight[0]
     tensors = (*parts.weight, *(t for held in parts.moments for t in held), *parts.gradient)
     if not weight.numel():
         return "it has no elements"
     if not place.joined or weight.numel() > MOST:
         return "its rows are in parts on ranks" if not place.joined else "it has more elements than the kernel counts"
+    spec = way.keeping.spec
+    if spec is not None and _cut(place, spec.block[0] or 1):
+        return "ranks have parts of its blocks"
+    if spec is not None and spec.block[0] == 1 and not _in_runs(tensors):
+        return "rows that have scales of their own are stepped 32 at once and in blocks of 128, which these are not"
     if not all(t.is_contiguous() for t in tensors):
         return "its tensors do not lie row by row"
     return "" if all(t.device == weight.device for t in (*tensors, step)) else "its states are on other devices"
+
+
+def _in_runs(tensors: Sequence[Tensor]) -> bool:
+    """Whether a matrix, the first of its tensors, is whole blocks that lie at multiples of what is read at once."""
+    rows, columns = tensors[0].shape
+    return rows % 32 == 0 and columns % 128 == 0 and all(t.data_ptr() % 16 == 0 for t in tensors)
+
+
+def _cut(place: Place, high: int) -> bool:
+    """Whether a part of a matrix begins or ends within a block of so many rows."""
+    start, stop = place.start[0], place.start[0] + place.part[0]
+    return bool(start % high) or (bool(stop % high) and stop != place.whole[0])
 
 
 def row(
@@ -122,12 +144,11 @@ def row(
     weight, *rest = parts.weight
     tensors: dict[str, Tensor | None] = {"weight": weight, "factor": factor, "step": state["step"]}
     if keeping.spec is not None:
-        tensors |= {"weight_scale": rest.pop(0), "amax": state["amax"]}
+        tensors |= {"weight_scale": rest.pop(0), "amax": state["amax"] if way.predicts else None}
     tensors["beside"] = rest[0] if rest else None
     for name, held in zip(("first", "second"), parts.moments, strict=False):
         tensors |= {name: held[0], f"{name}_scale": held[1] if len(held) > 1 else None}
     tensors |= {"gradient": parts.gradient[0], "gradient_scale": parts.gradient[1] if way.gradient else None}
-    rows, columns = weight.shape
     wide = [t for name in ("weight", "beside", "first", "second", "gradient") if (t := tensors.get(name)) is not None]
     form = stepping.Form(
         rule=_named(rule),
@@ -141,9 +162,10 @@ def row(
         spec=keeping.spec,
         stochastic=keeping.stochastic and (keeping.kind != "plain" or weight.dtype is torch.bfloat16),
         factored=factor is not None,
-        even=stepping.even(wide, columns, rows * -(-columns // stepping.BLOCK), way.gradient is not None),
     )
-    return stepping.Row(form, tensors, (rows, columns), place.first, number, seed)
+    shape = weight.shape[0], weight.shape[1]
+    form = replace(form, even=stepping.even(form, wide, shape))
+    return stepping.Row(form, tensors, shape, place.first, number, seed)
 
 
 def _named(rule: Rule) -> str:

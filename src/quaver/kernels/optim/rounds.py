@@ -1,0 +1,112 @@
+"""A round of a program: its elements are read and moved by the rule, and their moments written."""
+
+import triton
+import triton.language as tl
+
+from quaver.kernels.bits.numbers import decoded
+from quaver.kernels.bits.philox import philox
+from quaver.kernels.optim.keeping import PLAIN, read_weight
+from quaver.kernels.optim.places import read, read_scales
+from quaver.kernels.optim.rules import move
+from quaver.kernels.optim.states import NONE, read_state, write_state
+from quaver.kernels.optim.table import GRADIENT_SCALE
+
+
+@triton.jit
+def moved(
+    row, addresses, places, before, factor, numbers,
+    RULE: tl.constexpr, CLAMP: tl.constexpr, MAXIMIZE: tl.constexpr,
+    FACTORED: tl.constexpr, GRADIENT_TYPE: tl.constexpr, GRADIENT_CODES: tl.constexpr,
+    KEEPING: tl.constexpr, WEIGHT_TYPE: tl.constexpr, BESIDE_TYPE: tl.constexpr, CODES: tl.constexpr,
+    FIRST_KIND: tl.constexpr, SECOND_KIND: tl.constexpr, EVEN: tl.constexpr, INTEGERS: tl.constexpr,
+):  # fmt: skip
+    """The weight and both moments after the step, and which updates were beyond their bound: [BLOCKS, 64] each.
+
+    addresses: as `addresses_of` has them; places: as `blocks_at` and `tile_at`; numbers: as `numbers_of`.
+    before: the scale of codes that are read, float32; factor: of gradients, if FACTORED. Exact.
+    """
+    weight_at, beside_at, gradient_at, first_at, first_scale_at, second_at, second_scale_at = addresses
+    here, there, at, inside, pair = places
+    g = read(gradient_at, at, inside, GRADIENT_TYPE, EVEN)
+    if GRADIENT_CODES:
+        gradient_scale = read_scales(tl.load(row + GRADIENT_SCALE), pair, there, tl.bfloat16, EVEN)
+        g = decoded(g, tl.float8e4nv, INTEGERS) * gradient_scale
+    else:
+        g = g.to(tl.float32)
+    if FACTORED:
+        g = g * factor
+    kept = read(weight_at, at, inside, WEIGHT_TYPE, EVEN)
+    beside = kept
+    if KEEPING != PLAIN:
+        beside = read(beside_at, at, inside, BESIDE_TYPE, EVEN)
+    w = read_weight(kept, beside, before, KEEPING, CODES, INTEGERS)
+    m, v = w, w
+    if FIRST_KIND != NONE:
+        m = read_state(first_at, first_scale_at, here, there, at, inside, FIRST_KIND, EVEN, INTEGERS)
+    if SECOND_KIND != NONE:
+        v = read_state(second_at, second_scale_at, here, there, at, inside, SECOND_KIND, EVEN, INTEGERS)
+    return move(w, g, m, v, numbers, RULE, FIRST_KIND != NONE, CLAMP, MAXIMIZE)
+
+
+@triton.jit
+def write_moments(
+    m, v, addresses, places, drawing,
+    FIRST_KIND: tl.constexpr, FIRST_NOISE: tl.constexpr, FIRST_FLOOR: tl.constexpr,
+    SECOND_KIND: tl.constexpr, SECOND_NOISE: tl.constexpr, SECOND_FLOOR: tl.constexpr,
+    WEIGHT_NOISE: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr, INTEGERS: tl.constexpr,
+):  # fmt: skip
+    """Both moments to where they were read; returns the weight's noise, int32 below 2**15.
+
+    drawing: as `drawing_of` has it, if anything is rounded at random. Exact.
+    """
+    _, _, _, first_at, first_scale_at, second_at, second_scale_at = addresses
+    here, there, at, inside, _ = places
+    DRAWS: tl.constexpr = (1 if FIRST_NOISE else 0) + (1 if SECOND_NOISE else 0) + (1 if WEIGHT_NOISE else 0)
+    if DRAWS > 0:
+        start = here * 64 if EVEN else at
+        word = _words(start, drawing, EVEN, BLOCKS)
+        noise1 = _share(word, 0, DRAWS)
+        noise2 = _share(word, 1 if FIRST_NOISE else 0, DRAWS)
+        noise3 = _share(word, DRAWS - 1, DRAWS)
+    else:
+        noise1, noise2, noise3 = 0, 0, 0
+    if FIRST_KIND != NONE:
+        write_state(
+            m, first_at, first_scale_at, noise1, here, there, at, inside,
+            FIRST_KIND, True, FIRST_NOISE, FIRST_FLOOR, EVEN, INTEGERS,
+        )  # fmt: skip
+    if SECOND_KIND != NONE:
+        write_state(
+            v, second_at, second_scale_at, noise2, here, there, at, inside,
+            SECOND_KIND, False, SECOND_NOISE, SECOND_FLOOR, EVEN, INTEGERS,
+        )  # fmt: skip
+    return noise3
+
+
+@triton.jit
+def _words(at, drawing, EVEN: tl.constexpr, BLOCKS: tl.constexpr):
+    """A random word of each element [BLOCKS, 64], uint32. at: of each element, or of the first of each block."""
+    # Of the part's first element in the whole parameter.
+    place, number, seed_low, seed_high, count = drawing
+    if EVEN:
+        # Four neighbours have the words of one counter.
+        four = tl.arange(0, 16)
+        g = tl.expand_dims((place + at) >> 2, 1) + tl.expand_dims(four, 0)
+        w0, w1, w2, w3 = philox(g, number, count, seed_low, seed_high)
+        word = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [BLOCKS, 64])
+    else:
+        e = place + at
+        w0, w1, w2, w3 = philox(e >> 2, number, count, seed_low, seed_high)
+        low, high = tl.where((e & 1) == 0, w0, w1), tl.where((e & 1) == 0, w2, w3)
+        word = tl.where((e & 2) == 0, low, high)
+    return word
+
+
+@triton.jit
+def _share(word, INDEX: tl.constexpr, NUMBER: tl.constexpr):
+    """Noise of the code INDEX of NUMBER that share a word: int32 below 2**15."""
+    if NUMBER <= 2:
+        noise = ((word >> (17 if INDEX == 0 else 1)) & 0x7FFF).to(tl.int32)
+    else:
+        noise = (((word >> (22 if INDEX == 0 else (12 if INDEX == 1 else 2))) & 0x3FF) << 5).to(tl.int32) | 16
+    return noise
