@@ -276,6 +276,22 @@ def test_weights_with_scales_of_blocks_step_as_their_pieces(name: str) -> None:
     assert finite == [False] * 4 + [True] * 4
 
 
+@pytest.mark.parametrize("spec", [BLOCKWISE, SQUARES], ids=str)
+def test_elements_beside_a_matrix_have_no_part_in_its_scales(spec: QuantSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without eps their update is 0 / 0."""
+    monkeypatch.setitem(GROUP, "eps", 0.0)
+    how = way(Keeping("residual16", spec), (FLOAT, FLOAT))
+    ours = [parameter(how, torch.float8_e4m3fn, torch.float32, (3, 200), 0, False)]
+    for tensor in (*ours[0].parts.gradient, *(t for held in ours[0].parts.moments for t in held)):
+        tensor.fill_(0.5)
+    theirs = copy.deepcopy(ours)
+    by_kernel(ours, None)
+    in_pieces(theirs)
+    assert_same(ours[0], theirs[0], "without eps")
+    scales = lost(ours[0])
+    assert scales is not None and not scales.any()
+
+
 @pytest.mark.parametrize(
     ("spec", "shape", "start", "why"),
     [

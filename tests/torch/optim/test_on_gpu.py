@@ -177,16 +177,29 @@ def test_a_step_that_is_skipped_changes_and_counts_nothing() -> None:
     )
 
 
-@pytest.mark.parametrize("layers", [1, 3])
-def test_a_step_takes_one_launch_for_each_way_whatever_there_is_to_step(layers: int) -> None:
+@pytest.mark.parametrize(
+    ("layers", "recipe", "kernels"),
+    [
+        # Codes of rows that are whole blocks, of rows that end within one, and vectors.
+        (1, recipes.tensorwise(), {"step": 3}),
+        (3, recipes.tensorwise(), {"step": 3}),
+        # All end within a block of 128 rows or columns.
+        (3, recipes.blockwise(), {"step": 1, "step_of_blocks": 1}),
+        (3, recipes.mxfp8(weight_2d=True), {"step": 1, "step_of_blocks": 2}),
+    ],
+    ids=["1", "3", "3 of blockwise", "3 of mxfp8 squares"],
+)
+def test_a_step_takes_one_launch_for_each_way_whatever_there_is_to_step(
+    layers: int, recipe: Any, kernels: dict[str, int]
+) -> None:
     """By a stub of the driver; a capture launches what its rehearsal does, loads nothing and reads nothing back."""
-    model = model_of(layers)
+    model = model_of(layers, recipe)
     optimizer = optim.AdamW(model.parameters(), lr=torch.tensor(1e-3), preset="lean")
     launched: list[list[str]] = []
     with pytest.MonkeyPatch.context() as patch, as_on_a_gpu(patch):
         driver = Driver(patch, runs=False)
         for capturing in (False, False, True):
-            backward(model, 0)
+            backward(model, 0, recipe=recipe)
             launched.append([])
             driver.launched, driver.capturing = _Kernels(launched[-1]), capturing
             with _Operations(launched[-1]):
@@ -195,7 +208,6 @@ def test_a_step_takes_one_launch_for_each_way_whatever_there_is_to_step(layers: 
             optimizer.zero_grad()
     # The first step makes the states.
     for of_step in launched[1:]:
-        # Codes of rows that are whole blocks, of rows that end within one, and vectors.
-        assert of_step.count("step") == 3, of_step
+        assert {name: of_step.count(name) for name in ("step", "step_of_blocks") if name in of_step} == kernels, of_step
         assert not {"torch._local_scalar_dense", "torch.item", "torch.nonzero"} & set(of_step)
         assert len(of_step) <= MOST_OPERATIONS, f"{len(of_step)}: {of_step}"
