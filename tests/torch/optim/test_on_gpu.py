@@ -112,6 +112,42 @@ def test_weights_with_scales_of_blocks_step_by_the_kernel(recipe: Any, preset: s
         assert same(ours[name], value), name
 
 
+@pytest.mark.parametrize(
+    ("recipe", "layout", "taken"),
+    [
+        (recipes.blockwise(), "nk", False),
+        (recipes.mxfp8(weight_2d=True), "nk", True),
+        (recipes.mxfp8(weight_2d=True), "kn", True),
+        (recipes.mxfp8(), "nk", True),
+        (recipes.mxfp8(), "kn", False),
+        (recipes.tensorwise(), "nk", False),
+    ],
+    ids=lambda x: str(getattr(x, "name", x)),
+)
+def test_stacks_of_whole_blocks_step_as_one_matrix(recipe: Any, layout: Any, taken: bool) -> None:
+    """Three matrices of 64 features by 128, in which blocks of 128 rows end, and one scale is for one matrix."""
+    both, left = [], list[int]()
+    for kernels in (True, False):
+        torch.manual_seed(0)
+        layer = qt.GroupedLinear(3, 128, 64, bias=False, layout=layout)
+        model = nn.Sequential(layer)
+        qt.quantize_weights(model, recipe)
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2, preset="lean")
+        draw = torch.Generator().manual_seed(1)
+        for _ in range(2):
+            with qt.autocast(recipe):
+                y = layer(torch.randn(48, 128, generator=draw), torch.tensor([16, 32, 48], dtype=torch.int32))
+            (y * torch.randn(48, 64, generator=draw)).sum().backward()
+            with device.asking("triton" if kernels else "none"), pytest.MonkeyPatch.context() as patch:
+                patch.setattr(optimizer_file, "step", lambda *given, now=kernels: [left.append(now), step(*given)][1])
+                optimizer.step()
+            optimizer.zero_grad()
+        both.append(all_of(model, optimizer))
+    assert left.count(True) == (0 if taken else 6)
+    for name, value in both[1].items():
+        assert same(both[0][name], value), name
+
+
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_sgd_of_floats_steps_by_the_kernel_and_of_codes_without(nesterov: bool) -> None:
     """Vectors of float32, codes, and a matrix of bfloat16 whose buffer is bfloat16 rounded at random."""

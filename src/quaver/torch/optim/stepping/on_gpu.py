@@ -82,8 +82,8 @@ def _of_weight(way: Way, weight: Tensor) -> str:
     keeping, spec = way.keeping, way.keeping.spec
     if spec is None:
         return "" if weight.dtype in FLOATS else f"the kernel writes no {weight.dtype}"
-    if weight.dim() == 3:
-        return "each matrix of its stack has a scale of its own"
+    if weight.dim() == 3 and (spec.block[0] is None or weight.shape[1] % spec.block[0]):
+        return "a matrix of its stack ends within a block, or has one scale of its own"
     in_all = spec.per_tensor and spec.scale in ("fp32", "power_of_two")
     if spec.format != E4M3 or spec.hadamard or not (in_all or spec.scale in MEASURED.get(spec.block, ())):
         return f"the kernel writes E4M3 codes with one scale or those of blockwise and mxfp8, and these are {spec}"
