@@ -44,7 +44,7 @@ class SteppedKVCache:
 
     def lengths(self) -> Tensor:
         """Tokens of each row before this step, int32."""
-        return torch.tensor(list(self._held.values()), dtype=torch.int32)
+        return torch.tensor(list(self._held.values()), dtype=torch.int32, device="cpu")
 
     def join(self, layer: int, k: Tensor, v: Tensor, mask_type: str) -> tuple[Tensor, Tensor, Any, str]:
         """Append a layer's keys and values [B, S, G, D], each row padded at its end; all of them, a mask and its type.
@@ -60,7 +60,8 @@ class SteppedKVCache:
         numbers = self._numbers.setdefault(layer, {})
         numbers.update({s: cache.add() for s in self._new if s not in numbers})
         cache.use([numbers[s] for s in self._new])
-        padded = torch.arange(k.shape[1])[None] >= torch.tensor(list(self._new.values()))[:, None]
+        new = torch.tensor(list(self._new.values()), dtype=torch.int64, device="cpu")
+        padded = torch.arange(k.shape[1], dtype=torch.int64, device="cpu")[None] >= new[:, None]
         k, v = cache.update(0, k, v)
         mask, mask_type = cache.mask(padded.to(k.device) if padded.any() else None, mask_type, padded.shape[1])
         cache.truncate([self._held[s] + n for s, n in self._new.items()])
