@@ -140,3 +140,28 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     x, w, _ = arrays()
     with pytest.raises(ValueError, match="group_sizes \\[experts\\]"):
         grouped_dot(x, w, np.zeros(3, np.int32), recipe="mxfp8")
+
+
+@pytest.mark.parametrize("sizes", [(0, 8, 16, 4), (6, 0, 16, 4), (6, 8, 0, 4), (6, 8, 16, 0), (0, 0, 0, 0)], ids=str)
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"])
+def test_nothing_to_multiply_gives_zeros(sizes: tuple[int, ...], recipe: str) -> None:
+    tokens, k, n, experts = sizes
+    x, w = jax.numpy.ones((tokens, k)), jax.numpy.ones((experts, k, n))
+    of_each = np.zeros(experts, np.int32)
+    of_each[:1] = tokens
+
+    def loss(x: Any, w: Any) -> Any:
+        y = grouped_dot(x, w, of_each, recipe=recipe)
+        assert y.shape == (tokens, n)
+        return y.sum()
+
+    assert loss(x, w) == 0
+    for given, grad in zip((x, w), jax.grad(loss, (0, 1))(x, w), strict=True):
+        assert grad.shape == given.shape and not grad.any()
+
+
+def test_a_delayed_state_outlasts_a_step_without_tokens() -> None:
+    state = qj.state.init("delayed")
+    x, w, sizes = jax.numpy.ones((0, 8)), jax.numpy.ones((4, 8, 16)), np.zeros(4, np.int32)
+    after = jax.grad(lambda s: grouped_dot(x, w, sizes, recipe="delayed", state=s).sum())(state)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after))

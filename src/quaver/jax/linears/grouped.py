@@ -81,7 +81,9 @@ def grouped_dot(
     quantizes = in_force is not None and in_force.quantizes
     if quantizes and dtype not in DTYPES:
         warn_unquantized(dtype)
-    if in_force is None or not quantizes or dtype not in DTYPES:
+    # Of nothing there are no codes.
+    nothing = 0 in (*x.shape, *w.shape) and not state
+    if in_force is None or not quantizes or dtype not in DTYPES or nothing:
         high = x.astype(dtype), w.astype(dtype)
         return lax.ragged_dot(*high, group_sizes, preferred_element_type=jnp.float32).astype(dtype)
     state = state_of(name, state)
@@ -199,6 +201,8 @@ def _layout(recipe: Recipe, x: Array, sizes: Array) -> Layout:
 
 def _take(x: Array, index: Array, axis: int = 0) -> Array:
     """Zeros where the index is beyond the end."""
+    if not x.shape[axis]:
+        return jnp.zeros((*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]), x.dtype)
     return jnp.take(x, index, axis=axis, mode="fill", fill_value=0)
 
 
