@@ -156,9 +156,11 @@ def test_padding_before_a_sequence_leaves_no_trace() -> None:
     y = block(x, mask=mask)
     assert_close("the padded one", y[1, 4:], block(x[1:, 4:])[0], 1e-6)
     assert_close("the other", y[0], block(x[:1])[0], 1e-6)
+    spoiled = x.masked_fill(mask[..., None], float("nan"))
+    assert torch.equal(block(spoiled, mask=mask)[~mask], y[~mask])
     cache = qt.StateCache(1)
     with torch.no_grad():
-        block(x, mask=mask, cache=cache)
+        block(spoiled, mask=mask, cache=cache)
         token = torch.randn(2, 1, 32)
         decoded = block(token, cache=cache)
         alone = block(torch.cat((x[1:, 4:], token[1:]), 1))
@@ -210,6 +212,8 @@ def test_what_parameters_begin_with() -> None:
         ({"dt_range": (0.0, 0.1)}, "dt_range is"),
         ({"conv_activation": "geglu"}, "takes two tensors"),
         ({"taps": 0}, "0 taps computes nothing"),
+        ({"chunk_size": 0}, "chunk_size is 0; give 1 to 256"),
+        ({"chunk_size": 2.5}, "chunk_size is 2.5; give 1 to 256"),
     ],
     ids=str,
 )
@@ -232,6 +236,8 @@ def test_inputs_that_do_not_fit_are_a_sentence() -> None:
     ):
         with pytest.raises(ValueError, match=says):
             block(**given)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="cu_seqlens: it is a list; give a Tensor"):
+        block(x[0], cu_seqlens=[0, 9])  # type: ignore[arg-type]
     block.in_proj = qt.Linear(32, 83, bias=False)
     with pytest.raises(ValueError, match="is not divided among ranks"):
         block(x)

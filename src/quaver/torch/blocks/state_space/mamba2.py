@@ -24,7 +24,7 @@ from quaver.torch.blocks.prologues.norm import normalized_projections
 from quaver.torch.blocks.state_space.cache import StateCache
 from quaver.torch.blocks.state_space.convolution import CausalConv1d, last_tokens
 from quaver.torch.blocks.state_space.gated_norm import GatedRMSNorm, gated_projection
-from quaver.torch.blocks.state_space.scan.op import ssd
+from quaver.torch.blocks.state_space.scan.op import check_chunk, ssd
 from quaver.torch.blocks.state_space.scan.recurrent import UNLIMITED
 from quaver.torch.linear.projections import project
 
@@ -179,7 +179,8 @@ class Mamba2(nn.Module):
             )
         z, mixed, dt = projected.split(parted, -1)
         if mask is not None:
-            mixed = mixed.masked_fill(mask[..., None], 0)
+            # A step of a NaN would spoil its chunk, though it adds nothing.
+            mixed, dt = (t.masked_fill(mask[..., None], 0) for t in (mixed, dt))
         tokens, state = (None, None) if cache is None else cache.read(layer, x)
         convolved = parts["conv1d"](mixed, tokens, cu_seqlens)
         if mask is not None:
@@ -238,6 +239,7 @@ def _check(options: Mamba2Arguments, inner: int) -> None:
         )
     if options.gate not in GATES:
         raise ValueError(f"gate is {options.gate!r}; give one of {', '.join(map(repr, GATES))}")
+    check_chunk(options.chunk_size)
     for name, (low, high) in (("dt_range", options.dt_range), ("A_range", options.A_range)):
         if not 0 < low <= high < math.inf:
             raise ValueError(f"{name} is {(low, high)}; give (least, most), both above 0")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quaver.core.reference.masks import check_heads
+from quaver.core.text.given import instance
 from quaver.core.text.spelling import check_name
 
 #: What the axes of q, k and v are.
@@ -137,6 +138,7 @@ def lengths_of(cu_seqlens: Tensor, tokens: int, of: str = "") -> list[int] | Non
     Raises:
         ValueError: it is no int tensor [sequences + 1], or does not ascend from 0 to the number of tokens.
     """
+    instance(f"cu_seqlens{of}", "it", cu_seqlens, Tensor, "torch.tensor([0, 5, 9])")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"cu_seqlens{of} is {cu_seqlens.dtype} {list(cu_seqlens.shape)}; "

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quaver.core.text.given import instance
 from quaver.torch.blocks.attention.inputs.layout import lengths_of
 from quaver.torch.blocks.prologues.prologue import alone
 from quaver.torch.blocks.state_space.scan import chunked, packages
@@ -66,10 +67,11 @@ def ssd(
         its sequence NaN, and may make its own chunk so; no other sequence.
     Source: Dao and Gu 2024, arXiv:2405.21060.
     """
+    for name, given in {"x": x, "dt": dt, "A": A, "B": B, "C": C}.items():
+        instance("ssd", name, given, Tensor, "torch.randn(2, 48, 8, 64) of x")
     _check(x, dt, A, B, C)
     _check_parameters(x, D, dt_bias, dt_limit)
-    if chunk_size is not None and not 1 <= chunk_size <= LARGEST:
-        raise ValueError(f"chunk_size is {chunk_size}; give 1 to {LARGEST} tokens, or None")
+    check_chunk(chunk_size)
     packed = cu_seqlens is not None
     if packed:
         lengths_of(cu_seqlens, x.shape[0])  # type: ignore[arg-type]
@@ -103,6 +105,12 @@ class How:
         return *(grad if t is not None else None for grad, t in zip(grads, saved[:-1], strict=True)), None
 
 
+def check_chunk(size: int | None) -> None:
+    """Refuse a chunk of another number of tokens than the scan takes. Raises: ValueError."""
+    if size is not None and (isinstance(size, bool | float) or not 1 <= size <= LARGEST):
+        raise ValueError(f"chunk_size is {size}; give 1 to {LARGEST} tokens, or None")
+
+
 def _check(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> None:
     if x.dim() not in (3, 4) or not x.is_floating_point():
         raise ValueError(f"x is {x.dtype} {list(x.shape)}; give floating-point [B, T, H, P], or [T, H, P]")
@@ -112,6 +120,10 @@ def _check(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> None:
     if B.shape != C.shape or B.dim() != x.dim() or list(B.shape[:-2]) != lead:
         raise ValueError(
             f"B is {list(B.shape)} and C {list(C.shape)}; beside x {list(x.shape)} give both {[*lead, 'G', 'N']}"
+        )
+    if not x.shape[-1] or not B.shape[-1]:
+        raise ValueError(
+            f"heads of {x.shape[-1]} features and states of {B.shape[-1]} compute nothing; give both above 0"
         )
     if not B.shape[-2] or heads % B.shape[-2]:
         raise ValueError(f"{heads} heads cannot share {B.shape[-2]} groups of B and C evenly; give groups that divide")
