@@ -170,6 +170,7 @@ def check_route(
     if len(shape) != 2:
         raise ValueError(f"logits are [tokens, experts]; these are {tuple(shape)}: flatten batch and sequence first")
     experts = shape[1]
+    _whole(k=k, groups=groups, top_groups=top_groups, best_of_group=best_of_group)
     if not 1 <= k <= experts:
         raise ValueError(f"k is {k}, and there are {experts} experts: a token chooses at least 1 and at most all")
     if scores != "softmax" and softmax_first:
@@ -210,6 +211,7 @@ def check_permute(indices: tuple[int, ...], integers: bool, experts: int, pad: i
         raise ValueError(
             f"indices are integers [T, k], the experts of each token, of shape {indices} here: give those of route"
         )
+    _whole(experts=experts, pad=pad, capacity=capacity)
     if experts < 1 or not indices[1]:
         raise ValueError(f"{experts} experts, of which a token chooses {indices[1]}: give at least one of each")
     if pad < 1:
@@ -218,8 +220,26 @@ def check_permute(indices: tuple[int, ...], integers: bool, experts: int, pad: i
         raise ValueError(f"a capacity of {capacity} drops every token: give at least 1, or None to drop none")
 
 
-def check_unpermute(rows: tuple[int, ...], places: tuple[int, ...], k: int, weights: tuple[int, ...] | None) -> None:
-    """Refuse arguments of `unpermute` whose shapes these are and do not fit, in a sentence. Raises: ValueError."""
+def _whole(**sizes: int | None) -> None:
+    """Refuse what is no whole number. Raises: ValueError."""
+    for name, size in sizes.items():
+        if isinstance(size, bool | float | str):
+            raise ValueError(f"{name} is {size!r}; give a whole number")
+
+
+def check_unpermute(
+    rows: tuple[int, ...], places: tuple[int, ...], integers: bool, k: int, weights: tuple[int, ...] | None
+) -> None:
+    """Refuse arguments of `unpermute` whose shapes these are and do not fit, in a sentence.
+
+    Args:
+        integers: whether the places are some.
+    Raises:
+        ValueError.
+    """
+    _whole(k=k)
+    if not integers:
+        raise ValueError("places are integers, the row of each choice: give those of permute")
     if len(rows) != 2 or len(places) != 1 or k < 1 or places[0] % k:
         raise ValueError(f"rows are [rows, H] and places [tokens * {k}]; these are {rows} and {places}")
     if weights is not None and weights != (places[0] // k, k):

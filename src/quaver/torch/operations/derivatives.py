@@ -54,12 +54,16 @@ class _Refuse(torch.autograd.Function):
         raise NotImplementedError(ctx.sentence)
 
 
-def refuse_transforms(*tensors: Tensor | None) -> None:
-    """Raise a NotImplementedError under vmap, torch.func.grad and forward mode."""
+def refuse_transforms(*tensors: Tensor | None, sentence: str | None = None) -> None:
+    """Raise a NotImplementedError under vmap, torch.func.grad and forward mode.
+
+    Args:
+        sentence: of what does not run there in high precision either; None is of linear layers.
+    """
     if transforms_active():
-        raise NotImplementedError(NO_FUNCTORCH)
+        raise NotImplementedError(sentence or NO_FUNCTORCH)
     if forward_level() >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors if t is not None):
-        raise NotImplementedError(NO_FORWARD_MODE)
+        raise NotImplementedError(sentence or NO_FORWARD_MODE)
 
 
 NO_FORWARD_MODE = (

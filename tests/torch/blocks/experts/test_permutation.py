@@ -203,6 +203,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "experts": ({"experts": 0}, "0 experts"),
     "floats": ({"indices": torch.rand(5, 2)}, "indices are integers"),
     "flat": ({"indices": torch.zeros(10, dtype=torch.int64)}, "indices are integers"),
+    "a share of a row": ({"capacity": 1.5}, "capacity is 1.5; give a whole number"),
+    "a float": ({"pad": 2.0}, "pad is 2.0; give a whole number"),
     "other tokens": ({"indices": torch.zeros(4, 2, dtype=torch.int64)}, "of the same tokens"),
 }
 
@@ -214,12 +216,27 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
         qt.permute(torch.randn(5, 8), **({"indices": drawn(5, 4, 2), "experts": 4} | options))
 
 
+def test_transforms_and_what_is_no_tensor_are_a_sentence() -> None:
+    x, indices = torch.randn(5, 8), drawn(5, 4, 2)
+    rows, _, places = qt.permute(x, indices, 4)
+    with pytest.raises(NotImplementedError, match="permute and unpermute do not run under"):
+        torch.func.vmap(lambda t: qt.permute(t, indices, 4).rows)(x[None])
+    with pytest.raises(NotImplementedError, match="permute and unpermute do not run under"):
+        torch.func.grad(lambda t: qt.unpermute(t, places, 2).sum())(rows)
+    with pytest.raises(TypeError, match="permute: x is a list; give a Tensor"):
+        qt.permute(x.tolist(), indices, 4)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="route: logits is a ndarray; give a Tensor"):
+        qt.route(x.numpy(), 2)  # type: ignore[arg-type]
+
+
 def test_sums_of_other_rows_are_refused() -> None:
     rows, _, places = qt.permute(torch.randn(5, 8), drawn(5, 4, 2), 4)
     with pytest.raises(ValueError, match="places"):
         qt.unpermute(rows, places, 3)
     with pytest.raises(ValueError, match="weights are one for each of 5 tokens and 2 choices"):
         qt.unpermute(rows, places, 2, torch.rand(5, 3))
+    with pytest.raises(ValueError, match="places are integers"):
+        qt.unpermute(rows, places.float(), 2)
 
 
 def test_the_counts_of_numpy_agree() -> None:

@@ -124,6 +124,8 @@ def test_no_tokens_and_all_experts() -> None:
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "more than there are": ({"k": 9}, "k is 9, and there are 8 experts"),
     "none": ({"k": 0}, "k is 0"),
+    "a float": ({"k": 2.0}, "k is 2.0; give a whole number"),
+    "a flag": ({"k": True}, "k is True; give a whole number"),
     "scores": ({"k": 2, "scores": "sigmoit"}, "did you mean 'sigmoid'"),
     "groups that do not divide": ({"k": 2, "groups": 3, "top_groups": 1}, "3 groups do not divide 8 experts"),
     "one of two": ({"k": 2, "groups": 4}, "given together"),

@@ -88,7 +88,8 @@ def unpermute(rows: Array, places: Array, k: int, weights: Array | None = None) 
     """
     rows, places = array("unpermute", "rows", rows), array("unpermute", "places", places)
     weights = None if weights is None else array("unpermute", "weights", weights)
-    check_unpermute(rows.shape, places.shape, k, None if weights is None else weights.shape)
+    integers = jnp.issubdtype(places.dtype, jnp.integer)
+    check_unpermute(rows.shape, places.shape, integers, k, None if weights is None else weights.shape)
     return _combine(k, rows, places, weights)
 
 

@@ -13,9 +13,16 @@ import torch
 from torch import Tensor
 
 from quaver.core.reference.experts import check_permute, check_unpermute, rows_of, why_not_rows
+from quaver.core.text.given import instance
 from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.operations.derivatives import refuse_transforms
 from quaver.torch.operations.functional import quantize
 from quaver.torch.operations.ops import on_host
+
+NO_TRANSFORMS = (
+    "permute and unpermute do not run under torch.func transforms such as vmap and grad, and have no forward-mode "
+    "derivative; loop over the batch and use torch.autograd, which differentiates them any number of times"
+)
 
 
 class Permuted(NamedTuple):
@@ -50,6 +57,9 @@ def permute(
             several rows and not of all.
     Exact: rows, and the gradient of x, which adds up its copies' in float32 from the first choice on and rounds once.
     """
+    if not isinstance(x, Quantized):
+        instance("permute", "x", x, Tensor, "torch.randn(tokens, features)")
+    instance("permute", "indices", indices, Tensor, "quaver.torch.route(logits, k).indices")
     integers = indices.dtype in (torch.int64, torch.int32)
     check_permute(tuple(indices.shape), integers, experts, pad, capacity)
     if isinstance(x, Quantized):
@@ -64,6 +74,7 @@ def permute(
     offsets, places, sources = order(indices, experts, pad, capacity)
     if isinstance(x, Quantized):
         return Permuted(take_quantized(x, sources, indices.shape[1]), offsets, places)
+    _refuse_transforms(x)
     rows: Tensor = Gather.apply(x, sources, places, indices.shape[1])
     return Permuted(rows, offsets, places)
 
@@ -82,10 +93,19 @@ def unpermute(rows: Tensor, places: Tensor, k: int, weights: Tensor | None = Non
         ValueError: shapes that do not fit.
     Exact: the products and their sum from the first choice on are float32's (float64's of such), rounded once.
     """
+    instance("unpermute", "rows", rows, Tensor, "those of permute")
+    instance("unpermute", "places", places, Tensor, "those of permute")
     of_weights = None if weights is None else tuple(weights.shape)
-    check_unpermute(tuple(rows.shape), tuple(places.shape), k, of_weights)
+    integers = places.dtype in (torch.int64, torch.int32)
+    check_unpermute(tuple(rows.shape), tuple(places.shape), integers, k, of_weights)
+    _refuse_transforms(rows, weights)
     y: Tensor = Combine.apply(rows, places, k, weights)
     return y
+
+
+def _refuse_transforms(*tensors: Tensor | None) -> None:
+    if not torch.compiler.is_compiling():
+        refuse_transforms(*tensors, sentence=NO_TRANSFORMS)
 
 
 def order(indices: Tensor, experts: int, pad: int = 1, capacity: int | None = None) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quaver.core.reference.experts import TINY, check_route
+from quaver.core.text.given import instance
 
 #: Below it softplus(z) is exp(z) in float32, and the derivative of its root is still a number.
 FAR = -40.0
@@ -83,6 +84,7 @@ def route(
     Exact: the choice without bias and groups, by the logits in float32. Bounded: scores, weights and their gradients,
         relative RMS 1e-6 of float64 in float32.
     """
+    instance("route", "logits", logits, Tensor, "torch.randn(tokens, experts)")
     of_bias = None if bias is None else tuple(bias.shape)
     check_route(tuple(logits.shape), k, scores, softmax_first, groups, top_groups, best_of_group, of_bias, normalize)
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))

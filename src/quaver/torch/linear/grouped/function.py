@@ -69,8 +69,8 @@ class Grouped(torch.autograd.Function):
 
 
 NO_DOUBLE_BACKWARD = (
-    "quantized grouped GEMMs have no second derivative: rounding has none. Compute the part that is differentiated "
-    "twice in high precision"
+    "grouped GEMMs, quantized or not, have no second derivative: rounding has none. Compute the part that is "
+    "differentiated twice by torch.nn.functional.linear, group by group"
 )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quaver import recipes
 from quaver.core.spec import Recipe
+from quaver.core.text.given import instance
 from quaver.torch.linear.grouped.call import Product, Source
 from quaver.torch.linear.grouped.function import Grouped, Setup
 from quaver.torch.linear.grouped.rows import GIVEN, Codes, Rows
@@ -23,6 +24,14 @@ from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import ops
 from quaver.torch.operations.derivatives import refuse_transforms
 from quaver.torch.state.context import ambient, recipe_in_force
+
+#: An example.
+OFFSETS = "group_sizes.cumsum(0, dtype=torch.int32)"
+NO_TRANSFORMS = (
+    "grouped products, quantized or not, do not run under torch.func transforms such as vmap and grad, and have no "
+    "forward-mode derivative; loop over the batch and use torch.autograd, or call torch.nn.functional.linear of each "
+    "group"
+)
 
 
 def grouped_matmul(
@@ -58,6 +67,10 @@ def grouped_matmul(
     Exact: codes and scales, those of each group alone. Bounded: outputs and gradients, relative RMS 1e-6 in float32 of
     the same products in float64.
     """
+    instance("grouped_matmul", "weight", weight, Tensor, "torch.randn(groups, n, k)")
+    instance("grouped_matmul", "offsets", offsets, Tensor, OFFSETS)
+    if not isinstance(x, Quantized):
+        instance("grouped_matmul", "x", x, Tensor, "torch.randn(tokens, k)")
     in_force = recipe_in_force(None if recipe is None else recipes.get(recipe))
     check(x, weight, offsets, bias, in_force)
     if in_force is not None and in_force.delayed is not None:
@@ -111,7 +124,7 @@ def apply(
         turned: whether the weight is given as it lies, [groups, K, N].
     """
     if not torch.compiler.is_compiling():
-        refuse_transforms(*taken, weight, bias)
+        refuse_transforms(*taken, weight, bias, sentence=NO_TRANSFORMS)
     followed = recipe or recipes.get("bf16")
     if not followed.quantizes:
         weight = weight if weight.dtype in stored.CODES else weight.to(dtype)
@@ -161,6 +174,8 @@ def _check_shapes(x: Tensor | Quantized, weight: Tensor, offsets: Tensor, bias: 
             f"x is [T, K], weight [groups, N, K] and offsets [groups]; these are {shape}, {tuple(weight.shape)} and "
             f"{tuple(offsets.shape)}"
         )
+    if bias is not None and bias.device != weight.device:
+        raise ValueError(f"bias is on {bias.device} and weight on {weight.device}; move them to one")
     if bias is not None and bias.shape != weight.shape[:2]:
         raise ValueError(f"bias is [groups, N], here {tuple(weight.shape[:2])}; this one is {tuple(bias.shape)}")
 
