@@ -1,6 +1,7 @@
 """Several layers of one input."""
 
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -9,9 +10,20 @@ import torch
 from torch import nn
 
 import quaver.torch as qt
+from quaver import recipes
 from quaver.core.spec import Recipe
 from quaver.torch.linear import projections
 from quaver.torch.linear.layer import Linear
+from tests.close import assert_close
+
+BLOCKS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": lambda: qt.MLP(32, 64, "gelu"),
+    "norm": lambda: qt.LayerNormLinear(32, 64),
+    "transformer": lambda: qt.TransformerLayer(32, 4, 64, activation="swiglu", normalization="RMSNorm", bias=False),
+    "mamba": lambda: qt.Mamba2(32, head_dim=8, state=16, normalization="RMSNorm"),
+    "experts": lambda: qt.MoE(32, 24, qt.Mixture(experts=4, k=2, shared=16), normalization="RMSNorm"),
+    "experts in eight bits": lambda: qt.MoE(32, 24, qt.Mixture(experts=4, k=2), bias=True, eight_bit_activations=True),
+}
 
 
 @pytest.mark.parametrize("recipe", [None, "bf16", "tensorwise", "mxfp8"])
@@ -36,3 +48,20 @@ def test_each_group_of_layers_asks_for_its_recipe_once(
     layers = [layer for layer in block.modules() if isinstance(layer, Linear)]
     assert {layer for group in asked for layer in group} <= set(layers) and len(asked) >= 2
     assert set(asked.values()) == {1}
+
+
+@pytest.mark.filterwarnings("ignore:torch.float64 is computed in high precision")
+@pytest.mark.parametrize("recipe", [*recipes.RECIPES, None], ids=str)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_float64_is_never_quantized(block: str, recipe: str | None) -> None:
+    """Neither where a step was decided beforehand, nor what waits in eight bits."""
+    torch.manual_seed(0)
+    layer = BLOCKS[block]().double()
+    x = torch.randn(2, 6, 32, dtype=torch.float64, requires_grad=True)
+    results = []
+    for ambient in (nullcontext() if recipe is None else qt.autocast(recipe), qt.autocast(enabled=False)):
+        with ambient:
+            y = layer(x)
+        results.append((y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])))
+    for ours, high in zip(*results, strict=True):
+        assert_close(block, ours, high, 1e-12)

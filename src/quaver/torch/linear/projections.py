@@ -129,6 +129,8 @@ def _shared_recipe(layers: Sequence[Linear]) -> Recipe | None:
     for layer in layers:
         if layer.__class__ is not Linear and not _is_over(layer):
             return None
+        if layer.weight_spec is not None:
+            stored.check_uncast(layer, weight_and_bias(layer)[0])
         own = recipe_of(layer, compiling)
         if own is None or own.fprop.a is None or (recipe is not None and own is not recipe):
             return None
@@ -182,7 +184,9 @@ def _decided(
     """What the autograd function takes where each layer has a decided step, as this call's; none where what a layer
     remembers is for the general way, or where a fused kernel saves a large pass."""
     first = x[0]
-    if first is None or (not first.requires_grad and not any(t is not None and t.requires_grad for t in x)):
+    if first is None or first.dtype not in ops.DTYPES:
+        return None
+    if not first.requires_grad and not any(t is not None and t.requires_grad for t in x):
         return None
     a, c, shape, features = recipe.fprop.a, recipe.wgrad.b, first.shape, layers[0].in_features
     assert a is not None

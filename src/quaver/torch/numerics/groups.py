@@ -155,7 +155,7 @@ class Stack:
     """The weights of all groups, an operand [rows, k] of each, None before it is asked for: a group without tokens may
     never be."""
 
-    __slots__ = ("amax", "parts", "whole")
+    __slots__ = ("amax", "parts", "unread", "whole")
 
     def __init__(self, parts: Sequence[Quantized | None], whole: Quantized | None = None) -> None:
         self.parts = list(parts)
@@ -164,6 +164,8 @@ class Stack:
         #: On a GPU all of them at once, the rows of one below those of another, each with scales of its own: blocks of
         #: one row.
         self.whole = whole
+        #: Groups whose parts were made beside those of others and have not been multiplied yet, nor counted.
+        self.unread: set[int] = set()
 
 
 def in_lines(t: Tensor) -> bool:

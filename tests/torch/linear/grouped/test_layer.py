@@ -224,12 +224,16 @@ def test_moves_keep_histories_in_float32_and_counts_whole() -> None:
             assert_bitwise(buffer.contiguous(), before[name].contiguous())
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "nvfp4", None])
+@every_recipe
 def test_meta_layers_run_and_are_filled(recipe: str | None) -> None:
     with torch.device("meta"):
         layer = qt.GroupedLinear(G, K, N, recipe=recipe)
-    y = layer(torch.empty(T, K, device="meta"), torch.empty(G, dtype=torch.int32, device="meta"))
+    x = torch.empty(T, K, device="meta", requires_grad=True)
+    y = layer(x, torch.empty(G, dtype=torch.int32, device="meta"))
     assert y.shape == (T, N) and y.is_meta
+    y.sum().backward()
+    assert x.grad is not None and layer.weight.grad is not None and layer.weight.grad.shape == (G, N, K)
+    layer.zero_grad()
     torch.manual_seed(0)
     layer.to_empty(device="cpu").reset_parameters()
     torch.manual_seed(0)
@@ -258,6 +262,9 @@ X, OFFSETS = torch.zeros(8, K), torch.tensor([3, 3, 8, 8], dtype=torch.int32)
 def test_bad_rows_are_a_sentence(x: Tensor, offsets: Tensor, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         qt.GroupedLinear(G, K, N, recipe="mxfp8")(x, offsets)
+    for given in ((X, OFFSETS.tolist()), (X, None), (X.numpy(), OFFSETS), (None, OFFSETS)):
+        with pytest.raises(TypeError, match=r"GroupedLinear: (x|offsets) is a .*; give a Tensor, such as"):
+            qt.GroupedLinear(G, K, N)(*given)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -303,3 +310,14 @@ def test_models_of_them_are_converted_counted_and_reverted() -> None:
     assert qt.revert(model) == ["experts.experts"] and not list(model.buffers())
     y = model(x)
     assert "GroupedLinear" in repr(model) and y.isfinite().all()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8", "mxfp4", "nvfp4"])
+def test_each_groups_weight_is_counted_once_it_is_multiplied(recipe: str) -> None:
+    """Also where all were quantized in one call, before it had a token."""
+    layer = qt.GroupedLinear(G, K, N, recipe=recipe)
+    with qt.count(layer) as counters:
+        for step, sizes in enumerate([(0, 3, 3, 6), (0, 0, 6, 6), (3, 3, 3, 3)]):
+            layer(torch.randn(12, K), ends(sizes)).sum().backward()
+            (counted,) = [row[2] for row in counters._rows() if row[1] == "weight"]
+            assert counted == K * N * (3 if step < 2 else 4)

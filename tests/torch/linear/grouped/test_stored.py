@@ -261,6 +261,33 @@ def test_what_does_not_fit_is_a_sentence() -> None:
         layer(None).load_state_dict(one.state_dict())
 
 
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "mxfp8"])
+def test_codes_that_were_cast_as_numbers_are_refused(name: str) -> None:
+    """As fully_shard casts them under a MixedPrecisionPolicy: results were a thousand times too large."""
+    cases: list[tuple[nn.Module, tuple[Any, ...]]] = [
+        (layer(name), (rows()[0].bfloat16(), ENDS)),
+        (qt.Linear(32, 32), (torch.randn(4, 32).bfloat16(),)),
+        (qt.MLP(32, 64), (torch.randn(4, 32).bfloat16(),)),
+        (qt.MoE(32, 32, qt.Mixture(experts=4, k=2)), (torch.randn(4, 32).bfloat16(),)),
+    ]
+    for module, given in cases:
+        qt.quantize_weights(module, name)
+        for part in module.modules():
+            weight = part._parameters.get("weight")
+            if weight is not None:
+                part._parameters["weight"] = nn.Parameter(weight.detach().to(torch.bfloat16), requires_grad=False)
+        with pytest.raises(ValueError, match=r"came as torch.bfloat16.*gather_quantized\(model\) before fully_shard"):
+            module(*given)
+
+
+def test_experts_in_codes_say_what_to_do_with_tokens_of_another_dtype() -> None:
+    model = qt.MoE(32, 32, qt.Mixture(experts=4, k=2))
+    qt.quantize_weights(model, "mxfp8")
+    with pytest.raises(ValueError, match=r"call model.to\(torch.bfloat16\) before it is sharded"):
+        model(torch.randn(4, 32).bfloat16())
+    assert model.to(torch.bfloat16)(torch.randn(4, 32).bfloat16()).dtype is torch.bfloat16
+
+
 @pytest.mark.parametrize(("name", "layout"), [("nvfp4", "kn"), ("mxfp8", "kn"), ("delayed", "nk")])
 @pytest.mark.parametrize("recipe", [True, False])
 def test_frozen_codes_compile_with_eagers_bits(name: str, layout: str, recipe: bool) -> None:

@@ -19,6 +19,7 @@ from quaver.torch.blocks.norm_linear import Parts
 from quaver.torch.blocks.prologues.activation import Activated, get_activation, option_values
 from quaver.torch.linear.grouped.layer import GroupedLinear, Layout
 from quaver.torch.linear.grouped.rows import Rows
+from quaver.torch.linear.stored import stored
 from quaver.torch.operations import ops
 
 
@@ -139,6 +140,14 @@ class Experts(Parts):
             return x.to(torch.get_autocast_dtype(device))
         down: Any = self._modules["down_proj"]
         own = down.weight_dtype or down.weight.dtype
+        if down.weight_spec is not None:
+            stored.check_uncast(down, down.weight)
+            if x.dtype is not own:
+                raise ValueError(
+                    f"experts have weights in codes of {own} and got {x.dtype} tokens; convert the tokens, enter "
+                    f"torch.autocast, or call model.to({x.dtype}) before it is sharded: a MixedPrecisionPolicy casts "
+                    "no codes"
+                )
         if x.dtype is not own:
             raise ValueError(
                 f"experts have {own} weights and got {x.dtype} tokens; convert the tokens, or enter torch.autocast"

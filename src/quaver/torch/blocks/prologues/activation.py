@@ -224,7 +224,7 @@ class Activated:
         assert x[0] is not None
         run = ops.chosen(ACTIVATE, x[0]) if decided is None else ACTIVATE.impls[decided].run
         y = run(self.name, self.options, x)
-        if not self.eight_bits:
+        if not self.eight_bits or x[0].dtype not in ops.DTYPES:
             return y, x
         return y, tuple(ops.QUANTIZE(a.reshape(-1, a.shape[-1]), KEPT) for a in x if a is not None)
 
@@ -247,7 +247,7 @@ class Activated:
         self, g: Tensor, saved: Sequence[Any], decided: int | None = None, needs: Sequence[Any] = ()
     ) -> tuple[Tensor, ...]:
         run = ops.chosen(ACTIVATE_BACKWARD, g) if decided is None else ACTIVATE_BACKWARD.impls[decided].run
-        if not self.eight_bits:
+        if not isinstance(saved[0], Quantized):
             return tuple(run(self.name, self.options, g, saved))
         if not ops.on_host(g) or not _in_blocks(g):
             return tuple(run(self.name, self.options, g, [_decoded(q, g) for q in saved]))

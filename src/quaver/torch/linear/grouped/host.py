@@ -229,7 +229,7 @@ def all_groups(call: Call, a: Tensor, b: Tensor) -> Tensor | None:
     Args:
         a, b: rows [T, k] by matrices [groups, k, n], to [T, n]; or [m, T] by rows [T, n], to [groups, m, n].
     """
-    if not (a.is_cpu and a.dtype is b.dtype is call.dtype) or 0 in (*a.shape, *b.shape):
+    if not (a.is_cpu and a.dtype is b.dtype is call.dtype and a.dtype in ops.DTYPES) or 0 in (*a.shape, *b.shape):
         return None
     if not (in_lines(a) and in_lines(b)):
         return None
@@ -350,10 +350,14 @@ class _Run:
         if q is None:
             if side == "fprop" and self._fills(weight, kept):
                 kept.parts[:] = self._all(weight)
+                kept.unread = set(range(len(kept.parts)))
             else:
                 kept.parts[group] = self._quantized(weight, group, side, shared)
             q = kept.parts[group]
             assert q is not None
+        if group in kept.unread:
+            kept.unread.discard(group)
+            call.note("weight", weight.detach()[group], q)
         return q.T if shared else q
 
     def _fills(self, weight: Tensor, kept: Stack) -> bool:
@@ -388,9 +392,6 @@ class _Run:
             if spec.two_level:
                 assert whole.tensor_factor is not None
                 q.tensor_factor = whole.tensor_factor[group : group + 1]
-            start, end = self.call.offsets.bounds()[group]
-            if end > start:
-                self.call.note("weight", w[group], q)
         return each
 
     def _quantized(self, weight: Tensor, group: int, side: str, shared: bool) -> Quantized:

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from quaver import recipes
 from quaver.core.spec import Recipe
+from quaver.core.text.given import instance
 from quaver.torch.linear.grouped.call import Product
-from quaver.torch.linear.grouped.matmul import apply, check_codes, multiply
+from quaver.torch.linear.grouped.matmul import OFFSETS, apply, check_codes, multiply
 from quaver.torch.linear.grouped.rows import Rows
 from quaver.torch.linear.layer import Quantizable, recipe_of, refuse_sharded, serials
 from quaver.torch.linear.stored import stored, storing
@@ -125,6 +126,8 @@ class GroupedLinear(Quantizable):
                 with a warning.
             offsets: int32 [groups] on x's device, where each group ends: the running sum of the groups' sizes.
         """
+        if not isinstance(x, Quantized):
+            instance("GroupedLinear", "x", x, Tensor, "torch.randn(tokens, in_features)")
         return self._run(x, None, (), offsets)
 
     def project(self, rows: Rows, taken: Sequence[Tensor | None], offsets: Tensor) -> Tensor:
@@ -137,7 +140,8 @@ class GroupedLinear(Quantizable):
         weight, bias = self.weight, self.bias
         if weight.__class__ is not nn.Parameter and not compiling:
             refuse_sharded(self, weight)
-        if weight.dtype in stored.CODES:
+        if self.weight_spec is not None:
+            stored.check_uncast(self, weight)
             stored.check_gradient(weight)
         self._check(x, offsets)
         if isinstance(x, Quantized):
@@ -154,9 +158,10 @@ class GroupedLinear(Quantizable):
                     f"{self._named()} has {weight.dtype} weights and got a {x.dtype} input; convert the input, or "
                     "enter torch.autocast"
                 )
-            if x.dtype not in ops.DTYPES:
-                self._refuse_dtype(x, recipe)
-                recipe = None
+        dtype = torch.get_autocast_dtype(device) if casting else x.dtype if isinstance(x, Tensor) else plain
+        if dtype not in ops.DTYPES:
+            self._refuse_dtype(dtype, recipe)
+            recipe = None
         if recipe is None:
             if training and not compiling and self._state.weights is not None:
                 kept_weights.look(self, weight)
@@ -165,7 +170,6 @@ class GroupedLinear(Quantizable):
         owner, turned = Product(self), self.layout == "kn"
         if rows is None:
             return multiply(owner, x, weight, bias, offsets, recipe, turned)
-        dtype = torch.get_autocast_dtype(device) if casting else plain
         return apply(owner, rows, taken, weight, bias, offsets, recipe, dtype, turned)
 
     def _named(self) -> str:
@@ -173,7 +177,8 @@ class GroupedLinear(Quantizable):
         return name or f"GroupedLinear({self.groups}, {self.in_features} → {self.out_features})"
 
     def _check(self, x: Any, offsets: Tensor) -> None:
-        """Refuse what does not fit, in a sentence. Raises: ValueError."""
+        """Refuse what does not fit, in a sentence. Raises: ValueError, TypeError of what is no tensor."""
+        instance("GroupedLinear", "offsets", offsets, Tensor, OFFSETS)
         if x is not None and (len(x.shape) != 2 or x.shape[1] != self.in_features):
             raise ValueError(
                 f"{self._named()} got rows of shape {tuple(x.shape)}; they are [T, {self.in_features}], those of group "
@@ -189,16 +194,16 @@ class GroupedLinear(Quantizable):
             where = "" if x is None else f"rows on {x.device} and "
             raise ValueError(f"{self._named()} is on {device}, and got {where}offsets on {offsets.device}; move them")
 
-    def _refuse_dtype(self, x: Tensor, recipe: Recipe | None) -> None:
+    def _refuse_dtype(self, dtype: torch.dtype, recipe: Recipe | None) -> None:
         """Refuse integers and codes, and warn of float64. Raises: ValueError."""
-        if x.dtype is not torch.float64 or self.weight_spec is not None:
+        if dtype is not torch.float64 or self.weight_spec is not None:
             raise ValueError(
-                f"{self._named()} got a {x.dtype} input; rows are float32, bfloat16 or float16: convert them"
+                f"{self._named()} got a {dtype} input; rows are float32, bfloat16 or float16: convert them"
             )
         if recipe is not None and "float64" not in _warned:
             _warned.add("float64")
             warnings.warn(
-                f"{x.dtype} is computed in high precision: recipes quantize float32, bfloat16 and float16", stacklevel=5
+                f"{dtype} is computed in high precision: recipes quantize float32, bfloat16 and float16", stacklevel=5
             )
 
     def extra_repr(self) -> str:

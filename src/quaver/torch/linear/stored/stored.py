@@ -44,6 +44,17 @@ def are_codes(weight: Tensor) -> bool:
     return weight.dtype in CODES or hasattr(weight.__class__, "gathered_codes")
 
 
+def check_uncast(layer: nn.Module, weight: Tensor) -> None:
+    """Refuse a weight that is no codes where it exists only as such. Raises: ValueError."""
+    if not are_codes(weight):
+        name = layer.__dict__.get("qualified_name") or type(layer).__name__
+        raise ValueError(
+            f"{name}: the weight exists only as codes, {layer.weight_spec}, and came as {weight.dtype}: codes were "
+            "cast as if they were numbers, as fully_shard does under MixedPrecisionPolicy(param_dtype=...). Call "
+            "quaver.torch.parallel.gather_quantized(model) before fully_shard, or leave param_dtype out"
+        )
+
+
 def codes(layer: nn.Module, weight: Tensor) -> Quantized:
     """The weight's codes and scales as an operand."""
     gathered = getattr(weight, "gathered_codes", None)
