@@ -248,10 +248,10 @@ class Linear(Quantizable, nn.Linear):
         training = torch.is_grad_enabled()
         recipe = recipe_of(self, compiling)
         weight, bias = weight_and_bias(self)
-        if self.weight_spec is not None:
-            stored.check_uncast(self, weight)
         is_parameter = weight.__class__ is nn.Parameter
         given = not is_parameter and is_given(weight)
+        if self.weight_spec is not None and not given:
+            stored.check_uncast(self, weight)
         if given:
             if compiling:
                 eager: Tensor = weight.__class__.eagerly(Linear.forward, self, input)  # type: ignore[attr-defined]

@@ -129,8 +129,8 @@ def _shared_recipe(layers: Sequence[Linear]) -> Recipe | None:
     for layer in layers:
         if layer.__class__ is not Linear and not _is_over(layer):
             return None
-        if layer.weight_spec is not None:
-            stored.check_uncast(layer, weight_and_bias(layer)[0])
+        if layer.weight_spec is not None and not is_given(weight := weight_and_bias(layer)[0]):
+            stored.check_uncast(layer, weight)
         own = recipe_of(layer, compiling)
         if own is None or own.fprop.a is None or (recipe is not None and own is not recipe):
             return None
