@@ -1,19 +1,12 @@
 """torchao.float8's public names, each in the file that torchao has it in; no prototype and no class of tensors."""
 
 from quaver.compat.missing import TORCHAO, unknown
-from quaver.compat.torchao.float8.config import (
-    CastConfig,
-    Float8GemmConfig,
-    Float8LinearConfig,
-    Float8LinearRecipeName,
-    ScalingGranularity,
-    ScalingType,
-)
+from quaver.compat.torchao.float8 import config
+from quaver.compat.torchao.float8.config import *  # noqa: F403
 from quaver.compat.torchao.float8.float8_linear_utils import _auto_filter_for_recipe, convert_to_float8_training
 from quaver.compat.torchao.float8.fsdp_utils import precompute_float8_dynamic_scale_for_fsdp
 
-__all__ = ["CastConfig", "Float8GemmConfig", "Float8LinearConfig", "Float8LinearRecipeName"]
-__all__ += ["ScalingGranularity", "ScalingType", "_auto_filter_for_recipe", "convert_to_float8_training"]
-__all__ += ["precompute_float8_dynamic_scale_for_fsdp"]
+__all__ = ["_auto_filter_for_recipe", "convert_to_float8_training", "precompute_float8_dynamic_scale_for_fsdp"]
+__all__ += config.__all__
 
 __getattr__ = unknown(__name__, __all__, TORCHAO)

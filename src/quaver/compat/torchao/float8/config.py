@@ -227,5 +227,7 @@ def _name(config: Float8LinearConfig) -> str:
     return "float8"
 
 
-NAMES = "CastConfig", "Float8GemmConfig", "Float8LinearConfig", "Float8LinearRecipeName"
-__getattr__ = unknown(__name__, (*NAMES, "ScalingGranularity", "ScalingType"), TORCHAO)
+__all__ = ["CastConfig", "Float8GemmConfig", "Float8LinearConfig", "Float8LinearRecipeName"]
+__all__ += ["ScalingGranularity", "ScalingType"]
+
+__getattr__ = unknown(__name__, __all__, TORCHAO)
