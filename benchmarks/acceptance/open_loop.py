@@ -54,6 +54,8 @@ class Scheme:
 
 _MSAMP = "e4m3/tensor power_of_two"
 _V = "uint8_root/64 stochastic floor"
+#: Codes of kind "mitchell".
+_M, _V4 = "int8_mitchell/64", "uint8_mitchell4/64 stochastic floor"
 SCHEMES = (
     Scheme("float32", "float32", "float32"),
     Scheme("bfloat16", "bfloat16", "bfloat16"),
@@ -78,14 +80,17 @@ SCHEMES = (
     Scheme("dynamic map /256: `bnb8`, `torchao8`", "int8_dynamic/256 float32", "uint8_dynamic/256 float32"),
     Scheme("int8 softsign/32, √v uint8/32: `flashoptim`", "int8_softsign/32", "uint8_root/32"),
     Scheme("the same, v at random, floor", "int8_softsign/32", "uint8_root/32 stochastic floor"),
-    Scheme("int8 softsign/64, √v uint8/64, v at random, floor: `lean`, `balanced`", "int8_softsign/64", _V),
+    Scheme("int8 softsign/64, √v uint8/64, v at random, floor", "int8_softsign/64", _V),
     Scheme("int8 root/64, the same v", "int8_root/64", _V),
+    Scheme("int8 near roots/64, v near roots/64, at random, floor", _M, "uint8_mitchell/64 stochastic floor"),
+    Scheme("int8 near roots/64, v near fourth roots/64, the same: `lean`, `balanced`", _M, _V4),
     Scheme("E4M3/64, the same v", "e4m3/64", _V),
     Scheme("int8 softsign/64, √v in E4M4/64 at random, floor", "int8_softsign/64", "root_e4m4/64 stochastic floor"),
     Scheme("m alone: E4M3 per tensor", _MSAMP, "float32"),
     Scheme("m alone: E4M3/128", "e4m3/128", "float32"),
     Scheme("m alone: COAT's expansion /128", "e4m3_expanded/128 float32", "float32"),
     Scheme("m alone: int8 root/64", "int8_root/64", "float32"),
+    Scheme("m alone: int8 near roots/64", _M, "float32"),
     Scheme("m alone: int8 softsign/32", "int8_softsign/32", "float32"),
     Scheme("m alone: int8 softsign/64", "int8_softsign/64", "float32"),
     Scheme("m alone: int8 softsign/128", "int8_softsign/128", "float32"),

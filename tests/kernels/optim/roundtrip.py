@@ -24,50 +24,25 @@ from tests.kernels.gate import machine_code
 
 #: What a kernel can write, and the number that it knows them by.
 SPECS = {
-    "int8_softsign/64": 0,
-    "int8_root/64": 1,
-    "uint8_root/64": 2,
-    "uint8_root/64 stochastic floor": 3,
-    "uint8_root/64 stochastic": 4,
-    "root_e4m4/64 floor": 5,
-    "root_e4m4/64 stochastic floor": 6,
-    "e4m3/64": 7,
-    "bfloat16 stochastic": 8,
+    "int8_mitchell/64": 0,
+    "uint8_mitchell4/64 floor": 1,
+    "uint8_mitchell4/64 stochastic floor": 2,
+    "bfloat16 stochastic": 3,
 }
 
 
 @triton.jit
-def encoded(x, inverse, least, noise, CODE: tl.constexpr, INTEGERS: tl.constexpr):
+def encoded(x, inverse, least, noise, CODE: tl.constexpr):
     if CODE == 0:
-        c = written.encode_softsign(x, inverse)
-    elif CODE == 1:
-        c = written.encode_root(x, inverse, least, noise, True, False, False)
-    elif CODE == 2:
-        c = written.encode_root(x, inverse, least, noise, False, False, False)
-    elif CODE == 3:
-        c = written.encode_root(x, inverse, least, noise, False, True, True)
-    elif CODE == 4:
-        c = written.encode_root(x, inverse, least, noise, False, True, False)
-    elif CODE == 5:
-        c = written.encode_root_e4m4(x, inverse, least, noise, False, True)
-    elif CODE == 6:
-        c = written.encode_root_e4m4(x, inverse, least, noise, True, True)
+        c = written.encode_mitchell(x, inverse, least, noise, 1, True, False)
     else:
-        c = written.encode_e4m3(x, inverse, INTEGERS)
+        c = written.encode_mitchell(x, inverse, least, noise, 2, False, CODE == 2)
     return c
 
 
 @triton.jit
-def values(c, CODE: tl.constexpr, INTEGERS: tl.constexpr):
-    if CODE == 0:
-        v = written.decode_softsign(c)
-    elif CODE <= 4:
-        v = written.decode_root(c)
-    elif CODE <= 6:
-        v = written.decode_root_e4m4(c)
-    else:
-        v = written.decode_e4m3(c, INTEGERS)
-    return v
+def values(c, CODE: tl.constexpr):
+    return written.decode_mitchell(c, 1 if CODE == 0 else 2)
 
 
 @triton.jit
@@ -81,30 +56,29 @@ def write(
     LARGEST: tl.constexpr,
     SIGNED: tl.constexpr,
     NOISY: tl.constexpr,
-    INTEGERS: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     at = tl.expand_dims(row, 1) * 64 + tl.expand_dims(tl.arange(0, 64), 0)
     a = tl.load(x + at)  # [ROWS, 64]
     u = tl.load(noise + at) if NOISY else 0
-    if CODE == 8:
+    if CODE == 3:
         tl.store(q + at, written.bfloat16_at_random(a, u))
     else:
         scale = written.scale_of(written.block_amax(a, SIGNED), LARGEST)
         inverse, least = written.inverse_of(scale)
-        tl.store(q + at, encoded(a, inverse, least, u, CODE, INTEGERS))
+        tl.store(q + at, encoded(a, inverse, least, u, CODE))
         tl.store(scales + row, (scale >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True))
 
 
 @triton.jit
-def read(q, scales, x, ROWS: tl.constexpr, CODE: tl.constexpr, INTEGERS: tl.constexpr):
+def read(q, scales, x, ROWS: tl.constexpr, CODE: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     at = tl.expand_dims(row, 1) * 64 + tl.expand_dims(tl.arange(0, 64), 0)
-    if CODE == 8:
+    if CODE == 3:
         tl.store(x + at, tl.load(q + at).to(tl.float32))
     else:
         scale = tl.load(scales + row).to(tl.float32)
-        tl.store(x + at, values(tl.load(q + at), CODE, INTEGERS) * tl.expand_dims(scale, 1))
+        tl.store(x + at, values(tl.load(q + at), CODE) * tl.expand_dims(scale, 1))
 
 
 @triton.jit
@@ -121,7 +95,7 @@ def dtype_of(spec: StateSpec) -> torch.dtype:
     return torch.int8 if spec.code.startswith("int8") else torch.uint8
 
 
-def run(x: Tensor, noise: Tensor, spec: StateSpec, integers: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def run(x: Tensor, noise: Tensor, spec: StateSpec) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Codes (bfloat16's as their bits), scales and values of float32 x [R, 64], R a multiple of 16."""
     code, rows = SPECS[spec.text], 16
     q, scales = torch.empty(x.shape, dtype=dtype_of(spec), device=x.device), torch.empty(len(x), dtype=torch.bfloat16)
@@ -138,10 +112,9 @@ def run(x: Tensor, noise: Tensor, spec: StateSpec, integers: int) -> tuple[np.nd
             spec.of.largest,
             spec.of.signed,
             spec.stochastic,
-            integers,
             enable_fp_fusion=False,
         )
-        read[grid](q, scales, out, rows, code, integers, enable_fp_fusion=False)
+        read[grid](q, scales, out, rows, code, enable_fp_fusion=False)
     bits = q.view(torch.uint16) if q.dtype is torch.bfloat16 else q
     return bits.cpu().numpy(), scales.float().cpu().numpy(), out.cpu().numpy()
 
@@ -149,9 +122,9 @@ def run(x: Tensor, noise: Tensor, spec: StateSpec, integers: int) -> tuple[np.nd
 def compiled(spec: StateSpec, arch: int) -> list[Any]:
     """Both kernels for sm_`arch`, compiled as the library compiles: a product and a sum are two roundings."""
     # Ada rounds on the bits, and Ampere has no FP8 at all.
-    code, integers = SPECS[spec.text], {80: 2, 86: 2, 89: 1}.get(arch, 0)
+    code = SPECS[spec.text]
     q = {torch.int8: "*i8", torch.uint8: "*u8", torch.bfloat16: "*bf16"}[dtype_of(spec)]
-    numbers = {"ROWS": 16, "CODE": code, "INTEGERS": integers}
+    numbers = {"ROWS": 16, "CODE": code}
     more = {"LARGEST": spec.of.largest, "SIGNED": spec.of.signed, "NOISY": spec.stochastic}
     kernels = []
     for fn, given, constants in (

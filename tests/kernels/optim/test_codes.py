@@ -4,14 +4,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from quaver.core.states import reference
 from quaver.core.states.codes import StateSpec
@@ -25,19 +22,14 @@ ROOT = Path(__file__).parents[3]
 ROWS, BLOCK = 64, 64
 #: `tl.fma` of an element written and read; the most instructions of each on Hopper, amax, scale and memory included.
 COMPILED = {
-    "int8_softsign/64": (2, 2, (32, 24)),
-    "int8_root/64": (0, 0, (45, 16)),
-    "uint8_root/64 stochastic floor": (3, 0, (40, 16)),
-    "root_e4m4/64 stochastic floor": (3, 0, (70, 20)),
-    "e4m3/64": (0, 0, (40, 24)),
+    "int8_mitchell/64": (0, 0, (40, 20)),
+    "uint8_mitchell4/64 stochastic floor": (0, 0, (40, 20)),
     "bfloat16 stochastic": (0, 0, (12, 12)),
 }
 
 
-@pytest.mark.parametrize(
-    ("text", "integers"), [*((text, 0) for text in roundtrip.SPECS), ("e4m3/64", 1), ("e4m3/64", 2)]
-)
-def test_a_kernel_writes_and_reads_what_numpy_does(text: str, integers: int) -> None:
+@pytest.mark.parametrize("text", roundtrip.SPECS)
+def test_a_kernel_writes_and_reads_what_numpy_does(text: str) -> None:
     interpreter.mend()
     spec = StateSpec.parse(text)
     rng = np.random.default_rng(0)
@@ -46,23 +38,20 @@ def test_a_kernel_writes_and_reads_what_numpy_does(text: str, integers: int) -> 
         x[:4] = [np.zeros(BLOCK), np.full(BLOCK, -0.0), np.full(BLOCK, 3.0), np.arange(BLOCK) == 5]
         x = x if spec.of.signed else np.abs(x)
         noise = (rng.integers(0, 2**15, x.shape) * (rng.random(x.shape) < 0.9)).astype(np.int32)
-        compare(spec, x, noise, integers)
+        compare(spec, x, noise)
 
 
 @pytest.mark.parametrize("text", [text for text in roundtrip.SPECS if "bfloat16" not in text])
 def test_on_both_sides_of_every_code_and_middle(text: str) -> None:
-    """Where approximations that are mended could show: each value, each middle, and their neighbours."""
+    """Each value, each middle, and their neighbours."""
     interpreter.mend()
     spec = StateSpec.parse(text)
     every = np.arange(256).astype(np.uint8)
     signed = spec.of.signed and spec.of.kind != "format"
     values = np.unique(np.abs(reference.table_values(every.view(np.int8) if signed else every, spec.of)))
     values = values[np.isfinite(values)].astype(np.float64) / spec.of.largest
-    roots = np.sqrt(values)
-    middles = [(values[1:] + values[:-1]) / 2, ((roots[1:] + roots[:-1]) / 2) ** 2]
-    # In a softsign's own steps.
-    steps = np.arange(127) + 0.5
-    points = np.concatenate([values, *middles, steps / (254 - steps)]).astype(np.float32)
+    # Numbers lie on lines between values: the middles are those of codes.
+    points = np.concatenate([values, (values[1:] + values[:-1]) / 2]).astype(np.float32)
     near = (points.view(np.int32)[:, None] + np.arange(-12, 13, dtype=np.int32)).ravel()
     near = near[(near >= 0) & (near < 0x3F800000)].view(np.float32)
     rng = np.random.default_rng(0)
@@ -74,25 +63,7 @@ def test_on_both_sides_of_every_code_and_middle(text: str) -> None:
         for extreme in (0, 2**15 - 1):
             noise = np.where(rng.random(x.shape) < 0.8, extreme, rng.integers(0, 2**15, x.shape)).astype(np.int32)
             signs = rng.choice(np.float32([-1, 1] if spec.of.signed else [1]), x.shape)
-            compare(spec, x * signs, noise, 0)
-
-
-@pytest.mark.parametrize("ulps", [-4, 4])
-@pytest.mark.parametrize("text", ["int8_softsign/64", "uint8_root/64 stochastic floor"])
-def test_no_code_depends_on_how_a_card_approximates(text: str, ulps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PTX promises inverse roots within two ulps, and roots within one."""
-    interpreter.mend()
-    rng = np.random.default_rng(1)
-    for name, exact in (("create_rsqrt", lambda a: 1 / np.sqrt(a)), ("create_sqrt", np.sqrt)):
-
-        def apart(self: Any, x: Any, exact: Callable[..., Any] = exact) -> TensorHandle:
-            y = exact(x.data.astype(np.float64)).astype(np.float32)
-            moved = (y.view(np.int32) + rng.integers(min(ulps, 0), max(ulps, 0) + 1, y.shape)).astype(np.int32)
-            return TensorHandle(np.where((y > 0) & np.isfinite(y), moved.view(np.float32), y), x.dtype.scalar)
-
-        monkeypatch.setattr(InterpreterBuilder, name, apart)
-    test_on_both_sides_of_every_code_and_middle(text)
-    test_every_scale_has_its_inverse()
+            compare(spec, x * signs, noise)
 
 
 def test_every_scale_has_its_inverse() -> None:
@@ -125,13 +96,11 @@ def test_compiled_nothing_is_fused_that_was_not_written_so(arch: int) -> None:
         assert arch != 90 or row["instructions"] <= most[row["kernel"] == "read"], row
 
 
-def compare(spec: StateSpec, x: np.ndarray, noise: np.ndarray, integers: int) -> None:
+def compare(spec: StateSpec, x: np.ndarray, noise: np.ndarray) -> None:
     with np.errstate(all="ignore"):
         want, want_scale = reference.encode(x, spec, noise)
         want_values = reference.decode(want, want_scale, spec)
-    codes, scale, values = roundtrip.run(
-        torch.from_numpy(x).to(DEVICE), torch.from_numpy(noise).to(DEVICE), spec, integers
-    )
+    codes, scale, values = roundtrip.run(torch.from_numpy(x).to(DEVICE), torch.from_numpy(noise).to(DEVICE), spec)
     differs = codes != want
     at = tuple(np.argwhere(differs)[0]) if differs.any() else ()
     assert not differs.any(), (

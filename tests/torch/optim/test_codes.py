@@ -69,18 +69,9 @@ def test_a_spec_is_read_as_it_is_written() -> None:
 
 
 def test_e4m3_for_vectors_is_torchs_cast() -> None:
-    """All codes but NaN's, and rounding of every bfloat16 and its neighbours: codes, values, half a step there."""
+    """All codes but NaN's."""
     every = torch.arange(256).to(torch.uint8)
     every = every[(every & 0x7F) != 0x7F]
     assert torch.equal(
         codes.e4m3_values(every).view(torch.int32), every.view(torch.float8_e4m3fn).float().view(torch.int32)
     )
-    y = (torch.arange(1 << 16, dtype=torch.int32) << 16)[:, None] + torch.tensor([-1, 0, 1, 0x8000], dtype=torch.int32)
-    y = y.view(torch.float32)
-    y = y[~y.isnan()]
-    code, near, exponent = codes.to_e4m3(y)
-    want = y.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
-    assert torch.equal(code.to(torch.uint8), want.view(torch.uint8))
-    assert torch.equal(near.view(torch.int32), want.float().view(torch.int32))
-    field = (want.view(torch.uint8).int() & 0x7F) >> 3
-    assert torch.equal(exponent, field.clamp(min=1) - 11)

@@ -224,10 +224,8 @@ def test_residuals_of_all_codes_become_finer_without_a_loss(recipe: str) -> None
     spec = None
     if recipe == "bfloat16":
         data = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(-1, 1)
-        # Of zero and numbers below 2**-117 residuals say more than the sixteen bits of a remainder can.
-        data = data[data.isfinite() & (data.abs() >= 2.0**-117)].view(-1, 1).repeat(1, 64)
-        # A power of two has none below -64: its lower neighbour is nearer.
-        residual = torch.cat([torch.arange(-64, -48), torch.arange(-8, 8), torch.arange(96, 128)])
+        data = data[data.isfinite()].view(-1, 1).repeat(1, 64)
+        residual = torch.cat([torch.arange(-128, -112), torch.arange(-8, 8), torch.arange(96, 128)])
         weight: tuple[Tensor, ...] = (data,)
     else:
         layer: Any = qt.Linear(256, 256, bias=False)
@@ -237,9 +235,8 @@ def test_residuals_of_all_codes_become_finer_without_a_loss(recipe: str) -> None
         data = torch.where(data.view(torch.float8_e4m3fn).isnan(), 0, data).view(torch.float8_e4m3fn)
         residual = torch.arange(-128, 128)
         weight = (data, layer.weight_scale)
-    # Of negative bfloat16 numbers those towards zero are the positive ones.
-    residual = residual * data.float().sign().int() if spec is None else residual.expand(data.shape)
-    residual = residual.to(torch.int8).contiguous()
+    # Below nothing there is no magnitude.
+    residual = torch.where(data.float() == 0, residual.clamp(min=0), residual).to(torch.int8).contiguous()
     old = Keeping("residual8", spec, True)
     value = weights.read(old, (*weight, residual))
     for kind in ("residual16", "float32") if spec is not None else ("residual16", "remainder"):

@@ -23,8 +23,8 @@ class StateCode:
 
     name: str
     #: What a code means: "float32" and "bfloat16" themselves, without a scale; "float16" times a scale; a "format";
-    #: "softsign", c / (254 - c); "root", (c / top)²; "dynamic", a table of 256 values; "expanded", a power of a
-    #: format's, see `quaver.core.states.expanded`.
+    #: "softsign", c / (254 - c); "root", (c / top)²; "mitchell", near a power of c, see `halvings`; "dynamic", a table
+    #: of 256 values; "expanded", a power of a format's, see `quaver.core.states.expanded`.
     kind: str
     #: Bytes of a code.
     bytes: int
@@ -34,8 +34,12 @@ class StateCode:
     format: Format | None = None
     #: Whether the format holds the square root of the value: only of codes without a sign.
     root: bool = False
-    #: The largest magnitude as a multiple of the scale.
+    #: The largest magnitude as a multiple of the scale; of kind "mitchell" 2**-16 less, so that no rounding exceeds it.
     largest: float = 1.0
+    #: Of kind "mitchell": a value's bits, halved so often, are those of its code, as float32; so values lie near c² / 2
+    #: or c⁴ / 8, on straight lines from one code to the next. Source: Mitchell, "Computer Multiplication and Division
+    #: Using Binary Logarithms", 1962.
+    halvings: int = 0
     #: How many float32 numbers a block keeps, side by side along the scales' last dimension.
     numbers: int = 1
 
@@ -46,9 +50,12 @@ class StateCode:
 
     @property
     def top(self) -> int:
-        """The code of the largest magnitude, of kind "softsign" and "root"."""
+        """The code of the largest magnitude, of integers."""
         return 127 if self.signed else 255
 
+
+#: Kinds whose codes are integers; those with a sign are int8.
+INTEGERS = ("softsign", "root", "mitchell")
 
 CODES: dict[str, StateCode] = {
     code.name: code
@@ -67,6 +74,9 @@ CODES: dict[str, StateCode] = {
         StateCode(name="int8_softsign", kind="softsign", bytes=1),
         StateCode(name="int8_root", kind="root", bytes=1),
         StateCode(name="uint8_root", kind="root", bytes=1, signed=False),
+        StateCode(name="int8_mitchell", kind="mitchell", bytes=1, halvings=1, largest=8063.876953125),
+        StateCode(name="uint8_mitchell", kind="mitchell", bytes=1, signed=False, halvings=1, largest=32511.50390625),
+        StateCode(name="uint8_mitchell4", kind="mitchell", bytes=1, signed=False, halvings=2, largest=528474240.0),
         # Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861.
         StateCode(name="int8_dynamic", kind="dynamic", bytes=1),
         StateCode(name="uint8_dynamic", kind="dynamic", bytes=1, signed=False),
@@ -112,7 +122,7 @@ class StateSpec:
             )
         if self.stochastic and (CODES[self.code].kind in ("float32", "float16", "dynamic", "expanded")):
             raise ValueError(f"state code {self.code!r} is rounded to nearest only; leave stochastic out")
-        if self.floor and self.of.kind not in ("format", "root", "softsign"):
+        if self.floor and self.of.kind not in ("format", *INTEGERS):
             raise ValueError(f"state code {self.code!r} has no smallest code to hold values at; leave floor out")
 
     @property

@@ -36,8 +36,8 @@ class Preset:
 
 
 _BFLOAT16 = StateSpec(code="bfloat16", stochastic=True)
-_FIRST = StateSpec(code="int8_softsign")
-_SECOND = StateSpec(code="uint8_root", stochastic=True, floor=True)
+_FIRST = StateSpec(code="int8_mitchell")
+_SECOND = StateSpec(code="uint8_mitchell4", stochastic=True, floor=True)
 _MSAMP = StateSpec(code="e4m3", block=None, scale="power_of_two")
 _COAT = StateSpec(code="e4m3_expanded", block=128, scale="float32")
 _DYNAMIC_FIRST = StateSpec(code="int8_dynamic", block=256, scale="float32")

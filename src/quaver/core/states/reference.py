@@ -13,7 +13,7 @@ from quaver.core.numbers.rounding import decode as decode_format
 from quaver.core.numbers.rounding import encode as encode_format
 from quaver.core.numbers.rounding import round_to
 from quaver.core.states import expanded
-from quaver.core.states.codes import StateCode, StateSpec
+from quaver.core.states.codes import INTEGERS, StateCode, StateSpec
 from quaver.core.states.dynamic import boundaries, levels
 
 F = np.float32
@@ -54,7 +54,9 @@ def encode(x: np.ndarray, spec: StateSpec, noise: np.ndarray | None = None) -> t
     inverse = F(1) / np.where(usable, spread, F(1))
     x = np.where(usable, x, F(0))
     with np.errstate(over="ignore"):
-        y = np.minimum(np.abs(x) * inverse, F(code.largest))
+        y = np.abs(x) * inverse
+    if code.kind != "mitchell":
+        y = np.minimum(y, F(code.largest))
     if code.kind == "dynamic":
         c = np.searchsorted(boundaries(code.signed), np.copysign(y, x), side="left")
         return c.astype(np.uint8), scale
@@ -114,6 +116,10 @@ def table_values(codes: np.ndarray, code: StateCode) -> np.ndarray:
     c = codes.astype(np.int64)
     if code.kind == "softsign":
         return c.astype(F) / (254 - np.abs(c)).astype(F)
+    if code.kind == "mitchell":
+        # 64 or 96 binades below, so that twice or four times the exponent's field has room, and zero stays zero.
+        bits = np.ldexp(np.abs(c).astype(F), -32 * (code.halvings + 1)).view(np.uint32) << code.halvings
+        return np.copysign(bits.view(F), np.sign(c)).astype(F)
     return np.sign(c).astype(F) * ((c * c).astype(F) * F(1 / code.top**2))
 
 
@@ -123,6 +129,8 @@ def _magnitude_codes(y: np.ndarray, code: StateCode, u: np.ndarray | None) -> np
         return _softsign(y, u)
     if code.kind == "root":
         return _root(y, code.top, u)
+    if code.kind == "mitchell":
+        return _mitchell(y, code.halvings, u)
     assert code.format is not None
     return _format_codes(y, code, code.format, u)
 
@@ -149,6 +157,15 @@ def _root(y: np.ndarray, top: int, u: np.ndarray | None) -> np.ndarray:
     # Between c and c + 1: z grows from c² by 2 c + 1.
     step = (F(2) * low + F(1)) * (u.astype(F) * F(2.0**-NOISE_BITS))
     return (low + (z > low * low + step)).astype(np.int64)
+
+
+def _mitchell(y: np.ndarray, halvings: int, u: np.ndarray | None) -> np.ndarray:
+    bits = (y.view(np.uint32) >> halvings) + np.uint32(32 * (halvings + 1) << 23)
+    c = bits.view(F)
+    if u is not None:
+        # From -1/2 up to 1/2, on both sides alike: values lie on a line between two codes, so none is preferred.
+        c = c + (2 * u + 1 - 2**NOISE_BITS).astype(F) * F(2.0 ** -(NOISE_BITS + 1))
+    return np.rint(c).astype(np.int64)
 
 
 def _format_codes(y: np.ndarray, code: StateCode, fmt: Format, u: np.ndarray | None) -> np.ndarray:
@@ -190,7 +207,7 @@ def _unsigned(fmt: Format) -> np.ndarray:
 def _signed(c: np.ndarray, x: np.ndarray, code: StateCode) -> np.ndarray:
     """Codes of magnitudes with the sign of x."""
     negative = np.signbit(x) & (c > 0)
-    if code.kind in ("softsign", "root"):
+    if code.kind in INTEGERS:
         return np.where(negative, -c, c).astype(np.int8 if code.signed else np.uint8)
     if not code.signed:
         return c.astype(np.uint8)

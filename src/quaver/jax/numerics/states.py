@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from quaver.core.numbers.formats import E4M3, Format
 from quaver.core.states import expanded, reference
-from quaver.core.states.codes import StateCode, StateSpec
+from quaver.core.states.codes import INTEGERS, StateCode, StateSpec
 from quaver.core.states.dynamic import boundaries
 from quaver.jax.numerics.elementwise import copysign
 from quaver.jax.numerics.rounding import INFINITY_BITS, SMALLEST_NORMAL_BITS, magnitude_bits, two_to_the, widen
@@ -52,7 +52,9 @@ def encode(
     divisor = lax.optimization_barrier(_float(jnp.where(usable, wide, W(0x3F800000))))
     inverse = lax.optimization_barrier(lax.div(lax.full_like(divisor, 1), divisor))
     blocks = jnp.where(usable, blocks, F(0))
-    y = jnp.minimum(_product(blocks, inverse), F(code.largest))
+    y = _product(blocks, inverse)
+    if code.kind != "mitchell":
+        y = jnp.minimum(y, F(code.largest))
     u = None if noise is None else in_blocks(noise, spec.block)
     codes = _codes(y, blocks, spec, u)
     return out_of_blocks(codes, x.shape), _float(scale).astype(SCALE_DTYPES[spec.scale])
@@ -124,7 +126,7 @@ def _smallest_amax(spec: StateSpec) -> int:
 def _values(code: StateCode) -> np.ndarray:
     """What each byte is worth: float32 [256]."""
     every = np.arange(256).astype(np.uint8)
-    signed = code.signed and code.kind in ("softsign", "root")
+    signed = code.signed and code.kind in INTEGERS
     return reference.table_values(every.view(np.int8) if signed else every, code).astype(F)
 
 
@@ -199,6 +201,8 @@ def _codes(y: Array, x: Array, spec: StateSpec, u: Array | None) -> Array:
         c = _softsign(y, u)
     elif code.kind == "root":
         c = _root(y, code.top, u)
+    elif code.kind == "mitchell":
+        c = _mitchell(y, code.halvings, u)
     else:
         assert code.format is not None
         c = _format(y, code, code.format, u)
@@ -231,6 +235,15 @@ def _root(y: Array, top: int, u: Array | None) -> Array:
     low = jnp.minimum(jnp.floor(root), F(top - 1))
     step = (F(2) * low + F(1)) * (u.astype(jnp.float32) * F(2.0**-reference.NOISE_BITS))
     return low.astype(jnp.int32) + (z > low * low + step).astype(jnp.int32)
+
+
+def _mitchell(y: Array, halvings: int, u: Array | None) -> Array:
+    bits = (lax.bitcast_convert_type(y, jnp.int32) >> W(halvings)) + W(32 * (halvings + 1) << 23)
+    c = _float(bits)
+    if u is not None:
+        shift = (W(2) * u.astype(jnp.int32) + W(1 - 2**reference.NOISE_BITS)).astype(jnp.float32)
+        c = c + shift * F(2.0 ** -(reference.NOISE_BITS + 1))
+    return _nearest(c).astype(jnp.int32)
 
 
 def _format(y: Array, code: StateCode, fmt: Format, u: Array | None) -> Array:

@@ -2,23 +2,23 @@
 
 PLAIN      a float; bfloat16 may be rounded at random
 REMAINDER  bfloat16, and the 16 bits that float32 has more
-RESIDUAL   E4M3 codes and their scale, or bfloat16, and what is missing in parts of half a step
+RESIDUAL   E4M3 codes and their scale, or bfloat16, and the bits that a longer mantissa has more
 MASTER     E4M3 codes and their scale, and float32 itself
 """
 
 import triton
 import triton.language as tl
 
-from quaver.kernels.bits.numbers import NAN_BITS, decoded, encode, widened
+from quaver.kernels.bits.numbers import NAN_BITS, encode, widened
 from quaver.kernels.optim.codes import bfloat16_at_random
 
 PLAIN, REMAINDER, RESIDUAL, MASTER = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-#: 1.5 × 2**23: added to a number below 2**22 it leaves a whole one, ties to even, in the lowest bits.
-_ROUND = tl.constexpr(12582912.0)
+#: From E4M3's exponents to where its bits are float32's, and back.
+_BELOW_E4M3, _ABOVE_E4M3 = tl.constexpr(2.0**-120), tl.constexpr(2.0**120)
 
 
 @triton.jit
-def read_weight(weight, beside, scale, KEEPING: tl.constexpr, CODES: tl.constexpr, INTEGERS: tl.constexpr):
+def read_weight(weight, beside, scale, KEEPING: tl.constexpr, CODES: tl.constexpr):
     """float32 of what is kept. weight: codes as uint8, or floats; scale: of codes, float32. Exact."""
     if KEEPING == PLAIN:
         value = widened(weight)
@@ -28,8 +28,14 @@ def read_weight(weight, beside, scale, KEEPING: tl.constexpr, CODES: tl.constexp
     elif KEEPING == MASTER:
         value = beside
     else:
-        value = _value(weight, CODES, INTEGERS)
-        value = _with_parts(value, _field(weight, CODES), beside.to(tl.float32), beside.dtype == tl.int16, CODES)
+        MORE: tl.constexpr = 16 if beside.dtype == tl.int16 else 8
+        if CODES:
+            code = weight.to(tl.int32)
+            number, sign = ((code & 0x7F) << MORE) + beside.to(tl.int32), code << 24
+        else:
+            sign = weight.to(tl.int16, bitcast=True).to(tl.int32)
+            number = ((sign & 0x7FFF) << MORE) + beside.to(tl.int32)
+        value = _with_sign(_longer(number, MORE, CODES), sign)
         if CODES:
             value = value * scale
     return value
@@ -37,14 +43,13 @@ def read_weight(weight, beside, scale, KEEPING: tl.constexpr, CODES: tl.constexp
 
 @triton.jit
 def write_weight(
-    x, e, inverse, scale, noise, POWER_OF_TWO: tl.constexpr, KEEPING: tl.constexpr, CODES: tl.constexpr,
-    WEIGHT: tl.constexpr, BESIDE: tl.constexpr, STOCHASTIC: tl.constexpr, INTEGERS: tl.constexpr,
+    x, e, noise, KEEPING: tl.constexpr, CODES: tl.constexpr, WEIGHT: tl.constexpr, BESIDE: tl.constexpr,
+    STOCHASTIC: tl.constexpr, INTEGERS: tl.constexpr,
 ):  # fmt: skip
-    """What is kept of a weight, float32: itself (codes as uint8), what is beside it, and what both are worth as a
-    multiple of the scale, if CODES.
+    """What is kept of a weight, float32: itself (codes as uint8), what is beside it, and the magnitude that both are
+    worth as a multiple of the scale, if CODES.
 
-    e, inverse: what codes are rounded from and what residuals are measured of, as multiples of x: one number, but where
-    a scale is of zeros alone. scale: 1 / e. noise: int32 below 2**15, if STOCHASTIC. Exact.
+    e: what codes are rounded from, as a multiple of x. noise: int32 below 2**15, if STOCHASTIC. Exact.
     """
     beside, value = x, x
     if KEEPING == PLAIN:
@@ -56,70 +61,41 @@ def write_weight(
     elif KEEPING == MASTER:
         kept = encode(x * e, tl.float8e4nv, INTEGERS)
     else:
+        MORE: tl.constexpr = 16 if tl.int16 == BESIDE else 8
+        BELOW: tl.constexpr = (20 if CODES else 16) - MORE
+        HALF: tl.constexpr = 1 << (MORE - 1)
         if CODES:
-            kept = encode(x * e, tl.float8e4nv, INTEGERS)
-            # By a power of two a division is the product with the inverse.
-            scaled = x * inverse if POWER_OF_TWO else tl.div_rn(x, tl.zeros_like(x) + scale)
+            x = x * e
+            # As far as the largest code reaches, of NaN too.
+            MOST: tl.constexpr = ((0x7E << MORE) + HALF - 1) << BELOW
+            bits = tl.minimum((tl.abs(x) * _BELOW_E4M3).to(tl.int32, bitcast=True), MOST)
         else:
-            kept = x.to(tl.bfloat16)
-            scaled = x
-        near, field = _value(kept, CODES, INTEGERS), _field(kept, CODES)
-        parts = _parts(scaled - near, field, noise, tl.int16 == BESIDE, CODES, STOCHASTIC)
-        beside = parts.to(tl.int32).to(BESIDE)
-        value = _with_parts(near, field, parts, tl.int16 == BESIDE, CODES)
+            bits = tl.where(x != x, NAN_BITS, x.to(tl.int32, bitcast=True)) & 0x7FFFFFFF
+        lost = noise >> (15 - BELOW) if STOCHASTIC else (1 << BELOW) // 2
+        number = (bits + lost) >> BELOW
+        sign = x.to(tl.int32, bitcast=True)
+        code = (number + HALF) >> MORE
+        beside = number.to(BESIDE)
+        if CODES:
+            kept = (code | ((sign >> 24) & 0x80)).to(tl.uint8)
+        else:
+            kept = (code | ((sign >> 16) & -0x8000)).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        value = _longer(number, MORE, CODES)
     return kept, beside, value
 
 
 @triton.jit
-def _value(kept, CODES: tl.constexpr, INTEGERS: tl.constexpr):
-    return decoded(kept, tl.float8e4nv, INTEGERS) if CODES else widened(kept)
+def _longer(number, MORE: tl.constexpr, CODES: tl.constexpr):
+    """The magnitude whose bits these are: float32. Exact."""
+    if CODES:
+        # Subnormals of E4M3 are float32's here, and numbers again by the product.
+        value = (number << (20 - MORE)).to(tl.float32, bitcast=True) * _ABOVE_E4M3
+    else:
+        value = (number << (16 - MORE)).to(tl.float32, bitcast=True)
+    return value
 
 
 @triton.jit
-def _field(kept, CODES: tl.constexpr):
-    """The field of the exponent of the step around a number, as float32's bits have it in its place: int32."""
-    if CODES:
-        # From E4M3's bias to float32's; a step is 2**-3 of a power of two, half of it 2**-4.
-        field = (tl.maximum((kept.to(tl.int32) >> 3) & 15, 1) + 116) << 23
-    else:
-        bits = kept.to(tl.int16, bitcast=True).to(tl.int32) & 0x7F80
-        field = tl.minimum(tl.maximum(bits << 16, 10 << 23), 254 << 23)
-    return field
-
-
-@triton.jit
-def _with_parts(value, field, parts, WIDE: tl.constexpr, CODES: tl.constexpr):
-    """A number and so many parts of half a step around it. The product is exact."""
-    BITS: tl.constexpr = 15 if WIDE else 7
-    if CODES:
-        part = (field - (BITS << 23)).to(tl.float32, bitcast=True)
-        sum = tl.fma(parts, part, value)
-    else:
-        # A part itself may be subnormal, and half a step 2**-8 of the power of two.
-        half = (field - (8 << 23)).to(tl.float32, bitcast=True)
-        sum = tl.fma(parts * half, 2.0**-BITS, value)
-    return sum
-
-
-@triton.jit
-def _parts(rest, field, noise, WIDE: tl.constexpr, CODES: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """What is missing, in parts of half a step: whole numbers as float32; beside no codes 0 for NaN."""
-    BITS: tl.constexpr = 15 if WIDE else 7
-    if CODES:
-        inverse = (((BITS << 23) - field) + (254 << 23)).to(tl.float32, bitcast=True)
-    else:
-        rest = rest * (((8 << 23) - field) + (254 << 23)).to(tl.float32, bitcast=True)
-        inverse = tl.full(rest.shape, 2.0**BITS, tl.float32)
-    MOST: tl.constexpr = 2.0**BITS
-    if STOCHASTIC:
-        # 1 + u less 1: exact.
-        u = ((noise << 8) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
-        parts = tl.floor(tl.fma(rest, inverse, u))
-    else:
-        parts = rest * inverse
-    held = tl.minimum(tl.maximum(parts, -MOST), MOST - 1.0)
-    # Of codes whose weight is NaN so is the scale.
-    parts = held if CODES else tl.where(parts == parts, held, 0.0)
-    if not STOCHASTIC:
-        parts = (parts + _ROUND) - _ROUND
-    return parts
+def _with_sign(magnitude, sign):
+    bits = magnitude.to(tl.int32, bitcast=True) | (sign & -0x80000000)
+    return bits.to(tl.float32, bitcast=True)

@@ -39,21 +39,21 @@ def moved(
     beside = kept
     if KEEPING != PLAIN:
         beside = read(beside_at, at, inside, BESIDE_TYPE, EVEN)
-    w = read_weight(kept, beside, before, KEEPING, CODES, INTEGERS)
+    w = read_weight(kept, beside, before, KEEPING, CODES)
     m, v = w, w
     if FIRST_KIND != NONE:
-        m = read_state(first_at, first_scale_at, here, there, at, inside, FIRST_KIND, EVEN, INTEGERS)
+        m = read_state(first_at, first_scale_at, here, there, at, inside, FIRST_KIND, EVEN)
     if SECOND_KIND != NONE:
-        v = read_state(second_at, second_scale_at, here, there, at, inside, SECOND_KIND, EVEN, INTEGERS)
+        v = read_state(second_at, second_scale_at, here, there, at, inside, SECOND_KIND, EVEN)
     return move(w, g, m, v, numbers, RULE, FIRST_KIND != NONE, CLAMP, MAXIMIZE)
 
 
 @triton.jit
 def write_moments(
     m, v, addresses, places, drawing,
-    FIRST_KIND: tl.constexpr, FIRST_NOISE: tl.constexpr, FIRST_FLOOR: tl.constexpr,
-    SECOND_KIND: tl.constexpr, SECOND_NOISE: tl.constexpr, SECOND_FLOOR: tl.constexpr,
-    WEIGHT_NOISE: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr, INTEGERS: tl.constexpr,
+    FIRST_KIND: tl.constexpr, FIRST_NOISE: tl.constexpr,
+    SECOND_KIND: tl.constexpr, SECOND_NOISE: tl.constexpr,
+    WEIGHT_NOISE: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Both moments to where they were read; returns the weight's noise, int32 below 2**15.
 
@@ -73,12 +73,12 @@ def write_moments(
     if FIRST_KIND != NONE:
         write_state(
             m, first_at, first_scale_at, noise1, here, there, at, inside,
-            FIRST_KIND, True, FIRST_NOISE, FIRST_FLOOR, EVEN, INTEGERS,
+            FIRST_KIND, FIRST_NOISE, EVEN,
         )  # fmt: skip
     if SECOND_KIND != NONE:
         write_state(
             v, second_at, second_scale_at, noise2, here, there, at, inside,
-            SECOND_KIND, False, SECOND_NOISE, SECOND_FLOOR, EVEN, INTEGERS,
+            SECOND_KIND, SECOND_NOISE, EVEN,
         )  # fmt: skip
     return noise3
 

@@ -19,7 +19,8 @@ def adam(
 ):  # fmt: skip
     """The weight, both moments, and whether an update was beyond its bound. Exact."""
     if MAXIMIZE:
-        g = -g
+        # Of +0 `-g` is +0.
+        g = g * -1.0
     if RULE == ADAM:
         g = g + w * decay
     m = m + (g - m) * new1
@@ -39,7 +40,8 @@ def adam(
 def lion(w, g, m, new1, new2, lr, decay, MAXIMIZE: tl.constexpr):
     """The weight and the moment. Exact."""
     if MAXIMIZE:
-        g = -g
+        # Of +0 `-g` is +0.
+        g = g * -1.0
     mixed = m + (g - m) * new1
     sign = tl.where(mixed > 0, 1.0, tl.where(mixed < 0, -1.0, tl.where(mixed == mixed, 0.0, mixed)))
     return (w - w * decay) - sign * lr, m + (g - m) * new2
@@ -49,7 +51,8 @@ def lion(w, g, m, new1, new2, lr, decay, MAXIMIZE: tl.constexpr):
 def sgd(w, g, m, lr, decay, momentum, new, RULE: tl.constexpr, MOMENTUM: tl.constexpr, MAXIMIZE: tl.constexpr):
     """The weight, and the moment if there is one, else what came. Exact."""
     if MAXIMIZE:
-        g = -g
+        # Of +0 `-g` is +0.
+        g = g * -1.0
     g = g + w * decay
     update = g
     if MOMENTUM:

@@ -37,8 +37,8 @@ def step(
     KEEPING: tl.constexpr, WEIGHT_TYPE: tl.constexpr, BESIDE_TYPE: tl.constexpr, WEIGHT_NOISE: tl.constexpr,
     CODES: tl.constexpr, POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr,
     MAX: tl.constexpr, INTEGERS: tl.constexpr,
-    FIRST_KIND: tl.constexpr, FIRST_NOISE: tl.constexpr, FIRST_FLOOR: tl.constexpr,
-    SECOND_KIND: tl.constexpr, SECOND_NOISE: tl.constexpr, SECOND_FLOOR: tl.constexpr,
+    FIRST_KIND: tl.constexpr, FIRST_NOISE: tl.constexpr,
+    SECOND_KIND: tl.constexpr, SECOND_NOISE: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one parameter a program.
 
@@ -89,11 +89,11 @@ def step(
         if counts is not None:
             beyond += tl.sum(tl.sum((held & inside).to(tl.int32), axis=1), axis=0)
         noise = write_moments(
-            m, v, addresses, places, drawing, FIRST_KIND, FIRST_NOISE, FIRST_FLOOR,
-            SECOND_KIND, SECOND_NOISE, SECOND_FLOOR, WEIGHT_NOISE, BLOCKS, EVEN, INTEGERS,
+            m, v, addresses, places, drawing, FIRST_KIND, FIRST_NOISE,
+            SECOND_KIND, SECOND_NOISE, WEIGHT_NOISE, BLOCKS, EVEN,
         )  # fmt: skip
         kept, beside, value = write_weight(
-            w, e, e, scale, noise, POWER_OF_TWO, KEEPING, CODES, WEIGHT_TYPE, BESIDE_TYPE, WEIGHT_NOISE, INTEGERS
+            w, e, noise, KEEPING, CODES, WEIGHT_TYPE, BESIDE_TYPE, WEIGHT_NOISE, INTEGERS
         )
         write(addresses[0], kept, at, inside, WEIGHT_TYPE, EVEN)
         if KEEPING != PLAIN:
@@ -102,7 +102,7 @@ def step(
             # NaN where the weight is none, or infinite: its code is a number then.
             value = tl.fma(w, 0.0, value)
             value = value if EVEN else tl.where(inside, value, 0.0)
-            top = tl.maximum(top, tl.abs(value), propagate_nan=tl.PropagateNan.ALL)
+            top = tl.maximum(top, value, propagate_nan=tl.PropagateNan.ALL)
     # Another program may be the last: no warp of this one may then still read what that writes.
     tl.debug_barrier()
     if goes:

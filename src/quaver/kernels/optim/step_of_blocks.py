@@ -42,8 +42,8 @@ def step_of_blocks(
     KEEPING: tl.constexpr, WEIGHT_TYPE: tl.constexpr, BESIDE_TYPE: tl.constexpr, WEIGHT_NOISE: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr,
     MAX: tl.constexpr, INTEGERS: tl.constexpr,
-    FIRST_KIND: tl.constexpr, FIRST_NOISE: tl.constexpr, FIRST_FLOOR: tl.constexpr,
-    SECOND_KIND: tl.constexpr, SECOND_NOISE: tl.constexpr, SECOND_FLOOR: tl.constexpr,
+    FIRST_KIND: tl.constexpr, FIRST_NOISE: tl.constexpr,
+    SECOND_KIND: tl.constexpr, SECOND_NOISE: tl.constexpr,
 ):  # fmt: skip
     """Some tiles of one parameter a program: BLOCKS blocks of 64; or one tile, in so many rounds.
 
@@ -87,7 +87,7 @@ def step_of_blocks(
             )  # fmt: skip
             top = tl.maximum(top, _bits(after, seen[3], EVEN))
         bits0, bits1 = _largest(top, HIGH, PAIRS, BLOCKS)
-        e, inverse, scale = _factors(bits0, bits1, HIGH, PAIRS, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
+        e = _factors(bits0, bits1, HIGH, PAIRS, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
         # All warps have read the scales that are written now.
         tl.debug_barrier()
         if goes:
@@ -109,20 +109,18 @@ def step_of_blocks(
         if counts is not None:
             beyond += tl.sum(tl.sum((held & inside).to(tl.int32), axis=1), axis=0)
         noise = write_moments(
-            m, v, addresses, places, drawing, FIRST_KIND, FIRST_NOISE, FIRST_FLOOR,
-            SECOND_KIND, SECOND_NOISE, SECOND_FLOOR, WEIGHT_NOISE, BLOCKS, EVEN, INTEGERS,
+            m, v, addresses, places, drawing, FIRST_KIND, FIRST_NOISE,
+            SECOND_KIND, SECOND_NOISE, WEIGHT_NOISE, BLOCKS, EVEN,
         )  # fmt: skip
         if not TWICE:
             bits0, bits1 = _largest(_bits(w, inside, EVEN), HIGH, PAIRS, BLOCKS)
-            e, inverse, scale = _factors(bits0, bits1, HIGH, PAIRS, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
+            e = _factors(bits0, bits1, HIGH, PAIRS, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
             # All warps have read the scales that are written now.
             tl.debug_barrier()
             _write(
                 scales_at, r, b, places[0], columns, bits0, bits1, HIGH, PAIRS, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX
             )
-        kept, rest, _ = write_weight(
-            w, e, inverse, scale, noise, POWER_OF_TWO, KEEPING, True, WEIGHT_TYPE, BESIDE_TYPE, WEIGHT_NOISE, INTEGERS
-        )
+        kept, rest, _ = write_weight(w, e, noise, KEEPING, True, WEIGHT_TYPE, BESIDE_TYPE, WEIGHT_NOISE, INTEGERS)
         write(addresses[0], kept, at, inside, WEIGHT_TYPE, EVEN)
         write(addresses[1], rest, at, inside, BESIDE_TYPE, EVEN)
     # Another program may be the last: no warp of this one may then still read what that writes.
@@ -181,19 +179,16 @@ def _factors(
     bits0, bits1, HIGH: tl.constexpr, PAIRS: tl.constexpr, POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr,
     TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr,
 ):  # fmt: skip
-    """From the bits of amaxes what `write_weight` takes: e, inverse and scale, broadcast to [BLOCKS, 64]."""
+    """From the bits of amaxes what codes are rounded from, as multiples of weights: broadcast to [BLOCKS, 64]."""
     if PAIRS:
         if HIGH == 1:
             bits0, bits1 = tl.expand_dims(bits0, 1), tl.expand_dims(bits1, 1)
-        code0, e0 = shared_exponent(bits0, EMAX, TOP_MANTISSA)
-        code1, e1 = shared_exponent(bits1, EMAX, TOP_MANTISSA)
-        e, scale = _halves(e0, e1), 1.0
-        # Of a block of zeros the code is 0, and the factor of its codes 1.
-        inverse = _halves(_inverse(code0), _inverse(code1))
+        _, e0 = shared_exponent(bits0, EMAX, TOP_MANTISSA)
+        _, e1 = shared_exponent(bits1, EMAX, TOP_MANTISSA)
+        e = _halves(e0, e1)
     else:
         e = encode_factor(bits0, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
-        inverse, scale = e, decode_scale(bits0 * 0, e, POWER_OF_TWO)
-    return e, inverse, scale
+    return e
 
 
 @triton.jit

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from quaver.core.numbers.formats import E4M3
 from quaver.core.states import expanded
-from quaver.core.states.codes import StateCode, StateSpec
+from quaver.core.states.codes import INTEGERS, StateCode, StateSpec
 from quaver.core.states.dynamic import boundaries, levels
 from quaver.core.states.reference import LARGEST_SCALE, NOISE_BITS
 from quaver.torch.numerics.quantized import FLOAT8
 
 SMALLEST_NORMAL = 2.0**-126
+#: A number to a compiler, which numpy's are not.
+LARGEST = float(LARGEST_SCALE)
 #: A whole tensor's scale, and each scale of blocks.
 SCALE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "power_of_two": torch.float32}
 
@@ -25,7 +27,7 @@ def code_dtype(code: StateCode) -> torch.dtype:
     """What a code is stored in."""
     if not code.scaled or code.kind == "float16":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[code.kind]
-    return torch.int8 if code.signed and code.kind in ("softsign", "root") else torch.uint8
+    return torch.int8 if code.signed and code.kind in INTEGERS else torch.uint8
 
 
 def scale_shape(shape: tuple[int, ...], block: int | None, numbers: int = 1) -> tuple[int, ...]:
@@ -59,12 +61,11 @@ def encode(
         return out_of_blocks(written, x.shape), kept.flatten(-2)
     top = block_amax(x, spec.block) if amax is None else amax
     scale = scale_of(top, spec)
-    blocks = in_blocks(x, spec.block)
-    wide = scale.float().unsqueeze(-1)
-    usable = (wide > 0) & (wide <= float(LARGEST_SCALE))
-    inverse = kept_apart(torch.where(usable, torch.where(usable, wide, 1.0).reciprocal(), 0.0))
-    blocks = torch.where(inverse > 0, blocks, 0.0)
-    y = blocks.abs().mul_(inverse).clamp_(max=code.largest)
+    inverse = inverse_of(scale)
+    blocks = torch.where(inverse > 0, in_blocks(x, spec.block), 0.0)
+    y = blocks.abs().mul_(inverse)
+    if code.kind != "mitchell":
+        y = y.clamp_(max=code.largest)
     if noise is not None:
         noise = in_blocks(noise, spec.block)
     if code.kind == "dynamic":
@@ -75,6 +76,13 @@ def encode(
     else:
         codes = _signed(_magnitude_codes(y, code, noise, spec.floor, blocks), blocks, code)
     return out_of_blocks(codes, x.shape), scale
+
+
+def inverse_of(scale: Tensor) -> Tensor:
+    """1 / scale, 0 where a block has none: float32 [..., 1]."""
+    wide = scale.float().unsqueeze(-1)
+    usable = (wide > 0) & (wide <= LARGEST)
+    return kept_apart(torch.where(usable, torch.where(usable, wide, 1.0).reciprocal(), 0.0))
 
 
 def decode(codes: Tensor, scale: Tensor | None, spec: StateSpec) -> Tensor:
@@ -99,6 +107,13 @@ def values_of(codes: Tensor, code: StateCode) -> Tensor:
     if code.kind == "root":
         c = codes.float()
         return (c.abs() * c).mul_(_reciprocal(code.top**2)) if code.signed else (c * c).mul_(_reciprocal(code.top**2))
+    if code.kind == "mitchell":
+        # 64 or 96 binades below, so that twice or four times the exponent's field has room, and zero stays zero.
+        c = codes.float().mul_(2.0 ** (-32 * (code.halvings + 1)))
+        bits = c.view(torch.int32)
+        twice = bits << code.halvings
+        # The sign by bits, since a compiler for CPUs calls a function for it.
+        return ((twice & 0x7FFFFFFF) | (bits & -0x80000000) if code.signed else twice).view(torch.float32)
     if code.kind == "dynamic":
         return _table(code.signed, "levels", codes.device)[codes.int()]
     assert code.format is not None
@@ -116,7 +131,13 @@ def values_of(codes: Tensor, code: StateCode) -> Tensor:
 
 
 def scale_of(amax: Tensor, spec: StateSpec) -> Tensor:
-    """The scale of each amax: at least amax over the code's largest magnitude; NaN where that is not finite."""
+    """The scale of each amax, as it is stored: at least amax over the code's largest magnitude; NaN where that is not
+    finite."""
+    return wide_scale_of(amax, spec).to(SCALE_DTYPES[spec.scale])
+
+
+def wide_scale_of(amax: Tensor, spec: StateSpec) -> Tensor:
+    """The same number in float32."""
     finite = amax < float("inf")
     ratio = torch.where(finite, amax, 0.0) / spec.of.largest
     bits = ratio.view(torch.int32)
@@ -125,8 +146,7 @@ def scale_of(amax: Tensor, spec: StateSpec) -> Tensor:
     elif spec.scale == "power_of_two":
         bits = (bits + 0x7FFFFF) & ~0x7FFFFF
     bits = torch.where(bits < 0x00800000, 0, bits.clamp(max=0x7E800000))
-    scale = torch.where(finite, bits.view(torch.float32), float("nan"))
-    return scale.to(SCALE_DTYPES[spec.scale])
+    return torch.where(finite, bits.view(torch.float32), float("nan"))
 
 
 def block_amax(x: Tensor, block: int | None) -> Tensor:
@@ -185,33 +205,14 @@ def e4m3_values(codes: Tensor) -> Tensor:
     return torch.where(c >= 128, -value, value)
 
 
-def to_e4m3(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """float32 to E4M3, saturating, by such operations: codes as int32, their values, and the exponents of half a step
-    there, int32. Exact, but of NaN."""
-    size = y.abs().clamp(max=E4M3.max)
-    # To the grid around each number by a sum whose last bit is one of its steps.
-    round = (_binade(size) + (20 << 23 | 1 << 22)).view(torch.float32)
-    near = (size + round) - round
-    field = _binade(near)
-    # From where a binade's codes begin, and how many steps beyond.
-    steps = near * ((257 << 23) - field).view(torch.float32)
-    code = ((field - (121 << 23)) >> 20) + steps.to(torch.int32)
-    negative = y.view(torch.int32) < 0
-    exponent = (field >> 23) - (127 + E4M3.mantissa_bits + 1)
-    return torch.where(negative, code + 128, code), torch.where(negative, -near, near), exponent
-
-
-def _binade(size: Tensor) -> Tensor:
-    """The bits of the power of two of magnitudes, of those that E4M3's steps are three places below."""
-    return (size.view(torch.int32) & 0x7F800000).clamp_(min=121 << 23)
-
-
 def _magnitude_codes(y: Tensor, code: StateCode, noise: Tensor | None, floor: bool, x: Tensor) -> Tensor:
     """Codes of y, float32, as float32 of whole numbers."""
     if code.kind == "softsign":
         c = _softsign(y, noise)
     elif code.kind == "root":
         c = _root(y, float(code.top), noise)
+    elif code.kind == "mitchell":
+        c = mitchell(y, code.halvings, noise).round_()
     else:
         c = _format(y, code, noise)
     return torch.where(x != 0, c.clamp_min(1.0), c) if floor else c
@@ -238,6 +239,15 @@ def _root(y: Tensor, top: float, noise: Tensor | None) -> Tensor:
     return low.add_(up)
 
 
+def mitchell(y: Tensor, halvings: int, noise: Tensor | None) -> Tensor:
+    """Codes of kind "mitchell" before they are rounded to nearest: float32."""
+    c = ((y.view(torch.int32) >> halvings) + (32 * (halvings + 1) << 23)).view(torch.float32)
+    if noise is not None:
+        # From -1/2 up to 1/2, on both sides alike.
+        c = c + (2 * noise + (1 - 2**NOISE_BITS)).float().mul_(2.0 ** -(NOISE_BITS + 1))
+    return c
+
+
 def _format(y: Tensor, code: StateCode, noise: Tensor | None) -> Tensor:
     fmt = code.format
     assert fmt is not None
@@ -260,7 +270,7 @@ def _format(y: Tensor, code: StateCode, noise: Tensor | None) -> Tensor:
 
 
 def _signed(c: Tensor, x: Tensor, code: StateCode) -> Tensor:
-    if code.kind in ("softsign", "root"):
+    if code.kind in INTEGERS:
         return c.copysign_(x).to(torch.int8) if code.signed else c.to(torch.uint8)
     if not code.signed:
         return c.to(torch.uint8)

@@ -2,24 +2,24 @@
 
     plain       float32, float16 or bfloat16 itself; bfloat16 may be rounded at random
     remainder   bfloat16, and the 16 bits that float32 has more (int16): together float32, bit by bit
-    residual    codes of a GEMM, or bfloat16, and what is missing in parts of half a step (int8 or int16)
+    residual    codes of a GEMM, or bfloat16, and the bits that a longer mantissa has more (int8 or int16)
     master      codes of a GEMM, and float32 or float16 beside them
 
-A weight is read as float32, and written from it. The parts of a residual are powers of two, 1/128 and 1/32768 of half a
-step: what int8 holds, int16 and float32 hold too. Sources: remainder, Transformer Engine's FusedAdam; residual of
-bfloat16, FlashOptim, arXiv:2602.23349; float16 master with a scale, MS-AMP, arXiv:2310.18313.
+A weight is read as float32, and written from it. With a residual its magnitude is one whole number, the code's bits
+with 8 or 16 more below them, as bfloat16's are float32's: the code is that number rounded, and the residual what
+rounding it left. What int8 holds, int16 and float32 hold too. Sources: remainder, Transformer Engine's FusedAdam; a
+residual of eight bits, FlashOptim, arXiv:2602.23349; float16 master with a scale, MS-AMP, arXiv:2310.18313.
 """
 
 from dataclasses import dataclass, replace
-from math import log2
 
 import torch
 from torch import Tensor
 
-from quaver.core.numbers.formats import E4M3
 from quaver.core.spec import QuantSpec
 from quaver.core.states.codes import StateSpec
 from quaver.core.states.presets import Preset
+from quaver.core.states.reference import NOISE_BITS
 from quaver.torch.linear.stored import storing
 from quaver.torch.linear.stored.stored import lies_turned
 from quaver.torch.numerics import reference
@@ -27,9 +27,9 @@ from quaver.torch.numerics.quantized import decode_scales, spread
 from quaver.torch.numerics.rounding import INFINITY_BITS, magnitude_bits
 from quaver.torch.optim import codes
 
-#: Parts of half a step by the dtype of the residual.
-PARTS = {torch.int8: 2.0**7, torch.int16: 2.0**15}
-_NAN_BITS = 0x7FC00000
+#: Bits of a residual.
+BITS = {torch.int8: 8, torch.int16: 16}
+_NAN_BITS, _SIGN = 0x7FC00000, -0x80000000
 _MASTER16 = StateSpec(code="float16", block=None, scale="power_of_two")
 
 
@@ -120,9 +120,39 @@ def read(keeping: Keeping, tensors: tuple[Tensor, ...]) -> Tensor:
         return tensors[-1]
     if keeping.kind == "float16":
         return codes.decode(tensors[-2], tensors[-1], _MASTER16)
-    value, half = _value_and_half(keeping, tensors[0])
-    value = value + tensors[-1].float() * (half * (1 / PARTS[tensors[-1].dtype]))
+    value = worth(keeping, _bits(keeping, tensors[0]), tensors[-1].int(), BITS[tensors[-1].dtype])
     return value if keeping.spec is None else value * _spread_scales(keeping.spec, tensors[1], value)
+
+
+def worth(keeping: Keeping, code: Tensor, rest: Tensor, more: int) -> Tensor:
+    """What a code and its residual of so many bits are, int32 each: float32, a multiple of the code's scale. Exact."""
+    below, lower, sign, most = _places(keeping, more)
+    bits = ((code & most) << more) + rest << below
+    value = (bits | (code << (31 - sign)) & _SIGN).view(torch.float32)
+    return value if lower == 1.0 else value * (1.0 / lower)
+
+
+def numbers(keeping: Keeping, x: Tensor, more: int, noise: Tensor | None) -> Tensor:
+    """The whole numbers that magnitudes are with so many bits below a code's: int32.
+
+    Args:
+        x: float32, multiples of the scale.
+        noise: int32 below 2**15; None rounds to nearest.
+    """
+    below, lower, _, _ = _places(keeping, more)
+    lost = 1 << below >> 1 if noise is None else noise >> (NOISE_BITS - below)
+    if keeping.spec is None:
+        return (torch.where(x.isnan(), _NAN_BITS, x.view(torch.int32)) & ~_SIGN) + lost >> below
+    # As far as the largest code reaches, of NaN too.
+    most = (keeping.spec.format.max_code << more) + (1 << more - 1) - 1
+    return (x.abs() * lower).view(torch.int32).clamp(max=most << below) + lost >> below
+
+
+def halves(keeping: Keeping, number: Tensor, x: Tensor, more: int) -> tuple[Tensor, Tensor]:
+    """The code, with the sign of x, and the residual of such numbers: int32."""
+    _, _, sign, most = _places(keeping, more)
+    code = number + (1 << more - 1) >> more
+    return code | x.view(torch.int32) >> (31 - sign) & (most + 1), number - (code << more)
 
 
 def write(
@@ -145,47 +175,35 @@ def write(
         bits = torch.where(weight.isnan(), _NAN_BITS, weight.view(torch.int32))
         rest = bits.to(torch.int16)
         return ((bits - rest.int()) >> 16).to(torch.int16).view(torch.bfloat16), rest
-    if keeping.spec is None:
-        value = weight.to(torch.bfloat16)
-        return value, _residual(keeping, weight, value, tensors[-1].dtype, noise)
-    if tensors[0].dtype is torch.uint8 and keeping.spec.format == E4M3 and torch.compiler.is_compiling():
-        return _write_in_vectors(keeping, weight, tensors, noise, amax)
+    if keeping.kind[:8] == "residual":
+        return _write_longer(keeping, weight, tensors, noise, amax)
+    assert keeping.spec is not None
     q = reference.quantize(weight, keeping.spec, amax)
     scale = q.scale
     assert isinstance(scale, Tensor)
     data = q.data.view(tensors[0].dtype)
     if keeping.kind == "float32":
         return data, scale, weight
-    if keeping.kind == "float16":
-        master, master_scale = codes.encode(weight, _MASTER16)
-        assert master_scale is not None
-        return data, scale, master, master_scale
-    wide = _spread_scales(keeping.spec, scale, weight)
-    # By a power of two, a product with the inverse.
-    scaled = weight * codes.kept_apart(wide.reciprocal()) if keeping.spec.power_of_two else weight / wide
-    return data, scale, _residual(keeping, scaled, data, tensors[-1].dtype, noise)
+    master, master_scale = codes.encode(weight, _MASTER16)
+    assert master_scale is not None
+    return data, scale, master, master_scale
 
 
-def _write_in_vectors(
+def _write_longer(
     keeping: Keeping, weight: Tensor, tensors: tuple[Tensor, ...], noise: Tensor | None, amax: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """Codes of E4M3 and residuals for a compiler that makes vectors of them; of a weight that is not finite residuals
-    say nothing."""
-    spec = keeping.spec
-    assert spec is not None
+    """Codes, or bfloat16, and residuals; of codes that are not finite residuals say nothing."""
+    more, spec = BITS[tensors[-1].dtype], keeping.spec
+    if spec is None:
+        code, rest = halves(keeping, numbers(keeping, weight, more, noise), weight, more)
+        return code.to(torch.int16).view(torch.bfloat16), rest.to(tensors[-1].dtype)
     measured = reference.block_bits(magnitude_bits(weight), spec)
     top = measured if amax is None else reference.given_bits(amax, measured)
     e = reference.factors(top, spec)
     scale = reference.stored_scale(top, (top < INFINITY_BITS) & (measured < INFINITY_BITS), e, spec)
-    # Not what says whether all is finite, for which a compiler would go over the weight before.
-    wide = decode_scales(reference.stored_scale(top, top < INFINITY_BITS, e, spec), spec, None)
-    e = torch.where(top == 0, 0.0, e) if spec.scale == "e8m0" else e
-    shape = (weight.shape[0], weight.shape[1])
-    inverse = spread(codes.kept_apart(wide.reciprocal()), spec.block, shape)
-    scaled = weight * inverse if spec.power_of_two else weight / spread(wide, spec.block, shape)
-    written, near, exponent = codes.to_e4m3(weight * spread(codes.kept_apart(e), spec.block, shape))
-    beside = _rounded(scaled - near, exponent, tensors[-1].dtype, noise)
-    return written.to(torch.uint8), scale, beside
+    y = weight * spread(codes.kept_apart(e), spec.block, (weight.shape[0], weight.shape[1]))
+    code, rest = halves(keeping, numbers(keeping, y, more, noise), y, more)
+    return code.to(torch.uint8).view(tensors[0].dtype), scale, rest.to(tensors[-1].dtype)
 
 
 def values(spec: QuantSpec, codes: Tensor, scale: Tensor) -> Tensor:
@@ -207,47 +225,19 @@ def block_amax(spec: QuantSpec, weight: Tensor) -> Tensor:
     return reference.block_bits(magnitude_bits(weight), spec).view(torch.float32)
 
 
-def _residual(keeping: Keeping, value: Tensor, held: Tensor, dtype: torch.dtype, noise: Tensor | None) -> Tensor:
-    near, half = _value_and_half(keeping, held)
-    if keeping.spec is not None:
-        return _rounded(value - near, _exponent(keeping, held), dtype, noise)
-    return _whole((value - near) / half * PARTS[dtype], dtype, noise)
-
-
-def _rounded(rest: Tensor, exponent: Tensor, dtype: torch.dtype, noise: Tensor | None) -> Tensor:
-    """A residual of what is missing, float32, beside codes half of whose step has this exponent."""
-    return _whole(rest * (int(log2(PARTS[dtype])) + 127 - exponent << 23).view(torch.float32), dtype, noise)
-
-
-def _whole(rest: Tensor, dtype: torch.dtype, noise: Tensor | None) -> Tensor:
-    parts = PARTS[dtype]
-    rest = rest.round() if noise is None else noise.float().mul_(2.0**-15).add_(rest).floor_()
-    return torch.where(rest == rest, rest, 0.0).clamp_(-parts, parts - 1).to(dtype)
-
-
-def _value_and_half(keeping: Keeping, held: Tensor) -> tuple[Tensor, Tensor]:
-    """The numbers of codes, and half of the step between neighbours there: float32."""
+def _places(keeping: Keeping, more: int) -> tuple[int, float, int, int]:
+    """Of a residual with so many bits: how many of float32's lie below it; what brings a number's exponent to where
+    float32's bits are a code's, so that subnormals of the format are float32's; the place of a code's sign, and the
+    largest magnitude of its bits."""
     if keeping.spec is None:
-        bits = held.view(torch.int16).int() & 0x7F80
-        # Half a step is 2**-8 of the number's power of two; kept a normal number, of infinity too.
-        half = (bits << 16).view(torch.float32).clamp(min=2.0**-117, max=2.0**127) * 2.0**-8
-        return held.float(), half
-    return _value(keeping, held), (_exponent(keeping, held) + 127 << 23).view(torch.float32)
-
-
-def _value(keeping: Keeping, held: Tensor) -> Tensor:
-    """The numbers of codes, float32; E4M3 in bytes is what a compiler makes vectors of."""
-    assert keeping.spec is not None
-    in_bytes = held.dtype is torch.uint8 and keeping.spec.format == E4M3
-    return codes.e4m3_values(held) if in_bytes else held.float()
-
-
-def _exponent(keeping: Keeping, held: Tensor) -> Tensor:
-    """Of half a step around the numbers of codes: int32."""
-    assert keeping.spec is not None
+        return 16 - more, 1.0, 15, 0x7FFF
     fmt = keeping.spec.format
-    field = (held.view(torch.uint8).int() & 0x7F) >> fmt.mantissa_bits
-    return field.clamp(min=1) - (fmt.bias + fmt.mantissa_bits + 1)
+    return 23 - fmt.mantissa_bits - more, 2.0 ** (fmt.bias - 127), 7, 0x7F
+
+
+def _bits(keeping: Keeping, held: Tensor) -> Tensor:
+    """Codes as int32."""
+    return held.view(torch.int16 if keeping.spec is None else torch.uint8).int()
 
 
 def _spread_scales(spec: QuantSpec, scale: Tensor, weight: Tensor) -> Tensor:
@@ -275,4 +265,10 @@ def around(keeping: Keeping, weight: Tensor, tensors: tuple[Tensor, ...]) -> tup
         assert scale is not None
         return master, scale
     scaled = weight if keeping.spec is None else weight / _spread_scales(keeping.spec, tensors[1], weight)
-    return (_residual(keeping, scaled, tensors[0], tensors[-1].dtype, None),)
+    more, code = BITS[tensors[-1].dtype], _bits(keeping, tensors[0])
+    _, _, sign, most = _places(keeping, more)
+    number, nearest = numbers(keeping, scaled, more, None), (code & most) << more
+    # A number of the other sign comes nearest where there is nothing; below nothing there is none.
+    rest = torch.where((code << (31 - sign) ^ scaled.view(torch.int32)) < 0, -number, number) - nearest
+    rest = torch.maximum(rest, -nearest).clamp_(-(1 << more - 1), (1 << more - 1) - 1)
+    return (torch.where(weight.isnan(), 0, rest).to(tensors[-1].dtype),)

@@ -48,8 +48,7 @@ KEEPINGS = {
 #: Of moments, by the name of their code; those with scales have bfloat16 ones of blocks of 64.
 KINDS = {
     **{"float32": states.FLOAT32.value, "bfloat16": states.BFLOAT16.value},
-    **{"int8_softsign": states.SOFTSIGN.value, "int8_root": states.SIGNED_ROOT.value},
-    **{"uint8_root": states.ROOT.value, "root_e4m4": states.E4M4.value, "e4m3": states.E4M3.value},
+    **{"int8_mitchell": states.INT8.value, "uint8_mitchell4": states.UINT8.value},
 }
 
 
@@ -60,7 +59,6 @@ class Moment:
     #: In `KINDS`.
     code: str
     stochastic: bool = False
-    floor: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,8 @@ class Form:
     @property
     def registers(self) -> int | None:
         """Of a thread, where a compiler that is not told takes fewer than it needs, for one program more."""
-        return REGISTERS if self.twice and self.even else None
+        spills = self.keeping == "residual8" and (self.spec is None or not self.even)
+        return REGISTERS if (self.twice and self.even) or spills else None
 
     def tiles(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Of a weight with scales of blocks: rows of a tile, and how many there are."""
@@ -153,11 +152,10 @@ class Form:
 
 def _of_moment(name: str, moment: Moment | None) -> dict[str, Any]:
     if moment is None:
-        return {f"{name}_KIND": states.NONE.value, f"{name}_NOISE": False, f"{name}_FLOOR": False}
+        return {f"{name}_KIND": states.NONE.value, f"{name}_NOISE": False}
     return {
         f"{name}_KIND": KINDS[moment.code],
         f"{name}_NOISE": moment.stochastic,
-        f"{name}_FLOOR": moment.floor,
     }
 
 

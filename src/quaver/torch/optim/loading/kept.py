@@ -27,6 +27,7 @@ class Kept(torch.optim.Optimizer):
 
     #: Gradients that are kept in few bits.
     gradients: Gradients
+    statistics: bool
     #: Weights of codes of which a rank knows the largest magnitude of its own rows alone.
     _alone: set[Tensor]
 
@@ -47,7 +48,8 @@ class Kept(torch.optim.Optimizer):
         keeping = weights.keeping_of(p, preset)
         predicts = keeping.kind.startswith("residual") and keeping.spec is not None and None in keeping.spec.block
         held = self.gradients.held.get(p)
-        return Way(rule, keeping, specs, None if held is None else held.spec, predicts and rule.bounded)
+        spec = None if held is None else held.spec
+        return Way(rule, keeping, specs, spec, predicts and rule.bounded, self.statistics)
 
     def _know_amax(self, p: Tensor, way: Way) -> None:
         """Have the largest magnitudes of a weight's blocks in its state, if its scales are predicted, and only then."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from quaver.core.numbers.formats import E4M3
 from quaver.torch.numerics.philox import round_keys
 from quaver.torch.numerics.quantized import FLOAT8
-from quaver.torch.optim.stepping import noise
+from quaver.torch.optim.stepping import fours, noise
 from quaver.torch.optim.stepping.pieces import Drawn, Parts, Way, Written, move, put
 
 #: Programs of one optimizer; matrices that would need another step without one.
@@ -49,8 +49,9 @@ class Compiled:
         self.programs.add(key)
         if key not in _programs:
             # What the compiler knows of a function belongs to its code: each program has one of its own.
-            code = _run.__code__.replace(co_name=f"optimizer_step_{len(_programs)}")
-            own = FunctionType(code, _run.__globals__)
+            run = fours.run if key[1][0][2] is torch.int32 else _run
+            code = run.__code__.replace(co_name=f"optimizer_step_{len(_programs)}")
+            own = FunctionType(code, run.__globals__)
             _programs[key] = torch.compile(own, dynamic=False, fullgraph=True, options=OPTIONS)
         return _programs[key]
 
@@ -65,22 +66,25 @@ class Compiled:
         """What steps pieces of a parameter, as `Programs` says it."""
         run: Callable[..., Written] | None = None
         given: tuple[Tensor, ...] | None = None
+        was = False
 
         def step(own: Parts, first: int, amax: Tensor | None) -> Written | None:
-            nonlocal run, given
+            nonlocal run, given, was
             if self.failed or (way.draws and first % 4):
                 return None
-            own = _typed(way, own)
-            if run is None:
+            number = own.weight[0].numel()
+            four = fours.fits(way, own) and first >> 34 == (first + number - 1) >> 34
+            own = fours.viewed(own) if four else _typed(way, own)
+            if run is None or four != was:
                 tensors = (*own.weight, *(t for held in own.moments for t in held), *own.gradient)
                 kinds = tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
-                run = self.program((way, kinds, factor is None, keep is None))
-                given = _keyed(drawn, tensors[0]) if way.draws else None
+                run, was = self.program((way, kinds, factor is None, keep is None)), four
+                given = _keyed(drawn, tensors[0], four) if way.draws else None
             if run is None:
                 return None
             place = None
             if given is not None:
-                place = (torch.tensor(first, dtype=torch.int64, device=own.weight[0].device), *given)
+                place = (*_first(first, four, own.weight[0].device), *given)
             try:
                 return run(way, own, scalars, factor, place, amax, keep)
             except Exception as error:
@@ -97,13 +101,23 @@ class Compiled:
         return step
 
 
-def _keyed(drawn: Drawn, weight: Tensor) -> tuple[Tensor, ...]:
+def _keyed(drawn: Drawn, weight: Tensor, four: bool) -> tuple[Tensor, ...]:
     """Parameter, step and keys of its noise, on the weight's device."""
     device = weight.device
     step = drawn.step if isinstance(drawn.step, Tensor) else torch.tensor(drawn.step, dtype=torch.int64, device="cpu")
     number = torch.tensor(drawn.parameter, dtype=torch.int64, device=device)
-    keys = round_keys(drawn.seed, device)
-    return number, step.reshape(()).to(device, torch.int64), keys.to(torch.int32) if in_bytes(weight) else keys
+    step, keys = step.reshape(()).to(device, torch.int64), round_keys(drawn.seed, device)
+    if four:
+        return number.to(torch.int32), step.to(torch.int32), keys.to(torch.int32)
+    return number, step, keys.to(torch.int32) if in_bytes(weight) else keys
+
+
+def _first(first: int, four: bool, device: torch.device) -> tuple[Tensor, ...]:
+    """A piece's first element, or both words of its counter."""
+    if not four:
+        return (torch.tensor(first, dtype=torch.int64, device=device),)
+    counter = torch.tensor(first // 4, dtype=torch.int64, device=device)
+    return counter.to(torch.int32), (counter >> 32).to(torch.int32)
 
 
 def _typed(way: Way, own: Parts) -> Parts:
@@ -115,7 +129,7 @@ def _typed(way: Way, own: Parts) -> Parts:
         bytes = fmt == E4M3 and in_bytes(gradient[0])
         gradient = (gradient[0].view(torch.uint8 if bytes else FLOAT8.get(fmt.name, torch.uint8)), *gradient[1:])
     if keeping.spec is not None and keeping.spec.format == E4M3 and keeping.kind[:8] == "residual":
-        weight = (weight[0].view(torch.uint8) if in_bytes(weight[0]) else weight[0], *weight[1:])
+        weight = (weight[0].view(torch.uint8), *weight[1:])
     return own._replace(gradient=gradient, weight=weight)
 
 

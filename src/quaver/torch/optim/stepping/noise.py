@@ -97,6 +97,20 @@ def traced_words(number: int, first: Tensor, parameter: Tensor, step: Tensor, ke
     return torch.stack([word.to(torch.int32) for word in drawn], -1).view(-1)
 
 
+def traced_fours(
+    shape: torch.Size, low: Tensor, high: Tensor, parameter: Tensor, step: Tensor, keys: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same of elements 4 i, 4 i + 1, 4 i + 2 and 4 i + 3 apart: int32 of this shape, whose shares are the same.
+
+    Args:
+        low, high, parameter, step: int32 []; both words of the first counter, of whose successors none has another
+            upper one.
+        keys: int32.
+    """
+    c0 = (torch.arange(shape.numel(), dtype=torch.int32, device=low.device) + low).view(shape)
+    return traced(c0, high.expand(shape), parameter.expand(shape), step.expand(shape), keys)
+
+
 def shares(word: Tensor, number: int) -> list[Tensor]:
     """Noise for a number of codes, at most three, each int32 below 2**15 of the words' shape.
 

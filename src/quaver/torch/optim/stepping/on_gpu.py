@@ -28,8 +28,8 @@ from quaver.torch.optim.stepping.pieces import Parts, Way
 if TYPE_CHECKING:
     from quaver.torch.backends.gpu import stepping
 
-#: Codes of moments that have scales of blocks, and can be rounded at random.
-CODES = {"int8_softsign": False, "int8_root": False, "uint8_root": True, "root_e4m4": True, "e4m3": False}
+#: Moments that have scales of blocks, and whether they may be negative.
+CODES = {"int8_mitchell/64": True, "uint8_mitchell4/64 floor": False, "uint8_mitchell4/64 stochastic floor": False}
 #: Gradients: floats, and codes.
 FLOATS, HELD = (torch.float32, torch.bfloat16, torch.float16), "e4m3/128"
 #: Blocks of codes that a kernel measures, and their scales: those of `blockwise` and `mxfp8`.
@@ -72,10 +72,7 @@ TAKES: Operation[bool] = Operation(
 def _writes(spec: StateSpec, signed: bool) -> bool:
     if not spec.of.scaled:
         return True
-    noise = not spec.stochastic or (CODES.get(spec.code, False) and not signed)
-    floor = not spec.floor or (CODES.get(spec.code, False) and not signed)
-    fits = spec.code in CODES and (signed <= spec.of.signed) and spec.block == 64 and spec.scale == "bfloat16"
-    return fits and noise and floor
+    return signed <= CODES.get(spec.text, -1)
 
 
 def _of_weight(way: Way, weight: Tensor) -> str:
@@ -158,7 +155,7 @@ def row(
         weight=weight.dtype,
         beside=None if tensors["beside"] is None else tensors["beside"].dtype,
         gradient=parts.gradient[0].dtype,
-        moments=tuple(stepping.Moment(spec.code, spec.stochastic, spec.floor) for spec in way.moments),
+        moments=tuple(stepping.Moment(spec.code, spec.stochastic) for spec in way.moments),
         spec=keeping.spec,
         stochastic=keeping.stochastic and (keeping.kind != "plain" or weight.dtype is torch.bfloat16),
         factored=factor is not None,

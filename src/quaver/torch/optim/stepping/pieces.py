@@ -40,6 +40,8 @@ class Way:
     gradient: StateSpec | None = None
     #: Whether the scales of the weight are known before the step, by the rule's bound.
     predicts: bool = False
+    #: Whether updates that are held to their bound are counted.
+    counts: bool = True
 
     @property
     def draws(self) -> int:
@@ -109,7 +111,7 @@ def kept(way: Way, parts: Parts, after: Stepped, shares: list[Tensor], amax: Ten
     """
     weight, moments, clamped = after.weight, [*after.moments], after.clamped
     del after
-    clamped = None if clamped is None else clamped.sum()
+    clamped = clamped.sum() if way.counts and clamped is not None else None
     states = tuple(_encoded(moments.pop(0), spec, shares.pop(0) if spec.stochastic else None) for spec in way.moments)
     lost = shares.pop(0) if way.keeping.stochastic else None
     written = weights.write(way.keeping, weight, parts.weight, lost, amax)
