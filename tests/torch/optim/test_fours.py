@@ -121,3 +121,7 @@ def test_what_has_other_codes_or_shapes_steps_one_by_one() -> None:
     softsign = optim.StateSpec(code="int8_softsign")
     assert not fours.fits(replace(way, moments=(softsign, LEAN.second)), own)
     assert not fours.fits(way, own._replace(weight=(own.weight[0][:, :64], *own.weight[1:])))
+    beside = torch.zeros(ROWS * 128 + 4, dtype=torch.int8)
+    for start, fits in ((4, True), (1, False)):
+        moved = beside[start : start + ROWS * 128].view(ROWS, 128)
+        assert fours.fits(way, own._replace(weight=(*own.weight[:2], moved))) == fits

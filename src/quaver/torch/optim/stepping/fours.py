@@ -25,7 +25,8 @@ FAR = 0x70000000
 
 
 def fits(way: Way, own: Parts) -> bool:
-    """Whether a piece consists of bytes alone, and its weight has one scale that is known beforehand."""
+    """Whether a piece consists of bytes alone that can be read as int32, and its weight has one scale that is known
+    beforehand."""
     spec, gradient = way.keeping.spec, way.gradient
     return (
         own.weight[0].is_cpu
@@ -37,7 +38,12 @@ def fits(way: Way, own: Parts) -> bool:
         and gradient is not None
         and (gradient.code, gradient.block, gradient.scale) == ("e4m3", LONG, "bfloat16")
         and all(one.of.kind == "mitchell" and (one.block, one.scale) == (BLOCK, "bfloat16") for one in way.moments)
+        and all(t.is_contiguous() and t.storage_offset() % 4 == 0 and t.data_ptr() % 4 == 0 for t in _bytes_of(own))
     )
+
+
+def _bytes_of(own: Parts) -> tuple[Tensor, ...]:
+    return own.weight[0], own.weight[2], own.gradient[0], *(held[0] for held in own.moments)
 
 
 def viewed(own: Parts) -> Parts:
