@@ -96,19 +96,19 @@ def test_four_at_once_have_the_bits_of_a_step_one_by_one(name: str, keep: bool |
         theirs = (parts, expected.amax)
 
 
-def same(a: torch.Tensor, b: torch.Tensor, what: str, lost: bool = False) -> None:
+def same(a: torch.Tensor, b: torch.Tensor, which: str, lost: bool = False) -> None:
     """Bit by bit; of a weight whose scale is NaN neither residuals nor signs say anything."""
     a, b = (t.contiguous().view(torch.uint8).int() for t in (a, b))
-    if what == "residuals" and lost:
+    if which == "residuals" and lost:
         return
     if lost:
         a, b = a & 0x7F, b & 0x7F
-    if what == "its scales":
+    if which == "its scales":
         # A NaN is a NaN.
         high = [t.view(-1)[1::2] << 8 | t.view(-1)[::2] for t in (a, b)]
         a, b = (torch.where((t & 0x7FFF) > 0x7F80, 0x7FC0, t) for t in high)
     wrong = (a != b).nonzero()
-    assert not len(wrong), f"{what}: {len(wrong)} differ, {wrong[0].tolist()} first"
+    assert not len(wrong), f"{which}: {len(wrong)} differ, {wrong[0].tolist()} first"
 
 
 def test_what_has_other_codes_or_shapes_steps_one_by_one() -> None:
