@@ -62,7 +62,7 @@ def encode_mitchell(x, inverse, least, noise, HALVINGS: tl.constexpr, SIGNED: tl
         # Noise and a half from 1 to 2, less 1.5.
         c = c + (((noise << 8) | 0x3F800080).to(tl.float32, bitcast=True) - 1.5)
     if SIGNED:
-        code = _whole(_with_sign(c, x)).to(tl.int8)
+        code = _whole(with_sign(c, x.to(tl.int32, bitcast=True))).to(tl.int8)
     else:
         code = _at_least(_whole(c) & 0xFF, x, least).to(tl.uint8)
     return code
@@ -100,9 +100,9 @@ def _quotient(a, b):
 
 
 @triton.jit
-def _with_sign(magnitude, x):
-    sign = x.to(tl.int32, bitcast=True) & -0x80000000
-    return (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+def with_sign(magnitude, bits):
+    """A magnitude, float32, with the sign that these bits have as float32's: int32."""
+    return (magnitude.to(tl.int32, bitcast=True) | (bits & -0x80000000)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

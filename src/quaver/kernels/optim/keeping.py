@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from quaver.kernels.bits.numbers import NAN_BITS, encode, widened
-from quaver.kernels.optim.codes import bfloat16_at_random
+from quaver.kernels.optim.codes import bfloat16_at_random, with_sign
 
 PLAIN, REMAINDER, RESIDUAL, MASTER = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 #: From E4M3's exponents to where its bits are float32's, and back.
@@ -35,7 +35,7 @@ def read_weight(weight, beside, scale, KEEPING: tl.constexpr, CODES: tl.constexp
         else:
             sign = weight.to(tl.int16, bitcast=True).to(tl.int32)
             number = ((sign & 0x7FFF) << MORE) + beside.to(tl.int32)
-        value = _with_sign(_longer(number, MORE, CODES), sign)
+        value = with_sign(_longer(number, MORE, CODES), sign)
         if CODES:
             value = value * scale
     return value
@@ -93,9 +93,3 @@ def _longer(number, MORE: tl.constexpr, CODES: tl.constexpr):
     else:
         value = (number << (16 - MORE)).to(tl.float32, bitcast=True)
     return value
-
-
-@triton.jit
-def _with_sign(magnitude, sign):
-    bits = magnitude.to(tl.int32, bitcast=True) | (sign & -0x80000000)
-    return bits.to(tl.float32, bitcast=True)

@@ -223,9 +223,3 @@ def _value(code):
     """float32 of an E8M0 code, int32."""
     bits = tl.where(code == 0, 0x00400000, tl.where(code == 255, NAN_BITS, code << 23))
     return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _inverse(code):
-    """1 / `_value`; of NaN any number."""
-    return ((254 - tl.minimum(code, 254)) << 23).to(tl.float32, bitcast=True)

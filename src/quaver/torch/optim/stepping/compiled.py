@@ -66,19 +66,22 @@ class Compiled:
         """What steps pieces of a parameter, as `Programs` says it."""
         run: Callable[..., Written] | None = None
         given: tuple[Tensor, ...] | None = None
-        was = False
+        four = False
 
         def step(own: Parts, first: int, amax: Tensor | None) -> Written | None:
-            nonlocal run, given, was
+            nonlocal run, given, four
             if self.failed or (way.draws and first % 4):
                 return None
-            number = own.weight[0].numel()
-            four = fours.fits(way, own) and first >> 34 == (first + number - 1) >> 34
+            if run is None:
+                four = fours.fits(way, own)
+            # Beyond it the upper word of a counter is another one.
+            if four and first >> 34 != (first + own.weight[0].numel() - 1) >> 34:
+                return None
             own = fours.viewed(own) if four else _typed(way, own)
-            if run is None or four != was:
+            if run is None:
                 tensors = (*own.weight, *(t for held in own.moments for t in held), *own.gradient)
                 kinds = tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
-                run, was = self.program((way, kinds, factor is None, keep is None)), four
+                run = self.program((way, kinds, factor is None, keep is None))
                 given = _keyed(drawn, tensors[0], four) if way.draws else None
             if run is None:
                 return None
