@@ -88,7 +88,8 @@ def kept(decay: Tensor) -> Tensor:
 
 def root(v: Tensor) -> Tensor:
     """√v, rounded correctly, as compilers and GPUs have it: torch's own on a CPU is one off in one element of six."""
-    if not v.is_cpu or torch.compiler.is_compiling() or type(v) is not Tensor:
+    # Not `is_compiling`, which is true of every thread while one of them compiles.
+    if not v.is_cpu or torch.compiler.is_dynamo_compiling() or type(v) is not Tensor:
         return v.sqrt()
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     with np.errstate(invalid="ignore"):
