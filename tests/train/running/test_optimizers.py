@@ -1,6 +1,7 @@
 """`quaver train --optimizer`: what is kept, resumed, refused and generated from."""
 
 import shutil
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from quaver.train.configuration.config import TrainConfig
 from quaver.train.configuration.parameter_table import initial
 from quaver.train.configuration.sizes import MODELS
 from quaver.train.learning.torch.learner import TorchLearner
-from quaver.train.records import parts
+from quaver.train.records import checkpoint, parts
 from quaver.train.records.metrics import read, switches
 from quaver.train.running.generation import generate
 from quaver.train.running.loop import folder_of, run_training
@@ -155,6 +156,28 @@ def test_the_folder_says_the_optimizer() -> None:
 def test_what_it_cannot_do_is_one_sentence(make_config: MakeConfig, options: dict[str, str], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         run_training(make_config(**{"optimizer": "lean", "recipe": "tensorwise", **options}))
+
+
+@pytest.mark.parametrize("optimizer", ["lean", "balanced"])
+def test_a_checkpoint_in_the_first_form_is_converted(make_config: MakeConfig, optimizer: str) -> None:
+    """Where a checkpoint does not say in which form states are; one that says it is taken up as it is."""
+    config = make_config(optimizer=optimizer, recipe="tensorwise", steps=2)
+    run_training(config)
+    path = Path(config.out) / "step-000002"
+    state = checkpoint.read_state(path)
+    assert state.pop("states") == 2
+    checkpoint.seal(path, {key: value for key, value in state.items() if key not in ("files", "digest")})
+    with pytest.warns(UserWarning, match=f"states of preset {optimizer}, in its first form, were converted"):
+        run_training(replace(config, steps=4, checkpoint_every=1, keep=0), resume=True)
+    moments = [
+        parts.joined([Path(config.out) / name / "optimizer.safetensors"])["layers.0.mlp.up_proj.weight/exp_avg_sq"]
+        for name in ("step-000002", "step-000003")
+    ]
+    assert (moments[0] != moments[1]).any()
+    assert checkpoint.read_state(Path(config.out) / "step-000004")["states"] == 2
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*first form")
+        run_training(replace(config, steps=5), resume=True)
 
 
 @pytest.mark.parametrize("optimizer", ["lean", "balanced"])

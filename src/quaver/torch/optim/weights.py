@@ -208,7 +208,12 @@ def _write_longer(
 
 def values(spec: QuantSpec, codes: Tensor, scale: Tensor) -> Tensor:
     """What codes [rows, K] stand for, float32. Exact."""
-    return codes.float() * _spread_scales(spec, scale, codes)
+    return scaled(spec, scale, codes.float())
+
+
+def scaled(spec: QuantSpec, scale: Tensor, multiples: Tensor) -> Tensor:
+    """Multiples of the scales, float32 [rows, K], times these. Exact."""
+    return multiples * _spread_scales(spec, scale, multiples)
 
 
 def resolution(weight: Tensor) -> float:

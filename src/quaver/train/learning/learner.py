@@ -69,3 +69,10 @@ class InParts(Learner, Protocol):
 
     def read(self, folder: Path) -> None:
         """Take up this rank's part of what any number of ranks wrote. Raises: ValueError where it does not fit."""
+
+
+class InFewBits(Learner, Protocol):
+    """A learner whose optimizer is one of `quaver.torch.optim`."""
+
+    def renew(self) -> None:
+        """Write the optimizer's states, which were loaded from a checkpoint of their first form, in today's."""

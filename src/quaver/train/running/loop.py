@@ -29,7 +29,7 @@ from quaver.train.records.trackers import Tracker
 from quaver.train.running import idle
 from quaver.train.running.interrupt import Interrupt, Interrupted
 from quaver.train.running.precision import Precision
-from quaver.train.running.resuming import keeps_codes, take_up
+from quaver.train.running.resuming import FORM, STATES, keeps_codes, take_up
 from quaver.train.running.saving import Saver
 
 #: What a run's folder holds besides checkpoints; the last is the command line's.
@@ -164,7 +164,7 @@ def go_on(
             stop = ranks.largest(interrupt.number or 0)
             if last_one or due(step, config.checkpoint_every) or stop:
                 ranks.at(step, "saving")
-                state = {**facts, **precision.state(), "config": asdict(config)}
+                state = {**facts, **precision.state(), STATES: FORM, "config": asdict(config)}
                 path = saver.save(step, state)
             if stop and not last_one:
                 saver.finish()

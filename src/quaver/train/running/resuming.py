@@ -11,7 +11,7 @@ from quaver.train.configuration.config import TrainConfig
 from quaver.train.configuration.optimizer_name import TORCH
 from quaver.train.configuration.parameter_table import parameters
 from quaver.train.configuration.sizes import MODELS
-from quaver.train.learning.learner import InParts, Learner, Tensors
+from quaver.train.learning.learner import InFewBits, InParts, Learner, Tensors
 from quaver.train.learning.ranks import Ranks
 from quaver.train.records import checkpoint
 from quaver.train.records.checkpoint import CheckpointError, Saved
@@ -21,6 +21,9 @@ COUNT = (
     *("recipe", "dtype", "batch", "sequence", "accumulate"),
     *("lr", "final_lr", "warmup", "weight_decay", "beta1", "beta2", "clip"),
 )
+#: In which form a checkpoint's optimizer states are, see `quaver.torch.optim.loading.earlier`: where it does not say,
+#: in the first.
+STATES, FORM = "states", 2
 #: What AdamW keeps of a parameter.
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -60,6 +63,8 @@ def take_up(path: Path, trained: Learner, ranks: Ranks, facts: dict[str, Any], c
         else:
             ranks.wait()  # until the first one has looked at the digests
             cast(InParts, trained).read(path)
+        if config.optimizer != TORCH and saved.state.get(STATES, 1) < FORM:
+            cast(InFewBits, trained).renew()
     except ValueError as error:
         raise CheckpointError(f"the checkpoint {path} does not fit this model: {error}") from error
     if changed and ranks.first:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quaver.core.states.codes import StateSpec
 from quaver.torch.optim import codes, weights
-from quaver.torch.optim.loading import moments
+from quaver.torch.optim.loading import earlier, moments
 from quaver.torch.optim.stepping import layout
 from quaver.torch.optim.stepping.pieces import Way
 from quaver.torch.optim.weights import Keeping
@@ -73,10 +73,10 @@ def _beside(
         held = (*weight, *(layout.rows(tensor) for tensor in tensors))
         if not _reads(before, p):
             return {}
-        first = weights.first_states(keeping, layout.local(p), weights.read(before, held).view(layout.local(p).shape))
+        first = weights.first_states(keeping, layout.local(p), earlier.read(before, held).view(layout.local(p).shape))
         beside = (*weight, *(layout.rows(tensor) for tensor in first))
         # The codes stay: what else is kept is written around them.
-        tensors = [*weights.around(keeping, weights.read(before, held), beside)]
+        tensors = [*weights.around(keeping, earlier.read(before, held), beside)]
     shapes = [t.shape if t.dim() == 0 else p.shape for t in tensors]
     own = layout.local(p).shape
     return {

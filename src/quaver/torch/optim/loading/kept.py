@@ -13,6 +13,7 @@ from quaver.torch.linear.stored import storing
 from quaver.torch.optim import codes, weights
 from quaver.torch.optim.gradients.held import Gradients
 from quaver.torch.optim.loading.converting import states_of
+from quaver.torch.optim.loading.earlier import written_by
 from quaver.torch.optim.loading.presets import packed, preset_of
 from quaver.torch.optim.rules.rule import Rule
 from quaver.torch.optim.stepping import layout, ranks, stacks
@@ -106,25 +107,33 @@ class Kept(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Any) -> None:
         """Take up a state dict of any preset, of torch.optim, torchao.optim or MS-AMP; load the model before it.
 
-        The groups keep their presets: states that were kept otherwise are converted, which a warning says.
+        The groups keep their presets: states that were kept otherwise, or in the first form of theirs, are converted,
+        which a warning says.
         """
         presets = [group["preset"] for group in self.param_groups]
+        # Before anything is changed.
+        said = [group.get("preset") for group in state_dict["param_groups"]]
+        before = [None if preset is None else written_by(preset) for preset in said]
         super().load_state_dict({**state_dict, "state": {}})
-        before = [group.get("preset") for group in state_dict["param_groups"]]
         for group, preset in zip(self.param_groups, presets, strict=True):
             group["preset"] = preset
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
-        said: dict[str, int] = {}
+        lost: dict[str, int] = {}
         for group, saved, written in zip(self.param_groups, state_dict["param_groups"], before, strict=True):
             for p, key in zip(group["params"], saved["params"], strict=True):
                 if key in state_dict["state"]:
-                    self._load_state(p, group, state_dict["state"][key], written, said)
-        for sentence, number in said.items():
+                    self._load_state(p, group, state_dict["state"][key], written, lost)
+        for sentence, number in lost.items():
             warnings.warn(f"{number} parameters: {sentence}", stacklevel=2)
 
     def _load_state(
-        self, p: Tensor, group: Mapping[str, Any], saved: Mapping[str, Any], written: Any, said: dict[str, int]
+        self,
+        p: Tensor,
+        group: Mapping[str, Any],
+        saved: Mapping[str, Any],
+        written: Preset | None,
+        said: dict[str, int],
     ) -> None:
         way, old = self.way(p, group), None if written is None else self.way(p, {**group, "preset": written})
         keeping, tensors = layout.in_own_rows(p, way.keeping)
@@ -139,7 +148,7 @@ class Kept(torch.optim.Optimizer):
         if lost:
             said[lost] = said.get(lost, 0) + 1
         if old is None or old.moments != way.moments or old.keeping != way.keeping:
-            wrote = "another library" if written is None else f"preset {preset_of(written).name}"
+            wrote = "another library" if written is None else f"preset {written.name}"
             sentence = f"states of {wrote} were converted to preset {self.preset(p, group).name}"
             said[sentence] = said.get(sentence, 0) + 1
 

@@ -8,6 +8,9 @@ from quaver.core.states.codes import StateSpec
 from quaver.core.states.presets import PRESETS, Preset
 from quaver.core.text.spelling import suggest
 
+#: Behind a name, and the entry of other presets' fields: states are written in the second form, see `loading.earlier`.
+SECOND, FORM = "/2", "form"
+
 
 def preset_of(preset: Any) -> Preset:
     """A preset by its name, by what `packed` made of it, or itself. Raises: ValueError."""
@@ -26,9 +29,16 @@ def preset_of(preset: Any) -> Preset:
 
 
 def packed(preset: Any) -> str | dict[str, Any]:
-    """The name of a preset of `PRESETS`; of another one its fields as plain data."""
+    """The name of a preset of `PRESETS`; of another one its fields as plain data; and in which form states are."""
     preset = preset_of(preset)
+    second = has_residuals(preset)
     if PRESETS.get(preset.name) == preset:
-        return preset.name
+        return preset.name + (SECOND if second else "")
     values = {field.name: getattr(preset, field.name) for field in fields(preset)}
-    return {name: value.text if isinstance(value, StateSpec) else value for name, value in values.items()}
+    plain = {name: value.text if isinstance(value, StateSpec) else value for name, value in values.items()}
+    return plain | ({FORM: 2} if second else {})
+
+
+def has_residuals(preset: Preset) -> bool:
+    """Whether a preset may keep some, whose meaning the form says."""
+    return "residual" in preset.codes + preset.bfloat16

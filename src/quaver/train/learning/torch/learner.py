@@ -20,7 +20,7 @@ from quaver.train.learning.torch.device import device_of
 from quaver.train.learning.torch.model.balance import differing, in_bf16
 from quaver.train.learning.torch.model.decoder import build, change_layers, loss_and_routings, prepare
 from quaver.train.learning.torch.nonfinite import first_gradient, first_module
-from quaver.train.learning.torch.optimizer import load_state, optimizer_of, state_of
+from quaver.train.learning.torch.optimizer import load_state, optimizer_of, renew, state_of
 from quaver.train.learning.torch.parallel import shards
 from quaver.train.learning.torch.parallel.group import Group
 from quaver.train.learning.torch.parallel.parallelize_model import change_recipe, parallelize
@@ -142,6 +142,10 @@ class TorchLearner:
             shards.read(self.model, self.optimizer, folder)
         except RuntimeError as error:
             raise ValueError(in_short(error)) from error
+
+    def renew(self) -> None:
+        """See `quaver.train.learning.learner.InFewBits`."""
+        renew(self.optimizer)
 
     def _runner(self) -> Callable[[torch.Tensor], torch.Tensor]:
         return CapturedStep(self.update) if self.config.capture == "step" else self.update

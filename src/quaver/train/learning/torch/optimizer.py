@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from quaver.torch import optim
+from quaver.torch.optim.loading.earlier import without_form
 from quaver.train.configuration import optimizer_name
 from quaver.train.configuration.config import TrainConfig
 
@@ -107,6 +108,14 @@ def load_kept(model: nn.Module, optimizer: optim.Optimizer, tensors: Mapping[str
             optimizer.state[p] = first
     if given:
         raise ValueError(f"{next(iter(given))} is not part of the optimizer")
+
+
+def renew(optimizer: torch.optim.Optimizer) -> None:
+    """Convert states of `quaver.torch.optim` from the first form, see `loading.earlier` there; others stay."""
+    state = optimizer.state_dict()
+    for group in state["param_groups"]:
+        group["preset"] = without_form(group["preset"])
+    optimizer.load_state_dict(state)
 
 
 def mesh_of(parameter: Tensor) -> object:
