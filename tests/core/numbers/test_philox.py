@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from quaver.core.numbers.philox import philox4x32, uniform
+from quaver.core.numbers.philox import one_philox4x32, philox2x32, philox4x32, uniform
 from tests.close import assert_bitwise
 
 ONES = 0xFFFFFFFF
@@ -17,6 +17,19 @@ KNOWN = [
         (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
     ),
 ]
+
+
+#: The same of two words.
+KNOWN_OF_TWO = [
+    ((0, 0), 0, (0xFF1DAE59, 0x6CD10DF2)),
+    ((ONES,) * 2, ONES, (0x2C3F628B, 0xAB4FD7AD)),
+    ((0x243F6A88, 0x85A308D3), 0x13198A2E, (0xDD7CE038, 0xF62A4C12)),
+]
+
+
+@pytest.mark.parametrize("counter, key, words", KNOWN_OF_TWO)
+def test_known_answers_of_two(counter: tuple[int, ...], key: int, words: tuple[int, ...]) -> None:
+    assert_bitwise(philox2x32(tuple(np.array([c]) for c in counter), key), np.array([words], np.uint32))
 
 
 @pytest.mark.parametrize("counter, key, words", KNOWN)
@@ -54,3 +67,10 @@ def test_only_the_low_word_of_the_count_enters() -> None:
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 0)])
 def test_an_empty_operand_draws_nothing(shape: tuple[int, int]) -> None:
     assert uniform(*shape, 0, 0, 0).shape == shape
+
+
+@pytest.mark.parametrize("counter, key, words", KNOWN)
+def test_one_counter_in_numbers(
+    counter: tuple[int, int, int, int], key: tuple[int, int], words: tuple[int, ...]
+) -> None:
+    assert one_philox4x32(counter, key) == words

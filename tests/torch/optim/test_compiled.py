@@ -12,18 +12,18 @@ import quaver.torch as qt
 from quaver.recipes import Recipe, get, mxfp8
 from quaver.torch import optim
 from quaver.torch.numerics.philox import round_keys
-from quaver.torch.optim.stepping import noise
+from quaver.torch.optim.stepping import compiled, noise
 
-#: One compiled piece; two programs' worth of rows; one and a remainder; none.
-SHAPES = ((512, 512), (512, 1024), (1280, 256), (64, 128))
+#: One compiled piece; two of them; one and a remainder; none; one of each size and a remainder.
+SHAPES = ((512, 512), (512, 1024), (1280, 256), (64, 128), (1344, 1024))
 LEAN = pytest.mark.slow
 WAYS = [
-    pytest.param("float32", None, 1, id="float32"),
-    pytest.param("exact", None, 1, id="exact", marks=LEAN),
-    pytest.param("balanced", None, 1, id="balanced", marks=LEAN),
-    pytest.param("lean", get("tensorwise"), 1, id="lean", marks=LEAN),
+    pytest.param("float32", None, 2, id="float32"),
+    pytest.param("exact", None, 2, id="exact", marks=LEAN),
+    pytest.param("balanced", None, 2, id="balanced", marks=LEAN),
+    pytest.param("lean", get("tensorwise"), 2, id="lean", marks=LEAN),
     # Its blocks have rows, so that each width is a program.
-    pytest.param("lean", mxfp8(weight_2d=True), 3, id="lean of blocks", marks=LEAN),
+    pytest.param("lean", mxfp8(weight_2d=True), 4, id="lean of blocks", marks=LEAN),
 ]
 
 
@@ -72,11 +72,15 @@ def same(a: torch.Tensor, b: torch.Tensor, name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_words_for_a_compiler_are_those_of_eager_steps(dtype: torch.dtype) -> None:
-    """Keys of int32 draw by halves of words; a first element beyond 2**33, a seed of 64 bits."""
-    first, seed, parameter, step = 2**33 + 2**20, 0xFEDC_BA98_7654_3210, 3, 70_000
-    given = [torch.tensor(number) for number in (first, parameter, step)]
-    drawn = noise.traced_words(4096, *given, round_keys(seed, torch.device("cpu")).to(dtype))
-    assert torch.equal(drawn, noise.words(first, 4096, seed, parameter, step, torch.device("cpu")).to(torch.int32))
+    """Keys of int32 draw by halves of words; a first element beyond 2**34, a seed of 64 bits."""
+    first, drawn = 3 * 2**34 + 2**20, (0xFEDC_BA98_7654_3210, 3, 70_000, torch.device("cpu"))
+    expected = noise.words(first, 4096, *drawn).to(torch.int32)
+    key, upper = noise.stream(*drawn)
+    given = [round_keys(key).to(dtype), upper.to(dtype)]
+    assert torch.equal(noise.traced_words(4096, torch.tensor(first), *given), expected)
+    place = compiled._place(first, True, *(word.to(torch.int32) for word in given))
+    fours = noise.traced_fours(torch.Size((16, 64)), *place)
+    assert torch.equal(torch.stack(fours, -1).view(-1), expected)
 
 
 def test_a_compiler_that_fails_is_said_and_the_step_is_taken_without_it() -> None:

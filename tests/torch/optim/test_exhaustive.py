@@ -71,17 +71,24 @@ def test_no_gradients_move_an_update_beyond_its_bound(betas: tuple[float, float]
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_shares_of_a_word_are_even_and_know_nothing_of_each_other(number: int) -> None:
-    """Means, and products of pairs, of a million words, within three sigmas."""
+def test_shares_of_words_are_even_and_correlated_no_more_than_they_say(number: int) -> None:
+    """Means, and products of pairs, of a million elements and of their neighbours, within three sigmas."""
     count = 1 << 20
     drawn = noise.shares(noise.words(3, count, 11, 5, 7, torch.device("cpu")), number)
-    # Of uniform numbers in [0, 1), less their mean, of variance 1 / 12; their grids are of 15 bits, or of 10.
-    centred = [share.double() / 2**15 + (2.0**-16 if number < 3 else 0.0) - 0.5 for share in drawn]
+    # Of uniform numbers in [0, 1), less their mean, of variance 1 / 12.
+    centred = [share.double() / 2**15 + 2.0**-16 - 0.5 for share in drawn]
     for share in centred:
         assert abs(float(share.mean())) < 3 * (1 / 12 / count) ** 0.5
         assert abs(float(share.square().mean()) * 12 - 1) < 3 * (0.8 / count) ** 0.5 + 1e-6
-    for a, b in itertools.combinations(centred, 2):
-        assert abs(float((a * b).mean())) < 3 / 12 / count**0.5
+    after = [share.roll(-1) for share in centred]
+    for a, b in [*itertools.combinations(centred, 2), *itertools.product(centred, after)]:
+        assert abs(float((a * b).mean())) * 12 < 2.0 ** -(16 // number) + 3 / count**0.5
+    # Whether both are rounded up: what two codes of an element lose is as good as independent.
+    for a, b in itertools.combinations(drawn, 2):
+        for at, to in itertools.product((100, 5_000, 16_384, 31_000), repeat=2):
+            up, too = (a < at).double(), (b < to).double()
+            together = float((up * too).mean() - up.mean() * too.mean())
+            assert abs(together) < 2.0 ** -(16 // number) / 4 + 3 / 2 / count**0.5
 
 
 @pytest.mark.parametrize(

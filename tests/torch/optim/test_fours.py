@@ -76,9 +76,9 @@ def test_four_at_once_have_the_bits_of_a_step_one_by_one(name: str, keep: bool |
         expected = put(way, parts, move(way, parts, scalars, factor, word, reach), told)
         own = ours[0]
         assert fours.fits(way, own)
-        numbers = [torch.tensor(n, dtype=torch.int32) for n in (0, 0, 5, step)]
-        keys = round_keys(SEED, torch.device("cpu")).to(torch.int32)
-        done = fours.run(way, fours.viewed(own), scalars, factor, (*numbers, keys), reach, told)
+        key, upper = noise.stream(SEED, 5, step, torch.device("cpu"))
+        drawn = (t.to(torch.int32) for t in (torch.tensor(0), round_keys(key), upper))
+        done = fours.run(way, fours.viewed(own), scalars, factor, tuple(drawn), reach, told)
         same(own.weight[0], parts.weight[0], "codes", lost=bad)
         same(own.weight[2], parts.weight[2], "residuals", lost=bad)
         for one, other in zip(own.moments, parts.moments, strict=True):

@@ -1,14 +1,18 @@
-"""Philox4x32-10: random words as a pure function of a counter and a key, the same bits on every backend.
+"""Philox4x32-10 and Philox2x32-10: random words as a pure function of counter and key, the same bits on every backend.
 
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
 
+from typing import Any
+
 import numpy as np
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+#: Of Philox2x32, whose keys go up by the first number of `WEYL`.
+MULTIPLIER = 0xD256D193
 WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
-_LOW = np.uint64(0xFFFFFFFF)
+_LOW = 0xFFFFFFFF
 
 
 def philox4x32(counter: tuple[np.ndarray, ...], key: tuple[int, int]) -> np.ndarray:
@@ -22,13 +26,38 @@ def philox4x32(counter: tuple[np.ndarray, ...], key: tuple[int, int]) -> np.ndar
     Exact.
     """
     c0, c1, c2, c3 = (np.asarray(c, np.uint64) for c in np.broadcast_arrays(*counter))
-    k0, k1 = key
+    return np.stack(_rounds(c0, c1, c2, c3, *key), -1).astype(np.uint32)
+
+
+def one_philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    """`philox4x32` of one counter, in Python's numbers: a tenth of the time that arrays take."""
+    return _rounds(*counter, *key)
+
+
+def _rounds(c0: Any, c1: Any, c2: Any, c3: Any, k0: int, k1: int) -> tuple[Any, Any, Any, Any]:
+    """Four words, arrays of uint64 or numbers, after ten rounds."""
     for _ in range(ROUNDS):
-        high0, low0 = _product(c0, MULTIPLIERS[0])
-        high1, low1 = _product(c2, MULTIPLIERS[1])
-        c0, c1, c2, c3 = high1 ^ c1 ^ np.uint64(k0), low1, high0 ^ c3 ^ np.uint64(k1), low0
-        k0, k1 = (k0 + WEYL[0]) & 0xFFFFFFFF, (k1 + WEYL[1]) & 0xFFFFFFFF
-    return np.stack([c0, c1, c2, c3], -1).astype(np.uint32)
+        p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        c0, c1, c2, c3 = p1 >> 32 ^ c1 ^ k0, p1 & _LOW, p0 >> 32 ^ c3 ^ k1, p0 & _LOW
+        k0, k1 = (k0 + WEYL[0]) & _LOW, (k1 + WEYL[1]) & _LOW
+    return c0, c1, c2, c3
+
+
+def philox2x32(counter: tuple[np.ndarray, ...], key: int) -> np.ndarray:
+    """Ten rounds of Philox of two words: half the products for as many counters.
+
+    Args:
+        counter: two arrays of one shape [...], values below 2**32.
+        key: below 2**32.
+    Returns:
+        uint32 [..., 2].
+    Exact.
+    """
+    c0, c1 = (np.asarray(c, np.uint64) for c in np.broadcast_arrays(*counter))
+    for i in range(ROUNDS):
+        wide: Any = c0 * MULTIPLIER
+        c0, c1 = wide >> 32 ^ c1 ^ ((key + i * WEYL[0]) & _LOW), wide & _LOW
+    return np.stack([c0, c1], -1).astype(np.uint32)
 
 
 def uniform(rows: int, k: int, seed: int, tensor_id: int, count: int) -> np.ndarray:
@@ -48,12 +77,6 @@ def uniform(rows: int, k: int, seed: int, tensor_id: int, count: int) -> np.ndar
     groups = np.arange(-(-rows * k // 4), dtype=np.uint64)
     zero = np.zeros_like(groups)
     stream = (zero + np.uint64(tensor_id), zero + np.uint64(count & 0xFFFFFFFF))
-    counter = (groups & _LOW, groups >> np.uint64(32), *stream)
+    counter = (groups & _LOW, groups >> 32, *stream)
     words = philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF)).reshape(-1)[: rows * k]
     return ((words >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)).reshape(rows, k)
-
-
-def _product(a: np.ndarray, m: int) -> tuple[np.ndarray, np.ndarray]:
-    """High and low word of a 32 × 32 bit product."""
-    p = a * np.uint64(m)
-    return p >> np.uint64(32), p & _LOW

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 
 M0, M1 = tl.constexpr(0xD2511F53), tl.constexpr(0xCD9E8D57)
+#: Of Philox of two words.
+M2 = tl.constexpr(0xD256D193)
 W0, W1 = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
 
 
@@ -40,3 +42,17 @@ def philox(g, tensor_id, count, seed_low, seed_high):
         k0 += W0
         k1 += W1
     return c0, c1, c2, c3
+
+
+@triton.jit
+def philox_of_two(g, upper, key):
+    """The two words of counters g, int64 of any shape: uint32 each.
+
+    upper: uint32 that the counters' upper words are changed by; key: uint32. Exact.
+    """
+    c0, c1 = g.to(tl.uint32), (g >> 32).to(tl.uint32) ^ upper
+    for _ in tl.static_range(10):
+        high, low = product(c0, M2)
+        c0, c1 = high ^ c1 ^ key, low
+        key += W0
+    return c0, c1

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from quaver.kernels.bits.numbers import decoded
-from quaver.kernels.bits.philox import philox
+from quaver.kernels.bits.philox import philox_of_two
 from quaver.kernels.optim.keeping import PLAIN, read_weight
 from quaver.kernels.optim.places import read, read_scales
 from quaver.kernels.optim.rules import move
@@ -87,26 +87,29 @@ def write_moments(
 def _words(at, drawing, EVEN: tl.constexpr, BLOCKS: tl.constexpr):
     """A random word of each element [BLOCKS, 64], uint32. at: of each element, or of the first of each block."""
     # Of the part's first element in the whole parameter.
-    place, number, seed_low, seed_high, count = drawing
+    place, key, upper = drawing
     if EVEN:
-        # Four neighbours have the words of one counter.
+        # Four neighbours have the words of one counter, each a half.
         four = tl.arange(0, 16)
         g = tl.expand_dims((place + at) >> 2, 1) + tl.expand_dims(four, 0)
-        w0, w1, w2, w3 = philox(g, number, count, seed_low, seed_high)
-        word = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [BLOCKS, 64])
+        first, second = philox_of_two(g, upper, key)
+        word = tl.join(first, second)
+        word = tl.reshape(tl.join(word, _turned(word)), [BLOCKS, 64])
     else:
         e = place + at
-        w0, w1, w2, w3 = philox(e >> 2, number, count, seed_low, seed_high)
-        low, high = tl.where((e & 1) == 0, w0, w1), tl.where((e & 1) == 0, w2, w3)
-        word = tl.where((e & 2) == 0, low, high)
+        first, second = philox_of_two(e >> 2, upper, key)
+        word = tl.where((e & 2) == 0, first, second)
+        word = tl.where((e & 1) == 0, word, _turned(word))
     return word
+
+
+@triton.jit
+def _turned(word):
+    """A word's halves the other way round."""
+    return (word << 16) | (word >> 16)
 
 
 @triton.jit
 def _share(word, INDEX: tl.constexpr, NUMBER: tl.constexpr):
     """Noise of the code INDEX of NUMBER that share a word: int32 below 2**15."""
-    if NUMBER <= 2:
-        noise = ((word >> (17 if INDEX == 0 else 1)) & 0x7FFF).to(tl.int32)
-    else:
-        noise = (((word >> (22 if INDEX == 0 else (12 if INDEX == 1 else 2))) & 0x3FF) << 5).to(tl.int32) | 16
-    return noise
+    return ((word >> (17 - 16 // NUMBER * INDEX)) & 0x7FFF).to(tl.int32)

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from quaver.kernels.bits.philox import philox
+
 #: Columns of the table of parameters: addresses, then numbers.
 WEIGHT, WEIGHT_SCALE, BESIDE, FIRST, FIRST_SCALE, SECOND, SECOND_SCALE = (
     *(tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)),
@@ -29,6 +31,11 @@ def addresses_of(row):
 
 @triton.jit
 def drawing_of(row, count):
-    """What random words are keyed by; count: of steps, float32."""
+    """Where the part begins in the whole, and what random words are keyed by: a key and an upper word, uint32.
+
+    count: of steps, float32.
+    """
     seed_low, seed_high = tl.load(row + SEED_LOW), tl.load(row + SEED_HIGH)
-    return tl.load(row + PLACE), tl.load(row + NUMBER), seed_low, seed_high, count.to(tl.int64)
+    number = tl.load(row + NUMBER)
+    key, upper, _, _ = philox(number * 0, number, count.to(tl.int64), seed_low, seed_high)
+    return tl.load(row + PLACE), key, upper

@@ -1,11 +1,11 @@
-"""Philox4x32-10 in torch tensors: the twin of `quaver.core.numbers.philox`, the same words on any device."""
+"""Philox4x32-10 and Philox2x32-10 in torch tensors: the twins of `quaver.core.numbers.philox`, on any device."""
 
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from quaver.core.numbers.philox import MULTIPLIERS, ROUNDS, WEYL
+from quaver.core.numbers.philox import MULTIPLIER, MULTIPLIERS, ROUNDS, WEYL
 
 #: (seed, tensor id, count) of stochastic rounding; count may be an int64 tensor of one element.
 Noise = tuple[int, Tensor | int, Tensor | int]
@@ -138,42 +138,51 @@ def _word(v: int, device: torch.device) -> Tensor:
     return torch.tensor(v, dtype=torch.int64, device=device)
 
 
-def round_keys(seed: int, device: torch.device) -> Tensor:
-    """The keys of all rounds, int64 [10, 2]: what compiled code is given, so that no seed compiles anew."""
-    return torch.stack([torch.stack(pair) for pair in _keys(seed, device)])
+def philox2x32(c0: Tensor, c1: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Ten rounds of Philox of two words on int64 tensors of 32-bit words, the first two of which it overwrites.
+
+    Args:
+        key: int64 [], below 2**32.
+    """
+    device = c0.device
+    low, half, multiplier = (_word(v, device) for v in (_LOW, 32, MULTIPLIER))
+    high = torch.empty_like(c0)
+    for i in range(ROUNDS):
+        c0.mul_(multiplier)
+        torch.bitwise_right_shift(c0, half, out=high)
+        c1.bitwise_xor_(high.bitwise_and_(low)).bitwise_xor_((key + i * WEYL[0]).bitwise_and_(low))
+        c0.bitwise_and_(low)
+        c0, c1 = c1, c0
+    return c0, c1
 
 
-def traced(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`philox4x32` for a compiler, which fuses it: nothing is overwritten, and the keys are `round_keys`.
+def round_keys(key: Tensor) -> Tensor:
+    """The keys of all rounds of Philox of two words, int64 [10] below 2**32, whose first is this one, int64 []."""
+    return (key + torch.arange(0, ROUNDS * WEYL[0], WEYL[0], device=key.device)).bitwise_and_(_LOW)
+
+
+def traced(c0: Tensor, c1: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """`philox2x32` for a compiler, which fuses it: nothing is overwritten, and the keys are `round_keys`.
 
     Keys of int32 have words of int32, as their bits are: AVX2 has no product of vectors of int64.
     """
     if keys.dtype is torch.int32:
-        c0, c1, c2, c3 = (c.to(torch.int32) for c in (c0, c1, c2, c3))
-        return _in_halves(c0, c1, c2, c3, keys)
+        return _traced_in_halves(c0, c1, keys)
     for i in range(ROUNDS):
-        p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        c0, c2 = ((p1 >> 32) & _LOW) ^ c1 ^ keys[i, 0], ((p0 >> 32) & _LOW) ^ c3 ^ keys[i, 1]
-        c1, c3 = p1 & _LOW, p0 & _LOW
-    return c0, c1, c2, c3
+        wide = c0 * MULTIPLIER
+        c0, c1 = ((wide >> 32) & _LOW) ^ c1 ^ keys[i], wide & _LOW
+    return c0, c1
 
 
-def _in_halves(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _traced_in_halves(c0: Tensor, c1: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Products by halves of words: the multiplier is 2**32 more than two numbers of 14 bits and a sign, by which halves
+    are int32."""
+    upper, lower = (MULTIPLIER - (1 << 32)) + (1 << 15) >> 16, ((MULTIPLIER & 0xFFFF) ^ 0x8000) - 0x8000
+    held = c0.view(torch.float32)
     for i in range(ROUNDS):
-        (high0, low0), (high1, low1) = _product(c0, MULTIPLIERS[0]), _product(c2, MULTIPLIERS[1])
-        c0, c1, c2, c3 = high1 ^ c1 ^ keys[i, 0], low1, high0 ^ c3 ^ keys[i, 1], low0
-    return c0, c1, c2, c3
-
-
-def _product(c: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    """The upper and the lower word of unsigned products, int32, by halves of words, whose products fit a word."""
-    upper, lower = multiplier >> 16, multiplier & 0xFFFF
-    a, b = _upper(c), c & 0xFFFF
-    middle = a * lower + _upper(b * lower)
-    high = a * upper + _upper(middle) + _upper(b * upper + (middle & 0xFFFF))
-    return high, c * (multiplier - (1 << 32))
-
-
-def _upper(word: Tensor) -> Tensor:
-    """A word's upper half: int32 below 2**16."""
-    return (word >> 16) & 0xFFFF
+        a, b = (held.view(torch.int32) >> 16) & 0xFFFF, held.view(torch.int32) & 0xFFFF
+        middle = a * lower + (b * lower >> 16)
+        high = a * upper + (middle >> 16) + (b * upper + (middle & 0xFFFF) >> 16) + held.view(torch.int32)
+        low = held.view(torch.int32) * (MULTIPLIER - (1 << 32))
+        held, c1 = (high ^ c1 ^ keys[i]).view(torch.float32), low
+    return held.view(torch.int32), c1

@@ -7,7 +7,7 @@ share a program; what is left at a matrix's end steps without one, by the same b
 import warnings
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,13 +18,24 @@ from quaver.torch.numerics.quantized import FLOAT8
 from quaver.torch.optim.stepping import fours, noise
 from quaver.torch.optim.stepping.pieces import Drawn, Parts, Way, Written, move, put
 
-#: Programs of one optimizer; matrices that would need another step without one.
-MOST = 8
+#: Programs of one optimizer, one for each size of a piece; matrices that would need another step without one.
+MOST = 16
 
 #: A tensor of a piece to a compiler.
 Kind = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
-#: The way, what a piece consists of, and which numbers of a step there are.
-Program = tuple[Way, tuple[Kind, ...], bool, bool]
+
+
+class Program(NamedTuple):
+    """What is compiled: the way, what a piece consists of, which numbers are not given, and whether four bytes step at
+    once."""
+
+    way: Way
+    kinds: tuple[Kind, ...]
+    no_factor: bool
+    no_keep: bool
+    four: bool
+
+
 #: A piece is called a thousand times a second with what `Program` has compared, so the compiler compares nothing.
 OPTIONS: dict[str, Any] = {
     "guard_filter_fn": torch.compiler.skip_all_guards_unsafe,
@@ -49,7 +60,7 @@ class Compiled:
         self.programs.add(key)
         if key not in _programs:
             # What the compiler knows of a function belongs to its code: each program has one of its own.
-            run = fours.run if key[1][0][2] is torch.int32 else _run
+            run = fours.run if key.four else _run
             code = run.__code__.replace(co_name=f"optimizer_step_{len(_programs)}")
             own = FunctionType(code, run.__globals__)
             _programs[key] = torch.compile(own, dynamic=False, fullgraph=True, options=OPTIONS)
@@ -64,30 +75,32 @@ class Compiled:
         keep: Tensor | None,
     ) -> Callable[[Parts, int, Tensor | None], Written | None]:
         """What steps pieces of a parameter, as `Programs` says it."""
-        run: Callable[..., Written] | None = None
+        runs: dict[int, Callable[..., Written] | None] = {}
         given: tuple[Tensor, ...] | None = None
-        four = False
+        four: bool | None = None
 
         def step(own: Parts, first: int, amax: Tensor | None) -> Written | None:
-            nonlocal run, given, four
+            nonlocal given, four
             if self.failed or (way.draws and first % 4):
                 return None
-            if run is None:
+            if four is None:
                 four = fours.fits(way, own)
-            # Beyond it the upper word of a counter is another one.
+            # Counters of four elements each: beyond it the upper word is another one.
             if four and first >> 34 != (first + own.weight[0].numel() - 1) >> 34:
                 return None
             own = fours.viewed(own) if four else _typed(way, own)
-            if run is None:
+            # Of one parameter pieces differ in how many rows they have.
+            rows = own.weight[0].shape[0]
+            if rows not in runs:
                 tensors = (*own.weight, *(t for held in own.moments for t in held), *own.gradient)
                 kinds = tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
-                run = self.program((way, kinds, factor is None, keep is None))
-                given = _keyed(drawn, tensors[0], four) if way.draws else None
+                runs[rows] = self.program(Program(way, kinds, factor is None, keep is None, four))
+            run = runs[rows]
             if run is None:
                 return None
-            place = None
-            if given is not None:
-                place = (*_first(first, four, own.weight[0].device), *given)
+            if way.draws and given is None:
+                given = _keyed(drawn, own.weight[0], four)
+            place = None if given is None else _place(first, four, *given)
             try:
                 return run(way, own, scalars, factor, place, amax, keep)
             except Exception as error:
@@ -104,23 +117,20 @@ class Compiled:
         return step
 
 
-def _keyed(drawn: Drawn, weight: Tensor, four: bool) -> tuple[Tensor, ...]:
-    """Parameter, step and keys of its noise, on the weight's device."""
-    device = weight.device
-    step = drawn.step if isinstance(drawn.step, Tensor) else torch.tensor(drawn.step, dtype=torch.int64, device="cpu")
-    number = torch.tensor(drawn.parameter, dtype=torch.int64, device=device)
-    step, keys = step.reshape(()).to(device, torch.int64), round_keys(drawn.seed, device)
-    if four:
-        return number.to(torch.int32), step.to(torch.int32), keys.to(torch.int32)
-    return number, step, keys.to(torch.int32) if in_bytes(weight) else keys
+def _keyed(drawn: Drawn, weight: Tensor, four: bool) -> tuple[Tensor, Tensor]:
+    """Keys and upper word of its noise, on the weight's device."""
+    key, upper = noise.stream(*drawn[:3], weight.device)
+    keys = round_keys(key)
+    return (keys.to(torch.int32), upper.to(torch.int32)) if four or in_bytes(weight) else (keys, upper)
 
 
-def _first(first: int, four: bool, device: torch.device) -> tuple[Tensor, ...]:
-    """A piece's first element, or both words of its counter."""
+def _place(first: int, four: bool, keys: Tensor, upper: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What a program is given of a piece's noise: of four elements at once the lower word of its first counter."""
     if not four:
-        return (torch.tensor(first, dtype=torch.int64, device=device),)
-    counter = torch.tensor(first // 4, dtype=torch.int64, device=device)
-    return counter.to(torch.int32), (counter >> 32).to(torch.int32)
+        return torch.tensor(first, dtype=torch.int64, device=keys.device), keys, upper
+    high, low = divmod(first // 4, 1 << 32)
+    at = torch.tensor((low ^ 1 << 31) - (1 << 31), dtype=torch.int32, device=keys.device)
+    return at, keys, upper ^ high if high else upper
 
 
 def _typed(way: Way, own: Parts) -> Parts:

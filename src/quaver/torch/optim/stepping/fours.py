@@ -47,10 +47,10 @@ def _bytes_of(own: Parts) -> tuple[Tensor, ...]:
 
 
 def viewed(own: Parts) -> Parts:
-    """Lines of 128 as int32 [blocks, 16], their scales as [blocks], or half as many."""
+    """Lines of 128 as float32 [blocks, 16] that have their bits, and their scales as [blocks], or half as many."""
 
     def of(t: Tensor) -> Tensor:
-        return t.view(torch.int32).view(-1, LANES)
+        return t.view(torch.float32).view(-1, LANES)
 
     weight = (of(own.weight[0]), own.weight[1], of(own.weight[2]))
     moments = tuple((of(held[0]), held[1].view(-1)) for held in own.moments)
@@ -67,14 +67,15 @@ def run(
     keep: Tensor | None,
 ) -> Written:
     """A step in place: `pieces.move` and `pieces.put` of what `viewed` gives."""
-    (weight, scale, beside), keeping = own.weight, way.keeping
+    (_, scale, _), keeping = own.weight, way.keeping
+    weight, beside, gradient = (t.view(torch.int32) for t in (own.weight[0], own.weight[2], own.gradient[0]))
     assert keeping.spec is not None and amax is not None
     shares = _shares(way, own, place)
     before = decode_scales(scale, keeping.spec, None)
     of_gradient = own.gradient[1].float().unsqueeze(-1).expand(-1, LONG // BLOCK).reshape(-1, 1)
     after = []
     for k in range(4):
-        g = _e4m3(own.gradient[0], k) * of_gradient
+        g = _e4m3(gradient, k) * of_gradient
         moments = tuple(_moment(held, one, k) for held, one in zip(own.moments, way.moments, strict=True))
         after.append(
             way.rule(_weight(weight, beside, k) * before, g if factor is None else g * factor, moments, scalars)
@@ -97,7 +98,7 @@ def run(
         keeping, *weights.halves(keeping, largest.clamp(max=0x7FFF), torch.zeros_like(e), MORE), MORE
     )
     reached = reached * decode_scales(stored, keeping.spec, None)
-    held = (weight, beside, *(t for one in own.moments for t in one))
+    held = (own.weight[0], own.weight[2], *(t for one in own.moments for t in one))
     new = [_joined([code for code, _ in both]), _joined([rest for _, rest in both]), *new]
     for target, value in zip(held, new, strict=True):
         target.copy_(value if keep is None else torch.where(keep, value, target))
@@ -131,16 +132,17 @@ def _weight(weight: Tensor, beside: Tensor, k: int) -> Tensor:
     return ((number >> 4) & -0x78001000).view(torch.float32) * 2.0**120
 
 
-def _joined(planes: list[Tensor]) -> Tensor:
-    """Four planes of int32, whose lowest bytes count."""
+def _joined(planes: list[Tensor], mask: Tensor | None = None) -> Tensor:
+    """Four planes of int32, whose lowest bytes count, as the bits of float32; mask: int32, of bits that are kept."""
     joined = planes[0] & 0xFF
     for k in range(1, 4):
         joined = joined | (planes[k] if k == 3 else planes[k] & 0xFF) << 8 * k
-    return joined
+    return (joined if mask is None else joined & mask).view(torch.float32)
 
 
 def _moment(held: tuple[Tensor, ...], spec: StateSpec, k: int) -> Tensor:
-    c = _above(held[0], k) >> 24 if spec.of.signed else (held[0] >> 8 * k) & 0xFF
+    bytes = held[0].view(torch.int32)
+    c = _above(bytes, k) >> 24 if spec.of.signed else (bytes >> 8 * k) & 0xFF
     return codes.values_of(c, spec.of) * held[1].float().unsqueeze(-1)
 
 
@@ -151,14 +153,14 @@ def _written(planes: list[Tensor], spec: StateSpec, drawn: list[Tensor | None]) 
     wide = scale.unsqueeze(-1)
     usable = (wide > 0) & (wide <= codes.LARGEST)
     inverse = torch.where(usable, wide, 1.0).reciprocal()
-    # What a magnitude's bits are taken by: none where a block has no scale.
-    mask = -usable.to(torch.int32) & 0x7FFFFFFF
-    return [_joined([_code(x, inverse, mask, spec, u) for x, u in zip(planes, drawn, strict=True)]), scale.bfloat16()]
+    # No code where a block has no scale.
+    mask = -usable.to(torch.int32)
+    return [_joined([_code(x, inverse, spec, u) for x, u in zip(planes, drawn, strict=True)], mask), scale.bfloat16()]
 
 
-def _code(x: Tensor, inverse: Tensor, mask: Tensor, spec: StateSpec, drawn: Tensor | None) -> Tensor:
-    """A code of kind "mitchell" in the lowest byte of int32: `codes.encode`."""
-    bits = x.view(torch.int32) & mask
+def _code(x: Tensor, inverse: Tensor, spec: StateSpec, drawn: Tensor | None) -> Tensor:
+    """A code of kind "mitchell" in the lowest byte of int32: `codes.encode` of a block that has a scale."""
+    bits = x.view(torch.int32) & 0x7FFFFFFF
     c = codes.mitchell(bits.view(torch.float32) * inverse, spec.of.halvings, drawn)
     if spec.of.signed:
         c = (c.view(torch.int32) | (x.view(torch.int32) & -0x80000000)).view(torch.float32)

@@ -1,6 +1,8 @@
-"""One random word of 32 bits for each element of a parameter and each step, whose bits its codes share.
+"""Random bits for each element of a parameter and each step, which its codes share.
 
-The counter of Philox is the element's place in the whole parameter, so ranks that have parts draw what one would.
+Two words of Philox serve four elements, 16 bits each. An element reads the word from its own half on, so that a code
+has 15 bits to round with: the upper ones its own, the lower ones its neighbour's upper ones. The counter is the
+element's place in the whole parameter, so ranks that have parts draw what one would.
 """
 
 from math import prod
@@ -9,8 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quaver.core.numbers.philox import one_philox4x32
 from quaver.core.states.reference import NOISE_BITS
-from quaver.torch.numerics.philox import philox4x32, traced
+from quaver.torch.numerics.philox import philox2x32, philox4x32, traced
 
 _LOW = 0xFFFFFFFF
 
@@ -65,57 +68,79 @@ def words(first: int, number: int, seed: int, parameter: int, step: Tensor | int
         seed: 64 bits.
         parameter: its number in the optimizer.
         step: which step; an int64 tensor of one element stays on its device.
-    Exact: word e % 4 of Philox4x32-10 at (e / 4, its upper half, parameter, step), keyed by the seed.
+    Exact: word e % 4 / 2 of Philox2x32-10 at (e / 4, its upper half xor the upper word of `stream`) under the key of
+    `stream`; an odd e has its halves the other way round.
     """
     begin, end = first // 4, -(-(first + number) // 4)
     g = torch.arange(begin, max(end, begin), dtype=torch.int64, device=device)
     return _drawn(g, seed, parameter, step)[first - 4 * begin :][:number]
 
 
+def stream(seed: int, parameter: int, step: Tensor | int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A key and an upper word of a parameter's step, int64 [] below 2**32: the first two words of Philox4x32-10 at
+    (0, 0, parameter, step), keyed by the seed."""
+    if isinstance(step, Tensor) and not (type(step) is Tensor and step.is_cpu):
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+        count = torch.empty_like(zero).copy_(step.reshape(()).to(torch.int64).bitwise_and(_LOW))
+        key, upper, _, _ = philox4x32(zero, zero.clone(), torch.full_like(zero, parameter), count, seed)
+        return key, upper
+    of_seed = seed & _LOW, seed >> 32 & _LOW
+    drawn = one_philox4x32((0, 0, parameter, int(step) & _LOW), of_seed)
+    return torch.tensor(drawn[0], device=device), torch.tensor(drawn[1], device=device)
+
+
 def _drawn(g: Tensor, seed: int, parameter: int, step: Tensor | int) -> Tensor:
     """The words of groups of four elements: int64 [4 * groups]."""
-    if isinstance(step, Tensor):
-        count = torch.empty_like(g).copy_(step.reshape(()).to(torch.int64).bitwise_and(_LOW))
-    else:
-        count = torch.full_like(g, step & _LOW)
-    drawn = philox4x32(g & _LOW, g >> 32, torch.full_like(g, parameter), count, seed)
-    return torch.stack(drawn, -1).view(-1)
+    key, upper = stream(seed, parameter, step, g.device)
+    first, second = philox2x32(g & _LOW, (g >> 32).bitwise_xor_(upper), key)
+    return torch.stack([first, _turned(first) & _LOW, second, _turned(second) & _LOW], -1).view(-1)
 
 
-def traced_words(number: int, first: Tensor, parameter: Tensor, step: Tensor, keys: Tensor) -> Tensor:
+def _turned(word: Tensor) -> Tensor:
+    """Its halves the other way round, in the lower 32 bits."""
+    return word << 16 | (word >> 16) & 0xFFFF
+
+
+def traced_words(number: int, first: Tensor, keys: Tensor, upper: Tensor) -> Tensor:
     """`words` for a compiler: no number that changes is a constant of the program.
 
     Args:
         number: a multiple of four.
         first: int64 [], a multiple of four.
-        parameter, step: int64 [].
-        keys: of the seed, `philox.round_keys`.
+        keys, upper: int64 or int32 [10] and [], of `stream`'s key and its upper word.
     """
     g = torch.arange(number // 4, dtype=torch.int64, device=first.device) + first // 4
-    drawn = traced(g & _LOW, g >> 32, parameter, step & _LOW, keys)
+    drawn = traced((g & _LOW).to(keys.dtype), (g >> 32).to(keys.dtype) ^ upper, keys)
     # The lower 32 bits, whose shares are the same.
-    return torch.stack([word.to(torch.int32) for word in drawn], -1).view(-1)
+    low, high = (word.to(torch.int32) for word in drawn)
+    return torch.stack([low, _turned(low), high, _turned(high)], -1).view(-1)
 
 
 def traced_fours(
-    shape: torch.Size, low: Tensor, high: Tensor, parameter: Tensor, step: Tensor, keys: Tensor
+    shape: torch.Size, first: Tensor, keys: Tensor, upper: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The same of elements 4 i, 4 i + 1, 4 i + 2 and 4 i + 3 apart: int32 of this shape, whose shares are the same.
 
     Args:
-        low, high, parameter, step: int32 []; both words of the first counter, of whose successors none has another
-            upper one.
-        keys: int32.
+        first: int32 [], the lower word of the first counter, none of whose successors has another upper one.
+        keys, upper: int32 [10] and []; the latter of these counters.
     """
-    c0 = (torch.arange(shape.numel(), dtype=torch.int32, device=low.device) + low).view(shape)
-    return traced(c0, high.expand(shape), parameter.expand(shape), step.expand(shape), keys)
+    c0 = (torch.arange(shape.numel(), dtype=torch.int32, device=first.device) + first).view(shape)
+    low, high = (_in_memory(word) for word in traced(c0, upper.expand(shape), keys))
+    return low, _turned(low), high, _turned(high)
+
+
+def _in_memory(word: Tensor) -> Tensor:
+    """The same int32, whose users do not compute it anew: a view by strides is one of memory, which is float32, as a
+    compiler reads int32 by halves of vectors."""
+    held = word.view(torch.float32)
+    return held.as_strided(held.shape, held.stride()).view(torch.int32)
 
 
 def shares(word: Tensor, number: int) -> list[Tensor]:
     """Noise for a number of codes, at most three, each int32 below 2**15 of the words' shape.
 
-    One or two have 15 bits of their own; three have 10 each, in the middle of their 32nd.
+    Each is 15 bits that begin as many below the one before as it has of its own: 16, 8 or 5 bits. So each is even, and
+    two are correlated by no more than 1/256, of three codes 1/32.
     """
-    if number <= 2:
-        return [(word >> (17, 1)[i]).bitwise_and_(2**NOISE_BITS - 1).to(torch.int32) for i in range(number)]
-    return [(((word >> (22, 12, 2)[i]) & 0x3FF) << 5 | 16).to(torch.int32) for i in range(number)]
+    return [(word >> (17 - 16 // number * i)).bitwise_and_(2**NOISE_BITS - 1).to(torch.int32) for i in range(number)]

@@ -22,8 +22,8 @@ from quaver.torch.optim.weights import Keeping
 
 #: Elements of a piece. Its temporaries stay in a core's caches.
 PIECE = 1 << 16
-#: And of one that is compiled, whose call costs as much as some thousand elements.
-COMPILED = 1 << 18
+#: And of those that are compiled, largest first: a call costs as much as ten thousand elements.
+COMPILED = (1 << 20, 1 << 18)
 #: Lines of a matrix that is read without regard to its rows are as wide as a multiple of this.
 LINE = 64
 
@@ -310,9 +310,13 @@ def divided(way: Way, parts: Parts, compiled: bool) -> Iterator[tuple[slice | No
     if not compiled or way.whole:
         yield None, in_pieces(way, parts)
         return
-    for large in in_pieces(way, parts, COMPILED):
-        full = (large.stop - large.start) * parts.weight[0].shape[1] == COMPILED
-        yield large if full else None, in_pieces(way, parts, PIECE, large)
+    first, (rows, columns) = 0, parts.weight[0].shape
+    for size in COMPILED:
+        for large in in_pieces(way, parts, size, slice(first, rows)):
+            if (large.stop - large.start) * columns == size:
+                yield large, in_pieces(way, parts, PIECE, large)
+                first = large.stop
+    yield None, in_pieces(way, parts, PIECE, slice(first, rows))
 
 
 def largest(way: Way, parts: Parts, factor: Tensor | None) -> tuple[Tensor, ...]:
