@@ -145,3 +145,30 @@ def test_memory_in_another_order_takes_the_same_steps(preset: str) -> None:
         results.append(p.detach())
     assert not torch.equal(results[0], weight)
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("preset", ["balanced", "lean"])
+def test_an_optimizer_that_was_pickled_does_not_step_what_no_model_has(preset: str) -> None:
+    """A pickled layer has its codes as bytes, and so another parameter than the optimizer; its state goes on."""
+    model = model_of()
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3, preset=preset)
+    train(model, optimizer, 0)
+    file = io.BytesIO()
+    torch.save((model, optimizer), file)
+    file.seek(0)
+    again, lost = torch.load(file, weights_only=False)
+    with pytest.raises(
+        ValueError, match=r"shape \(192, 160\) belongs to no layer, as in an optimizer that was pickled"
+    ):
+        train(again, lost, 1)
+    again.zero_grad()
+    taken = optim.AdamW(again.parameters(), lr=1e-3, preset=preset)
+    taken.load_state_dict(lost.state_dict())
+    for seed in (1, 2):
+        train(model, optimizer, seed)
+        train(again, taken, seed)
+        assert torch.equal(loss_of(model, 9), loss_of(again, 9))
+    for p, q in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(p.view(torch.uint8), q.view(torch.uint8))
+        for key, value in optimizer.state[p].items():
+            assert torch.equal(value, taken.state[q][key]), key

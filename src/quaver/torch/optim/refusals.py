@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from quaver.torch.linear.stored.storing import REPLACED
+from quaver.torch.linear.stored.storing import REPLACED, without_layer
 
 #: Options of torch's optimizers, and what to do without them where they are True.
 TORCHS = {
@@ -95,8 +95,8 @@ def check_scaler(in_backward: bool, held: bool) -> None:
         )
 
 
-def check_replaced(parameters: Iterable[Tensor]) -> None:
-    """Refuse parameters that a model no longer has. Raises: ValueError."""
+def check_replaced(parameters: Sequence[Tensor]) -> None:
+    """Refuse parameters that a model no longer has, or never had. Raises: ValueError."""
     for p in parameters:
         by = getattr(p, REPLACED, None)
         if by is not None:
@@ -104,6 +104,12 @@ def check_replaced(parameters: Iterable[Tensor]) -> None:
                 f"a parameter of shape {tuple(p.shape)} was replaced by {by} after the optimizer was made, which would "
                 "step what the model no longer has: make the optimizer after it"
             )
+    for p in without_layer(parameters):
+        raise ValueError(
+            f"a parameter of {p.dtype} and shape {tuple(p.shape)} belongs to no layer, as in an optimizer that was "
+            "pickled, or copied without its model, and no gradient reaches it: make an optimizer of the model's "
+            "parameters, and load this one's state_dict() into it"
+        )
 
 
 def check_gradient(p: Tensor) -> None:

@@ -3,6 +3,7 @@
 
 import threading
 import weakref
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -403,6 +404,13 @@ def owner(weight: Tensor) -> nn.Module | None:
     """The layer that a parameter of codes belongs to."""
     part = divided(weight)
     return _owners().get(id(weight)) if part is None else part.layer_of_codes
+
+
+def without_layer(weights: Iterable[Tensor]) -> list[Tensor]:
+    """Of these, trained parameters of codes that belong to no layer."""
+    of_codes = [weight for weight in weights if weight.dtype in CODES and weight.requires_grad]
+    owners = _owners() if of_codes else {}
+    return [weight for weight in of_codes if divided(weight) is None and id(weight) not in owners]
 
 
 def _owners() -> dict[int, nn.Module]:
