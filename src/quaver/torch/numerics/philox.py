@@ -158,7 +158,7 @@ def philox2x32(c0: Tensor, c1: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
 
 def round_keys(key: Tensor) -> Tensor:
     """The keys of all rounds of Philox of two words, int64 [10] below 2**32, whose first is this one, int64 []."""
-    return (key + torch.arange(0, ROUNDS * WEYL[0], WEYL[0], device=key.device)).bitwise_and_(_LOW)
+    return (key + torch.arange(0, ROUNDS * WEYL[0], WEYL[0], dtype=torch.int64, device=key.device)).bitwise_and_(_LOW)
 
 
 def traced(c0: Tensor, c1: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:

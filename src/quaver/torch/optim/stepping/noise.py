@@ -86,7 +86,8 @@ def stream(seed: int, parameter: int, step: Tensor | int, device: torch.device) 
         return key, upper
     of_seed = seed & _LOW, seed >> 32 & _LOW
     drawn = one_philox4x32((0, 0, parameter, int(step) & _LOW), of_seed)
-    return torch.tensor(drawn[0], device=device), torch.tensor(drawn[1], device=device)
+    key, upper, _, _ = (torch.tensor(word, dtype=torch.int64, device=device) for word in drawn)
+    return key, upper
 
 
 def _drawn(g: Tensor, seed: int, parameter: int, step: Tensor | int) -> Tensor:
