@@ -176,7 +176,7 @@ def traced(c0: Tensor, c1: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
 
 def _traced_in_halves(c0: Tensor, c1: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     """Products by halves of words: the multiplier is 2**32 more than two numbers of 14 bits and a sign, by which halves
-    are int32."""
+    are int32. Between rounds a word is float32 of its bits, which Inductor reads whole, int32 by halves of vectors."""
     upper, lower = (MULTIPLIER - (1 << 32)) + (1 << 15) >> 16, ((MULTIPLIER & 0xFFFF) ^ 0x8000) - 0x8000
     held = c0.view(torch.float32)
     for i in range(ROUNDS):
