@@ -17,6 +17,7 @@ from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch.numerics.philox import philox4x32, rows_of_uniform, uniform
 from quaver.torch.numerics.quantized import FLOAT8
 from quaver.torch.operations.ops import QUANTIZE
+from quaver.torch.optim.stepping import noise
 from tests.close import assert_bitwise
 from tests.core.numbers.test_philox import KNOWN
 from tests.operands import SPECS, by_turns, nasty, variants
@@ -207,6 +208,19 @@ def test_torchs_philox_gives_the_known_answers(
 ) -> None:
     got = philox4x32(*(torch.tensor([c]) for c in counter), key[0] | key[1] << 32)
     assert tuple(int(w) for w in got) == words
+
+
+@pytest.mark.parametrize("first", [0, 3, 2**34 - 6, 5 * 2**36 + 1])
+def test_an_optimizers_words_are_the_references(first: int) -> None:
+    """Philox of two words, keyed by a word of Philox of four, by numpy; the step beyond 32 bits, a seed of 64."""
+    seed, parameter, step, number = 0xFEDC_BA98_7654_3210, 3, (1 << 32) + 7, 11
+    counter = tuple(map(np.array, (0, 0, parameter, step & 0xFFFFFFFF)))
+    key, upper = philox.philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32)).tolist()[:2]
+    e = np.arange(first, first + number, dtype=np.uint64)
+    two = philox.philox2x32((e // 4 & 0xFFFFFFFF, (e // 4 >> 32) ^ upper), key)
+    word = two[np.arange(number), (e % 4 // 2).astype(int)]
+    expected = np.where(e % 2 == 0, word, word << 16 | word >> 16)
+    assert np.array_equal(noise.words(first, number, seed, parameter, step, torch.device("cpu")).numpy(), expected)
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5, 7, 16, 33])

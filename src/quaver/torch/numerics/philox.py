@@ -147,10 +147,10 @@ def philox2x32(c0: Tensor, c1: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     device = c0.device
     low, half, multiplier = (_word(v, device) for v in (_LOW, 32, MULTIPLIER))
     high = torch.empty_like(c0)
-    for i in range(ROUNDS):
+    for round_key in round_keys(key).unbind():
         c0.mul_(multiplier)
         torch.bitwise_right_shift(c0, half, out=high)
-        c1.bitwise_xor_(high.bitwise_and_(low)).bitwise_xor_((key + i * WEYL[0]).bitwise_and_(low))
+        c1.bitwise_xor_(high.bitwise_and_(low)).bitwise_xor_(round_key)
         c0.bitwise_and_(low)
         c0, c1 = c1, c0
     return c0, c1

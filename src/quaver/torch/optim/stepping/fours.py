@@ -3,7 +3,8 @@
 It loads, widens and narrows bytes one after the other, or through memory; of an int32 it takes each byte by a shift. So
 every tensor of a piece is read as [blocks, 16], sixteen int32 for a block of 64, and byte k of each is plane k: four
 planes step by the formulas of `pieces.move`, and share the scales of their blocks. Random words come four at a time,
-too, one for each plane. The bits are those of a step without it.
+too, one for each plane. What lies in memory is float32 of these bits, which Inductor loads whole, int32 by halves that
+wait for each other. The bits are those of a step without it.
 """
 
 import torch
