@@ -103,6 +103,7 @@ SAFE = {
     "torch.blocks.attention.rope.stretching:parse": CACHED,
     "torch.linear.stored.storing:_hooked": "two threads may hook the same check twice",
     "torch.linear.stored.storing:_stored": "a thread adds the layers that it makes",
+    "torch.linear.stored.storing:_known": "a thread looks up layers that another went through, and checks each",
     "torch.state.kept_weights:_windows": "what another thread drops or puts there costs one more quantization at most",
 }
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import quaver.torch as qt
 from quaver.torch import optim
+from quaver.torch.linear.stored import storing
 from quaver.torch.optim import weights
 
 
@@ -172,3 +173,34 @@ def test_an_optimizer_that_was_pickled_does_not_step_what_no_model_has(preset: s
         assert torch.equal(p.view(torch.uint8), q.view(torch.uint8))
         for key, value in optimizer.state[p].items():
             assert torch.equal(value, taken.state[q][key]), key
+
+
+def test_a_parameters_layer_is_the_one_that_has_it_now() -> None:
+    """What an earlier search went through does not outlive a change: another parameter, a copy, plain weights."""
+    model = model_of()
+    first, last = model[0], model[2]
+    assert storing.owner(first.weight) is first and storing.owner(last.weight) is last
+    old, new = first.weight, nn.Parameter(first.weight.detach().clone(), requires_grad=False)
+    first.weight = new
+    assert storing.owner(new) is first and storing.owner(old) is None
+    twin = copy.deepcopy(model)
+    assert storing.owner(twin[2].weight) is twin[2] and storing.owner(last.weight) is last
+    weight = twin[2].weight
+    del twin
+    gc.collect()
+    assert storing.owner(weight) is None
+    weight = last.weight
+    qt.dequantize_weights(model)
+    assert storing.owner(weight) is None
+
+
+def test_layers_are_searched_once_for_all_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step asks of each parameter several times: a search of all layers for each would grow with their square."""
+    model = nn.ModuleList(qt.Linear(64, 64, bias=False) for _ in range(9))
+    qt.quantize_weights(model, "tensorwise")
+    searched, search = [], storing._owners
+    monkeypatch.setattr(storing, "_owners", lambda: searched.append(1) or search())
+    for _ in range(3):
+        for layer in model:
+            assert storing.owner(layer.weight) is layer
+    assert len(searched) == 1

@@ -398,12 +398,23 @@ def settle(layer: Any) -> None:
 
 
 _hooked: list[Any] = []
+#: As `_owners` had them; an entry holds as long as the layer has that parameter.
+_known: "weakref.WeakValueDictionary[int, nn.Module]" = weakref.WeakValueDictionary()
 
 
 def owner(weight: Tensor) -> nn.Module | None:
     """The layer that a parameter of codes belongs to."""
     part = divided(weight)
-    return _owners().get(id(weight)) if part is None else part.layer_of_codes
+    if part is not None:
+        return part.layer_of_codes
+    layer = _known.get(id(weight))
+    if layer is None or layer not in _stored or layer._parameters.get("weight") is not weight:
+        # One pass over all layers, for the parameters that are asked of next too; other threads may do the same.
+        owners = _owners()
+        _known.clear()
+        _known.update(owners)
+        return owners.get(id(weight))
+    return layer
 
 
 def without_layer(weights: Iterable[Tensor]) -> list[Tensor]:
