@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 import quaver.torch as qt
 from quaver.torch import optim
 from quaver.torch.linear.stored import storing
+from quaver.torch.linear.stored.stored import check_gradient
+from quaver.torch.numerics import philox
 from quaver.torch.optim import weights
 
 
@@ -204,3 +207,25 @@ def test_layers_are_searched_once_for_all_parameters(monkeypatch: pytest.MonkeyP
         for layer in model:
             assert storing.owner(layer.weight) is layer
     assert len(searched) == 1
+
+
+def test_a_fake_step_leaves_nothing_to_real_ones() -> None:
+    """What is kept of a seed is real tensors; fake ones, before and after, have their own."""
+    seed, device = 0x5EED_0F_FA4E, torch.device("cpu")
+    for real in (False, True):
+        with FakeTensorMode():
+            p = nn.Parameter(torch.ones(128, 64, dtype=torch.bfloat16))
+            p.grad = torch.ones_like(p)
+            optim.AdamW([p], lr=1e-3, preset="exact", seed=seed).step()
+            philox.uniform(4, 4, seed, 1, 0, device)
+        if not real:
+            first = philox.uniform(4, 4, seed, 1, 0, device)
+    assert torch.equal(first, philox.uniform(4, 4, seed, 1, 0, device))
+
+
+def test_a_thread_that_compiles_refuses_no_other_threads_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`is_compiling` is the process's; the refusal of a compiled gradient is the traced thread's."""
+    weight = model_of()[0].weight
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+    assert torch.compiler.is_compiling()
+    check_gradient(weight)

@@ -113,7 +113,9 @@ def philox4x32(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, seed: int) -> tup
     device = c0.device
     low, half, m0, m1 = (_word(v, device) for v in (_LOW, 32, *MULTIPLIERS))
     high = torch.empty_like(c0)
-    for k0, k1 in _keys(seed, device):
+    # Fake tensors have keys of their own, which are kept for nothing else.
+    keys = _keys if type(c0) is Tensor else _keys.__wrapped__
+    for k0, k1 in keys(seed, device):
         c0.mul_(m0)
         c2.mul_(m1)
         torch.bitwise_right_shift(c2, half, out=high)

@@ -234,7 +234,8 @@ def check_gradient(weight: Tensor) -> None:
         return
     if weight.dtype is PACKED:
         raise ValueError(FOUR_BITS)
-    if torch.compiler.is_compiling():
+    # Not `is_compiling`, which is true of every thread while one of them compiles.
+    if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
         raise NotImplementedError(COMPILED_GRADIENT)
 
 
