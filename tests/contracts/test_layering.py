@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from functools import cache
+from statistics import median
 
 import pytest
 
@@ -382,11 +383,12 @@ def test_importing_quaver_imports_no_framework() -> None:
     assert run(f"import sys, quaver; print([m for m in {heavy} if m in sys.modules])") == "[]"
 
 
-#: Prints the processor's seconds of the import in forks of a process that has imported torch, so that torch is imported
-#: once, and what else runs on the machine hardly counts; then what the import brought of others. Torch's objects are
-#: frozen: to walk over a million of them takes a tenth of a second, in the import or elsewhere as chance will have it.
+#: Prints the processor's seconds of a yardstick and of the import in forks of a process that has imported torch, so
+#: that torch is imported once; then what the import brought of others. Torch's objects are frozen: to walk over a
+#: million of them takes a tenth of a second, in the import or elsewhere as chance will have it. The yardstick is
+#: Python's own work, much as the import's: fifty dataclasses.
 FRONT_END = """
-import gc, os, sys, time, warnings, torch
+import dataclasses, gc, os, sys, time, warnings, torch
 sys.dont_write_bytecode = False
 warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)  # numpy's threads sleep
 gc.collect()
@@ -395,16 +397,24 @@ for number in range({forks}):
     child = os.fork()
     if not child:
         t = time.process_time()
+        for _ in range(50):
+            dataclasses.make_dataclass("Yardstick", [(f"field{{i}}", int) for i in range(6)], frozen=True)
+        yardstick = time.process_time() - t
+        t = time.process_time()
         import quaver.torch
-        print(time.process_time() - t, *(m for m in ("jax", "flax") if m in sys.modules), flush=True)
+        print(yardstick, time.process_time() - t, *(m for m in ("jax", "flax") if m in sys.modules), flush=True)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
 """
 
 
+#: Seconds of the yardstick where nothing else runs (AMD EPYC at its full clock).
+YARDSTICK = 0.05
+
+
 @cache
 def front_end(forks: int) -> list[list[str]]:
-    """Seconds, and modules of others, of each fork."""
+    """The yardstick's seconds, the import's, and modules of others, of each fork."""
     command = [sys.executable, "-W", "error", "-c", FRONT_END.format(forks=forks)]
     done = forked.bare("torch").run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -413,13 +423,12 @@ def front_end(forks: int) -> list[list[str]]:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs forks")
 def test_importing_the_torch_front_end_takes_at_most_0_3_seconds_beyond_torch() -> None:
-    # The first may have compiled it to bytecode; what shares a core with the others only adds to them, at times to six.
-    seconds = [float(said[0]) for said in front_end(6)][1:]
-    if min(seconds) > 0.3:
-        seconds += [float(said[0]) for said in front_end(24)]
-    assert min(seconds) <= 0.3, f"{seconds} s"
+    # The first may have compiled it to bytecode. A core that others share, or that runs at a lower clock, takes 0.38 s
+    # for what takes 0.21 s alone, and 1.8 times the yardstick's seconds: the quotients' middle stays within a tenth.
+    said = [(float(yardstick), float(seconds)) for yardstick, seconds, *_ in front_end(12)[1:]]
+    assert median(seconds * min(1, YARDSTICK / yardstick) for yardstick, seconds in said) <= 0.3, said
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs forks")
 def test_importing_the_torch_front_end_imports_no_jax() -> None:
-    assert [said[1:] for said in front_end(6)] == [[]] * 6
+    assert [said[2:] for said in front_end(12)] == [[]] * 12
