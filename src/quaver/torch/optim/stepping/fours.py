@@ -1,10 +1,12 @@
-"""A piece of bytes alone, four of them at once as an int32: what a compiler for CPUs makes vectors of.
+"""A piece whose numbers are of eight or sixteen bits, four at once in an int32 or in two of them: what a compiler for
+CPUs makes vectors of.
 
-It loads, widens and narrows bytes one after the other, or through memory; of an int32 it takes each byte by a shift. So
-every tensor of a piece is read as [blocks, 16], sixteen int32 for a block of 64, and byte k of each is plane k: four
-planes step by the formulas of `pieces.move`, and share the scales of their blocks. Random words come four at a time,
-too, one for each plane. What lies in memory is float32 of these bits, which Inductor loads whole, int32 by halves that
-wait for each other. The bits are those of a step without it.
+It loads, widens and narrows bytes one after the other, or through memory; of an int32 it takes each by a shift. So
+every tensor of a piece is read as [blocks, 16], for each block of 64 elements sixteen int32, of sixteen bits two times
+sixteen, and of every four elements number k is plane k: four planes step by the formulas of `pieces.move`, and share
+the scales of their blocks. Random words come four at a time, too, one for each plane. What lies in memory is float32 of
+these bits, which Inductor loads whole, int32 by halves that wait for each other. The bits are those of a step without
+it.
 """
 
 import torch
@@ -18,44 +20,65 @@ from quaver.torch.numerics.rounding import INFINITY_BITS, magnitude_bits
 from quaver.torch.optim import codes, weights
 from quaver.torch.optim.stepping import noise
 from quaver.torch.optim.stepping.pieces import Parts, Way, Written
+from quaver.torch.optim.weights import Keeping
 
-#: Elements that share a scale of a moment, and of a gradient; int32 of the first; bits of a residual.
-BLOCK, LONG, LANES, MORE = 64, 128, 16, 8
+#: Elements that share a scale of a moment, and of a gradient; of every four elements, how many a block has.
+BLOCK, LONG, LANES = 64, 128, 16
 #: More than the bits of a finite multiple of a scale.
 FAR = 0x70000000
+_LOW = 0xFFFFFFFF
+
+#: int32 [blocks, 16], one of bytes, two of numbers of sixteen bits.
+Lanes = tuple[Tensor, ...]
 
 
 def fits(way: Way, own: Parts) -> bool:
-    """Whether a piece consists of bytes alone that can be read as int32, and its weight has one scale that is known
-    beforehand."""
-    spec, gradient = way.keeping.spec, way.gradient
+    """Whether all of a piece's numbers are of eight or sixteen bits that can be read as int32, and its weight has no
+    scale or one that is known beforehand."""
+    codes_fit = way.keeping.spec is None or (way.shared and way.keeping.spec.format == E4M3)
     return (
         own.weight[0].is_cpu
-        and own.weight[0].shape[1] == LONG
-        and way.shared
-        and way.keeping.kind == "residual8"
-        and spec is not None
-        and spec.format == E4M3
-        and gradient is not None
-        and (gradient.code, gradient.block, gradient.scale) == ("e4m3", LONG, "bfloat16")
-        and all(one.of.kind == "mitchell" and (one.block, one.scale) == (BLOCK, "bfloat16") for one in way.moments)
-        and all(t.is_contiguous() and t.storage_offset() % 4 == 0 and t.data_ptr() % 4 == 0 for t in _bytes_of(own))
+        and own.weight[0].shape[1] % BLOCK == 0
+        and codes_fit
+        and (way.keeping.kind[:8] == "residual" or own.weight[0].dtype is torch.bfloat16)
+        and way.keeping.kind not in ("float16", "float32")
+        and (way.keeping.kind != "plain" or way.keeping.stochastic)
+        and _gradient_fits(way, own)
+        and all(map(_moment_fits, way.moments))
+        and all(t.is_contiguous() and t.storage_offset() * t.itemsize % 4 == 0 == t.data_ptr() % 4 for t in _read(own))
     )
 
 
-def _bytes_of(own: Parts) -> tuple[Tensor, ...]:
-    return own.weight[0], own.weight[2], own.gradient[0], *(held[0] for held in own.moments)
+def _gradient_fits(way: Way, own: Parts) -> bool:
+    spec = way.gradient
+    if spec is None:
+        return own.gradient[0].dtype is torch.bfloat16
+    of_bytes = (spec.code, spec.block, spec.scale) == ("e4m3", LONG, "bfloat16")
+    return of_bytes and own.weight[0].shape[1] % LONG == 0
+
+
+def _moment_fits(spec: StateSpec) -> bool:
+    if spec.of.kind == "mitchell":
+        return (spec.block, spec.scale) == (BLOCK, "bfloat16")
+    return spec.of.kind == "bfloat16" and spec.stochastic
+
+
+def _read(own: Parts) -> tuple[Tensor, ...]:
+    """What is read by lanes."""
+    return own.weight[0], own.weight[-1], own.gradient[0], *(held[0] for held in own.moments)
 
 
 def viewed(own: Parts) -> Parts:
-    """Lines of 128 as float32 [blocks, 16] that have their bits, and their scales as [blocks], or half as many."""
+    """Lines as float32 [blocks, 16], of sixteen bits [blocks, 32], that have their bits; their scales as [blocks], of a
+    gradient half as many."""
 
     def of(t: Tensor) -> Tensor:
-        return t.view(torch.float32).view(-1, LANES)
+        return t.view(torch.float32).view(-1, LANES * t.itemsize)
 
-    weight = (of(own.weight[0]), own.weight[1], of(own.weight[2]))
-    moments = tuple((of(held[0]), held[1].view(-1)) for held in own.moments)
-    return Parts(weight, moments, (of(own.gradient[0]), own.gradient[1].view(-1)))
+    first, *scale, last = own.weight if len(own.weight) > 1 else (*own.weight, None)
+    weight = (of(first), *scale, *(() if last is None else (of(last),)))
+    moments = tuple((of(held[0]), *(scales.view(-1) for scales in held[1:])) for held in own.moments)
+    return Parts(weight, moments, (of(own.gradient[0]), *(scales.view(-1) for scales in own.gradient[1:])))
 
 
 def run(
@@ -68,87 +91,159 @@ def run(
     keep: Tensor | None,
 ) -> Written:
     """A step in place: `pieces.move` and `pieces.put` of what `viewed` gives."""
-    (_, scale, _), keeping = own.weight, way.keeping
-    weight, beside, gradient = (t.view(torch.int32) for t in (own.weight[0], own.weight[2], own.gradient[0]))
-    assert keeping.spec is not None and amax is not None
-    shares = _shares(way, own, place)
-    before = decode_scales(scale, keeping.spec, None)
-    of_gradient = own.gradient[1].float().unsqueeze(-1).expand(-1, LONG // BLOCK).reshape(-1, 1)
+    keeping, spec = way.keeping, way.keeping.spec
+    held = [own.weight[0], *own.weight[1 if spec is None else 2 :]]
+    weight, gradient = tuple(map(_lanes, held)), _lanes(own.gradient[0])
+    moments = [_lanes(each[0]) for each in own.moments]
+    shares = _shares(way, gradient[0].shape, place)
+    before = None if spec is None else decode_scales(own.weight[1], spec, None)
+    of_gradient = None
+    if way.gradient is not None:
+        of_gradient = own.gradient[1].float().unsqueeze(-1).expand(-1, LONG // BLOCK).reshape(-1, 1)
     after = []
     for k in range(4):
-        g = _e4m3(gradient, k) * of_gradient
-        moments = tuple(_moment(held, one, k) for held, one in zip(own.moments, way.moments, strict=True))
-        after.append(
-            way.rule(_weight(weight, beside, k) * before, g if factor is None else g * factor, moments, scalars)
+        w, g = _weight(keeping, weight, k), _above(gradient, k)
+        g = (g & -0x10000).view(torch.float32) if of_gradient is None else _of_e4m3(g, 24) * of_gradient
+        stepped = way.rule(
+            w if before is None else w * before,
+            g if factor is None else g * factor,
+            tuple(
+                _moment(lanes, each, one, k) for lanes, each, one in zip(moments, own.moments, way.moments, strict=True)
+            ),
+            scalars,
         )
+        after.append(stepped)
     new: list[Tensor] = []
     for i, one in enumerate(way.moments):
         planes = [stepped.moments[i] for stepped in after]
         new += _written(planes, one, [share.pop(0) if one.stochastic else None for share in shares])
-    top = reference.given_bits(amax, amax.view(1, 1))
-    e = reference.factors(top, keeping.spec)
-    scaled = [stepped.weight * e for stepped in after]
     lost = [share.pop(0) if keeping.stochastic else None for share in shares]
-    numbers = [weights.numbers(keeping, x, MORE, drawn) for x, drawn in zip(scaled, lost, strict=True)]
-    both = [weights.halves(keeping, number, x, MORE) for number, x in zip(numbers, scaled, strict=True)]
-    # The largest number, and far above it what is not finite.
-    largest = _most([torch.maximum(number, magnitude_bits(x) - FAR) for number, x in zip(numbers, scaled, strict=True)])
-    largest = largest.amax().view(1, 1)
-    stored = reference.stored_scale(top, (top < INFINITY_BITS) & (largest < INFINITY_BITS - FAR), e, keeping.spec)
-    reached = weights.worth(
-        keeping, *weights.halves(keeping, largest.clamp(max=0x7FFF), torch.zeros_like(e), MORE), MORE
-    )
-    reached = reached * decode_scales(stored, keeping.spec, None)
-    held = (own.weight[0], own.weight[2], *(t for one in own.moments for t in one))
-    new = [_joined([code for code, _ in both]), _joined([rest for _, rest in both]), *new]
+    planes = [stepped.weight for stepped in after]
+    top, stored = None, None
+    if spec is None:
+        new = [*_floats(keeping, planes, lost), *new]
+    else:
+        assert amax is not None
+        written, top, stored = _coded(keeping, planes, lost, amax)
+        new = [*written, *new]
+    held += [t for one in own.moments for t in one]
     for target, value in zip(held, new, strict=True):
         target.copy_(value if keep is None else torch.where(keep, value, target))
     clamped = None
     if way.counts and after[0].clamped is not None:
         clamped = torch.stack([stepped.clamped.sum() for stepped in after if stepped.clamped is not None]).sum()
-    return Written(torch.where(reached < codes.SMALLEST_NORMAL, 0.0, reached), clamped, stored)
+    return Written(top, clamped, stored)
 
 
-def _shares(way: Way, own: Parts, place: tuple[Tensor, ...] | None) -> list[list[Tensor]]:
+def _lanes(held: Tensor) -> Lanes:
+    """Of numbers of sixteen bits the first two and the last two of every four, each read from memory once, as steps of
+    two are taken one after the other."""
+    if held.shape[1] == LANES:
+        return (held.view(torch.int32),)
+    return tuple(noise.in_memory(half.clone().view(torch.int32)) for half in held.view(-1, LANES, 2).unbind(-1))
+
+
+def _above(lanes: Lanes, k: int) -> Tensor:
+    """Number k of every four in the place of the highest, and others below it."""
+    each, lane = 4 // len(lanes), lanes[k * len(lanes) // 4]
+    shift = 32 - 32 // each * (k % each + 1)
+    return lane << shift if shift else lane
+
+
+def _joined(planes: list[Tensor], bits: int, mask: Tensor | None = None) -> Tensor:
+    """Four planes of int32, of which so many of the lowest bits count, as `viewed` has them; mask: int32, of bits that
+    are kept."""
+    each, lanes = 32 // bits, []
+    for i in range(0, 4, each):
+        lane = planes[i] & (1 << bits) - 1
+        for k in range(1, each):
+            plane = planes[i + k]
+            lane = lane | (plane if k == each - 1 else plane & (1 << bits) - 1) << bits * k
+        lanes.append(lane if mask is None else lane & mask)
+    if len(lanes) == 1:
+        return lanes[0].view(torch.float32)
+    # In a loop of its own: beside an int64 a compiler takes twice as many at once, which do not fit its registers.
+    low, high = (noise.in_memory(lane).long() for lane in lanes)
+    return (low & _LOW | high << 32).view(torch.float32).view(-1, 2 * LANES)
+
+
+def _weight(keeping: Keeping, lanes: tuple[Lanes, ...], k: int) -> Tensor:
+    """Weights, of codes as multiples of their scale: `weights.read`."""
+    bits = 8 * len(lanes[0])
+    number, below = _above(lanes[0], k), 32 - bits
+    if len(lanes) > 1:
+        number = (number & -(1 << below)) + (_above(lanes[1], k) >> bits)
+        below -= 8 * len(lanes[1])
+    if keeping.spec is not None:
+        return _of_e4m3(number, below)
+    return (number & -(1 << below) if below else number).view(torch.float32)
+
+
+def _of_e4m3(number: Tensor, below: int) -> Tensor:
+    """Values of E4M3 in the highest bits, with a longer mantissa as far as so many bits below say nothing. They are
+    those of a float32 of another bias, subnormals too; NaN's have the scale NaN."""
+    return ((number >> 4) & -0x78000000 - (1 << below - 4)).view(torch.float32) * 2.0**120
+
+
+def _floats(keeping: Keeping, planes: list[Tensor], lost: list[Tensor | None]) -> list[Tensor]:
+    """What holds weights that no GEMM reads in codes: `weights.write`."""
+    if keeping.kind == "plain":
+        return [_joined([_bfloat16(x, drawn) for x, drawn in zip(planes, lost, strict=True)], 16)]
+    if keeping.kind == "remainder":
+        bits = [torch.where(x.isnan(), weights.NAN_BITS, x.view(torch.int32)) for x in planes]
+        return [_joined([x + 0x8000 >> 16 for x in bits], 16), _joined(bits, 16)]
+    return _longer(keeping, planes, lost)[0]
+
+
+def _longer(keeping: Keeping, planes: list[Tensor], lost: list[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+    """Codes and residuals of multiples of a scale, and the numbers that they are parts of."""
+    more = 8 if keeping.kind == "residual8" else 16
+    numbers = [weights.numbers(keeping, x, more, drawn) for x, drawn in zip(planes, lost, strict=True)]
+    both = [weights.halves(keeping, number, x, more) for number, x in zip(numbers, planes, strict=True)]
+    bits = 16 if keeping.spec is None else 8
+    return [_joined([code for code, _ in both], bits), _joined([rest for _, rest in both], more)], numbers
+
+
+def _coded(
+    keeping: Keeping, planes: list[Tensor], lost: list[Tensor | None], amax: Tensor
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """What holds weights of codes, the largest of them, and their scale."""
+    spec = keeping.spec
+    assert spec is not None
+    top = reference.given_bits(amax, amax.view(1, 1))
+    e = reference.factors(top, spec)
+    scaled = [x * e for x in planes]
+    written, numbers = _longer(keeping, scaled, lost)
+    # The largest number, and far above it what is not finite.
+    largest = _most([torch.maximum(number, magnitude_bits(x) - FAR) for number, x in zip(numbers, scaled, strict=True)])
+    largest = largest.amax().view(1, 1)
+    stored = reference.stored_scale(top, (top < INFINITY_BITS) & (largest < INFINITY_BITS - FAR), e, spec)
+    more = 8 if keeping.kind == "residual8" else 16
+    most = (spec.format.max_code << more) + (1 << more - 1) - 1
+    halves = weights.halves(keeping, largest.clamp(max=most), torch.zeros_like(e), more)
+    reached = weights.worth(keeping, *halves, more) * decode_scales(stored, spec, None)
+    return written, torch.where(reached < codes.SMALLEST_NORMAL, 0.0, reached), stored
+
+
+def _shares(way: Way, shape: torch.Size, place: tuple[Tensor, ...] | None) -> list[list[Tensor]]:
     """Noise of each plane for each code that is rounded at random."""
     if place is None:
         return [[], [], [], []]
-    words = noise.traced_fours(own.weight[0].shape, *place)
+    words = noise.traced_fours(shape, *place)
     return [noise.shares(word, way.draws) for word in words]
 
 
-def _above(x: Tensor, k: int) -> Tensor:
-    """Byte k in the place of the highest, and what lies below it."""
-    return x << (24 - 8 * k) if k < 3 else x
-
-
-def _e4m3(x: Tensor, k: int) -> Tensor:
-    """Values of E4M3, whose bits are those of a float32 of another bias, subnormals too; NaN's have the scale NaN."""
-    return ((_above(x, k) >> 4) & -0x78100000).view(torch.float32) * 2.0**120
-
-
-def _weight(weight: Tensor, beside: Tensor, k: int) -> Tensor:
-    """What E4M3 and eight bits more are: `weights.worth`."""
-    number = (_above(weight, k) & -0x1000000) + (_above(beside, k) >> 8)
-    return ((number >> 4) & -0x78001000).view(torch.float32) * 2.0**120
-
-
-def _joined(planes: list[Tensor], mask: Tensor | None = None) -> Tensor:
-    """Four planes of int32, whose lowest bytes count, as the bits of float32; mask: int32, of bits that are kept."""
-    joined = planes[0] & 0xFF
-    for k in range(1, 4):
-        joined = joined | (planes[k] if k == 3 else planes[k] & 0xFF) << 8 * k
-    return (joined if mask is None else joined & mask).view(torch.float32)
-
-
-def _moment(held: tuple[Tensor, ...], spec: StateSpec, k: int) -> Tensor:
-    bytes = held[0].view(torch.int32)
-    c = _above(bytes, k) >> 24 if spec.of.signed else (bytes >> 8 * k) & 0xFF
+def _moment(lanes: Lanes, held: tuple[Tensor, ...], spec: StateSpec, k: int) -> Tensor:
+    if spec.of.kind == "bfloat16":
+        return (_above(lanes, k) & -0x10000).view(torch.float32)
+    c = _above(lanes, k) >> 24 if spec.of.signed else (lanes[0] >> 8 * k) & 0xFF
     return codes.values_of(c, spec.of) * held[1].float().unsqueeze(-1)
 
 
 def _written(planes: list[Tensor], spec: StateSpec, drawn: list[Tensor | None]) -> list[Tensor]:
-    """Codes and scales of a moment."""
+    """Codes and scales of a moment, or what it is in sixteen bits."""
+    if spec.of.kind == "bfloat16":
+        return [_joined([_bfloat16(x, u) for x, u in zip(planes, drawn, strict=True)], 16)]
     # In float32: beside a narrower number a compiler takes twice as many at once, which do not fit its registers.
     scale = codes.wide_scale_of(_most([x.abs() for x in planes]).amax(-1), spec)
     wide = scale.unsqueeze(-1)
@@ -156,7 +251,15 @@ def _written(planes: list[Tensor], spec: StateSpec, drawn: list[Tensor | None]) 
     inverse = torch.where(usable, wide, 1.0).reciprocal()
     # No code where a block has no scale.
     mask = -usable.to(torch.int32)
-    return [_joined([_code(x, inverse, spec, u) for x, u in zip(planes, drawn, strict=True)], mask), scale.bfloat16()]
+    written = [_code(x, inverse, spec, u) for x, u in zip(planes, drawn, strict=True)]
+    return [_joined(written, 8, mask), scale.bfloat16()]
+
+
+def _bfloat16(x: Tensor, drawn: Tensor | None) -> Tensor:
+    """bfloat16's bits in the lowest sixteen, rounded at random; infinities and NaN stay: `codes.to_bfloat16`."""
+    assert drawn is not None
+    bits = x.view(torch.int32)
+    return torch.where((bits & 0x7FFFFFFF) < INFINITY_BITS, bits + (drawn << 1), bits) >> 16
 
 
 def _code(x: Tensor, inverse: Tensor, spec: StateSpec, drawn: Tensor | None) -> Tensor:

@@ -127,11 +127,11 @@ def traced_fours(
         keys, upper: int32 [10] and []; the latter of these counters.
     """
     c0 = (torch.arange(shape.numel(), dtype=torch.int32, device=first.device) + first).view(shape)
-    low, high = (_in_memory(word) for word in traced(c0, upper.expand(shape), keys))
+    low, high = (in_memory(word) for word in traced(c0, upper.expand(shape), keys))
     return low, _turned(low), high, _turned(high)
 
 
-def _in_memory(word: Tensor) -> Tensor:
+def in_memory(word: Tensor) -> Tensor:
     """The same int32, whose users do not compute it anew: a view by strides is one of memory, which is float32, as a
     compiler reads int32 by halves of vectors."""
     held = word.view(torch.float32)
