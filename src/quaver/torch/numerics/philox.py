@@ -177,14 +177,16 @@ def traced(c0: Tensor, c1: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _traced_in_halves(c0: Tensor, c1: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Products by halves of words: the multiplier is 2**32 more than two numbers of 14 bits and a sign, by which halves
-    are int32. Between rounds a word is float32 of its bits, which Inductor reads whole, int32 by halves of vectors."""
+    """Products by halves of words: the multiplier is 2**32 more than two signed numbers of 14 bits, by which halves are
+    int32, and the two in the middle add up to one; they are the product of both sums less the outer two. Between rounds
+    a word is float32 of its bits, which Inductor reads whole, int32 by halves of vectors."""
     upper, lower = (MULTIPLIER - (1 << 32)) + (1 << 15) >> 16, ((MULTIPLIER & 0xFFFF) ^ 0x8000) - 0x8000
     held = c0.view(torch.float32)
     for i in range(ROUNDS):
-        a, b = (held.view(torch.int32) >> 16) & 0xFFFF, held.view(torch.int32) & 0xFFFF
-        middle = a * lower + (b * lower >> 16)
-        high = a * upper + (middle >> 16) + (b * upper + (middle & 0xFFFF) >> 16) + held.view(torch.int32)
-        low = held.view(torch.int32) * (MULTIPLIER - (1 << 32))
+        word = held.view(torch.int32)
+        a, b = (word >> 16) & 0xFFFF, word & 0xFFFF
+        first, last = a * upper, b * lower
+        middle = (a + b) * (upper + lower) - first - last + (last >> 16)
+        high, low = first + (middle >> 16) + word, (middle << 16) + (last & 0xFFFF)
         held, c1 = (high ^ c1 ^ keys[i]).view(torch.float32), low
     return held.view(torch.int32), c1

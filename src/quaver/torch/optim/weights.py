@@ -142,7 +142,7 @@ def numbers(keeping: Keeping, x: Tensor, more: int, noise: Tensor | None) -> Ten
     below, lower, _, _ = _places(keeping, more)
     lost = 1 << below >> 1 if noise is None else noise >> (NOISE_BITS - below)
     if keeping.spec is None:
-        return (torch.where(x.isnan(), NAN_BITS, x.view(torch.int32)) & ~_SIGN) + lost >> below
+        return (torch.where(x != x, NAN_BITS, x.view(torch.int32)) & ~_SIGN) + lost >> below
     # As far as the largest code reaches, of NaN too.
     most = (keeping.spec.format.max_code << more) + (1 << more - 1) - 1
     return (x.abs() * lower).view(torch.int32).clamp(max=most << below) + lost >> below
@@ -172,7 +172,7 @@ def write(
         return (weight.to(tensors[0].dtype),)
     if keeping.kind == "remainder":
         # Of NaN the sixteen bits of a bfloat16 alone may say a number, or carry into the sign.
-        bits = torch.where(weight.isnan(), NAN_BITS, weight.view(torch.int32))
+        bits = torch.where(weight != weight, NAN_BITS, weight.view(torch.int32))
         rest = bits.to(torch.int16)
         return ((bits - rest.int()) >> 16).to(torch.int16).view(torch.bfloat16), rest
     if keeping.kind[:8] == "residual":

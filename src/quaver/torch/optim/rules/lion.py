@@ -41,7 +41,7 @@ class Lion:
         g = -gradient if self.maximize else gradient
         mixed = m + (g - m) * new1
         # torch's sign of NaN is 0: such weights would stand still for ever without a word.
-        update = torch.where(mixed.isnan(), mixed, mixed.sign())
+        update = torch.where(mixed != mixed, mixed, mixed.sign())
         return Stepped(weight - weight * decay - update * lr, (m + (g - m) * new2,))
 
     def reach(self, amax: Tensor, scalars: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Tensor:

@@ -73,7 +73,7 @@ def viewed(own: Parts) -> Parts:
     gradient half as many."""
 
     def of(t: Tensor) -> Tensor:
-        return t.view(torch.float32).view(-1, LANES * t.itemsize)
+        return t.view(torch.float32 if t.itemsize == 1 else torch.int64).view(-1, LANES)
 
     first, *scale, last = own.weight if len(own.weight) > 1 else (*own.weight, None)
     weight = (of(first), *scale, *(() if last is None else (of(last),)))
@@ -136,11 +136,12 @@ def run(
 
 
 def _lanes(held: Tensor) -> Lanes:
-    """Of numbers of sixteen bits the first two and the last two of every four, each read from memory once, as steps of
-    two are taken one after the other."""
-    if held.shape[1] == LANES:
+    """Of numbers of sixteen bits the first two and the last two of every four. They are read in a loop of their own,
+    of twice as many, which no other is joined with: steps of two are taken one after the other."""
+    if held.dtype is torch.float32:
         return (held.view(torch.int32),)
-    return tuple(noise.in_memory(half.clone().view(torch.int32)) for half in held.view(-1, LANES, 2).unbind(-1))
+    apart = held.view(torch.float32).view(-1, LANES, 2).transpose(1, 2).clone(memory_format=torch.contiguous_format)
+    return noise.in_memory(apart.view(torch.int32)).unbind(1)
 
 
 def _above(lanes: Lanes, k: int) -> Tensor:
@@ -164,7 +165,7 @@ def _joined(planes: list[Tensor], bits: int, mask: Tensor | None = None) -> Tens
         return lanes[0].view(torch.float32)
     # In a loop of its own: beside an int64 a compiler takes twice as many at once, which do not fit its registers.
     low, high = (noise.in_memory(lane).long() for lane in lanes)
-    return (low & _LOW | high << 32).view(torch.float32).view(-1, 2 * LANES)
+    return low & _LOW | high << 32
 
 
 def _weight(keeping: Keeping, lanes: tuple[Lanes, ...], k: int) -> Tensor:
@@ -190,7 +191,7 @@ def _floats(keeping: Keeping, planes: list[Tensor], lost: list[Tensor | None]) -
     if keeping.kind == "plain":
         return [_joined([_bfloat16(x, drawn) for x, drawn in zip(planes, lost, strict=True)], 16)]
     if keeping.kind == "remainder":
-        bits = [torch.where(x.isnan(), weights.NAN_BITS, x.view(torch.int32)) for x in planes]
+        bits = [torch.where(x != x, weights.NAN_BITS, x.view(torch.int32)) for x in planes]
         return [_joined([x + 0x8000 >> 16 for x in bits], 16), _joined(bits, 16)]
     return _longer(keeping, planes, lost)[0]
 
