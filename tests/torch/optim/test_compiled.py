@@ -21,6 +21,8 @@ WAYS = [
     pytest.param("float32", None, 2, id="float32"),
     pytest.param("exact", None, 2, id="exact", marks=LEAN),
     pytest.param("balanced", None, 2, id="balanced", marks=LEAN),
+    pytest.param("balanced", get("tensorwise"), 2, id="balanced of codes", marks=LEAN),
+    pytest.param("lean", None, 2, id="lean of bfloat16", marks=LEAN),
     pytest.param("lean", get("tensorwise"), 2, id="lean", marks=LEAN),
     # Its blocks have rows, so that each width is a program.
     pytest.param("lean", mxfp8(weight_2d=True), 4, id="lean of blocks", marks=LEAN),

@@ -22,7 +22,8 @@ LEAN, EXACT = PRESETS["lean"], PRESETS["exact"]
 ROWS, SEED = 96, 0x9E3779B97F4A7C15
 GROUP = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "lr": 1e-2}
 BYTES, HALVES = (LEAN.first, LEAN.second), (EXACT.first, EXACT.second)
-RULE, E4M3 = Adam(), LEAN.gradient
+RULE = Adam()
+E4M3 = optim.StateSpec(code="e4m3", block=128)
 ROOTS = optim.StateSpec(code="uint8_mitchell", floor=True)
 #: What presets keep; also roots of v, codes to nearest, gradients of either, and all else that a rule may be.
 WAYS = {
@@ -60,7 +61,7 @@ def piece(way: Way, bad: bool) -> tuple[Parts, torch.Tensor | None]:
         kind = torch.int8 if keeping.kind == "residual8" else torch.int16
         weight = (*weight, torch.zeros(ROWS, 128, dtype=kind))
         weight = (*weight[:-1], *weights.around(keeping, value, weight))
-    moments = []
+    moments: list[tuple[torch.Tensor, ...]] = []
     for spec, size in zip(way.moments, (0.1, 0.01), strict=False):
         x = hostile(size, 1, False)
         some = torch.Generator().manual_seed(3)
@@ -141,9 +142,11 @@ def test_what_has_other_codes_or_shapes_steps_one_by_one() -> None:
         assert not fours.fits(replace(way, moments=(optim.StateSpec(code=other), LEAN.second)), own)
     assert not fours.fits(replace(way, gradient=None), own._replace(gradient=(torch.zeros(ROWS, 128),)))
     assert not fours.fits(way, own._replace(weight=(own.weight[0][:, :64], *own.weight[1:])))
-    beside = torch.zeros(ROWS * 128 + 4, dtype=torch.int8)
-    for start, fits in ((4, True), (1, False)):
-        moved = beside[start : start + ROWS * 128].view(ROWS, 128)
-        assert fours.fits(way, own._replace(weight=(*own.weight[:2], moved))) == fits
+    for name, kind in (("lean", torch.int8), ("exact", torch.int16)):
+        way, beside = WAYS[name], torch.zeros(ROWS * 128 + 4, dtype=kind)
+        own, _ = piece(way, False)
+        for start, fits in ((4, True), (2, False), (1, False)):
+            moved = beside[start : start + ROWS * 128].view(ROWS, 128)
+            assert fours.fits(way, own._replace(weight=(*own.weight[:-1], moved))) == fits
     plain = Way(RULE, Keeping("plain"), HALVES)
     assert not fours.fits(plain, piece(WAYS["bfloat16 alone"], False)[0])

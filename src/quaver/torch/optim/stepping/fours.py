@@ -35,18 +35,22 @@ Lanes = tuple[Tensor, ...]
 def fits(way: Way, own: Parts) -> bool:
     """Whether all of a piece's numbers are of eight or sixteen bits that can be read as int32, and its weight has no
     scale or one that is known beforehand."""
-    codes_fit = way.keeping.spec is None or (way.shared and way.keeping.spec.format == E4M3)
     return (
         own.weight[0].is_cpu
         and own.weight[0].shape[1] % BLOCK == 0
-        and codes_fit
-        and (way.keeping.kind[:8] == "residual" or own.weight[0].dtype is torch.bfloat16)
-        and way.keeping.kind not in ("float16", "float32")
-        and (way.keeping.kind != "plain" or way.keeping.stochastic)
+        and _weight_fits(way, own)
         and _gradient_fits(way, own)
         and all(map(_moment_fits, way.moments))
-        and all(t.is_contiguous() and t.storage_offset() * t.itemsize % 4 == 0 == t.data_ptr() % 4 for t in _read(own))
+        and all(map(_lies_in_fours, (own.weight[0], own.weight[-1], own.gradient[0], *(m[0] for m in own.moments))))
     )
+
+
+def _weight_fits(way: Way, own: Parts) -> bool:
+    keeping = way.keeping
+    if keeping.spec is None:
+        half = own.weight[0].dtype is torch.bfloat16
+        return half and (keeping.kind != "plain" or keeping.stochastic)
+    return way.shared and keeping.spec.format == E4M3 and keeping.kind[:8] == "residual"
 
 
 def _gradient_fits(way: Way, own: Parts) -> bool:
@@ -63,22 +67,23 @@ def _moment_fits(spec: StateSpec) -> bool:
     return spec.of.kind == "bfloat16" and spec.stochastic
 
 
-def _read(own: Parts) -> tuple[Tensor, ...]:
-    """What is read by lanes."""
-    return own.weight[0], own.weight[-1], own.gradient[0], *(held[0] for held in own.moments)
+def _lies_in_fours(t: Tensor) -> bool:
+    """Whether four elements that follow one another are one integer to torch."""
+    return t.is_contiguous() and t.storage_offset() % 4 == 0 and t.data_ptr() % (4 * t.itemsize) == 0
 
 
 def viewed(own: Parts) -> Parts:
-    """Lines as float32 [blocks, 16], of sixteen bits [blocks, 32], that have their bits; their scales as [blocks], of a
+    """Lines as float32 [blocks, 16] that have their bits, of sixteen bits as int64; their scales as [blocks], of a
     gradient half as many."""
 
     def of(t: Tensor) -> Tensor:
         return t.view(torch.float32 if t.itemsize == 1 else torch.int64).view(-1, LANES)
 
-    first, *scale, last = own.weight if len(own.weight) > 1 else (*own.weight, None)
-    weight = (of(first), *scale, *(() if last is None else (of(last),)))
+    weight = [of(own.weight[0]), *own.weight[1:]]
+    if len(weight) > 1:
+        weight[-1] = of(own.weight[-1])
     moments = tuple((of(held[0]), *(scales.view(-1) for scales in held[1:])) for held in own.moments)
-    return Parts(weight, moments, (of(own.gradient[0]), *(scales.view(-1) for scales in own.gradient[1:])))
+    return Parts(tuple(weight), moments, (of(own.gradient[0]), *(scales.view(-1) for scales in own.gradient[1:])))
 
 
 def run(
