@@ -136,6 +136,33 @@ def test_clipping_is_exact(order: float) -> None:
         assert torch.equal(p.detach().float(), r.detach().float())
 
 
+@pytest.mark.parametrize("largest", [torch.tensor(0.5, dtype=torch.float64), torch.tensor([0.5])], ids=["wide", "one"])
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_norm_that_is_a_tensor_clips_by_float32(
+    monkeypatch: pytest.MonkeyPatch, in_backward: bool, largest: Any
+) -> None:
+    """A compiled step reads a factor's bits, and is told no dtype."""
+    factors: list[Any] = []
+    update = optim.AdamW._update
+
+    def told(optimizer: Any, waiting: list[Tensor], factor: Tensor | None, overflow: Tensor | None = None) -> None:
+        factors.extend(f for p in waiting if (f := optimizer._factor(p, factor)) is not None)
+        update(optimizer, waiting, factor, overflow)
+
+    monkeypatch.setattr(optim.AdamW, "_update", told)
+    model = model_of()
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3, preset="lean")
+    if in_backward:
+        optimizer.step_in_backward(max_norm=largest)
+    for seed in (1, 2):
+        backward(model, seed)
+        if not in_backward:
+            optimizer.clip_grad_norm_(largest)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert factors and all(factor.dtype is torch.float32 and factor.dim() == 0 for factor in factors)
+
+
 @pytest.mark.parametrize("unscaled", [False, True])
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_a_gradient_scaler_is_told_that_it_sees_nothing(in_backward: bool, unscaled: bool) -> None:

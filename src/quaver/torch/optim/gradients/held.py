@@ -165,7 +165,9 @@ class Gradients:
                 assert p.grad is not None
                 layout.local(p.grad).mul_(factor.to(p.grad.device))
             else:
-                held.factor = factor if held.factor is None else held.factor * factor
+                # Of float64, or of one element along a dimension, where `largest` was a tensor: a program reads bits.
+                own = factor.float().reshape(())
+                held.factor = own if held.factor is None else held.factor * own
 
     def norm(self, parameters: Iterable[Tensor], order: float = 2.0) -> Tensor:
         """The norm of gradients, as the step will see them, of all ranks' parts: float32 [], the same on all ranks.

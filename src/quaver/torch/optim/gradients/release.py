@@ -58,7 +58,7 @@ class Release:
         self._squares.append(self.gradients.norm(waiting).square())
         factor = None
         if self.norm is not None and self.max_norm != float("inf"):
-            factor = (self.max_norm / (self.norm + 1e-6)).clamp(max=1.0)
+            factor = (self.max_norm / (self.norm + 1e-6)).clamp(max=1.0).float().reshape(())
         device = waiting[0].device
         if device.type == "cuda":
             self._beside(device, waiting, factor)
