@@ -148,5 +148,23 @@ def test_what_has_other_codes_or_shapes_steps_one_by_one() -> None:
         for start, fits in ((4, True), (2, False), (1, False)):
             moved = beside[start : start + ROWS * 128].view(ROWS, 128)
             assert fours.fits(way, own._replace(weight=(*own.weight[:-1], moved))) == fits
+    way, (own, _) = WAYS["lean"], piece(WAYS["lean"], False)
+    signed = optim.StateSpec(code="int8_mitchell", floor=True)
+    assert not fours.fits(replace(way, moments=(signed, LEAN.second)), own)
+    data, scales = own.moments[0]
+    turned = scales.t().contiguous().t()
+    assert not fours.fits(way, own._replace(moments=((data, turned), own.moments[1])))
+    data, scales = own.gradient
+    both = torch.cat([scales, scales], 1)[:, :1]
+    assert not fours.fits(way, own._replace(gradient=(data, both)))
     plain = Way(RULE, Keeping("plain"), HALVES)
     assert not fours.fits(plain, piece(WAYS["bfloat16 alone"], False)[0])
+
+
+def test_rows_that_are_apart_step_one_by_one_where_the_next_is_not_in_fours() -> None:
+    way = WAYS["exact"]
+    own, _ = piece(way, False)
+    for width, fits in ((132, True), (130, False), (129, False)):
+        apart = torch.zeros(ROWS, width, dtype=torch.bfloat16)[:, :128]
+        one = Parts((apart[:1], own.weight[1][:1]), tuple((m[0][:1],) for m in own.moments), (own.gradient[0][:1],))
+        assert apart[:1].is_contiguous() and fours.fits(way, one) == fits

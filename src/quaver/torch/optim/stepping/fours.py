@@ -42,6 +42,7 @@ def fits(way: Way, own: Parts) -> bool:
         and _gradient_fits(way, own)
         and all(map(_moment_fits, way.moments))
         and all(map(_lies_in_fours, (own.weight[0], own.weight[-1], own.gradient[0], *(m[0] for m in own.moments))))
+        and all(scales.is_contiguous() for held in (*own.moments, own.gradient) for scales in held[1:])
     )
 
 
@@ -63,13 +64,16 @@ def _gradient_fits(way: Way, own: Parts) -> bool:
 
 def _moment_fits(spec: StateSpec) -> bool:
     if spec.of.kind == "mitchell":
-        return (spec.block, spec.scale) == (BLOCK, "bfloat16")
+        # The smallest code of a negative number would lose its sign.
+        return (spec.block, spec.scale) == (BLOCK, "bfloat16") and not (spec.of.signed and spec.floor)
     return spec.of.kind == "bfloat16" and spec.stochastic
 
 
 def _lies_in_fours(t: Tensor) -> bool:
-    """Whether four elements that follow one another are one integer to torch."""
-    return t.is_contiguous() and t.storage_offset() % 4 == 0 and t.data_ptr() % (4 * t.itemsize) == 0
+    """Whether four elements that follow one another are one integer to torch, here and in the next piece: of one row
+    each pieces are contiguous wherever they lie."""
+    aligned = t.storage_offset() % 4 == 0 and t.data_ptr() % (4 * t.itemsize) == 0
+    return aligned and t.is_contiguous() and t.stride(0) % 4 == 0
 
 
 def viewed(own: Parts) -> Parts:
