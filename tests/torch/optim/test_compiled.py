@@ -78,7 +78,9 @@ def test_words_for_a_compiler_are_those_of_eager_steps(dtype: torch.dtype) -> No
     first, drawn = 3 * 2**34 + 2**20, (0xFEDC_BA98_7654_3210, 3, 70_000, torch.device("cpu"))
     expected = noise.words(first, 4096, *drawn).to(torch.int32)
     key, upper = noise.stream(*drawn)
-    given = [round_keys(key).to(dtype), upper.to(dtype)]
+    given = noise.keyed(*drawn, dtype)
+    for one, other in zip(given, (round_keys(key).to(dtype), upper.to(dtype)), strict=True):
+        assert one.dtype is dtype and torch.equal(one, other)
     assert torch.equal(noise.traced_words(4096, torch.tensor(first), *given), expected)
     place = compiled._place(first, True, *(word.to(torch.int32) for word in given))
     fours = noise.traced_fours(torch.Size((16, 64)), *place)

@@ -9,7 +9,6 @@ import torch
 from quaver.core.states.presets import PRESETS
 from quaver.torch import optim
 from quaver.torch.numerics import reference
-from quaver.torch.numerics.philox import round_keys
 from quaver.torch.optim import codes, weights
 from quaver.torch.optim.rules.adam import Adam
 from quaver.torch.optim.rules.lion import Lion
@@ -92,8 +91,8 @@ def test_four_at_once_have_the_bits_of_a_step_one_by_one(name: str, keep: bool |
         expected = put(way, parts, move(way, parts, scalars, factor, word, reach), told)
         own = ours[0]
         assert fours.fits(way, own)
-        key, upper = noise.stream(SEED, 5, step, torch.device("cpu"))
-        drawn = tuple(t.to(torch.int32) for t in (torch.tensor(0), round_keys(key), upper))
+        keyed = noise.keyed(SEED, 5, step, torch.device("cpu"), torch.int32)
+        drawn = (torch.tensor(0, dtype=torch.int32), *keyed)
         done = fours.run(way, fours.viewed(own), scalars, factor, drawn if way.draws else None, reach, told)
         lost = bad and way.shared
         same(own.weight[0], parts.weight[0], "codes", lost)

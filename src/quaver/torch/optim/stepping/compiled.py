@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from quaver.core.numbers.formats import E4M3
-from quaver.torch.numerics.philox import round_keys
 from quaver.torch.numerics.quantized import FLOAT8
 from quaver.torch.optim.stepping import fours, noise
 from quaver.torch.optim.stepping.pieces import Drawn, Parts, Way, Written, move, put
@@ -99,7 +98,8 @@ class Compiled:
             if run is None:
                 return None
             if way.draws and given is None:
-                given = _keyed(drawn, own.weight[0], four)
+                narrow = four or in_bytes(own.weight[0])
+                given = noise.keyed(*drawn[:3], own.weight[0].device, torch.int32 if narrow else torch.int64)
             place = None if given is None else _place(first, four, *given)
             try:
                 return run(way, own, scalars, factor, place, amax, keep)
@@ -115,13 +115,6 @@ class Compiled:
                 return None
 
         return step
-
-
-def _keyed(drawn: Drawn, weight: Tensor, four: bool) -> tuple[Tensor, Tensor]:
-    """Keys and upper word of its noise, on the weight's device."""
-    key, upper = noise.stream(*drawn[:3], weight.device)
-    keys = round_keys(key)
-    return (keys.to(torch.int32), upper.to(torch.int32)) if four or in_bytes(weight) else (keys, upper)
 
 
 def _place(first: int, four: bool, keys: Tensor, upper: Tensor) -> tuple[Tensor, Tensor, Tensor]:

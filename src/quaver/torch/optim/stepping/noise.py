@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quaver.core.numbers.philox import one_philox4x32
+from quaver.core.numbers.philox import ROUNDS, WEYL, one_philox4x32
 from quaver.core.states.reference import NOISE_BITS
-from quaver.torch.numerics.philox import philox2x32, philox4x32, traced
+from quaver.torch.numerics.philox import philox2x32, philox4x32, round_keys, traced
 
 _LOW = 0xFFFFFFFF
 
@@ -79,15 +79,40 @@ def words(first: int, number: int, seed: int, parameter: int, step: Tensor | int
 def stream(seed: int, parameter: int, step: Tensor | int, device: torch.device) -> tuple[Tensor, Tensor]:
     """A key and an upper word of a parameter's step, int64 [] below 2**32: the first two words of Philox4x32-10 at
     (0, 0, parameter, step), keyed by the seed."""
-    if isinstance(step, Tensor) and not (type(step) is Tensor and step.is_cpu):
+    if not _read_here(step):
         zero = torch.zeros((), dtype=torch.int64, device=device)
-        count = torch.empty_like(zero).copy_(step.reshape(()).to(torch.int64).bitwise_and(_LOW))
+        count = torch.empty_like(zero).copy_(step.reshape(()).to(torch.int64).bitwise_and(_LOW))  # type: ignore[union-attr]
         key, upper, _, _ = philox4x32(zero, zero.clone(), torch.full_like(zero, parameter), count, seed)
         return key, upper
-    of_seed = seed & _LOW, seed >> 32 & _LOW
-    drawn = one_philox4x32((0, 0, parameter, int(step) & _LOW), of_seed)
-    key, upper, _, _ = (torch.tensor(word, dtype=torch.int64, device=device) for word in drawn)
+    key, upper = (torch.tensor(word, dtype=torch.int64, device=device) for word in _one_stream(seed, parameter, step))
     return key, upper
+
+
+def keyed(
+    seed: int, parameter: int, step: Tensor | int, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """What `traced_words` and `traced_fours` are given of a stream: its keys of all rounds and its upper word, of the
+    dtype, int64 or int32."""
+    if not _read_here(step):
+        key, upper = stream(seed, parameter, step, device)
+        return round_keys(key).to(dtype), upper.to(dtype)
+    # Of one stream Python's numbers are quicker than tensors.
+    first, last = _one_stream(seed, parameter, step)
+    numbers = [*((first + i * WEYL[0]) & _LOW for i in range(ROUNDS)), last]
+    if dtype is torch.int32:
+        numbers = [(number ^ 1 << 31) - (1 << 31) for number in numbers]
+    drawn = torch.tensor(numbers, dtype=dtype, device=device)
+    return drawn[:-1], drawn[-1]
+
+
+def _read_here(step: Tensor | int) -> bool:
+    """Whether a step's number can be read without waiting for a device."""
+    return not isinstance(step, Tensor) or (type(step) is Tensor and step.is_cpu)
+
+
+def _one_stream(seed: int, parameter: int, step: Tensor | int) -> tuple[int, int]:
+    of_seed = seed & _LOW, seed >> 32 & _LOW
+    return one_philox4x32((0, 0, parameter, int(step) & _LOW), of_seed)[:2]
 
 
 def _drawn(g: Tensor, seed: int, parameter: int, step: Tensor | int) -> Tensor:

@@ -256,19 +256,23 @@ def step(
                 shares = noise.shares(words, way.draws)
                 del words
             done.append(put(way, own, kept(way, own, after.pop(), shares, bound), keep))
-    scales = [one.scale for one in done if one.scale is not None]
-    if scales:
+    scale = _largest([one.scale for one in done if one.scale is not None])
+    if scale is not None:
         # NaN where a piece has a number that is not finite.
-        target, scale = parts.weight[1], torch.stack(scales).amax(0)
+        target = parts.weight[1]
         target.copy_(scale if keep is None else torch.where(keep, scale, target))
     tops = [one.amax for one in done if one.amax is not None]
     top = None
     if tops:
         assert way.keeping.spec is not None
-        one_scale = way.keeping.spec.block[0] is None
-        top = torch.stack(tops).amax(0) if one_scale else torch.cat(tops)
+        top = _largest(tops) if way.keeping.spec.block[0] is None else torch.cat(tops)
     clamped = [one.clamped for one in done if one.clamped is not None]
     return Outcome(top, torch.stack(clamped).sum() if clamped else None)
+
+
+def _largest(each: list[Tensor]) -> Tensor | None:
+    """Of numbers of pieces; NaN counts as the largest, None if there are none."""
+    return torch.stack(each).amax(0) if len(each) > 1 else each[0] if each else None
 
 
 def put(way: Way, own: Parts, moved: Moved, keep: Tensor | None) -> Written:
