@@ -9,16 +9,17 @@ import torch
 from quaver.core.states.presets import PRESETS
 from quaver.torch import optim
 from quaver.torch.numerics import reference
+from quaver.torch.numerics.quantized import decode_scales, spread
 from quaver.torch.optim import codes, weights
 from quaver.torch.optim.rules.adam import Adam
 from quaver.torch.optim.rules.lion import Lion
 from quaver.torch.optim.stepping import fours, noise
 from quaver.torch.optim.stepping.pieces import Parts, Way, move, put
 from quaver.torch.optim.weights import Keeping
-from tests.kernels.optim.test_step import TENSORWISE
+from tests.kernels.optim.test_step import BLOCKWISE, BLOCKWISE_ANY, MXFP8, SQUARES, TENSORWISE
 
 LEAN, EXACT = PRESETS["lean"], PRESETS["exact"]
-ROWS, SEED = 96, 0x9E3779B97F4A7C15
+ROWS, COLUMNS, SEED = 128, 256, 0x9E3779B97F4A7C15
 GROUP = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "lr": 1e-2}
 BYTES, HALVES = (LEAN.first, LEAN.second), (EXACT.first, EXACT.second)
 RULE = Adam()
@@ -32,6 +33,10 @@ WAYS = {
     "lion": Way(Lion(), Keeping("residual8", TENSORWISE, True), (LEAN.first,), E4M3, True),
     "balanced": Way(RULE, Keeping("residual16", TENSORWISE), BYTES, None, True),
     "codes beside bfloat16": Way(RULE, Keeping("residual8", TENSORWISE), HALVES, None, True),
+    "lean 32x32": Way(RULE, Keeping("residual8", SQUARES, True), BYTES, E4M3),
+    "balanced 1x32": Way(RULE, Keeping("residual16", MXFP8), BYTES),
+    "any scale": Way(RULE, Keeping("residual8", BLOCKWISE_ANY), HALVES),
+    "blockwise": Way(RULE, Keeping("residual8", BLOCKWISE, True), BYTES, E4M3),
     "exact": Way(RULE, Keeping("remainder"), HALVES),
     "remainder beside bytes": Way(RULE, Keeping("remainder"), BYTES),
     "lean of bfloat16": Way(RULE, Keeping("residual8", None, True), BYTES, E4M3),
@@ -42,7 +47,7 @@ WAYS = {
 
 def hostile(size: float, seed: int, bad: bool) -> torch.Tensor:
     """Zeros of both signs, tiny and subnormal numbers, blocks of zeros, an outlier; numbers that are none."""
-    x = torch.randn(ROWS, 128, generator=torch.Generator().manual_seed(seed)) * size
+    x = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(seed)) * size
     x[0], x[1, :64], x[2, ::3], x[3, ::5] = 0.0, -0.0, x[2, ::3] * 1e-20, x[3, ::5] * 1e-41 / size
     x[4, 7], x[5] = 1e4 * size, x[5] * 1e-30
     if bad:
@@ -58,7 +63,7 @@ def piece(way: Way, bad: bool) -> tuple[Parts, torch.Tensor | None]:
         weight = (q.data, q.scale)
     if keeping.states:
         kind = torch.int8 if keeping.kind == "residual8" else torch.int16
-        weight = (*weight, torch.zeros(ROWS, 128, dtype=kind))
+        weight = (*weight, torch.zeros(ROWS, COLUMNS, dtype=kind))
         weight = (*weight[:-1], *weights.around(keeping, value, weight))
     moments: list[tuple[torch.Tensor, ...]] = []
     for spec, size in zip(way.moments, (0.1, 0.01), strict=False):
@@ -71,7 +76,7 @@ def piece(way: Way, bad: bool) -> tuple[Parts, torch.Tensor | None]:
     if way.gradient is not None:
         gradient = codes.encode(hostile(1.0, 2, bad), way.gradient)
     held: Any = Parts(weight, tuple(moments), gradient)
-    return held, None if keeping.spec is None else weights.block_amax(keeping.spec, weights.read(keeping, weight))
+    return held, weights.block_amax(keeping.spec, weights.read(keeping, weight)) if way.predicts else None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("bad", [False, True], ids=["numbers", "not finite"])
@@ -83,7 +88,7 @@ def test_four_at_once_have_the_bits_of_a_step_one_by_one(name: str, keep: bool |
     ours, theirs = piece(way, bad), piece(way, bad)
     for step in (1, 2, 3):
         scalars = way.rule.scalars(GROUP, torch.tensor(float(step), dtype=torch.float64))
-        place = noise.Place((0, 0), (ROWS, 128), (ROWS, 128))
+        place = noise.Place((0, 0), (ROWS, COLUMNS), (ROWS, COLUMNS))
         word = noise.words_at(place, slice(0, ROWS), SEED, 5, step, torch.device("cpu")) if way.draws else None
         factor = None if step == 1 else torch.tensor(0.5)
         parts, amax = theirs
@@ -95,6 +100,15 @@ def test_four_at_once_have_the_bits_of_a_step_one_by_one(name: str, keep: bool |
         drawn = (torch.tensor(0, dtype=torch.int32), *keyed)
         done = fours.run(way, fours.viewed(own), scalars, factor, drawn if way.draws else None, reach, told)
         lost = bad and way.shared
+        if way.keeping.spec is not None and not way.shared:
+            # Blocks whose scale is NaN say nothing.
+            stored = [decode_scales(held.weight[1], way.keeping.spec, None) for held in (own, parts)]
+            assert torch.equal(*(scale.nan_to_num(-1) for scale in stored))
+            assert bool(stored[0].isnan().any()) == (bad and keep is not False)
+            said = spread(~stored[0].isnan(), way.keeping.spec.block, (ROWS, COLUMNS)).to(torch.int8)
+            for held in (own, parts):
+                held.weight[0].view(torch.int8).mul_(said)
+                held.weight[2].mul_(said)
         same(own.weight[0], parts.weight[0], "codes", lost)
         if way.keeping.states:
             same(own.weight[-1], parts.weight[-1], "residuals", lost)
@@ -135,17 +149,19 @@ def test_what_has_other_codes_or_shapes_steps_one_by_one() -> None:
     own, _ = piece(way, False)
     assert fours.fits(way, own)
     assert not fours.fits(replace(way, predicts=False), own)
+    blocks, _ = piece(WAYS["lean 32x32"], False)
+    assert not fours.fits(WAYS["blockwise"], blocks._replace(weight=(blocks.weight[0][:96], *blocks.weight[1:])))
     assert not fours.fits(replace(way, keeping=Keeping("float32", TENSORWISE)), own)
     assert not fours.fits(replace(way, keeping=Keeping("float16", TENSORWISE)), own)
     for other in ("int8_softsign", "float32", "bfloat16"):
         assert not fours.fits(replace(way, moments=(optim.StateSpec(code=other), LEAN.second)), own)
-    assert not fours.fits(replace(way, gradient=None), own._replace(gradient=(torch.zeros(ROWS, 128),)))
+    assert not fours.fits(replace(way, gradient=None), own._replace(gradient=(torch.zeros(ROWS, COLUMNS),)))
     assert not fours.fits(way, own._replace(weight=(own.weight[0][:, :64], *own.weight[1:])))
     for name, kind in (("lean", torch.int8), ("exact", torch.int16)):
-        way, beside = WAYS[name], torch.zeros(ROWS * 128 + 4, dtype=kind)
+        way, beside = WAYS[name], torch.zeros(ROWS * COLUMNS + 4, dtype=kind)
         own, _ = piece(way, False)
         for start, fits in ((4, True), (2, False), (1, False)):
-            moved = beside[start : start + ROWS * 128].view(ROWS, 128)
+            moved = beside[start : start + ROWS * COLUMNS].view(ROWS, COLUMNS)
             assert fours.fits(way, own._replace(weight=(*own.weight[:-1], moved))) == fits
     way, (own, _) = WAYS["lean"], piece(WAYS["lean"], False)
     signed = optim.StateSpec(code="int8_mitchell", floor=True)

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from quaver.core.numbers.formats import E4M3
+from quaver.core.spec import QuantSpec
 from quaver.core.states.codes import StateSpec
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import decode_scales
-from quaver.torch.numerics.rounding import INFINITY_BITS, magnitude_bits
+from quaver.torch.numerics.rounding import INFINITY_BITS, SMALLEST_NORMAL_BITS, magnitude_bits
 from quaver.torch.optim import codes, weights
 from quaver.torch.optim.stepping import noise
 from quaver.torch.optim.stepping.pieces import Parts, Way, Written
@@ -34,7 +35,7 @@ Lanes = tuple[Tensor, ...]
 
 def fits(way: Way, own: Parts) -> bool:
     """Whether all of a piece's numbers are of eight or sixteen bits that can be read as int32, and its weight has no
-    scale or one that is known beforehand."""
+    scale, one that is known beforehand, or scales of blocks that it consists of."""
     return (
         own.weight[0].is_cpu
         and own.weight[0].shape[1] % BLOCK == 0
@@ -51,7 +52,15 @@ def _weight_fits(way: Way, own: Parts) -> bool:
     if keeping.spec is None:
         half = own.weight[0].dtype is torch.bfloat16
         return half and (keeping.kind != "plain" or keeping.stochastic)
-    return way.shared and keeping.spec.format == E4M3 and keeping.kind[:8] == "residual"
+    longer = keeping.spec.format == E4M3 and keeping.kind[:8] == "residual"
+    return longer and (way.shared or _blocks_fit(keeping.spec, own.weight[0].shape))
+
+
+def _blocks_fit(spec: QuantSpec, shape: torch.Size) -> bool:
+    high, wide = spec.block
+    if high is None or wide is None or spec.two_level or spec.scale == "unit":
+        return False
+    return shape[0] % high == 0 and shape[1] % wide == 0 and wide % 4 == 0
 
 
 def _gradient_fits(way: Way, own: Parts) -> bool:
@@ -105,7 +114,7 @@ def run(
     weight, gradient = tuple(map(_lanes, held)), _lanes(own.gradient[0])
     moments = [_lanes(each[0]) for each in own.moments]
     shares = _shares(way, gradient[0].shape, place)
-    before = None if spec is None else decode_scales(own.weight[1], spec, None)
+    before = None if spec is None else _spread(decode_scales(own.weight[1], spec, None), spec, gradient[0].shape)
     of_gradient = None
     if way.gradient is not None:
         of_gradient = own.gradient[1].float().unsqueeze(-1).expand(-1, LONG // BLOCK).reshape(-1, 1)
@@ -131,10 +140,13 @@ def run(
     top, stored = None, None
     if spec is None:
         new = [*_floats(keeping, planes, lost), *new]
-    else:
+    elif way.shared:
         assert amax is not None
         written, top, stored = _coded(keeping, planes, lost, amax)
         new = [*written, *new]
+    else:
+        held.insert(1, own.weight[1])
+        new = [*_coded_in_blocks(keeping, planes, lost, own.weight[1].shape), *new]
     held += [t for one in own.moments for t in one]
     for target, value in zip(held, new, strict=True):
         target.copy_(value if keep is None else torch.where(keep, value, target))
@@ -206,7 +218,7 @@ def _floats(keeping: Keeping, planes: list[Tensor], lost: list[Tensor | None]) -
 
 
 def _longer(keeping: Keeping, planes: list[Tensor], lost: list[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
-    """Codes and residuals of multiples of a scale, and the numbers that they are parts of."""
+    """Codes and residuals of multiples of scales, and the numbers that they are parts of."""
     more = 8 if keeping.kind == "residual8" else 16
     numbers = [weights.numbers(keeping, x, more, drawn) for x, drawn in zip(planes, lost, strict=True)]
     both = [weights.halves(keeping, number, x, more) for number, x in zip(numbers, planes, strict=True)]
@@ -217,7 +229,7 @@ def _longer(keeping: Keeping, planes: list[Tensor], lost: list[Tensor | None]) -
 def _coded(
     keeping: Keeping, planes: list[Tensor], lost: list[Tensor | None], amax: Tensor
 ) -> tuple[list[Tensor], Tensor, Tensor]:
-    """What holds weights of codes, the largest of them, and their scale."""
+    """What holds weights of codes with one scale, the largest of them, and their scale."""
     spec = keeping.spec
     assert spec is not None
     top = reference.given_bits(amax, amax.view(1, 1))
@@ -233,6 +245,34 @@ def _coded(
     halves = weights.halves(keeping, largest.clamp(max=most), torch.zeros_like(e), more)
     reached = weights.worth(keeping, *halves, more) * decode_scales(stored, spec, None)
     return written, torch.where(reached < codes.SMALLEST_NORMAL, 0.0, reached), stored
+
+
+def _coded_in_blocks(
+    keeping: Keeping, planes: list[Tensor], lost: list[Tensor | None], blocks: torch.Size
+) -> list[Tensor]:
+    """What holds weights of codes with scales of blocks, which are measured: codes, scales and residuals."""
+    spec = keeping.spec
+    assert spec is not None
+    high, wide = spec.block
+    assert high is not None and wide is not None
+    # In a loop of its own: one that takes rows together reads across lines.
+    most = noise.in_memory(_most([x.abs() for x in planes]).view(torch.int32)).view(torch.float32)
+    top = most.view(blocks[0], high, blocks[1], wide // 4).amax((1, 3)).view(torch.int32)
+    top = torch.where(top < SMALLEST_NORMAL_BITS, 0, top)
+    e = reference.factors(top, spec)
+    each = _spread(e, spec, planes[0].shape)
+    (code, rest), _ = _longer(keeping, [x * each for x in planes], lost)
+    return [code, reference.stored_scale(top, top < INFINITY_BITS, e, spec), rest]
+
+
+def _spread(blocks: Tensor, spec: QuantSpec, lanes: torch.Size) -> Tensor:
+    """One number a block of weights to one for every four elements, which lie in memory; one of all stays."""
+    high, wide = spec.block
+    if high is None or wide is None:
+        return blocks
+    rows, columns = blocks.shape
+    every = blocks.view(rows, 1, columns, 1).expand(rows, high, columns, wide // 4).reshape(lanes)
+    return noise.in_memory(every.view(torch.int32)).view(torch.float32)
 
 
 def _shares(way: Way, shape: torch.Size, place: tuple[Tensor, ...] | None) -> list[list[Tensor]]:
