@@ -1,7 +1,8 @@
 """No code takes torch's default dtype or device for a tensor of its own, and none changes a setting of the process.
 
 Both are read from the syntax trees: a default that somebody changes gives wrong results, or memory of another size to
-what is written in C; a setting that is changed and put back is seen by every other thread in between.
+what is written in C; a setting that is changed and put back is seen by every other thread in between. And no code asks
+of the process what is the thread's: whether a compiler traces.
 """
 
 import ast
@@ -62,6 +63,15 @@ OWNERS = {
     ("quaver.torch.backends.gpu.launching.interpreter", "warnings.simplefilter"),
     # XLA reads its number of threads from there when it starts.
     ("quaver.train.learning.jax.device", "os.environ.setdefault"),
+}
+_TRACING = "quaver.torch.numerics.tracing"
+#: What torch says of compilers, of the whole process where Dynamo does not answer, and who may ask.
+ASKED = {
+    "is_compiling": {_TRACING},
+    "is_dynamo_compiling": {_TRACING},
+    "_is_compiling_flag": {_TRACING},
+    # Of a thread that traces; torch says nowhere that it is this one that exports.
+    "is_exporting": {"quaver.torch.blocks.attention.implementations.tiles"},
 }
 
 
@@ -169,6 +179,37 @@ def test_no_setting_of_the_process_is_changed_but_by_what_owns_it() -> None:
     wrong = [f"{name}:{line}: {what}" for (name, what), line in changes.items() if (name, what) not in OWNERS]
     assert not wrong, "other threads see it, and an exception leaves it:\n" + "\n".join(wrong)
     assert set(changes) >= OWNERS, f"nobody does it any more: {OWNERS - set(changes)}"
+
+
+def asked(source: str) -> Iterator[tuple[int, str]]:
+    """Where a name of `ASKED` is used: as an attribute, an import, or a text that getattr is given."""
+    for node in walk(parsed(source)):
+        names = {
+            ast.Attribute: lambda n: [n.attr],
+            ast.ImportFrom: lambda n: [alias.name for alias in n.names],
+            ast.Constant: lambda n: [n.value],
+        }.get(type(node), lambda _: [])(node)
+        yield from ((node.lineno, name) for name in names if isinstance(name, str) and name in ASKED)
+
+
+def test_whether_a_compiler_traces_is_asked_of_the_thread() -> None:
+    places = [(name, line, what) for name, source in modules().items() for line, what in asked(source)]
+    wrong = [f"{name}:{line}: {what}" for name, line, what in places if name not in ASKED[what]]
+    assert not wrong, "another thread may compile: `quaver.torch.numerics.tracing.is_tracing`\n" + "\n".join(wrong)
+    assert {what: {name for name, _, other in places if other == what} for what in ASKED} == ASKED
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "torch.compiler.is_compiling()",
+        "from torch.compiler import is_dynamo_compiling as f",
+        "getattr(torch.compiler, '_is_compiling_flag')",
+        "torch._dynamo.is_compiling()",
+    ],
+)
+def test_the_lint_sees_a_question_to_the_process(code: str) -> None:
+    assert list(asked(code)) and not list(asked("is_tracing()"))
 
 
 @pytest.mark.parametrize(

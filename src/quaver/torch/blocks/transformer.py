@@ -22,6 +22,7 @@ from quaver.torch.blocks.experts.routing import Routing
 from quaver.torch.blocks.mlp import MLP, MLPOptions
 from quaver.torch.blocks.norm_linear import Parts
 from quaver.torch.blocks.prologues.norm import check_normalization
+from quaver.torch.numerics.tracing import is_tracing
 from quaver.torch.operations.sums import Fork, Join
 from quaver.torch.state.checkpointing import checkpoint
 
@@ -285,11 +286,11 @@ def _flat(outputs: Any) -> tuple[Tensor, ...]:
 
 def _branches(x: Tensor, uses: int = 2) -> tuple[Tensor, ...]:
     """x for several uses."""
-    return Fork.apply(x, uses) if torch.compiler.is_compiling() else (x,) * uses
+    return Fork.apply(x, uses) if is_tracing() else (x,) * uses
 
 
 def _sum(x: Tensor, y: Tensor) -> Tensor:
-    return Join.apply(x, y) if torch.compiler.is_compiling() else x + y
+    return Join.apply(x, y) if is_tracing() else x + y
 
 
 def drop_path(x: Tensor, rate: float, batch: int = 0) -> Tensor:

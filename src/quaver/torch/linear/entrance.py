@@ -14,6 +14,7 @@ from quaver.torch.backends.gpu.launching import capture, device
 from quaver.torch.linear.gemms import Call, begin, both_at_once, capturing, matrix, quantize, quantize_both
 from quaver.torch.linear.plans.step import Run
 from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.numerics.tracing import is_tracing
 from quaver.torch.operations import ops, siblings
 from quaver.torch.state import counters
 from quaver.torch.state.history import amax
@@ -200,7 +201,7 @@ def note(calls: Sequence[Call], q: Tensor | Quantized) -> None:
 
 def may_fuse(dtype: torch.dtype, x: Tensor) -> bool:
     """True if kernels that quantize what they make may run: on operands of this dtype, made of x."""
-    if ops.on_host(x) or x.dtype is not dtype or torch.compiler.is_compiling():
+    if ops.on_host(x) or x.dtype is not dtype or is_tracing():
         return False
     allowed = any(impl.name == "triton" for impl in ops.QUANTIZE.active)
     return allowed and counters.active.counters is None and not producers.why_not(x)

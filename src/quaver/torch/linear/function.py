@@ -17,6 +17,7 @@ from quaver.torch.backends.gpu.launching.device import out_of_memory
 from quaver.torch.linear.entrance import Prologue, Setup, enter, remade
 from quaver.torch.linear.gemms import Call
 from quaver.torch.numerics.quantized import Quantized, put_together, take_apart
+from quaver.torch.numerics.tracing import is_tracing
 from quaver.torch.operations import ops, selecting
 from quaver.torch.operations.derivatives import NO_DOUBLE_BACKWARD, first_derivative
 from quaver.torch.operations.ops import any_autocast_enabled
@@ -37,13 +38,13 @@ class Projections(torch.autograd.Function):
     def forward(ctx: Any, setup: Setup, *tensors: Tensor | None) -> Any:
         if setup.runs:
             return _as_decided(ctx, setup, tensors)
-        if not torch.compiler.is_compiling() and selecting.depth() > 0:
+        if not is_tracing() and selecting.depth() > 0:
             return _unseen(ctx, setup, tensors)
         return _generally(ctx, setup, tensors)
 
     @staticmethod
     def backward(ctx: Any, *gs: Tensor) -> Any:
-        if not torch.compiler.is_compiling() and any_autocast_enabled():
+        if not is_tracing() and any_autocast_enabled():
             with ops.without_autocast(ops.autocast_device(gs[0])):
                 return first_derivative(_backward, ctx, NO_DOUBLE_BACKWARD, *gs)
         return first_derivative(_backward, ctx, NO_DOUBLE_BACKWARD, *gs)
@@ -66,7 +67,7 @@ def _generally(ctx: Any, setup: Setup, tensors: Sequence[Any]) -> Any:
     entrance = enter(setup, tensors[:taken], keeps)
     runs, lead, outputs = entrance.runs, entrance.shape[:-1], []
     # Each layer reads it.
-    shares = n > 1 and not torch.compiler.is_compiling()
+    shares = n > 1 and not is_tracing()
     if shares:
         repeated.mark(entrance.operand, repeated.INPUT)
     try:
@@ -84,7 +85,7 @@ def _generally(ctx: Any, setup: Setup, tensors: Sequence[Any]) -> Any:
     # dgrad alone reads the weights: where it does not run, they may be written before backward.
     of_dgrad = weights if differentiated else (None,) * n
     # A compiler carries tensors and plain values from forward to backward, no objects.
-    traced = torch.compiler.is_compiling()
+    traced = is_tracing()
     factors = [run.factors for run in runs] if traced else []
     saved, layouts = pack([*kept, *factors, *(entrance.saved if differentiated else ())])
     ctx.save_for_backward(*of_dgrad, *saved)
@@ -177,7 +178,7 @@ def shaped(y: Tensor, shape: tuple[int, ...]) -> Tensor:
     nn.ReLU(inplace=True), to a view that a Function returned."""
     if len(shape) == 2:
         return y
-    if torch.compiler.is_compiling() or not y.is_contiguous():
+    if is_tracing() or not y.is_contiguous():
         return _reshaped(y, shape)
     # torch reads numbers in half of the time of a shape.
     return y.resize_(*shape)
@@ -196,7 +197,7 @@ PACKED = frozenset((Quantized, float))
 
 def pack(values: Sequence[Any]) -> tuple[Sequence[Tensor | None], list[tuple[int, Any]]]:
     """The tensors of operands, for autograd, and what `unpack` needs besides: nothing where there are only tensors."""
-    if not torch.compiler.is_compiling() and PACKED.isdisjoint(map(type, values)):
+    if not is_tracing() and PACKED.isdisjoint(map(type, values)):
         return values, []
     tensors: list[Tensor | None] = []
     layouts: list[tuple[int, Any]] = []
@@ -256,7 +257,7 @@ def _gradients(facts: Facts, values: Sequence[Any], needs: Sequence[Any], gs: Se
             kept = again = Remaking(setup, saved, runs[0], shape, dtype)
         else:
             kept, _ = remade(setup, saved, runs[0])
-    shares = n > 1 and not torch.compiler.is_compiling()
+    shares = n > 1 and not is_tracing()
     if shares:
         repeated.mark(kept[0], repeated.INPUT)
     of_y = gs[0].reshape(-1, shape[-1]) if setup.return_input else None

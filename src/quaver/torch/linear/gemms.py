@@ -23,6 +23,7 @@ from quaver.torch.backends.gpu.launching import capture, device
 from quaver.torch.linear.stored import stored
 from quaver.torch.numerics.philox import QUIET, Noise
 from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.numerics.tracing import is_tracing
 from quaver.torch.operations import ops, selecting
 from quaver.torch.state import counters, kept_weights, recomputation
 from quaver.torch.state.history import amax, steps
@@ -116,7 +117,7 @@ class Call:
         #: Encode factors of input, weight and grad_output as the forward saw them; None without delayed scaling.
         self.factors = factors
         #: True if torch.compile is tracing: then operations are opaque and nothing is kept between calls.
-        self.traced = torch.compiler.is_compiling()
+        self.traced = is_tracing()
         self.plan = recipe.plan
         self.quantize: Callable[..., Quantized]
         self.matmul: Callable[..., Tensor]
@@ -493,7 +494,7 @@ def _quantize_weight(call: Call, weight: Tensor, side: str, spec: QuantSpec) -> 
 
 def high_precision(a: Tensor, b: Tensor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     """a [m, k] @ b [n, k].T unquantized, for operands that a recipe leaves alone."""
-    if torch.compiler.is_compiling():
+    if is_tracing():
         # In eager mode the caller has switched it off.
         with torch.autocast(a.device.type, enabled=False):
             return _high_precision(a, b, dtype, bias)

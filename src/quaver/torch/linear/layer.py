@@ -22,6 +22,7 @@ from quaver.torch.linear.function import Projections, apply
 from quaver.torch.linear.gemms import is_given
 from quaver.torch.linear.plans import direct
 from quaver.torch.linear.stored import stored, storing
+from quaver.torch.numerics.tracing import is_tracing
 from quaver.torch.operations import counting, ops
 from quaver.torch.operations.derivatives import refuse_transforms
 from quaver.torch.state import kept_weights, recomputation
@@ -244,7 +245,7 @@ class Linear(Quantizable, nn.Linear):
         storing.write(self, value)
 
     def forward(self, input: Tensor) -> Tensor:
-        compiling = torch.compiler.is_compiling()
+        compiling = is_tracing()
         training = torch.is_grad_enabled()
         recipe = recipe_of(self, compiling)
         weight, bias = weight_and_bias(self)

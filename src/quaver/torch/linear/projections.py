@@ -18,6 +18,7 @@ from quaver.torch.linear.gemms import is_given
 from quaver.torch.linear.layer import Linear, dtype_sentence, recipe_of, weight_and_bias
 from quaver.torch.linear.plans import direct
 from quaver.torch.linear.stored import stored
+from quaver.torch.numerics.tracing import is_tracing
 from quaver.torch.operations import ops
 from quaver.torch.operations.derivatives import refuse_transforms
 from quaver.torch.state.buffers import prepare
@@ -53,7 +54,7 @@ def _project(
 ) -> tuple[Tensor, ...]:
     """`project` of layers whose shared recipe is known."""
     decided, behind = None, None if then is None else _shared_recipe(then[1])
-    if recipe is not None and not torch.compiler.is_compiling():
+    if recipe is not None and not is_tracing():
         if not torch.is_grad_enabled():
             layers[0]._state.watched = None
         elif not direct.disturbed(layers[0]):
@@ -90,7 +91,7 @@ def _general(
     for layer in layers:
         weight, bias = weight_and_bias(layer)
         if weight.__class__ is not nn.Parameter and is_given(weight):
-            if torch.compiler.is_compiling():
+            if is_tracing():
                 given: Any = weight.__class__
                 eager: tuple[Tensor, ...] = given.eagerly(_general, prologue, x, layers, recipe, return_input)
                 return eager
@@ -107,7 +108,7 @@ def _general(
             raise ValueError(dtype_sentence(layer, dtype))
     setup = Setup(prologue, tuple(layers), recipe, dtype, training, len(x), return_input)
     run: Any = Projections.apply
-    if not torch.compiler.is_compiling():
+    if not is_tracing():
         run = apply if ambient.split is None else ambient.split(Projections, apply)
     outputs: tuple[Tensor, ...]
     if not casting:
@@ -125,7 +126,7 @@ def _shared_recipe(layers: Sequence[Linear]) -> Recipe | None:
         return None
     if not is_bare(*layers):
         return None
-    recipe, compiling = None, torch.compiler.is_compiling()
+    recipe, compiling = None, is_tracing()
     for layer in layers:
         if layer.__class__ is not Linear and not _is_over(layer):
             return None
@@ -156,7 +157,7 @@ def is_bare(*modules: nn.Module) -> bool:
             or module._backward_pre_hooks
         ):
             return False
-    if torch.compiler.is_compiling():
+    if is_tracing():
         return True
     of_all = nn.modules.module
     return not (

@@ -1,1 +1,1 @@
-"""What a quantized operand is, in torch tensors on any device; nothing that is only there to be fast."""
+"""What a quantized operand is in torch tensors, and whether a thread traces; nothing that is only there to be fast."""

@@ -13,9 +13,9 @@ from functools import cached_property, partial
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
-from torch.compiler import is_compiling
 
 from quaver.core.text.spelling import suggest
+from quaver.torch.numerics.tracing import is_tracing
 from quaver.torch.operations import counting
 
 R = TypeVar("R")
@@ -130,7 +130,7 @@ class Operation(Generic[R]):
 
     def __call__(self, *args: Any) -> R:
         """Run the first implementation that takes the call, or hand the operator to a compiler that traces."""
-        if is_compiling():
+        if is_tracing():
             return self.traced(*args)
         # As `eager`: a frame less, which a small operation feels.
         for impl in self.active:

@@ -14,6 +14,7 @@ from quaver.torch.backends.gpu.launching import device
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.philox import QUIET, Noise
 from quaver.torch.numerics.quantized import Given, Quantized
+from quaver.torch.numerics.tracing import is_tracing
 from quaver.torch.operations import selecting
 from quaver.torch.operations.flattening import empty_parts, flat, joined, parts, restored
 from quaver.torch.operations.operation import Impl, Operation, narrowed
@@ -44,7 +45,7 @@ def no_kernels(x: Tensor, *_: Any) -> str:
 
 def on_host(x: Tensor) -> bool:
     """True where plain torch is all that runs on x: on a CPU, in eager mode, unless a kernel is asked for by name."""
-    return x.is_cpu and not device.asked and not torch.compiler.is_compiling()
+    return x.is_cpu and not device.asked and not is_tracing()
 
 
 def chosen(operation: Operation, x: Tensor) -> Callable[..., Any]:

@@ -15,6 +15,8 @@ import torch
 from torch.utils import _python_dispatch as dispatching
 from torch.utils import checkpoint
 
+from quaver.torch.numerics.tracing import is_tracing
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -58,7 +60,7 @@ def unseen(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def run(*args: P.args, **options: P.kwargs) -> T:
-        if torch.compiler.is_compiling() or not is_active():
+        if is_tracing() or not is_active():
             return function(*args, **options)
         modes = _stack()[::-1]
         with _instead(_others(modes), hidden=modes):

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quaver.torch.numerics.tracing import is_tracing
 from quaver.torch.operations.operation import Operation
 
 
 def add(a: Tensor, b: Tensor) -> Tensor:
     """a + b of one shape and dtype, for backward functions; not differentiable."""
-    return ADD(a, b) if torch.compiler.is_compiling() else torch.add(a, b)
+    return ADD(a, b) if is_tracing() else torch.add(a, b)
 
 
 class Fork(torch.autograd.Function):

@@ -15,6 +15,7 @@ from quaver.core.states.codes import INTEGERS, StateCode, StateSpec
 from quaver.core.states.dynamic import boundaries, levels
 from quaver.core.states.reference import LARGEST_SCALE, NOISE_BITS
 from quaver.torch.numerics.quantized import FLOAT8
+from quaver.torch.numerics.tracing import is_tracing
 
 SMALLEST_NORMAL = 2.0**-126
 #: A number to a compiler, which numpy's are not.
@@ -118,7 +119,7 @@ def values_of(codes: Tensor, code: StateCode) -> Tensor:
         return _table(code.signed, "levels", codes.device)[codes.int()]
     assert code.format is not None
     dtype = FLOAT8.get(code.format.name)
-    if code.format == E4M3 and codes.dtype is torch.uint8 and torch.compiler.is_compiling() and codes.is_cpu:
+    if code.format == E4M3 and codes.dtype is torch.uint8 and is_tracing() and codes.is_cpu:
         value = e4m3_values(codes)
     elif dtype is not None:
         value = (codes if codes.dtype is dtype else codes.view(dtype)).float()
@@ -189,7 +190,7 @@ def kept_apart(x: Tensor) -> Tensor:
 
     It would reckon them anew for every sixteen that they multiply; seen as narrower ones they are read instead. Exact.
     """
-    if not torch.compiler.is_compiling() or not x.is_cpu:
+    if not is_tracing() or not x.is_cpu:
         return x
     return x.view(torch.int16).view(torch.float32)
 

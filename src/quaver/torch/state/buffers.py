@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.core.spec import Recipe
+from quaver.torch.numerics.tracing import is_tracing
 from quaver.torch.state import recomputation
 from quaver.torch.state.history import amax
 from quaver.torch.state.layer import device_of, state_of
@@ -32,10 +33,10 @@ def prepare(layer: nn.Module, recipe: Recipe) -> None:
     if recomputation.replaying():
         # The first run has prepared it; since then another recipe may have.
         return
-    if recipe.delayed is None and not recipe.stochastic and torch.compiler.is_compiling():
+    if recipe.delayed is None and not recipe.stochastic and is_tracing():
         # It has none to give, and a compiled step that noted so would be compiled again for the second.
         return
-    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+    if not is_tracing() and torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
             return prepare(layer, recipe)
     if recipe.delayed is not None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
+from quaver.torch.numerics.tracing import is_tracing
 from quaver.torch.state.context import ambient
 from quaver.torch.state.recomputation import Log, Replay
 
@@ -36,7 +37,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             "quaver.torch.checkpoint is not reentrant and has a context_fn of its own; leave out use_reentrant and "
             "context_fn, or call torch.utils.checkpoint.checkpoint"
         )
-    if torch.compiler.is_compiling():
+    if is_tracing():
         return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
     return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
 

@@ -10,6 +10,7 @@ import torch
 
 from quaver import recipes
 from quaver.core.spec import Recipe
+from quaver.torch.numerics.tracing import is_tracing
 from quaver.torch.state.history import rolling, steps
 from quaver.torch.state.recomputation import recomputing
 
@@ -78,7 +79,7 @@ class autocast(ContextDecorator):
         before, entered = ambient.now, None
         if before[2] == 0 and not recomputing():
             rolls = self.enabled and torch.is_grad_enabled()
-            if not torch.compiler.is_compiling():
+            if not is_tracing():
                 entered = steps.enter(rolls, self.group, self.recipe), nodes() if rolls else -1
                 ambient.ever, ambient.asked = ambient.ever or ambient.asked, False
             elif rolls:
@@ -127,7 +128,7 @@ _PLAIN = {name: build() for name, build in recipes.RECIPES.items()}
 def _resolve(recipe: str | Recipe) -> Recipe:
     if isinstance(recipe, str) and recipe in _PLAIN:
         return _PLAIN[recipe]
-    if torch.compiler.is_compiling() and isinstance(recipe, Recipe):
+    if is_tracing() and isinstance(recipe, Recipe):
         return recipe
     return recipes.get(recipe)
 
@@ -137,7 +138,7 @@ def recipe_in_force(own: Recipe | None) -> Recipe | None:
 
     It is what a quantizable layer asks when it runs.
     """
-    if not torch.compiler.is_compiling():
+    if not is_tracing():
         ambient.asked = True
     return in_force(own)
 

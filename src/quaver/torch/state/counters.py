@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from quaver.core.text.tables import html_lines, html_table
 from quaver.torch.numerics.hadamard import rotate
 from quaver.torch.numerics.quantized import Quantized, spread
+from quaver.torch.numerics.tracing import is_tracing
 from quaver.torch.state.kept_weights import refresh
 
 
@@ -48,7 +49,7 @@ class Counters:
     def note(self, layer: nn.Module, operand: str, x: Tensor, q: Quantized) -> None:
         """Add up one operand; x is what was quantized, before a Hadamard."""
         name = self._names.get(id(layer))
-        if name is None or torch.compiler.is_compiling():
+        if name is None or is_tracing():
             return
         counts = self.table[name][operand]
         given = x.detach().to(torch.float32)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.torch.numerics.philox import Noise
+from quaver.torch.numerics.tracing import is_tracing
 from quaver.torch.state import recomputation
 from quaver.torch.state.layer import device_of, state_of
 
@@ -21,9 +22,9 @@ def draw(layer: nn.Module, operand: str) -> Noise:
     if count is None:
         count = fresh_count(layer)
     seed: int = layer.__dict__.get("seed", 0)
-    stream = streams(layer)[operand] if torch.compiler.is_compiling() else tensor_id(layer, operand)
+    stream = streams(layer)[operand] if is_tracing() else tensor_id(layer, operand)
     number = count[..., int(operand.endswith(".T"))].clone()
-    if not torch.compiler.is_compiling() and operand.startswith("input"):
+    if not is_tracing() and operand.startswith("input"):
         number = recomputation.noted(layer, operand, number)
     return seed, stream, number
 
@@ -69,7 +70,7 @@ def streams(layer: nn.Module) -> dict[str, Tensor]:
     """
     state = state_of(layer)
     kept = state.streams
-    if kept is not None and torch.compiler.is_compiling():
+    if kept is not None and is_tracing():
         return kept[1]
     name, serial = source = layer.__dict__.get("qualified_name"), state.serial
     if kept is None or kept[0] != source:

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from quaver.torch.numerics.tracing import is_tracing
+
 _C: Any = torch._C
 #: () to the number of the backward that runs in this thread, -1 outside of one. Without it no recomputation is seen.
 graph_task_id: Callable[[], int] = getattr(_C, "_current_graph_task_id", lambda: -1)
@@ -32,12 +34,12 @@ state = _State()
 
 def replaying() -> bool:
     """True while a forward runs again whose first run was logged: then nothing is noted and no state moves on."""
-    return not torch.compiler.is_compiling() and state.replay is not None
+    return not is_tracing() and state.replay is not None
 
 
 def recomputing() -> bool:
     """Whether a backward is running: what runs forward inside it is checkpointing's recomputation."""
-    return not torch.compiler.is_compiling() and graph_task_id() != -1
+    return not is_tracing() and graph_task_id() != -1
 
 
 def noted(layer: object, what: str, present: Any) -> Any:

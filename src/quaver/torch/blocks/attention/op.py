@@ -6,7 +6,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from quaver import recipes
 from quaver.core.spec import AttentionSpec, Recipe
@@ -15,6 +14,7 @@ from quaver.torch.blocks.attention.implementations.fp8 import attention_fp8
 from quaver.torch.blocks.attention.inputs.call import Call
 from quaver.torch.blocks.attention.inputs.layout import CuSeqlens, all_heads_first, heads_back, ragged_of
 from quaver.torch.blocks.attention.inputs.masks import Mask, Window, check_chunk, check_fits, check_mask, simplify
+from quaver.torch.numerics.tracing import is_tracing
 from quaver.torch.operations import ops
 from quaver.torch.operations.operation import Impl, Operation
 
@@ -134,7 +134,7 @@ def _as_it_is(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float, sca
     """Attention of [B, S, H, D] without a mask of its own: by tiles, or torch's."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     # Its length first: of a small layer nothing more is asked.
-    if q.is_cpu and q.dtype is torch.bfloat16 and not dropout and (is_compiling() or tiles.fits(q, k, causal)):
+    if q.is_cpu and q.dtype is torch.bfloat16 and not dropout and (is_tracing() or tiles.fits(q, k, causal)):
         factor = 1 / math.sqrt(q.shape[-1] or 1) if scale is None else scale
         if not tiles.why_not(q, k, v, causal, factor):
             return tiles.attended(q, k, v, causal, factor).transpose(1, 2)

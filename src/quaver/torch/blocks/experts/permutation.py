@@ -15,6 +15,7 @@ from torch import Tensor
 from quaver.core.reference.experts import check_permute, check_unpermute, rows_of, why_not_rows
 from quaver.core.text.given import instance
 from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.numerics.tracing import is_tracing
 from quaver.torch.operations.derivatives import refuse_transforms
 from quaver.torch.operations.functional import quantize
 from quaver.torch.operations.ops import on_host
@@ -104,7 +105,7 @@ def unpermute(rows: Tensor, places: Tensor, k: int, weights: Tensor | None = Non
 
 
 def _refuse_transforms(*tensors: Tensor | None) -> None:
-    if not torch.compiler.is_compiling():
+    if not is_tracing():
         refuse_transforms(*tensors, sentence=NO_TRANSFORMS)
 
 

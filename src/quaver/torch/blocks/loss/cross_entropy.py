@@ -15,6 +15,7 @@ from quaver.core.text.spelling import check_name
 from quaver.torch.blocks.loss.chunked import LINEAR_CROSS_ENTROPY, Rule
 from quaver.torch.linear.layer import Linear
 from quaver.torch.linear.stored import stored
+from quaver.torch.numerics.tracing import is_tracing
 from quaver.torch.operations import ops
 from quaver.torch.operations.selecting import unseen
 from quaver.torch.state.context import recipe_in_force
@@ -165,7 +166,7 @@ def scaled(grad: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """grad × scale, rounded once."""
     if scale is None:
         return grad.to(dtype)
-    if torch.compiler.is_compiling():
+    if is_tracing():
         return (grad * scale).to(dtype)
     if not grad.is_cpu:
         # A GPU would round one number, a tensor without axes, to grad's dtype first.

@@ -20,6 +20,7 @@ from quaver.core.text.spelling import check_name, suggest
 from quaver.torch.backends.gpu.fused import producers, results
 from quaver.torch.blocks.prologues.prologue import alone
 from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.numerics.tracing import is_tracing
 from quaver.torch.operations import ops
 from quaver.torch.operations.operation import Impl, Operation, row_by_row
 
@@ -214,7 +215,7 @@ class Activated:
 
     def __call__(self, *x: Tensor | None) -> Tensor:
         row = ACTIVATIONS[self.name]
-        if row.native and not torch.compiler.is_compiling():
+        if row.native and not is_tracing():
             return row.forward(*x)
         return alone(replace(self, eight_bits=False) if self.eight_bits else self, SENTENCE, *x)
 

@@ -19,6 +19,7 @@ from quaver.torch.blocks.prologues.prologue import alone
 from quaver.torch.linear.entrance import GIVEN, Prologue
 from quaver.torch.linear.layer import Linear
 from quaver.torch.linear.projections import is_bare, project
+from quaver.torch.numerics.tracing import is_tracing
 from quaver.torch.operations import ops
 from quaver.torch.operations.operation import Impl, Operation, row_by_row
 
@@ -54,7 +55,7 @@ class Normalization:
         assert value is not None
         gamma, beta = gamma_and_beta(value, gamma, beta, self.zero_centered)
         run = ops.chosen(NORMALIZE, value) if decided is None else NORMALIZE.impls[decided].run
-        eps = float(self.written) if torch.compiler.is_compiling() else self.eps
+        eps = float(self.written) if is_tracing() else self.eps
         y, mean, factor = run(value, gamma, beta, self.normalization, eps)
         return y, (value, gamma, beta, mean, factor)
 
@@ -310,7 +311,7 @@ def gamma_and_beta(
 ) -> tuple[Tensor | None, Tensor | None]:
     """gamma and beta as `NORMALIZE` takes them: as they are, but in float32 or float64 for a compiler and before 1 is
     added."""
-    if not (zero_centered or torch.compiler.is_compiling()):
+    if not (zero_centered or is_tracing()):
         return weight, bias
     dtype = torch.promote_types(x.dtype, torch.float32)
     gamma = None if weight is None else weight.to(dtype)

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from quaver.torch.numerics.tracing import is_tracing
 from quaver.torch.operations.derivatives import first_derivative, transforms_active
 from quaver.torch.operations.selecting import unseen
 from quaver.torch.state.context import ambient
@@ -30,7 +31,7 @@ def alone(function: Differentiated, sentence: str, *x: Tensor | None) -> Any:
     if transforms_active():
         raise NotImplementedError(sentence)
     apply: Any = _Alone.apply
-    if not torch.compiler.is_compiling():
+    if not is_tracing():
         apply = _apply if ambient.split is None else ambient.split(_Alone, _apply)
     return apply(function, sentence, *x)
 

@@ -20,6 +20,7 @@ from quaver.torch.backends.gpu.fused.results import Made
 from quaver.torch.blocks.prologues.prologue import alone
 from quaver.torch.linear.layer import Linear
 from quaver.torch.linear.projections import is_bare, project
+from quaver.torch.numerics.tracing import is_tracing
 from quaver.torch.operations import ops
 from quaver.torch.operations.operation import Impl, Operation
 
@@ -52,7 +53,7 @@ class GatedNormalization:
         value, gate, gamma = x
         assert value is not None
         run = ops.chosen(GATED_NORMALIZE, value) if decided is None else GATED_NORMALIZE.impls[decided].run
-        eps = float(self.written) if torch.compiler.is_compiling() else self.eps
+        eps = float(self.written) if is_tracing() else self.eps
         y, factor = run(value, gate, gamma, self.groups, eps, self.norm_before_gate)
         return y, (value, gate, gamma, factor)
 

@@ -11,6 +11,7 @@ from quaver.torch.blocks.mlp import MLP, MLPOptions
 from quaver.torch.blocks.norm_linear import Parts
 from quaver.torch.blocks.state_space.cache import StateCache
 from quaver.torch.blocks.state_space.mamba2 import Mamba2, Mamba2Options
+from quaver.torch.numerics.tracing import is_tracing
 from quaver.torch.operations.sums import Fork, Join
 from quaver.torch.state.checkpointing import checkpoint
 
@@ -91,7 +92,7 @@ class Mamba2Layer(Parts):
 
     def _branch(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The stream, and what a part reads of it."""
-        x, h = Fork.apply(x, 2) if torch.compiler.is_compiling() else (x, x)
+        x, h = Fork.apply(x, 2) if is_tracing() else (x, x)
         if not self.residual_in_fp32:
             return x, h
         weight = self.mixer.in_proj.weight.dtype
@@ -100,7 +101,7 @@ class Mamba2Layer(Parts):
 
     def _add(self, x: Tensor, y: Tensor) -> Tensor:
         y = y if self.residual_scale == 1.0 else y * self.residual_scale
-        return Join.apply(x, y) if torch.compiler.is_compiling() else x + y
+        return Join.apply(x, y) if is_tracing() else x + y
 
     def extra_repr(self) -> str:
         options = {"residual_scale": self.residual_scale, "residual_in_fp32": self.residual_in_fp32}

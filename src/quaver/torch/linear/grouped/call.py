@@ -17,6 +17,7 @@ from quaver.torch.linear.stored import stored
 from quaver.torch.numerics.grouped import Draw
 from quaver.torch.numerics.groups import Offsets, Stack
 from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.numerics.tracing import is_tracing
 from quaver.torch.operations import ops
 from quaver.torch.state import counters, kept_weights, noise, recomputation
 from quaver.torch.state.history import amax, steps
@@ -145,7 +146,7 @@ def begin(
             call.written = tuple(factors[amax.WEIGHT] for factors in call.factors)
             if not ops.on_host(offsets.ends):
                 call.factors = torch.tensor(call.factors, dtype=torch.float32, device=offsets.ends.device).view(-1, 3)
-        if training and not torch.compiler.is_compiling():
+        if training and not is_tracing():
             call.owed = steps.owed(layer)
     call.draw = lambda operand: _drawn_by(layer, members, operand)
     return call
@@ -154,7 +155,7 @@ def begin(
 def _drawn_by(layer: nn.Module, members: slice, operand: str) -> Draw:
     seed, *drawn = noise.draw(layer, operand)
     streams, counts = (numbers[members] for numbers in drawn)  # type: ignore[index]
-    if not torch.compiler.is_compiling() and ops.on_host(counts):
+    if not is_tracing() and ops.on_host(counts):
         counts = counts.tolist()
     return Draw(seed, streams, counts)
 

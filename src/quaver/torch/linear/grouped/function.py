@@ -20,6 +20,7 @@ from quaver.torch.linear.grouped.rows import Rows
 from quaver.torch.linear.stored.stored import CODES, PACKED, stack_codes
 from quaver.torch.numerics.groups import Offsets, put_groups_together, take_groups_apart
 from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.numerics.tracing import is_tracing
 from quaver.torch.operations import ops
 from quaver.torch.operations.derivatives import first_derivative
 from quaver.torch.operations.ops import any_autocast_enabled
@@ -54,13 +55,13 @@ class Grouped(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, setup: Setup, *tensors: Tensor | None) -> Tensor:
-        if torch.compiler.is_compiling():
+        if is_tracing():
             return _traced(ctx, setup, tensors)
         return _eager(ctx, setup, tensors)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        if torch.compiler.is_compiling():
+        if is_tracing():
             return first_derivative(_traced_backward, ctx, NO_DOUBLE_BACKWARD, g)
         if not any_autocast_enabled():
             return first_derivative(_backward, ctx, NO_DOUBLE_BACKWARD, g)

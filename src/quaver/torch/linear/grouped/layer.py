@@ -20,6 +20,7 @@ from quaver.torch.linear.grouped.rows import Rows
 from quaver.torch.linear.layer import Quantizable, recipe_of, refuse_sharded, serials
 from quaver.torch.linear.stored import stored, storing
 from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.numerics.tracing import is_tracing
 from quaver.torch.operations import counting, ops
 from quaver.torch.state import kept_weights
 from quaver.torch.state.buffers import STATE, prepare
@@ -135,7 +136,7 @@ class GroupedLinear(Quantizable):
         return self._run(None, rows, taken, offsets)
 
     def _run(self, x: Any, rows: Rows | None, taken: Sequence[Tensor | None], offsets: Tensor) -> Tensor:
-        compiling, training = torch.compiler.is_compiling(), torch.is_grad_enabled()
+        compiling, training = is_tracing(), torch.is_grad_enabled()
         recipe = recipe_of(self, compiling)
         weight, bias = self.weight, self.bias
         if weight.__class__ is not nn.Parameter and not compiling:

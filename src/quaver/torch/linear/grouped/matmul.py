@@ -21,6 +21,7 @@ from quaver.torch.linear.grouped.function import Grouped, Setup
 from quaver.torch.linear.grouped.rows import GIVEN, Codes, Rows
 from quaver.torch.linear.stored import stored
 from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.numerics.tracing import is_tracing
 from quaver.torch.operations import ops
 from quaver.torch.operations.derivatives import refuse_transforms
 from quaver.torch.state.context import ambient, recipe_in_force
@@ -123,7 +124,7 @@ def apply(
     Args:
         turned: whether the weight is given as it lies, [groups, K, N].
     """
-    if not torch.compiler.is_compiling():
+    if not is_tracing():
         refuse_transforms(*taken, weight, bias, sentence=NO_TRANSFORMS)
     followed = recipe or recipes.get("bf16")
     if not followed.quantizes:
@@ -131,7 +132,7 @@ def apply(
         bias = None if bias is None else bias.to(dtype)
     setup = Setup(rows, len(taken), owner, followed, dtype, torch.is_grad_enabled(), turned)
     y: Tensor
-    if torch.compiler.is_compiling():
+    if is_tracing():
         y = Grouped.apply(setup, *taken, weight, bias, offsets)
         return y
     run: Any = Grouped.apply if ambient.split is None else ambient.split(Grouped, Grouped.apply)

@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from quaver.core.spec import QuantSpec
 from quaver.torch.backends.gpu.launching import capture
 from quaver.torch.numerics.quantized import FLOAT8, Quantized, storage
+from quaver.torch.numerics.tracing import is_tracing
 from quaver.torch.operations import ops
 from quaver.torch.operations.selecting import unseen
 from quaver.torch.state import kept_weights
@@ -63,7 +64,7 @@ def codes(layer: nn.Module, weight: Tensor) -> Quantized:
     scale: Any = layer._buffers["weight_scale"]
     factor = layer._buffers.get("weight_factor")
     shape: tuple[int, int] = layer.out_features, layer.in_features  # type: ignore[assignment]
-    if torch.compiler.is_compiling():
+    if is_tracing():
         # Packed codes go into the operators as they are: see `torch.ops.quaver.code_bytes`.
         return Quantized(weight.detach(), scale, spec, shape, False, factor)
     if spec.per_tensor and scale.is_cpu and scale.is_floating_point():
@@ -234,8 +235,7 @@ def check_gradient(weight: Tensor) -> None:
         return
     if weight.dtype is PACKED:
         raise ValueError(FOUR_BITS)
-    # Not `is_compiling`, which is true of every thread while one of them compiles.
-    if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
+    if is_tracing():
         raise NotImplementedError(COMPILED_GRADIENT)
 
 

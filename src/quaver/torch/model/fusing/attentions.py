@@ -24,6 +24,7 @@ from quaver.torch.model.fusing.mlps import sizes
 from quaver.torch.model.fusing.ropes import COMPLEX, HALVES, ONCE, PAIRS, Rope, rope_of, tables
 from quaver.torch.model.reach.exchanging import bare_class, original
 from quaver.torch.model.reach.same import first_of
+from quaver.torch.numerics.tracing import is_tracing
 
 #: What forwards call the registry of functions that attend: a name of transformers' modeling files.
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"
@@ -69,7 +70,7 @@ class FusedAttention(Fused):
         if replaced(self) or stands_aside(self, x) or _asks(self, kwargs):
             return super().forward(*args, **kwargs)
         kind = type(self)
-        if not torch.compiler.is_compiling():
+        if not is_tracing():
             return rebuilt(kind._original.forward, self._formula)(self, *args, **kwargs)
         if kind._traced is None or _patched_since(kind):
             return super().forward(*args, **kwargs)

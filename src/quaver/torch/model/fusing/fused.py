@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.torch.model.reach.same import PLAIN
+from quaver.torch.numerics.tracing import is_tracing
 from quaver.torch.operations import ops
 from quaver.torch.operations.derivatives import forward_level, transforms_active
 from quaver.torch.operations.ops import any_autocast_enabled
@@ -91,13 +92,13 @@ def patched(module: Fused, called: bool = False) -> bool:
 def _wraps(module: Fused, kind: type) -> bool:
     """Whether the instance's forward is a wrapper, by functools.wraps, of its class's."""
     forward = module.__dict__["forward"]
-    return not torch.compiler.is_compiling() and inspect.unwrap(getattr(forward, "__func__", forward)) is kind.forward  # type: ignore[attr-defined]
+    return not is_tracing() and inspect.unwrap(getattr(forward, "__func__", forward)) is kind.forward  # type: ignore[attr-defined]
 
 
 def stands_aside(module: Fused, x: Any) -> bool:
     """True if the module's own forward must run on x: x is no plain tensor, or a transform that our functions have no
     rules for is active."""
-    if torch.compiler.is_compiling():
+    if is_tracing():
         return not isinstance(x, Tensor) or x.dtype not in DTYPES or _narrowed(x)
     if (x.__class__ is not Tensor and x.__class__ is not nn.Parameter) or x.dtype not in DTYPES or x.is_nested:
         return True

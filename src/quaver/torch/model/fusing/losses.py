@@ -22,6 +22,7 @@ from quaver.torch.model.fusing.comparing import agree, drawn, of_block, twin, wh
 from quaver.torch.model.fusing.fused import DTYPES, Fused, Named, changed, fixed, patched
 from quaver.torch.model.reach.exchanging import bare_class, original
 from quaver.torch.model.reach.same import BOUNDS, differentiated
+from quaver.torch.numerics.tracing import is_tracing
 from quaver.torch.operations.derivatives import forward_level, transforms_active
 from quaver.torch.state.context import in_force
 
@@ -121,7 +122,7 @@ def _asks(model: Any, kwargs: dict[str, Any]) -> bool:
     """Whether a call asks for what is made of logits, of routers, for another loss or another kind of output, or the
     configuration's numbers are others by now."""
     config, formula = model.config, model._formula
-    if not torch.compiler.is_compiling() and (transforms_active() or forward_level() >= 0):
+    if not is_tracing() and (transforms_active() or forward_level() >= 0):
         return True
     keeps = kwargs.get("logits_to_keep", 0)
     return (

@@ -20,6 +20,7 @@ from quaver.core.spec import Recipe
 from quaver.torch.linear.grouped.call import Product
 from quaver.torch.linear.grouped.matmul import check, multiply
 from quaver.torch.linear.layer import Quantizable, recipe_of, refuse_sharded
+from quaver.torch.numerics.tracing import is_tracing
 from quaver.torch.state import kept_weights
 from quaver.torch.state.buffers import prepare
 
@@ -47,7 +48,7 @@ def recipe_in_force(module: Quantizable, names: Sequence[str]) -> Recipe | None:
     Args:
         names: of its stacks.
     """
-    compiling = torch.compiler.is_compiling()
+    compiling = is_tracing()
     recipe = recipe_of(module, compiling)
     if recipe is not None and recipe.quantizes:
         return recipe
@@ -112,7 +113,7 @@ class Products:
 
     def by(self, name: str, x: Tensor, weight: Tensor, bias: Tensor | None = None, turned: bool = False) -> Tensor:
         """x [T, K] times the weight of this name, [E, N, K], or [E, K, N] if it is turned."""
-        if not torch.compiler.is_compiling():
+        if not is_tracing():
             refuse_sharded(self.module, weight)
         check(x, weight.transpose(1, 2) if turned else weight, self.ends, bias, self.recipe)
         owner = Product(self.module, name, self.names.index(name) * self.ends.shape[0])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from quaver.core.spec import Recipe
 from quaver.torch.linear.layer import Quantizable, recipe_of
 from quaver.torch.model.reach.products import product
+from quaver.torch.numerics.tracing import is_tracing
 
 
 class Packed(Quantizable, nn.MultiheadAttention):
@@ -29,7 +30,7 @@ class Packed(Quantizable, nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        recipe = recipe_of(self, torch.compiler.is_compiling())
+        recipe = recipe_of(self, is_tracing())
         if recipe is None or not recipe.quantizes or query.is_nested:
             return super().forward(
                 query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal

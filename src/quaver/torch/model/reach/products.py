@@ -10,6 +10,7 @@ from quaver.core.spec import Recipe
 from quaver.torch.linear.entrance import GIVEN, Setup
 from quaver.torch.linear.function import Projections, apply
 from quaver.torch.linear.layer import Quantizable, refuse_sharded
+from quaver.torch.numerics.tracing import is_tracing
 from quaver.torch.operations import ops
 from quaver.torch.operations.derivatives import refuse_transforms
 from quaver.torch.state.buffers import prepare
@@ -24,7 +25,7 @@ def product(module: Quantizable, x: Tensor, weight: Tensor, bias: Tensor | None,
     Raises:
         ValueError: another dtype than the weight's outside of torch.autocast, or a weight that is sharded.
     """
-    if not torch.compiler.is_compiling():
+    if not is_tracing():
         refuse_sharded(module, weight)
     training = torch.is_grad_enabled()
     if training and module._state.prepared is not recipe:
@@ -43,7 +44,7 @@ def product(module: Quantizable, x: Tensor, weight: Tensor, bias: Tensor | None,
     layers: Any = (module,)
     setup = Setup(GIVEN, layers, recipe, x.dtype, training)
     y: Tensor
-    if torch.compiler.is_compiling():
+    if is_tracing():
         (y,) = Projections.apply(setup, x, weight, bias)
         return y
     refuse_transforms(x, weight, bias)

@@ -3,11 +3,11 @@
 What is kept of the quantized weight goes by the parameter, not by the view.
 """
 
-import torch
 from torch import Tensor, nn
 
 from quaver.torch.linear.layer import Quantizable, recipe_of
 from quaver.torch.model.reach.products import product
+from quaver.torch.numerics.tracing import is_tracing
 
 #: The class, by name: transformers need not be installed to ask.
 CONV1D = "transformers.pytorch_utils", "Conv1D"
@@ -28,7 +28,7 @@ class Transposed(Quantizable):
         return int(self.weight.shape[1])
 
     def forward(self, x: Tensor) -> Tensor:
-        recipe = recipe_of(self, torch.compiler.is_compiling())
+        recipe = recipe_of(self, is_tracing())
         if recipe is None or not recipe.quantizes:
             unquantized: Tensor = super().forward(x)
             return unquantized

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from quaver.torch.linear.layer import Quantizable
+from quaver.torch.numerics.tracing import is_tracing
 from quaver.torch.state import kept_weights
 
 
@@ -38,7 +39,7 @@ class frozen(ContextDecorator):
     """
 
     def __init__(self, module: nn.Module) -> None:
-        if not torch.compiler.is_compiling() and not isinstance(module, nn.Module):
+        if not is_tracing() and not isinstance(module, nn.Module):
             raise TypeError(f"frozen holds the weights of a module still, and was given a {type(module).__name__}")
         self.module = module
         self._entered: list[list[Quantizable]] = []
@@ -48,7 +49,7 @@ class frozen(ContextDecorator):
         return frozen(self.module)
 
     def __enter__(self) -> "frozen":
-        if torch.compiler.is_compiling():
+        if is_tracing():
             return self
         layers = [module for module in self.module.modules() if isinstance(module, Quantizable)]
         for layer in layers:
@@ -61,7 +62,7 @@ class frozen(ContextDecorator):
         return self
 
     def __exit__(self, *_: object) -> None:
-        if torch.compiler.is_compiling():
+        if is_tracing():
             return
         with _lock:
             layers = self._entered.pop()

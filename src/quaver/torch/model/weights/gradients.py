@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.torch.linear.gemms import LATER
+from quaver.torch.numerics.tracing import is_tracing
 from quaver.torch.operations import ops
 from quaver.torch.operations.derivatives import NO_DOUBLE_BACKWARD, first_derivative
 from quaver.torch.state.context import ambient
@@ -58,7 +59,7 @@ class weight_gradients:
         self._before: list[tuple[Any, bool, bool]] = []
 
     def __enter__(self) -> "weight_gradients":
-        if torch.compiler.is_compiling():
+        if is_tracing():
             # Without fullgraph the compiler leaves what calls this to eager mode.
             raise NotImplementedError("weight_gradients is not compiled: leave it out, or run what is in it uncompiled")
         if ambient.split is not None and not ambient.takes_weights:

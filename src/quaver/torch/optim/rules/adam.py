@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quaver.torch.numerics.tracing import is_tracing
 from quaver.torch.optim.rules.rule import Stepped
 
 
@@ -88,8 +89,7 @@ def kept(decay: Tensor) -> Tensor:
 
 def root(v: Tensor) -> Tensor:
     """√v, rounded correctly, as compilers and GPUs have it: torch's own on a CPU is one off in one element of six."""
-    # Not `is_compiling`, which is true of every thread while one of them compiles.
-    if not v.is_cpu or torch.compiler.is_dynamo_compiling() or type(v) is not Tensor:
+    if not v.is_cpu or is_tracing() or type(v) is not Tensor:
         return v.sqrt()
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     with np.errstate(invalid="ignore"):

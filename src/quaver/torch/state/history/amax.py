@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from quaver.core.spec import Recipe
 from quaver.torch.backends.gpu.launching import device
+from quaver.torch.numerics.tracing import is_tracing
 from quaver.torch.state import recomputation
 from quaver.torch.state.layer import device_of, state_of
 
@@ -66,7 +67,7 @@ def prepare(layer: nn.Module, recipe: Recipe) -> None:
     state, length = state_of(layer), recipe.delayed.length
     history, factor = layer._buffers.get("history"), layer._buffers.get("factor")
     if history is None or factor is None or history.shape[-2] != length:
-        if history is not None and not torch.compiler.is_compiling():
+        if history is not None and not is_tracing():
             warnings.warn(
                 f"a layer's history of {history.shape[-2]} steps makes room for one of {length}, which starts fresh",
                 stacklevel=4,
@@ -80,7 +81,7 @@ def prepare(layer: nn.Module, recipe: Recipe) -> None:
         factor.zero_()
     register(layer)
     state.delayed = recipe
-    if torch.compiler.is_compiling() or recomputation.recomputing():
+    if is_tracing() or recomputation.recomputing():
         # No step has it: a compiler does not come by where layers join one, nor does a copy in a reentrant checkpoint.
         state.copied, state.recorded_apart = False, True
 
@@ -131,10 +132,10 @@ def saved_factors(layer: nn.Module) -> Any:
     factor = layer._buffers.get("factor")
     if factor is None or factor.is_meta:
         members = len(state_of(layer).members)
-        if not torch.compiler.is_compiling():
+        if not is_tracing():
             return [[0.0] * 3 for _ in range(members)] if members else [0.0] * 3
         return torch.zeros((members, 3) if members else 3, dtype=torch.float32, device=device_of(layer))
-    if torch.compiler.is_compiling():
+    if is_tracing():
         return factor.clone()
     factors: Any
     if not factor.is_cpu:
@@ -168,7 +169,7 @@ def is_set(column: int, factors: Tensor | list[float]) -> bool:
     """
     if isinstance(factors, list):
         return factors[column] != 0.0
-    known: list[bool] | None = None if torch.compiler.is_compiling() else getattr(factors, "known_set", None)
+    known: list[bool] | None = None if is_tracing() else getattr(factors, "known_set", None)
     return known is not None and known[column]
 
 
@@ -179,7 +180,7 @@ def newest(layer: nn.Module, column: int, x: Tensor) -> Tensor | None:
     """
     history = layer._buffers["history"]
     assert history is not None
-    if torch.compiler.is_compiling() or recomputation.replaying() or history.device != x.device:
+    if is_tracing() or recomputation.replaying() or history.device != x.device:
         return None
     if history.dtype is not torch.float32 or not _launched(history):
         return None
@@ -215,7 +216,7 @@ def record(layer: nn.Module, column: int, amax: Tensor | float | None, noted: bo
     assert isinstance(amax, Tensor)
     history = layer._buffers["history"]
     assert history is not None
-    if not torch.compiler.is_compiling() and _launched(history) and history.device == amax.device:
+    if not is_tracing() and _launched(history) and history.device == amax.device:
         from quaver.torch.state.history import on_gpu as kernels
 
         kernels.note(history, column, amax)

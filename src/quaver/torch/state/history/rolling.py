@@ -18,6 +18,7 @@ from quaver.core.numbers.scaling import FACTOR_EXPONENTS, FLT_MAX
 from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch.backends.cpu.fp8 import SMALLEST_NORMAL, host_factor
 from quaver.torch.numerics.rounding import exponent, power_of_two
+from quaver.torch.numerics.tracing import is_tracing
 from quaver.torch.state.history import amax
 from quaver.torch.state.history.alike import ALONE, Agreed
 from quaver.torch.state.layer import state_of
@@ -108,7 +109,7 @@ def roll(layers: Iterable[nn.Module], recipe: Recipe | None = None) -> None:
         assert history is not None
         if rule is None or rule.delayed is None:
             continue
-        if torch.compiler.is_compiling():
+        if is_tracing():
             _roll_tensors(layer, rule)
         elif amax._launched(history):
             key = history.device, rule, history.shape[-2], history.stride()[-2:]

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.core.spec import Recipe
+from quaver.torch.numerics.tracing import is_tracing
 from quaver.torch.state.history import alike, amax, rolling
 from quaver.torch.state.layer import state_of
 from quaver.torch.state.recomputation import recomputing
@@ -314,7 +315,7 @@ def factors(layer: nn.Module, record: bool) -> Tensor | list[float]:
     Args:
         record: whether its amaxes will be noted.
     """
-    if not torch.compiler.is_compiling():
+    if not is_tracing():
         join(layer, record)
     return amax.saved_factors(layer)
 
@@ -411,7 +412,7 @@ def owed(layer: nn.Module) -> Owed | None:
 
 def roll_root(layers: Sequence[nn.Module]) -> None:
     """End the step of a converted model, all of whose layers with a history these are."""
-    if torch.compiler.is_compiling():
+    if is_tracing():
         rolling.reduce(layers)
         rolling.roll(layers)
         return

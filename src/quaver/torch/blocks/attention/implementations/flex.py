@@ -10,6 +10,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 
 from quaver.torch.blocks.attention.inputs.call import Call, scores_shape
 from quaver.torch.blocks.attention.inputs.masks import both, bounds, positions_of_keys
+from quaver.torch.numerics.tracing import is_tracing
 
 #: Of (batch, head, query, key), all integer tensors.
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -49,7 +50,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
     if call.ragged is not None:
         # The lengths on the host would make a kernel of each batch.
         call = call._replace(ragged=call.ragged._replace(lengths=None))
-    whole = _attend if q.is_cpu or torch.compiler.is_compiling() else _compiled()
+    whole = _attend if q.is_cpu or is_tracing() else _compiled()
     return whole(q, k, v, call)
 
 

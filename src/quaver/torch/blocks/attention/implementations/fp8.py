@@ -17,6 +17,7 @@ from quaver.torch.blocks.attention.implementations.fp8_passes import Kept, Optio
 from quaver.torch.blocks.attention.implementations.operands import Heads, empty_heads
 from quaver.torch.blocks.attention.inputs.call import Call
 from quaver.torch.blocks.attention.inputs.masks import outside_of
+from quaver.torch.numerics.tracing import is_tracing
 from quaver.torch.operations import ops
 from quaver.torch.operations.derivatives import NO_DOUBLE_BACKWARD, first_derivative, refuse_transforms
 from quaver.torch.operations.operation import Impl, Operation
@@ -59,7 +60,7 @@ def attention_fp8(q: Tensor, k: Tensor, v: Tensor, call: Call, spec: AttentionSp
     numbers = float(call.scale), None if soft_cap is None else float(soft_cap), float(call.dropout)
     texts = spec.input.text, spec.grad_output.text
     apply: Any = _Attention.apply
-    if not torch.compiler.is_compiling() and ambient.split is not None:
+    if not is_tracing() and ambient.split is not None:
         apply = ambient.split(_Attention, apply)
     out: Tensor = apply(q, k, v, bias, sinks, hidden, runs, draw, numbers, texts, torch.is_grad_enabled())
     return out

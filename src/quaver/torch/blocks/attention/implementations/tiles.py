@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from quaver.torch.backends.cpu import brgemm, scratch
 from quaver.torch.blocks.attention.inputs.call import Call
+from quaver.torch.numerics.tracing import is_tracing
 from quaver.torch.operations.derivatives import first_derivative, forward_level, transforms_active
 from quaver.torch.operations.operation import Operation
 
@@ -56,7 +57,7 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> str:
     of which a compiler shall make no condition."""
     if q.dtype is not torch.bfloat16 or not q.is_cpu:
         return "tiles are for bfloat16 on a CPU"
-    traced = torch.compiler.is_compiling()
+    traced = is_tracing()
     # First of all that is asked of a small layer.
     if not traced and not fits(q, k, causal):
         return f"tiles are for {QUERIES} to {LONGEST} tokens, {SMALLEST:,} scores or more, and one of torch's threads"

@@ -9,6 +9,7 @@ from torch import Tensor
 from quaver.torch.backends.gpu.launching import capture
 from quaver.torch.blocks.attention.inputs.layout import Ragged
 from quaver.torch.blocks.attention.inputs.masks import Mask, Window, ahead_of_query, alibi, hidden, runs_of_keys
+from quaver.torch.numerics.tracing import is_tracing
 from quaver.torch.operations.selecting import unseen
 
 
@@ -54,7 +55,7 @@ class Call(NamedTuple):
 
 def _keepable(q: Tensor) -> bool:
     """Whether what is made now may serve later calls: nothing traced or faked, nor what only a CUDA graph fills."""
-    if torch.compiler.is_compiling() or type(q) is not Tensor:
+    if is_tracing() or type(q) is not Tensor:
         return False
     return not capture.as_captured(q.device)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from quaver.core.reference.masks import check_heads
 from quaver.core.text.given import instance
 from quaver.core.text.spelling import check_name
+from quaver.torch.numerics.tracing import is_tracing
 
 #: What the axes of q, k and v are.
 LAYOUTS = {
@@ -144,7 +145,7 @@ def lengths_of(cu_seqlens: Tensor, tokens: int, of: str = "") -> list[int] | Non
             f"cu_seqlens{of} is {cu_seqlens.dtype} {list(cu_seqlens.shape)}; "
             "give int32 or int64 [sequences + 1], from 0 to the number of tokens"
         )
-    if torch.compiler.is_compiling() or cu_seqlens.is_meta:
+    if is_tracing() or cu_seqlens.is_meta:
         return None
     ends: list[int] = cu_seqlens.tolist()
     lengths = [b - a for a, b in pairwise(ends)]

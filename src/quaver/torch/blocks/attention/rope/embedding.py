@@ -13,6 +13,7 @@ from quaver.torch.backends.gpu.launching import capture
 from quaver.torch.blocks.attention.rope import stretching
 from quaver.torch.blocks.attention.rope.positions import LAYOUTS, positions_of
 from quaver.torch.blocks.attention.rope.rotary import TABLES, apply_rotary
+from quaver.torch.numerics.tracing import is_tracing
 from quaver.torch.operations.selecting import unseen
 
 __all__ = ["RotaryEmbedding", "apply_rotary"]
@@ -100,7 +101,7 @@ class RotaryEmbedding(nn.Module):
             or isinstance(cu_seqlens, list | tuple)
         ):
             raise ValueError("positions, offset and cu_seqlens of rope are tensors (offset may be a number), not lists")
-        if torch.compiler.is_compiling() or type(x) is not Tensor or capture.as_captured(x.device):
+        if is_tracing() or type(x) is not Tensor or capture.as_captured(x.device):
             return self._build(x, positions, offset, layout, cu_seqlens)
         given = positions, offset, cu_seqlens
         tensors = tuple(t for t in given if isinstance(t, Tensor))

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from quaver.torch.numerics.tracing import is_tracing
+
 #: The layouts by name, and how many axes x has.
 LAYOUTS = {"bshd": 4, "sbhd": 4, "thd": 3}
 
@@ -80,7 +82,7 @@ def _check_lengths(cu_seqlens: Tensor, tokens: int) -> None:
             f"cu_seqlens has shape {tuple(cu_seqlens.shape)}, {cu_seqlens.dtype}; give int [sequences + 1]"
         )
     # Reading them on a GPU would wait for it.
-    if not cu_seqlens.is_cpu or torch.compiler.is_compiling():
+    if not cu_seqlens.is_cpu or is_tracing():
         return
     ends = cu_seqlens.tolist()
     if ends[0] != 0 or ends[-1] != tokens or ends != sorted(ends):

@@ -9,13 +9,13 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from quaver.torch.linear.layer import Quantizable
 from quaver.torch.linear.stored import stored
 from quaver.torch.model.fusing.fused import Fused, replaced
 from quaver.torch.model.fusing.mixers.reading import is_mixer, original_class, whole_functions
+from quaver.torch.numerics.tracing import is_tracing
 from quaver.torch.state.context import recipe_in_force
 
 
@@ -34,7 +34,7 @@ class CalledMixer(Fused):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.training or replaced(self) or not layers_quantize(self):
             return super().forward(*args, **kwargs)
-        return self._by_layers[torch.compiler.is_compiling()](self, *args, **kwargs)
+        return self._by_layers[is_tracing()](self, *args, **kwargs)
 
 
 def calls_its_layers(module: nn.Module) -> bool:
