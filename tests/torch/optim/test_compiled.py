@@ -9,10 +9,14 @@ import torch
 from torch import nn
 
 import quaver.torch as qt
+from quaver.core.states.codes import FLOAT32
 from quaver.recipes import Recipe, get, mxfp8
 from quaver.torch import optim
 from quaver.torch.numerics.philox import round_keys
+from quaver.torch.optim.rules.adam import Adam
 from quaver.torch.optim.stepping import compiled, noise
+from quaver.torch.optim.stepping.pieces import Drawn, Parts, Way
+from quaver.torch.optim.weights import Keeping
 
 #: One compiled piece; two of them; one and a remainder; none; one of each size and a remainder.
 SHAPES = ((512, 512), (512, 1024), (1280, 256), (64, 128), (1344, 1024))
@@ -85,6 +89,8 @@ def test_words_for_a_compiler_are_those_of_eager_steps(dtype: torch.dtype) -> No
     place = compiled._place(first, True, *(word.to(torch.int32) for word in given))
     fours = noise.traced_fours(torch.Size((16, 64)), *place)
     assert torch.equal(torch.stack(fours, -1).view(-1), expected)
+    pairs = noise.traced_pairs(torch.Size((64, 32)), *place)
+    assert torch.equal(torch.stack(pairs, -1).view(-1), expected)
 
 
 def test_a_compiler_that_fails_is_said_and_the_step_is_taken_without_it() -> None:
@@ -123,6 +129,20 @@ def test_a_step_has_its_bits_while_another_thread_compiles(
         same(p, q, "weight")
         for key, value in both[0][1].state[p].items():
             same(value, both[1][1].state[q][key], key)
+
+
+def test_numbers_of_another_dtype_or_shape_step_without_a_program() -> None:
+    way, part = Way(Adam(), Keeping("plain"), (FLOAT32, FLOAT32)), torch.zeros(64, 64)
+    parts = Parts((part,), ((part.clone(),), (part.clone(),)), (part.clone(),))
+    scalars, drawn = (torch.ones(()),) * 8, Drawn(0, 0, 1, noise.Place((0, 0), (64, 64), (64, 64)))
+    programs = compiled.Compiled()
+    for factor in (torch.ones((), dtype=torch.float64), torch.ones(1)):
+        assert programs.begin(way, scalars, factor, drawn, None)(parts, 0, None) is None
+    assert (
+        programs.begin(way, (*scalars[:7], torch.ones((), dtype=torch.float64)), None, drawn, None)(parts, 0, None)
+        is None
+    )
+    assert not programs.programs
 
 
 def test_a_copy_compiles_as_the_first_does() -> None:

@@ -75,12 +75,15 @@ class Compiled:
     ) -> Callable[[Parts, int, Tensor | None], Written | None]:
         """What steps pieces of a parameter, as `Programs` says it."""
         runs: dict[int, Callable[..., Written] | None] = {}
+        # A program compares nothing, and would read the bits of another dtype.
+        numbers = scalars if factor is None else (*scalars, factor)
+        read = all(number.dtype is torch.float32 and not number.dim() for number in numbers)
         given: tuple[Tensor, ...] | None = None
         four: bool | None = None
 
         def step(own: Parts, first: int, amax: Tensor | None) -> Written | None:
             nonlocal given, four
-            if self.failed or (way.draws and first % 4):
+            if self.failed or not read or (way.draws and first % 4):
                 return None
             if four is None:
                 four = fours.fits(way, own)

@@ -4,7 +4,8 @@ CPUs makes vectors of.
 It loads, widens and narrows bytes one after the other, or through memory; of an int32 it takes each by a shift. So
 every tensor of a piece is read as [blocks, 16], for each block of 64 elements sixteen int32, of sixteen bits two times
 sixteen, and of every four elements number k is plane k: four planes step by the formulas of `pieces.move`, and share
-the scales of their blocks. Random words come four at a time, too, one for each plane. What lies in memory is float32 of
+the scales of their blocks. Where all numbers are of sixteen bits they are read as they lie, [blocks, 32], and planes
+are two. Random words come as many at a time, one for each plane. What lies in memory is float32 of
 these bits, which Inductor loads whole, int32 by halves that wait for each other. The bits are those of a step without
 it.
 """
@@ -86,10 +87,15 @@ def _lies_in_fours(t: Tensor) -> bool:
 
 
 def viewed(own: Parts) -> Parts:
-    """Lines as float32 [blocks, 16] that have their bits, of sixteen bits as int64; their scales as [blocks], of a
-    gradient half as many."""
+    """Lines as float32 [blocks, 16] that have their bits, of sixteen bits as int64, or as float32 [blocks, 32] where
+    there are no others; their scales as [blocks], of a gradient half as many."""
+    halves = all(
+        t.itemsize == 2 for t in (own.weight[0], own.weight[-1], own.gradient[0], *(m[0] for m in own.moments))
+    )
 
     def of(t: Tensor) -> Tensor:
+        if halves:
+            return t.view(torch.float32).view(-1, 2 * LANES)
         return t.view(torch.float32 if t.itemsize == 1 else torch.int64).view(-1, LANES)
 
     weight = [of(own.weight[0]), *own.weight[1:]]
@@ -119,14 +125,17 @@ def run(
     if way.gradient is not None:
         of_gradient = own.gradient[1].float().unsqueeze(-1).expand(-1, LONG // BLOCK).reshape(-1, 1)
     after = []
-    for k in range(4):
-        w, g = _weight(keeping, weight, k), _above(gradient, k)
+    # Two planes of pairs where all numbers are of sixteen bits.
+    number = 2 if own.gradient[0].shape[1] > LANES else 4
+    for k in range(number):
+        w, g = _weight(keeping, weight, k, number), _above(gradient, k, number)
         g = (g & -0x10000).view(torch.float32) if of_gradient is None else _of_e4m3(g, 24) * of_gradient
         stepped = way.rule(
             w if before is None else w * before,
             g if factor is None else g * factor,
             tuple(
-                _moment(lanes, each, one, k) for lanes, each, one in zip(moments, own.moments, way.moments, strict=True)
+                _moment(lanes, each, one, k, number)
+                for lanes, each, one in zip(moments, own.moments, way.moments, strict=True)
             ),
             scalars,
         )
@@ -165,18 +174,18 @@ def _lanes(held: Tensor) -> Lanes:
     return noise.in_memory(apart.view(torch.int32)).unbind(1)
 
 
-def _above(lanes: Lanes, k: int) -> Tensor:
-    """Number k of every four in the place of the highest, and others below it."""
-    each, lane = 4 // len(lanes), lanes[k * len(lanes) // 4]
+def _above(lanes: Lanes, k: int, number: int) -> Tensor:
+    """Element k of every so many in the place of the highest, and others below it."""
+    each, lane = number // len(lanes), lanes[k * len(lanes) // number]
     shift = 32 - 32 // each * (k % each + 1)
     return lane << shift if shift else lane
 
 
 def _joined(planes: list[Tensor], bits: int, mask: Tensor | None = None) -> Tensor:
-    """Four planes of int32, of which so many of the lowest bits count, as `viewed` has them; mask: int32, of bits that
+    """Planes of int32, of which so many of the lowest bits count, as `viewed` has them; mask: int32, of bits that
     are kept."""
     each, lanes = 32 // bits, []
-    for i in range(0, 4, each):
+    for i in range(0, len(planes), each):
         lane = planes[i] & (1 << bits) - 1
         for k in range(1, each):
             plane = planes[i + k]
@@ -189,16 +198,16 @@ def _joined(planes: list[Tensor], bits: int, mask: Tensor | None = None) -> Tens
     return low & _LOW | high << 32
 
 
-def _weight(keeping: Keeping, lanes: tuple[Lanes, ...], k: int) -> Tensor:
+def _weight(keeping: Keeping, lanes: tuple[Lanes, ...], k: int, number: int) -> Tensor:
     """Weights, of codes as multiples of their scale: `weights.read`."""
-    bits = 8 * len(lanes[0])
-    number, below = _above(lanes[0], k), 32 - bits
+    bits = 32 * len(lanes[0]) // number
+    value, below = _above(lanes[0], k, number), 32 - bits
     if len(lanes) > 1:
-        number = (number & -(1 << below)) + (_above(lanes[1], k) >> bits)
-        below -= 8 * len(lanes[1])
+        value = (value & -(1 << below)) + (_above(lanes[1], k, number) >> bits)
+        below -= 32 * len(lanes[1]) // number
     if keeping.spec is not None:
-        return _of_e4m3(number, below)
-    return (number & -(1 << below) if below else number).view(torch.float32)
+        return _of_e4m3(value, below)
+    return (value & -(1 << below) if below else value).view(torch.float32)
 
 
 def _of_e4m3(number: Tensor, below: int) -> Tensor:
@@ -279,14 +288,14 @@ def _shares(way: Way, shape: torch.Size, place: tuple[Tensor, ...] | None) -> li
     """Noise of each plane for each code that is rounded at random."""
     if place is None:
         return [[], [], [], []]
-    words = noise.traced_fours(shape, *place)
+    words = noise.traced_pairs(shape, *place) if shape[1] > LANES else noise.traced_fours(shape, *place)
     return [noise.shares(word, way.draws) for word in words]
 
 
-def _moment(lanes: Lanes, held: tuple[Tensor, ...], spec: StateSpec, k: int) -> Tensor:
+def _moment(lanes: Lanes, held: tuple[Tensor, ...], spec: StateSpec, k: int, number: int) -> Tensor:
     if spec.of.kind == "bfloat16":
-        return (_above(lanes, k) & -0x10000).view(torch.float32)
-    c = _above(lanes, k) >> 24 if spec.of.signed else (lanes[0] >> 8 * k) & 0xFF
+        return (_above(lanes, k, number) & -0x10000).view(torch.float32)
+    c = _above(lanes, k, number) >> 24 if spec.of.signed else (lanes[0] >> 8 * k) & 0xFF
     return codes.values_of(c, spec.of) * held[1].float().unsqueeze(-1)
 
 

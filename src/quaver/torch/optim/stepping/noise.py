@@ -156,6 +156,14 @@ def traced_fours(
     return low, _turned(low), high, _turned(high)
 
 
+def traced_pairs(shape: torch.Size, first: Tensor, keys: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
+    """As `traced_fours`, of elements 2 i and 2 i + 1 apart."""
+    c0 = torch.arange(shape.numel() // 2, dtype=torch.int32, device=first.device) + first
+    drawn = traced(c0, upper.expand(c0.shape), keys)
+    word = in_memory(torch.stack([each.view(torch.float32) for each in drawn], -1).view(shape).view(torch.int32))
+    return word, _turned(word)
+
+
 def in_memory(word: Tensor) -> Tensor:
     """The same int32, whose users do not compute it anew: a view by strides is one of memory, which is float32, as a
     compiler reads int32 by halves of vectors."""
