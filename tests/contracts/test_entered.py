@@ -2,8 +2,8 @@
 
 from tests.contracts.entered import linear, transformer
 
-#: On a CPU, forward: the files of src/quaver in which a function runs.
-LINEAR, TENSORWISE, TRANSFORMER = 8, 9, 18
+#: On a CPU, forward: the files of src/quaver in which a function runs; one says whether a compiler traces.
+LINEAR, TENSORWISE, TRANSFORMER = 9, 10, 19
 
 
 def test_a_warm_forward_enters_few_files() -> None:
