@@ -13,6 +13,7 @@ from quaver.torch.numerics.quantized import decode_scales, spread
 from quaver.torch.optim import codes, weights
 from quaver.torch.optim.rules.adam import Adam
 from quaver.torch.optim.rules.lion import Lion
+from quaver.torch.optim.rules.sgd import SGD
 from quaver.torch.optim.stepping import fours, noise
 from quaver.torch.optim.stepping.pieces import Parts, Way, move, put
 from quaver.torch.optim.weights import Keeping
@@ -20,7 +21,7 @@ from tests.kernels.optim.test_step import BLOCKWISE, BLOCKWISE_ANY, MXFP8, SQUAR
 
 LEAN, EXACT = PRESETS["lean"], PRESETS["exact"]
 ROWS, COLUMNS, SEED = 128, 256, 0x9E3779B97F4A7C15
-GROUP = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "lr": 1e-2}
+GROUP = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "lr": 1e-2, "momentum": 0.0, "dampening": 0.0}
 BYTES, HALVES = (LEAN.first, LEAN.second), (EXACT.first, EXACT.second)
 RULE = Adam()
 E4M3 = optim.StateSpec(code="e4m3", block=128)
@@ -41,6 +42,8 @@ WAYS = {
     "remainder beside bytes": Way(RULE, Keeping("remainder"), BYTES),
     "lean of bfloat16": Way(RULE, Keeping("residual8", None, True), BYTES, E4M3),
     "longer bfloat16": Way(RULE, Keeping("residual16"), BYTES),
+    "sgd": Way(SGD(), Keeping("remainder"), ()),
+    "sgd of longer bfloat16": Way(SGD(), Keeping("residual16"), ()),
     "bfloat16 alone": Way(RULE, Keeping("plain", None, True), HALVES),
 }
 

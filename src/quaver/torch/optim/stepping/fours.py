@@ -287,7 +287,7 @@ def _spread(blocks: Tensor, spec: QuantSpec, lanes: torch.Size) -> Tensor:
 def _shares(way: Way, shape: torch.Size, place: tuple[Tensor, ...] | None) -> list[list[Tensor]]:
     """Noise of each plane for each code that is rounded at random."""
     if place is None:
-        return [[], [], [], []]
+        return [[] for _ in range(2 if shape[1] > LANES else 4)]
     words = noise.traced_pairs(shape, *place) if shape[1] > LANES else noise.traced_fours(shape, *place)
     return [noise.shares(word, way.draws) for word in words]
 
