@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import quaver.torch as qt
@@ -17,21 +16,10 @@ from quaver.torch.linear.plans import direct
 from quaver.torch.state.layer import state_of
 from tests.close import assert_bitwise
 from tests.torch.beside import another_thread
+from tests.torch.operations.test_selecting import Logged
 
 RECIPES = ["delayed", "tensorwise", "mxfp8", "nvfp4"]
 K, T = 64, 32
-
-
-class Noting(TorchDispatchMode):
-    """What is dispatched, in its order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 class Counted(nn.Module):
@@ -99,7 +87,7 @@ def trained(block: nn.Module, recipe: str, around: Any) -> dict[str, Any]:
     for step in range(4):
         draw = torch.Generator().manual_seed(step)
         x = torch.randn(2, T, K, generator=draw).to(dtype).requires_grad_()
-        noting = Noting() if step == 3 else contextlib.nullcontext()
+        noting = Logged() if step == 3 else contextlib.nullcontext()
         with around(), contextlib.ExitStack() as stack:
             counters = stack.enter_context(qt.count(block)) if step == 2 else None
             stack.enter_context(noting)

@@ -54,10 +54,15 @@ def philox2x32(counter: tuple[np.ndarray, ...], key: int) -> np.ndarray:
     Exact.
     """
     c0, c1 = (np.asarray(c, np.uint64) for c in np.broadcast_arrays(*counter))
-    for i in range(ROUNDS):
+    for round_key in round_keys(key):
         wide: Any = c0 * MULTIPLIER
-        c0, c1 = wide >> 32 ^ c1 ^ ((key + i * WEYL[0]) & _LOW), wide & _LOW
+        c0, c1 = wide >> 32 ^ c1 ^ round_key, wide & _LOW
     return np.stack([c0, c1], -1).astype(np.uint32)
+
+
+def round_keys(key: int) -> list[int]:
+    """The keys of all rounds of `philox2x32`, whose first is this one."""
+    return [(key + i * WEYL[0]) & _LOW for i in range(ROUNDS)]
 
 
 def uniform(rows: int, k: int, seed: int, tensor_id: int, count: int) -> np.ndarray:

@@ -26,6 +26,8 @@ from quaver.torch.optim.weights import Keeping
 
 #: Elements that share a scale of a moment, and of a gradient; of every four elements, how many a block has.
 BLOCK, LONG, LANES = 64, 128, 16
+#: Bits of a residual.
+MORE = {"residual8": 8, "residual16": 16}
 #: More than the bits of a finite multiple of a scale.
 FAR = 0x70000000
 _LOW = 0xFFFFFFFF
@@ -119,14 +121,14 @@ def run(
     held = [own.weight[0], *own.weight[1 if spec is None else 2 :]]
     weight, gradient = tuple(map(_lanes, held)), _lanes(own.gradient[0])
     moments = [_lanes(each[0]) for each in own.moments]
-    shares = _shares(way, gradient[0].shape, place)
+    # Two planes of pairs where all numbers are of sixteen bits.
+    number = 2 if own.gradient[0].shape[1] > LANES else 4
+    shares = _shares(way, gradient[0].shape, number, place)
     before = None if spec is None else _spread(decode_scales(own.weight[1], spec, None), spec, gradient[0].shape)
     of_gradient = None
     if way.gradient is not None:
         of_gradient = own.gradient[1].float().unsqueeze(-1).expand(-1, LONG // BLOCK).reshape(-1, 1)
     after = []
-    # Two planes of pairs where all numbers are of sixteen bits.
-    number = 2 if own.gradient[0].shape[1] > LANES else 4
     for k in range(number):
         w, g = _weight(keeping, weight, k, number), _above(gradient, k, number)
         g = (g & -0x10000).view(torch.float32) if of_gradient is None else _of_e4m3(g, 24) * of_gradient
@@ -228,7 +230,7 @@ def _floats(keeping: Keeping, planes: list[Tensor], lost: list[Tensor | None]) -
 
 def _longer(keeping: Keeping, planes: list[Tensor], lost: list[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
     """Codes and residuals of multiples of scales, and the numbers that they are parts of."""
-    more = 8 if keeping.kind == "residual8" else 16
+    more = MORE[keeping.kind]
     numbers = [weights.numbers(keeping, x, more, drawn) for x, drawn in zip(planes, lost, strict=True)]
     both = [weights.halves(keeping, number, x, more) for number, x in zip(numbers, planes, strict=True)]
     bits = 16 if keeping.spec is None else 8
@@ -249,7 +251,7 @@ def _coded(
     largest = _most([torch.maximum(number, magnitude_bits(x) - FAR) for number, x in zip(numbers, scaled, strict=True)])
     largest = largest.amax().view(1, 1)
     stored = reference.stored_scale(top, (top < INFINITY_BITS) & (largest < INFINITY_BITS - FAR), e, spec)
-    more = 8 if keeping.kind == "residual8" else 16
+    more = MORE[keeping.kind]
     most = (spec.format.max_code << more) + (1 << more - 1) - 1
     halves = weights.halves(keeping, largest.clamp(max=most), torch.zeros_like(e), more)
     reached = weights.worth(keeping, *halves, more) * decode_scales(stored, spec, None)
@@ -284,11 +286,11 @@ def _spread(blocks: Tensor, spec: QuantSpec, lanes: torch.Size) -> Tensor:
     return noise.in_memory(every.view(torch.int32)).view(torch.float32)
 
 
-def _shares(way: Way, shape: torch.Size, place: tuple[Tensor, ...] | None) -> list[list[Tensor]]:
+def _shares(way: Way, shape: torch.Size, number: int, place: tuple[Tensor, ...] | None) -> list[list[Tensor]]:
     """Noise of each plane for each code that is rounded at random."""
     if place is None:
-        return [[] for _ in range(2 if shape[1] > LANES else 4)]
-    words = noise.traced_pairs(shape, *place) if shape[1] > LANES else noise.traced_fours(shape, *place)
+        return [[] for _ in range(number)]
+    words = noise.traced_pairs(shape, *place) if number == 2 else noise.traced_fours(shape, *place)
     return [noise.shares(word, way.draws) for word in words]
 
 

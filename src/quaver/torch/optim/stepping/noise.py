@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quaver.core.numbers.philox import ROUNDS, WEYL, one_philox4x32
+from quaver.core.numbers import philox
 from quaver.core.states.reference import NOISE_BITS
 from quaver.torch.numerics.philox import philox2x32, philox4x32, round_keys, traced
 
@@ -98,7 +98,7 @@ def keyed(
         return round_keys(key).to(dtype), upper.to(dtype)
     # Of one stream Python's numbers are quicker than tensors.
     first, last = _one_stream(seed, parameter, step)
-    numbers = [*((first + i * WEYL[0]) & _LOW for i in range(ROUNDS)), last]
+    numbers = [*philox.round_keys(first), last]
     if dtype is torch.int32:
         numbers = [(number ^ 1 << 31) - (1 << 31) for number in numbers]
     drawn = torch.tensor(numbers, dtype=dtype, device=device)
@@ -112,7 +112,7 @@ def _read_here(step: Tensor | int) -> bool:
 
 def _one_stream(seed: int, parameter: int, step: Tensor | int) -> tuple[int, int]:
     of_seed = seed & _LOW, seed >> 32 & _LOW
-    return one_philox4x32((0, 0, parameter, int(step) & _LOW), of_seed)[:2]
+    return philox.one_philox4x32((0, 0, parameter, int(step) & _LOW), of_seed)[:2]
 
 
 def _drawn(g: Tensor, seed: int, parameter: int, step: Tensor | int) -> Tensor:
