@@ -150,8 +150,7 @@ def parameter(
         kind = torch.int8 if keeping.kind == "residual8" else torch.int16
         info = torch.iinfo(kind)
         rest = torch.randint(info.min, info.max + 1, shape, generator=generator).to(kind)
-        # Below nothing there is no magnitude.
-        rest = torch.where(held[0].float() == 0, rest & info.max, rest)
+        # Below nothing, too, as after a pruning mask.
         held = (*held, value if keeping.kind == "float32" else rest)
     moments = []
     for spec, signed, size in zip(how.moments, how.rule.signed, (0.1, 0.01), strict=False):

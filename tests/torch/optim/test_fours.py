@@ -68,6 +68,8 @@ def piece(way: Way, bad: bool) -> tuple[Parts, torch.Tensor | None]:
         kind = torch.int8 if keeping.kind == "residual8" else torch.int16
         weight = (*weight, torch.zeros(ROWS, COLUMNS, dtype=kind))
         weight = (*weight[:-1], *weights.around(keeping, value, weight))
+        # A pruning mask wrote zeros of both signs over what was kept beside them.
+        weight[0][9].copy_(torch.zeros(COLUMNS).copysign(value[9]))
     moments: list[tuple[torch.Tensor, ...]] = []
     for spec, size in zip(way.moments, (0.1, 0.01), strict=False):
         x = hostile(size, 1, False)

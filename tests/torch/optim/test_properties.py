@@ -116,6 +116,28 @@ def test_what_a_gradient_that_is_not_finite_touched_is_read_as_such(
         assert bool(kept(optimizer, layer.weight)[5, 7].isnan()), name
 
 
+@pytest.mark.parametrize("preset", ["exact", "balanced", "lean", "coat"])
+def test_a_pruned_weight_is_a_number_next_to_nothing(preset: str) -> None:
+    """Zeros that a mask writes over a weight, of both signs, stand over bits that say half a step up or down."""
+    layers = [qt.Linear(128, 96, bias=False, dtype=torch.bfloat16), *(layer_of(recipe) for recipe in RECIPES)]
+    optimizer = optim.AdamW([layer.weight for layer in layers], lr=1e-2, preset=preset)
+    for step in range(3):
+        for layer in layers:
+            give(layer.weight, torch.randn(96, 128, generator=torch.Generator().manual_seed(step)))
+        optimizer.step()
+        for layer in layers:
+            p = layer.weight.detach()
+            was = kept(optimizer, layer.weight).abs().amax()
+            p.copy_(torch.zeros(96, 128).copysign(p.float()))
+            read = kept(optimizer, layer.weight)
+            assert bool(read.isfinite().all())
+            # Masters stay what they are.
+            held = optimizer.way(layer.weight, optimizer.param_groups[0]).keeping.kind[:3] == "res"
+            assert not held or read.abs().amax() < 2e-2 * was
+    for layer in layers:
+        assert bool(layer.weight.detach().float().isfinite().all())
+
+
 @pytest.mark.parametrize("rule", ["AdamW", "AdamW, no bound", "Adam", "Lion", "SGD", "SGD, momentum", "SGD, dampening"])
 def test_no_weight_exceeds_what_was_said_before_the_step(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients against the weight, huge decays, rates of zero, in tensors, and factors: 0 violations, and no NaN."""

@@ -22,9 +22,6 @@ def read_weight(weight, beside, scale, KEEPING: tl.constexpr, CODES: tl.constexp
     """float32 of what is kept. weight: codes as uint8, or floats; scale: of codes, float32. Exact."""
     if KEEPING == PLAIN:
         value = widened(weight)
-    elif KEEPING == REMAINDER:
-        bits = (weight.to(tl.int16, bitcast=True).to(tl.int32) << 16) + beside.to(tl.int32)
-        value = bits.to(tl.float32, bitcast=True)
     elif KEEPING == MASTER:
         value = beside
     else:
@@ -35,7 +32,8 @@ def read_weight(weight, beside, scale, KEEPING: tl.constexpr, CODES: tl.constexp
         else:
             sign = weight.to(tl.int16, bitcast=True).to(tl.int32)
             number = ((sign & 0x7FFF) << MORE) + beside.to(tl.int32)
-        value = with_sign(_longer(number, MORE, CODES), sign)
+        # Below a code of 0, which a pruning mask writes over a residual, there is nothing.
+        value = with_sign(_longer(tl.maximum(number, 0), MORE, CODES), sign)
         if CODES:
             value = value * scale
     return value

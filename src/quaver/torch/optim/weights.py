@@ -114,8 +114,7 @@ def read(keeping: Keeping, tensors: tuple[Tensor, ...]) -> Tensor:
     if keeping.kind == "plain":
         return tensors[0].float()
     if keeping.kind == "remainder":
-        weight, rest = tensors
-        return ((weight.view(torch.int16).int() << 16) + rest.int()).view(torch.float32)
+        return worth(keeping, _bits(keeping, tensors[0]), tensors[1].int(), 16)
     if keeping.kind == "float32":
         return tensors[-1]
     if keeping.kind == "float16":
@@ -125,9 +124,10 @@ def read(keeping: Keeping, tensors: tuple[Tensor, ...]) -> Tensor:
 
 
 def worth(keeping: Keeping, code: Tensor, rest: Tensor, more: int) -> Tensor:
-    """What a code and its residual of so many bits are, int32 each: float32, a multiple of the code's scale. Exact."""
+    """What a code and its residual of so many bits are, int32 each: float32, a multiple of the code's scale. Exact;
+    below a code of 0, which a pruning mask writes over a residual, there is nothing."""
     below, lower, sign, most = _places(keeping, more)
-    bits = ((code & most) << more) + rest << below
+    bits = (((code & most) << more) + rest).clamp_(min=0) << below
     value = (bits | (code << (31 - sign)) & _SIGN).view(torch.float32)
     return value if lower == 1.0 else value * (1.0 / lower)
 

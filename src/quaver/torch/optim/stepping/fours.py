@@ -205,7 +205,8 @@ def _weight(keeping: Keeping, lanes: tuple[Lanes, ...], k: int, number: int) -> 
     bits = 32 * len(lanes[0]) // number
     value, below = _above(lanes[0], k, number), 32 - bits
     if len(lanes) > 1:
-        value = (value & -(1 << below)) + (_above(lanes[1], k, number) >> bits)
+        longer = (value & 0x7FFFFFFF & -(1 << below)) + (_above(lanes[1], k, number) >> bits)
+        value = longer.clamp(min=0) | value & -0x80000000
         below -= 32 * len(lanes[1]) // number
     if keeping.spec is not None:
         return _of_e4m3(value, below)
