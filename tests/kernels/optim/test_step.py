@@ -206,7 +206,7 @@ def in_pieces(parameters: list[Parameter]) -> list[int | None]:
         p.state["step"] += 1
         scalars = p.way.rule.scalars(GROUP, p.state["step"].double())
         place = Drawn(SEED, number, p.state["step"].long(), p.place)
-        outcome = pieces.step(p.way, p.parts, scalars, p.factor, place, p.state.get("amax"))
+        outcome = pieces.begin(p.way, p.parts, scalars, p.factor, place, p.state.get("amax"))()
         if outcome.amax is not None:
             p.state["amax"].copy_(outcome.amax)
         counts.append(None if outcome.clamped is None else int(outcome.clamped))

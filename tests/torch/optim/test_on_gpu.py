@@ -12,7 +12,7 @@ from quaver.torch import optim
 from quaver.torch.backends.gpu.launching import device
 from quaver.torch.optim import optimizer as optimizer_file
 from quaver.torch.optim.stepping import on_gpu
-from quaver.torch.optim.stepping.pieces import Parts, Way, step
+from quaver.torch.optim.stepping.pieces import Parts, Way, begin
 from tests.torch.backends.gpu.launch_counts import _Kernels, _Operations
 from tests.torch.backends.gpu.pretend import Driver, as_on_a_gpu
 
@@ -100,10 +100,10 @@ def test_weights_with_scales_of_blocks_step_by_the_kernel(recipe: Any, preset: s
 
     def counted(how: Way, parts: Parts, *given: Any) -> Any:
         left.append(parts.weight[0].shape)
-        return step(how, parts, *given)
+        return begin(how, parts, *given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimizer_file, "step", counted)
+        patch.setattr(optimizer_file, "begin", counted)
         ours, optimizer = trained(rule, preset, True, recipe)
     theirs, _ = trained(rule, preset, False, recipe)
     alone = recipe.fprop.b.block == (1, 32)
@@ -139,7 +139,7 @@ def test_stacks_of_whole_blocks_step_as_one_matrix(recipe: Any, layout: Any, tak
                 y = layer(torch.randn(48, 128, generator=draw), torch.tensor([16, 32, 48], dtype=torch.int32))
             (y * torch.randn(48, 64, generator=draw)).sum().backward()
             with device.asking("triton" if kernels else "none"), pytest.MonkeyPatch.context() as patch:
-                patch.setattr(optimizer_file, "step", lambda *given, now=kernels: [left.append(now), step(*given)][1])
+                patch.setattr(optimizer_file, "begin", lambda *given, now=kernels: [left.append(now), begin(*given)][1])
                 optimizer.step()
             optimizer.zero_grad()
         both.append(all_of(model, optimizer))

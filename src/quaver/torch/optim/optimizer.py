@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,10 @@ from quaver.torch.optim.refusals import (
 from quaver.torch.optim.rules.rule import Rule
 from quaver.torch.optim.stepping import layout, on_gpu, ranks, stacks
 from quaver.torch.optim.stepping.compiled import Compiled
-from quaver.torch.optim.stepping.pieces import Drawn, step
+from quaver.torch.optim.stepping.pieces import Drawn, Outcome, begin
+
+#: Parameters of more elements than this do not begin a step together: some are copies.
+TOGETHER = 1 << 24
 
 
 class Optimizer(Kept):
@@ -167,9 +171,15 @@ class Optimizer(Kept):
                 begun += self._begin_group(group, own, keep, factor, taken)
         every = [one for _, _, one in begun]
         told = ranks.agree(every, self._alone)
+        waiting: list[Callable[[], object]] = []
+        elements = 0
         for at, of, one in begun:
             if one.scalars:
-                self._step_parameter(one, of, at, told.get(one.p, {}), keep)
+                waiting += self._begin_parameter(one, of, at, told.get(one.p, {}), keep)
+                elements += one.p.numel()
+            if self._programs is None or elements > TOGETHER:
+                elements = _finish(waiting)
+        _finish(waiting)
         self._launch(taken, keep)
         ranks.tell_scales(every)
 
@@ -318,14 +328,15 @@ class Optimizer(Kept):
             self._resolution = [weights.resolution(layout.value_of(p)) for p in here]
         self._warned = warn_of_rate(group["lr"], self._resolution, preset_of(group["preset"]).stochastic)
 
-    def _step_parameter(
+    def _begin_parameter(
         self,
         one: ranks.Stepping,
         group: Mapping[str, Any],
         number: int,
         told: Mapping[int, Tensor],
         keep: Tensor | None,
-    ) -> None:
+    ) -> Iterator[Callable[[], object]]:
+        """What steps a parameter, one after the other."""
         p, way, amax, own = one.p, one.way, one.amax, layout.local(one.p)
         place, whole = layout.place(p), one.parts or self.parts(p, way)
         for segment in ranks.segments(p, way):
@@ -333,16 +344,22 @@ class Optimizer(Kept):
             drawn = Drawn(group["seed"], number, self.state[p]["step"].long(), ranks.at_segment(place, segment))
             known = ranks.told_of(told, segment)
             top = amax if amax is None or segment.group is None else amax[segment.group]
-            outcome = step(way, parts, one.scalars, one.factor, drawn, top, keep, self._programs, known)
-            if outcome.amax is not None:
-                assert top is not None
-                top.copy_(outcome.amax if keep is None else torch.where(keep, outcome.amax, top))
-            if self.statistics and outcome.clamped is not None:
-                before, total = self.counted.get(p, (torch.zeros_like(outcome.clamped), 0))
-                self.counted[p] = before + outcome.clamped, total + parts.weight[0].numel()
+            finish = begin(way, parts, one.scalars, one.factor, drawn, top, keep, self._programs, known)
+            yield partial(self._finish_segment, p, finish, parts.weight[0].numel(), top, keep)
         if layout.in_rows(own) is not own:
             # It does not lie row by row, and was copied.
-            own.copy_(whole.weight[0].view(own.shape))
+            yield lambda: own.copy_(whole.weight[0].view(own.shape))
+
+    def _finish_segment(
+        self, p: Tensor, finish: Callable[[], Outcome], elements: int, top: Tensor | None, keep: Tensor | None
+    ) -> None:
+        outcome = finish()
+        if outcome.amax is not None:
+            assert top is not None
+            top.copy_(outcome.amax if keep is None else torch.where(keep, outcome.amax, top))
+        if self.statistics and outcome.clamped is not None:
+            before, total = self.counted.get(p, (torch.zeros_like(outcome.clamped), 0))
+            self.counted[p] = before + outcome.clamped, total + elements
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients."""
@@ -380,3 +397,10 @@ class Optimizer(Kept):
             )
         parameters = [p for group in self.param_groups for p in group["params"]]
         return self.gradients.clip(parameters, max_norm, norm_type)
+
+
+def _finish(waiting: list[Callable[[], object]]) -> int:
+    """Take steps that have begun; 0 wait then."""
+    while waiting:
+        waiting.pop(0)()
+    return 0

@@ -6,6 +6,7 @@ share a program; what is left at a matrix's end steps without one, by the same b
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -72,8 +73,8 @@ class Compiled:
         factor: Tensor | None,
         drawn: Drawn,
         keep: Tensor | None,
-    ) -> Callable[[Parts, int, Tensor | None], Written | None]:
-        """What steps pieces of a parameter, as `Programs` says it."""
+    ) -> Callable[[Parts, int, Tensor | None], Callable[[], Written | None] | None]:
+        """What makes steps of a parameter's pieces, as `Programs` says it."""
         runs: dict[int, Callable[..., Written] | None] = {}
         # A program compares nothing, and would read the bits of another dtype.
         numbers = scalars if factor is None else (*scalars, factor)
@@ -81,7 +82,7 @@ class Compiled:
         given: tuple[Tensor, ...] | None = None
         four: bool | None = None
 
-        def step(own: Parts, first: int, amax: Tensor | None) -> Written | None:
+        def step_of(own: Parts, first: int, amax: Tensor | None) -> Callable[[], Written | None] | None:
             nonlocal given, four
             if self.failed or not read or (way.draws and first % 4):
                 return None
@@ -104,20 +105,26 @@ class Compiled:
                 narrow = four or in_bytes(own.weight[0])
                 given = noise.keyed(*drawn[:3], own.weight[0].device, torch.int32 if narrow else torch.int64)
             place = None if given is None else _place(first, four, *given)
-            try:
-                return run(way, own, scalars, factor, place, amax, keep)
-            except Exception as error:
-                # Compilation fails before anything is written to.
-                self.failed = True
-                said = (str(error).strip() or "no reason given").splitlines()[0]
-                warnings.warn(
-                    f"the optimizer's step was not compiled ({type(error).__name__}: {said}); its steps go on without: "
-                    "the same numbers, slower",
-                    stacklevel=2,
-                )
-                return None
+            return partial(self._run, run, (way, own, scalars, factor, place, amax, keep))
 
-        return step
+        return step_of
+
+    def _run(self, program: Callable[..., Written], given: tuple[Any, ...]) -> Written | None:
+        """A piece's step by its program; None if that cannot be compiled."""
+        if self.failed:
+            return None
+        try:
+            return program(*given)
+        except Exception as error:
+            # Compilation fails before anything is written to.
+            self.failed = True
+            said = (str(error).strip() or "no reason given").splitlines()[0]
+            warnings.warn(
+                f"the optimizer's step was not compiled ({type(error).__name__}: {said}); its steps go on without: "
+                "the same numbers, slower",
+                stacklevel=2,
+            )
+            return None
 
 
 def _place(first: int, four: bool, keys: Tensor, upper: Tensor) -> tuple[Tensor, Tensor, Tensor]:
