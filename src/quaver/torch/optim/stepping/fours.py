@@ -278,13 +278,15 @@ def _coded_in_blocks(
 
 
 def _spread(blocks: Tensor, spec: QuantSpec, lanes: torch.Size) -> Tensor:
-    """One number a block of weights to one for every four elements, which lie in memory; one of all stays."""
+    """One number a block of weights to one for every four elements, of which one line for all rows of blocks lies in
+    memory; one of all stays."""
     high, wide = spec.block
     if high is None or wide is None:
         return blocks
     rows, columns = blocks.shape
-    every = blocks.view(rows, 1, columns, 1).expand(rows, high, columns, wide // 4).reshape(lanes)
-    return noise.in_memory(every.view(torch.int32)).view(torch.float32)
+    line = blocks.unsqueeze(-1).expand(rows, columns, wide // 4).reshape(rows, -1)
+    line = noise.in_memory(line.view(torch.int32)).view(torch.float32)
+    return line.view(rows, 1, -1, LANES).expand(rows, high, -1, LANES).reshape(lanes)
 
 
 def _shares(way: Way, shape: torch.Size, number: int, place: tuple[Tensor, ...] | None) -> list[list[Tensor]]:
