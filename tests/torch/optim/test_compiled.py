@@ -14,9 +14,10 @@ from quaver.recipes import Recipe, get, mxfp8
 from quaver.torch import optim
 from quaver.torch.numerics.philox import round_keys
 from quaver.torch.optim.rules.adam import Adam
-from quaver.torch.optim.stepping import compiled, noise
+from quaver.torch.optim.stepping import compiled, fours, noise
 from quaver.torch.optim.stepping.pieces import Drawn, Parts, Way
 from quaver.torch.optim.weights import Keeping
+from tests.kernels.optim.test_step import SQUARES
 
 #: One compiled piece; two of them; one and a remainder; none; one of each size and a remainder.
 SHAPES = ((512, 512), (512, 1024), (1280, 256), (64, 128), (1344, 1024))
@@ -148,6 +149,16 @@ def test_numbers_of_another_dtype_or_shape_step_without_a_program() -> None:
 def test_a_copy_compiles_as_the_first_does() -> None:
     optimizer = optim.AdamW([nn.Parameter(torch.zeros(2, 2))], compile=True)
     assert deepcopy(optimizer)._programs is not None
+
+
+def test_a_block_with_a_number_that_is_none_has_the_scale_nan() -> None:
+    """A compiler's largest of NaN is NaN with all bits set, a negative integer."""
+    keeping = Keeping("residual8", SQUARES)
+    planes = [torch.rand(64, 16, generator=torch.Generator().manual_seed(k)) for k in range(4)]
+    planes[2][40, 3] = float("nan")
+    run = torch.compile(lambda *planes: fours._coded_in_blocks(keeping, [*planes], [None] * 4, torch.Size((2, 2)))[1])
+    assert run(*planes).tolist() == fours._coded_in_blocks(keeping, planes, [None] * 4, torch.Size((2, 2)))[1].tolist()
+    assert int((run(*planes) == 255).sum()) == 1
 
 
 @pytest.mark.slow

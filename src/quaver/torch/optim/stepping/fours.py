@@ -269,7 +269,8 @@ def _coded_in_blocks(
     assert high is not None and wide is not None
     # In a loop of its own: one that takes rows together reads across lines.
     most = noise.in_memory(_most([x.abs() for x in planes]).view(torch.int32)).view(torch.float32)
-    top = most.view(blocks[0], high, blocks[1], wide // 4).amax((1, 3)).view(torch.int32)
+    # By magnitude: a compiler's largest of NaN has all bits set.
+    top = magnitude_bits(most.view(blocks[0], high, blocks[1], wide // 4).amax((1, 3)))
     top = torch.where(top < SMALLEST_NORMAL_BITS, 0, top)
     e = reference.factors(top, spec)
     each = _spread(e, spec, planes[0].shape)
