@@ -14,7 +14,7 @@ from quaver.recipes import Recipe, get, mxfp8
 from quaver.torch import optim
 from quaver.torch.numerics.philox import round_keys
 from quaver.torch.optim.rules.adam import Adam
-from quaver.torch.optim.stepping import compiled, fours, noise
+from quaver.torch.optim.stepping import compiled, fours, noise, pieces
 from quaver.torch.optim.stepping.pieces import Drawn, Parts, Way
 from quaver.torch.optim.weights import Keeping
 from tests.kernels.optim.test_step import SQUARES
@@ -144,6 +144,34 @@ def test_numbers_of_another_dtype_or_shape_step_without_a_program() -> None:
         is None
     )
     assert not programs.programs
+
+
+@pytest.mark.parametrize("preset", ["balanced", "lean"])
+def test_a_piece_that_ends_within_a_block_steps_beside_whole_ones(monkeypatch: pytest.MonkeyPatch, preset: str) -> None:
+    """Of 192 rows in blocks of 128 the last 64 are a piece, which is not read in fours."""
+    monkeypatch.setattr(pieces, "COMPILED", (128 * 256, 64 * 256))
+    monkeypatch.setattr(compiled, "_programs", {})
+    monkeypatch.setattr(torch, "compile", lambda run, **_: run)
+    both = []
+    for compile in (True, False):
+        layer = qt.Linear(256, 192, bias=False, dtype=torch.bfloat16)
+        torch.nn.init.constant_(layer.weight, 0.1)
+        qt.quantize_weights(layer, "blockwise")
+        optimizer = optim.AdamW(layer.parameters(), lr=1e-2, preset=preset, compile=compile)
+        draw = torch.Generator().manual_seed(0)
+        for _ in range(2):
+            with qt.autocast("blockwise"):
+                (layer(torch.randn(8, 256, generator=draw).bfloat16()) ** 2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        both.append((layer, optimizer))
+    (layer, ours), (twin, eager) = both
+    assert not ours._programs.failed
+    assert sorted(program.four for program in ours._programs.programs) == [False, True]
+    for key, value in ours.state[layer.weight].items():
+        same(value, eager.state[twin.weight][key], key)
+    for (name, t), other in zip(layer.state_dict().items(), twin.state_dict().values(), strict=True):
+        same(t, other, name)
 
 
 def test_a_copy_compiles_as_the_first_does() -> None:

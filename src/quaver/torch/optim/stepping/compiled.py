@@ -75,36 +75,35 @@ class Compiled:
         keep: Tensor | None,
     ) -> Callable[[Parts, int, Tensor | None], Callable[[], Written | None] | None]:
         """What makes steps of a parameter's pieces, as `Programs` says it."""
-        runs: dict[int, Callable[..., Written] | None] = {}
+        # Of one parameter pieces differ in how many rows they have: whether those are read in fours, what steps them.
+        runs: dict[int, tuple[bool, Callable[..., Written] | None]] = {}
         # A program compares nothing, and would read the bits of another dtype.
         numbers = scalars if factor is None else (*scalars, factor)
         read = all(number.dtype is torch.float32 and not number.dim() for number in numbers)
-        given: tuple[Tensor, ...] | None = None
-        four: bool | None = None
+        given: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
 
         def step_of(own: Parts, first: int, amax: Tensor | None) -> Callable[[], Written | None] | None:
-            nonlocal given, four
             if self.failed or not read or (way.draws and first % 4):
                 return None
-            if four is None:
-                four = fours.fits(way, own)
+            rows, elements = own.weight[0].shape[0], own.weight[0].numel()
+            four = runs[rows][0] if rows in runs else fours.fits(way, own)
             # Counters of four elements each: beyond it the upper word is another one.
-            if four and first >> 34 != (first + own.weight[0].numel() - 1) >> 34:
+            if four and first >> 34 != (first + elements - 1) >> 34:
                 return None
             own = fours.viewed(own) if four else _typed(way, own)
-            # Of one parameter pieces differ in how many rows they have.
-            rows = own.weight[0].shape[0]
             if rows not in runs:
                 tensors = (*own.weight, *(t for held in own.moments for t in held), *own.gradient)
                 kinds = tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
-                runs[rows] = self.program(Program(way, kinds, factor is None, keep is None, four))
-            run = runs[rows]
+                runs[rows] = four, self.program(Program(way, kinds, factor is None, keep is None, four))
+            run = runs[rows][1]
             if run is None:
                 return None
-            if way.draws and given is None:
-                narrow = four or in_bytes(own.weight[0])
-                given = noise.keyed(*drawn[:3], own.weight[0].device, torch.int32 if narrow else torch.int64)
-            place = None if given is None else _place(first, four, *given)
+            place = None
+            if way.draws:
+                dtype = torch.int32 if four or in_bytes(own.weight[0]) else torch.int64
+                if dtype not in given:
+                    given[dtype] = noise.keyed(*drawn[:3], own.weight[0].device, dtype)
+                place = _place(first, four, *given[dtype])
             return partial(self._run, run, (way, own, scalars, factor, place, amax, keep))
 
         return step_of
