@@ -10,9 +10,13 @@ import torch
 from torch import nn
 
 import quaver.torch as qt
+from quaver.core.spec import QuantSpec
 from quaver.recipes import Recipe, get, mxfp8
 from quaver.torch import optim
+from quaver.torch.optim.rules.adam import Adam
 from quaver.torch.optim.stepping import pieces
+from quaver.torch.optim.weights import Keeping
+from tests.kernels.optim.test_step import BLOCKWISE, MXFP8, SQUARES, TENSORWISE
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -42,6 +46,23 @@ def test_columns_that_step_by_themselves_are_those_of_whole_rows(
         assert torch.equal(t.view(torch.uint8), other.view(torch.uint8)), name
     for name, state in ours.state[model[0].weight].items():
         assert torch.equal(state, whole.state[twin[0].weight][name]), name
+
+
+@pytest.mark.parametrize("spec", [BLOCKWISE, SQUARES, MXFP8, TENSORWISE, None])
+def test_pieces_that_may_be_compiled_and_others_are_all_rows_once(
+    spec: QuantSpec | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of blocks that are higher than such a piece, of which the last has fewer rows."""
+    monkeypatch.setattr(pieces, "COMPILED", (1 << 14, 1 << 12))
+    monkeypatch.setattr(pieces, "PIECE", 1 << 10)
+    way = pieces.Way(Adam(), Keeping("residual8", spec), (), predicts=spec == TENSORWISE)
+    for columns in (32, 64, 96, 128, 256, 512):
+        for rows in range(16, 513, 16):
+            parts = pieces.Parts((torch.empty(rows, columns, device="meta"),), (), ())
+            every = [*pieces.divided(way, parts, compiled=True)]
+            assert all((large.stop - large.start) * columns in pieces.COMPILED for large, _ in every if large)
+            small = [row for _, each in every for some in each for row in range(some.start, some.stop)]
+            assert small == [*range(rows)], (rows, columns)
 
 
 #: In a process of its own: in one where a compilation has failed before, as in test_compiled.py, `lean` has three more.

@@ -348,7 +348,8 @@ def divided(way: Way, parts: Parts, compiled: bool) -> Iterator[tuple[slice | No
     first, (rows, columns) = 0, parts.weight[0].shape
     for size in COMPILED:
         for large in in_pieces(way, parts, size, slice(first, rows)):
-            if (large.stop - large.start) * columns == size:
+            # Where blocks are higher than such a piece, the last alone may be one: rows before it would be left out.
+            if large.start == first and (large.stop - first) * columns == size:
                 yield large, in_pieces(way, parts, PIECE, large)
                 first = large.stop
     yield None, in_pieces(way, parts, PIECE, slice(first, rows))
