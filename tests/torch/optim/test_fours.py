@@ -154,6 +154,8 @@ def test_what_has_other_codes_or_shapes_steps_one_by_one() -> None:
     own, _ = piece(way, False)
     assert fours.fits(way, own)
     assert not fours.fits(replace(way, predicts=False), own)
+    columns = replace(TENSORWISE, block=(None, 1))
+    assert not fours.fits(replace(way, keeping=Keeping("residual8", columns, True)), own)
     blocks, _ = piece(WAYS["lean 32x32"], False)
     assert not fours.fits(WAYS["blockwise"], blocks._replace(weight=(blocks.weight[0][:96], *blocks.weight[1:])))
     assert not fours.fits(replace(way, keeping=Keeping("float32", TENSORWISE)), own)

@@ -56,7 +56,7 @@ def _weight_fits(way: Way, own: Parts) -> bool:
         half = own.weight[0].dtype is torch.bfloat16
         return half and (keeping.kind != "plain" or keeping.stochastic)
     longer = keeping.spec.format == E4M3 and keeping.kind[:8] == "residual"
-    return longer and (way.shared or _blocks_fit(keeping.spec, own.weight[0].shape))
+    return longer and (keeping.spec.per_tensor if way.shared else _blocks_fit(keeping.spec, own.weight[0].shape))
 
 
 def _blocks_fit(spec: QuantSpec, shape: torch.Size) -> bool:
