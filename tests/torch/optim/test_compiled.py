@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 import quaver.torch as qt
 from quaver.core.states.codes import FLOAT32
@@ -172,6 +173,19 @@ def test_a_piece_that_ends_within_a_block_steps_beside_whole_ones(monkeypatch: p
         same(value, eager.state[twin.weight][key], key)
     for (name, t), other in zip(layer.state_dict().items(), twin.state_dict().values(), strict=True):
         same(t, other, name)
+
+
+@pytest.mark.parametrize("preset", ["float32", "exact"])
+def test_fake_tensors_step_without_a_program(monkeypatch: pytest.MonkeyPatch, preset: str) -> None:
+    """One reads their memory, and there is none."""
+    monkeypatch.setattr(compiled, "_programs", {})
+    monkeypatch.setattr(torch, "compile", lambda run, **_: run)
+    with FakeTensorMode():
+        p = nn.Parameter(torch.ones(512, 512, dtype=torch.bfloat16))
+        p.grad = torch.ones_like(p)
+        optimizer = optim.AdamW([p], preset=preset, compile=True)
+        optimizer.step()
+    assert not optimizer._programs.programs and not optimizer._programs.failed
 
 
 def test_a_copy_compiles_as_the_first_does() -> None:

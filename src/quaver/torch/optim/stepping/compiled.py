@@ -86,14 +86,16 @@ class Compiled:
             if self.failed or not read or (way.draws and first % 4):
                 return None
             rows, elements = own.weight[0].shape[0], own.weight[0].numel()
+            if rows not in runs and not all(type(t) is Tensor for t in _tensors(own)):
+                # A program reads memory, which a fake tensor has none of.
+                runs[rows] = False, None
             four = runs[rows][0] if rows in runs else fours.fits(way, own)
             # Counters of four elements each: beyond it the upper word is another one.
             if four and first >> 34 != (first + elements - 1) >> 34:
                 return None
             own = fours.viewed(own) if four else _typed(way, own)
             if rows not in runs:
-                tensors = (*own.weight, *(t for held in own.moments for t in held), *own.gradient)
-                kinds = tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
+                kinds = tuple((t.shape, t.stride(), t.dtype, t.device) for t in _tensors(own))
                 runs[rows] = four, self.program(Program(way, kinds, factor is None, keep is None, four))
             run = runs[rows][1]
             if run is None:
@@ -124,6 +126,10 @@ class Compiled:
                 stacklevel=2,
             )
             return None
+
+
+def _tensors(own: Parts) -> tuple[Tensor, ...]:
+    return (*own.weight, *(t for held in own.moments for t in held), *own.gradient)
 
 
 def _place(first: int, four: bool, keys: Tensor, upper: Tensor) -> tuple[Tensor, Tensor, Tensor]:
