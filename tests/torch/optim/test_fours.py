@@ -149,6 +149,21 @@ def same(a: torch.Tensor, b: torch.Tensor, which: str, lost: bool = False) -> No
     assert not len(wrong), f"{which}: {len(wrong)} differ, {wrong[0].tolist()} first"
 
 
+@pytest.mark.parametrize("kind", ["residual8", "residual16"])
+def test_every_code_with_every_residual_is_what_it_is_one_by_one(kind: str) -> None:
+    """Also where a weight was set to zero and kept a residual below it; what is read there is zero."""
+    keeping, more = Keeping(kind, TENSORWISE), fours.MORE[kind]
+    code = torch.arange(256, dtype=torch.int32).repeat_interleave(256).view(512, 128)
+    rest = torch.arange(-128, 128, dtype=torch.int32).repeat(256).view(512, 128) * 2 ** (more - 8)
+    rest[:, ::5] += 2 ** (more - 8) - 1
+    expected = weights.worth(keeping, code, rest, more)
+    assert bool(expected.isfinite().all())
+    weight = (code.to(torch.uint8), rest.to(torch.int8 if more == 8 else torch.int16))
+    lanes = tuple(map(fours._lanes, fours.viewed(Parts(weight, (), weight)).weight))
+    planes = torch.stack([fours._weight(keeping, lanes, k, 4) for k in range(4)], -1).view(512, 128)
+    assert torch.equal(planes.view(torch.int32), expected.view(torch.int32))
+
+
 def test_what_has_other_codes_or_shapes_steps_one_by_one() -> None:
     way = WAYS["lean"]
     own, _ = piece(way, False)
