@@ -80,15 +80,17 @@ def same(a: torch.Tensor, b: torch.Tensor, name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_words_for_a_compiler_are_those_of_eager_steps(dtype: torch.dtype) -> None:
-    """Keys of int32 draw by halves of words; a first element beyond 2**34, a seed of 64 bits."""
-    first, drawn = 3 * 2**34 + 2**20, (0xFEDC_BA98_7654_3210, 3, 70_000, torch.device("cpu"))
+    """Keys of int32 draw by halves of words; a first element beyond 2**34, whose counters cross 2**31, a seed of 64
+    bits."""
+    first, drawn = 3 * 2**34 + 2**33 - 2**10, (0xFEDC_BA98_7654_3210, 3, 70_000, torch.device("cpu"))
     expected = noise.words(first, 4096, *drawn).to(torch.int32)
     key, upper = noise.stream(*drawn)
     given = noise.keyed(*drawn, dtype)
     for one, other in zip(given, (round_keys(key).to(dtype), upper.to(dtype)), strict=True):
         assert one.dtype is dtype and torch.equal(one, other)
     assert torch.equal(noise.traced_words(4096, torch.tensor(first), *given), expected)
-    place = compiled._place(first, True, *(word.to(torch.int32) for word in given))
+    place = compiled._place(first, True, *given)
+    assert all(word.dtype is dtype for word in place)
     fours = noise.traced_fours(torch.Size((16, 64)), *place)
     assert torch.equal(torch.stack(fours, -1).view(-1), expected)
     pairs = noise.traced_pairs(torch.Size((64, 32)), *place)

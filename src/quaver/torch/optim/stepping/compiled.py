@@ -42,6 +42,10 @@ OPTIONS: dict[str, Any] = {
     "size_asserts": False,
     "alignment_asserts": False,
 }
+#: Bytes of what a program computes with, at least. glibc gives what is freed back to the system where that is more than
+#: twice the largest block that was mapped and freed before, and the next piece has it mapped anew: in some processes
+#: that have freed no large tensor 3,000 page faults a piece, two fifths of a step.
+TEMPORARIES = 1 << 24
 #: Of this process: an optimizer's program is another's.
 _programs: dict[Program, Callable[..., Written]] = {}
 
@@ -52,6 +56,7 @@ class Compiled:
     def __init__(self) -> None:
         self.programs: set[Program] = set()
         self.failed = False
+        torch.empty(TEMPORARIES, dtype=torch.uint8, device="cpu")
 
     def program(self, key: Program) -> Callable[..., Written] | None:
         """What steps such pieces; None if there are too many programs."""
@@ -80,9 +85,10 @@ class Compiled:
         # A program compares nothing, and would read the bits of another dtype.
         numbers = scalars if factor is None else (*scalars, factor)
         read = all(number.dtype is torch.float32 and not number.dim() for number in numbers)
-        given: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
+        given: tuple[Tensor, Tensor] | None = None
 
         def step_of(own: Parts, first: int, amax: Tensor | None) -> Callable[[], Written | None] | None:
+            nonlocal given
             if self.failed or not read or (way.draws and first % 4):
                 return None
             rows, elements = own.weight[0].shape[0], own.weight[0].numel()
@@ -102,10 +108,10 @@ class Compiled:
                 return None
             place = None
             if way.draws:
-                dtype = torch.int32 if four or in_bytes(own.weight[0]) else torch.int64
-                if dtype not in given:
-                    given[dtype] = noise.keyed(*drawn[:3], own.weight[0].device, dtype)
-                place = _place(first, four, *given[dtype])
+                device = own.weight[0].device
+                if given is None:
+                    given = noise.keyed(*drawn[:3], device, torch.int32 if in_bytes(own.weight[0]) else torch.int64)
+                place = _place(first, four, *given)
             return partial(self._run, run, (way, own, scalars, factor, place, amax, keep))
 
         return step_of
@@ -137,7 +143,8 @@ def _place(first: int, four: bool, keys: Tensor, upper: Tensor) -> tuple[Tensor,
     if not four:
         return torch.tensor(first, dtype=torch.int64, device=keys.device), keys, upper
     high, low = divmod(first // 4, 1 << 32)
-    at = torch.tensor((low ^ 1 << 31) - (1 << 31), dtype=torch.int32, device=keys.device)
+    low = (low ^ 1 << 31) - (1 << 31) if keys.dtype is torch.int32 else low
+    at = torch.tensor(low, dtype=keys.dtype, device=keys.device)
     return at, keys, upper ^ high if high else upper
 
 
