@@ -14,7 +14,7 @@ import pytest
 import triton
 
 from quaver.torch.backends.gpu.launching.device import TRAITS
-from tests.contracts.house import modules, parsed, walk
+from tests.contracts.sources import modules, parsed, walk
 
 TABLE = "quaver.torch.backends.gpu.launching.device"
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"

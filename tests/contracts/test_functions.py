@@ -2,7 +2,7 @@
 
 import ast
 
-from tests.contracts.house import modules, parsed, walk
+from tests.contracts.sources import modules, parsed, walk
 
 #: What a reader keeps in mind.
 MOST_ARGUMENTS, MOST_LINES = 12, 80

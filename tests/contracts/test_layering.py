@@ -1,8 +1,6 @@
 """Who may import whom: arrows point down only, no cycle, lazy imports inside functions counted."""
 
-import ast
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -12,23 +10,7 @@ from statistics import median
 import pytest
 
 from tests import forked
-from tests.contracts.house import (
-    PAGE,
-    ROOT,
-    Link,
-    arrows,
-    everything,
-    first_sentence,
-    height,
-    imports,
-    links,
-    modules,
-    packages,
-    parsed,
-    rooms,
-    upward,
-    written,
-)
+from tests.contracts.sources import ROOT, everything, imports, modules
 
 #: Which parts of the library a part may import, its own files included. The longest prefix of a module's name decides.
 OURS: dict[str, set[str]] = {
@@ -60,110 +42,11 @@ THEIRS = {
 }
 NEVER = {"quaver.torch": {"jax", "jaxlib", "flax", "optax"}, "quaver.jax": {"torch", "torchao"}}
 
-#: The rooms of a package from the ground up: each may import those before it, and none after. A package whose rooms
-#: are all files needs no row: without a cycle of files there is an order of them.
-FLOORS: dict[str, tuple[str, ...]] = {
-    "quaver": ("core", "recipes", "rules", "kernels", "torch", "jax", "compat", "integrations", "train"),
-    "quaver.core": (
-        *("text", "numbers", "spec", "options", "recipe_functions", "reference", "converting", "costs", "states"),
-    ),
-    "quaver.kernels": ("hashing", "bits", "optim", "quantizing", "emulating", "fused", "attention", "state_space"),
-    "quaver.torch": ("numerics", "backends", "state", "operations", "linear", "blocks", "model", "parallel", "optim"),
-    "quaver.torch.backends": ("cpu", "gpu"),
-    "quaver.torch.backends.gpu": (
-        *("launching", "quantizing", "stepping", "emulating", "gemms", "families", "fused", "mixing", "announcing"),
-    ),
-    "quaver.torch.state": (
-        *("layer", "recomputation", "history", "noise", "kept_weights", "counters", "buffers", "context"),
-        "checkpointing",
-    ),
-    "quaver.torch.linear": (
-        *("stored", "gemms", "plans", "entrance", "function", "layer", "divided", "projections", "grouped"),
-    ),
-    "quaver.torch.blocks": (
-        *("renamed", "prologues", "norm_linear", "mlp", "attention", "loss", "experts", "state_space", "transformer"),
-    ),
-    "quaver.torch.blocks.state_space": (
-        *("sequences", "scan", "convolution", "gated_norm", "cache", "mamba2", "layer"),
-    ),
-    "quaver.torch.linear.grouped": (
-        *("call", "rows", "products", "host", "device", "operators", "function", "matmul", "layer"),
-    ),
-    "quaver.torch.blocks.attention": (
-        *("inputs", "implementations", "op", "dot_product", "explanation", "rope", "cache", "multihead"),
-        "latent",
-    ),
-    "quaver.torch.model": (
-        *("matrices", "attention_modules", "reach", "fusing", "report", "conversion", "huggingface", "weights"),
-        "programs",
-    ),
-    "quaver.torch.model.weights": ("freezing", "filling", "gradients", "state_dicts", "quantized", "serving"),
-    "quaver.torch.model.fusing": (
-        *("fused", "comparing", "ropes", "norms", "mlps", "mixers", "attentions", "losses", "placing"),
-    ),
-    "quaver.torch.parallel": (
-        *("traffic", "alike", "wire", "quantized", "tensor", "fsdp", "context", "pipeline", "checkpoint"),
-    ),
-    "quaver.torch.parallel.tensor": (
-        *("layout", "parts", "tokens", "joined", "products", "words", "layers", "styles"),
-    ),
-    "quaver.torch.parallel.quantized": ("gradients", "dispatch", "journey", "experts"),
-    "quaver.torch.parallel.pipeline": ("splitting", "stages"),
-    "quaver.torch.optim": (
-        *(
-            "refusals",
-            "codes",
-            "weights",
-            "rules",
-            "stepping",
-            "gradients",
-            "loading",
-            "optimizer",
-            "optimizers",
-        ),
-    ),
-    "quaver.compat": (
-        *("stand_in", "missing", "flattened", "checkpoints", "extra_state", "torchao", "transformer_engine"),
-    ),
-    "quaver.compat.transformer_engine": ("common", "pytorch", "jax"),
-    "quaver.compat.transformer_engine.jax": ("sharding", "quantize", "flax"),
-    "quaver.compat.transformer_engine.jax.flax": ("fields", "module", "attention", "transformer"),
-    "quaver.compat.transformer_engine.pytorch": (
-        *("quantization", "module", "attention", "transformer", "permutation", "router", "cross_entropy"),
-        *("optimizers", "distributed"),
-    ),
-    "quaver.compat.torchao": ("float8",),
-    "quaver.integrations": ("huggingface", "accelerate", "lightning", "peft", "torchtitan"),
-    "quaver.jax": ("numerics", "operations", "state", "linears", "blocks", "linen", "nnx"),
-    "quaver.jax.blocks": (*("options", "activation", "norm", "residuals", "feed_forward", "attention", "experts"),),
-    "quaver.train": (
-        *("files", "configuration", "data", "records", "learning", "running", "showing", "commands", "__main__"),
-    ),
-    "quaver.train.learning": ("nonfinite", "learner", "ranks", "mesh", "jax", "torch", "frameworks"),
-    "quaver.train.learning.torch": (
-        *("device", "model", "optimizer", "parallel", "nonfinite", "update", "learner", "decoding", "trials"),
-    ),
-    "benchmarks": ("measuring", "subjects", "host_cost", "acceptance", "pages", "cases", "gpu", "cpu", "__main__"),
-    "benchmarks.cases": ("linear", "blocks", "models", "host", "ranks"),
-    "benchmarks.gpu": ("measuring", "sections", "ahead", "targets", "child", "options", "report", "run", "__main__"),
-    "benchmarks.gpu.sections": ("kernels", "layers", "training", "registry"),
-}
-#: Rooms that a package may have.
-MOST_ROOMS = 9
-#: A file here bears the name of the one function that it is for: a row a recipe, a row a kernel.
-A_FUNCTION_A_FILE = ("quaver.recipes.", "quaver.kernels.")
-#: How a sentence says what does not belong in a package.
-EXCLUDES = re.compile(r"\b(no|not|nothing|none|neither|alone|all else)\b")
-#: All that is there, and who imports whom.
-HOUSE = everything()
+#: Every module of the library and of the benchmarks.
+SOURCES = everything()
 
 #: Names that say nothing about what is in a file.
 EMPTY_NAMES = {"utils", "util", "common", "base", "helpers", "helper", "misc"}
-
-
-@cache
-def house_links() -> list[Link]:
-    return links(HOUSE)
 
 
 def part(name: str) -> str:
@@ -223,58 +106,8 @@ def test_every_import_points_down() -> None:
 
 
 def test_there_is_no_cycle_lazy_imports_counted() -> None:
-    circle = cycle(HOUSE)
+    circle = cycle(SOURCES)
     assert not circle, " → ".join(circle)
-
-
-@pytest.mark.parametrize("package", FLOORS)
-def test_no_room_imports_one_above_it(package: str) -> None:
-    assert set(FLOORS[package]) == rooms(HOUSE, package), "a new room needs its floor"
-    above = upward(house_links(), package, FLOORS[package])
-    assert not above, "\n".join(map(str, above))
-
-
-def test_a_package_of_packages_has_floors() -> None:
-    assert {name.rpartition(".")[0] for name in packages(HOUSE) if "." in name} <= set(FLOORS)
-
-
-def test_no_room_imports_the_face_of_its_package() -> None:
-    inside = [link for package in packages(HOUSE) for link in upward(house_links(), package, ())]
-    assert not inside, "\n".join(map(str, inside))
-
-
-def test_no_package_has_more_rooms_than_a_reader_keeps_in_mind() -> None:
-    counts = {package: len(rooms(HOUSE, package)) for package in packages(HOUSE)}
-    full = {package: count for package, count in counts.items() if count > MOST_ROOMS}
-    assert not full, f"at most {MOST_ROOMS} files and packages: {full}"
-
-
-@pytest.mark.parametrize("package", packages(HOUSE))
-def test_the_first_sentence_of_a_package_says_what_belongs_there_and_what_does_not(package: str) -> None:
-    says = first_sentence(HOUSE[package])
-    assert says.endswith("."), f"{package} has no docstring that begins with a sentence"
-    assert package == "quaver" or EXCLUDES.search(says), f"{package} does not say what may not be put there: {says}"
-
-
-def test_no_function_bears_the_name_of_its_module() -> None:
-    bears = [
-        name
-        for name, source in modules().items()
-        if not name.startswith(A_FUNCTION_A_FILE)
-        for node in parsed(source).body
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name.rpartition(".")[2]
-    ]
-    assert not bears, f"whoever imports the function cannot see the module: {bears}"
-
-
-def test_no_face_hides_a_room() -> None:
-    hidden = []
-    for package in packages(HOUSE):
-        froms = [node for node in parsed(HOUSE[package]).body if isinstance(node, ast.ImportFrom)]
-        aliases = [(alias, f"{node.module}.{alias.name}") for node in froms for alias in node.names]
-        shown = {alias.asname or alias.name for alias, full in aliases if full not in HOUSE}
-        hidden += [f"{package}.{name}" for name in sorted(shown & rooms(HOUSE, package))]
-    assert not [name for name in hidden if not name.startswith(A_FUNCTION_A_FILE)], hidden
 
 
 @pytest.mark.parametrize("part", ["core", "kernels", "torch", "jax", "train"])
@@ -283,32 +116,6 @@ def test_tests_lie_where_what_they_test_lies(part: str) -> None:
     folders = {path.parent.relative_to(tests).as_posix() for path in tests.rglob("*.py")} - {".", "gate"}
     astray = sorted(folder for folder in folders if not (ROOT / "quaver" / part / folder).is_dir())
     assert not astray, f"no package of that name in quaver/{part}: {astray}"
-
-
-def test_the_table_of_contributing_is_the_house() -> None:
-    page = PAGE.read_text()
-    assert page == written(page, FLOORS), "python -m tests.contracts.house writes it anew"
-
-
-def test_an_import_of_a_room_above_is_seen() -> None:
-    sources = {
-        "p": "from p.b import x",
-        "p.a": "",
-        "p.a.one": "def f():\n    from p.b.two import y",
-        "p.a.face": "from p import x",
-        "p.b": "",
-        "p.b.two": "from p.a.one import f",
-    }
-    all_links = links(sources)
-    assert packages(sources) == ["p", "p.a", "p.b"] and rooms(sources, "p") == {"a", "b"}
-    assert [str(link) for link in upward(all_links, "p", ("a", "b"))] == [
-        "p.a.one:2 imports p.b.two",
-        "p.a.face:1 imports p",
-    ]
-    assert [link.module for link in upward(all_links, "p", ("b", "a"))] == ["p.b.two", "p.a.face"]
-    assert set(arrows(all_links, "p")) == {("a", "b"), ("b", "a")}
-    one_way = {name: source for name, source in sources.items() if name != "p.b.two"} | {"p.b.two": ""}
-    assert height(one_way, links(one_way), "p") == 2 and height(one_way, links(one_way), "p.b") == 1
 
 
 def test_no_file_has_a_name_that_says_nothing() -> None:

@@ -16,7 +16,7 @@ from torch import nn
 import quaver.torch as qt
 from quaver import recipes
 from quaver.torch.state.layer import LayerState, state_of
-from tests.contracts.house import parsed, walk
+from tests.contracts.sources import parsed, walk
 
 ROOT = Path(__file__).parents[2] / "src" / "quaver"
 #: Whose modules run in several threads: a backward has one of its own on a GPU.

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from tests.contracts.house import parsed, walk
+from tests.contracts.sources import parsed, walk
 
 ROOT = Path(__file__).parents[2]
 FRAMEWORKS = ("torch", "triton")

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.contracts.test_layering import FLOORS
-
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 HOUSE = ROOT / "src" / "quaver"
@@ -96,17 +94,6 @@ def test_the_tree_in_the_readme_is_the_tree() -> None:
         # A package's __init__.py goes without saying.
         missing = there - drawn - {"__init__.py"}
         assert not missing, f"README.md does not draw {sorted(missing)} in {where or 'src/quaver/'}"
-
-
-@pytest.mark.parametrize("package", ["quaver", "quaver.core", "quaver.kernels", "quaver.torch", "quaver.jax"])
-def test_rooms_are_drawn_from_the_ground_up(package: str) -> None:
-    """In the order of the floors that imports are held to."""
-    where = package.removeprefix("quaver").removeprefix(".").replace(".", "/")
-    drawn = [name.strip("/").removesuffix(".py") for name in tree(README.read_text())[f"{where}/" if where else ""]]
-    floors = [name for name in FLOORS[package] if name != "__main__"]
-    assert [name for name in drawn if name != "__init__"] == floors, (
-        f"README.md draws the rooms of {package} in another order"
-    )
 
 
 def test_every_python_block_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.contracts.house import ROOT, modules, parsed, walk
-from tests.contracts.test_language import sentences
+from tests.contracts.sources import ROOT, modules, parsed, sentences, walk
 
 HOME = ROOT.parent
 TREES = {"quaver": ROOT, "benchmarks": HOME, "tests": HOME}

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 from torch import nn
 
-from tests.contracts.house import modules, parsed, walk
+from tests.contracts.sources import modules, parsed, walk
 
 #: What makes a tensor from no tensor; torch's own list of what a default device moves is a part of it.
 _FACTORIES = """
