@@ -184,7 +184,7 @@ def test_a_parameters_layer_is_the_one_that_has_it_now() -> None:
     first, last = model[0], model[2]
     assert storing.owner(first.weight) is first and storing.owner(last.weight) is last
     old, new = first.weight, nn.Parameter(first.weight.detach().clone(), requires_grad=False)
-    first.weight = new
+    first.weight, first.weight_scale = new, first.weight_scale.clone()
     assert storing.owner(new) is first and storing.owner(old) is None
     twin = copy.deepcopy(model)
     assert storing.owner(twin[2].weight) is twin[2] and storing.owner(last.weight) is last

@@ -109,6 +109,8 @@ class Quantizable(nn.Module):
         if name == "weight":
             # FSDP2 sets the same parameter at each gather, and nothing on it shows that; another one after that.
             kept_weights.free(self)
+            if self.weight_spec is not None and hasattr(value, "device_mesh"):
+                stored.versions_unknown(self)
         super().__setattr__(name, value)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

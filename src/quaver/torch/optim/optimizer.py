@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quaver.torch.linear.stored import storing
+from quaver.torch.linear.stored.stored import record_versions
 from quaver.torch.operations.ops import no_kernels
 from quaver.torch.optim import weights
 from quaver.torch.optim.gradients.held import Gradients
@@ -182,6 +183,9 @@ class Optimizer(Kept):
         _finish(waiting)
         self._launch(taken, keep)
         ranks.tell_scales(every)
+        for p in parameters:
+            if storing.holds_codes(p) and (layer := storing.owner(p)) is not None:
+                record_versions(layer)
 
     def _not_finite(self, parameters: list[Tensor], overflow: Tensor | None) -> Tensor:
         """1 where a gradient is not finite, else 0, float32 []. Raises: ValueError, if that is asked."""

@@ -416,6 +416,73 @@ def test_a_scale_that_is_written_by_itself_is_seen(name: str) -> None:
     assert not torch.equal(one(x), before)
 
 
+def _copied_in_place(one: Any, other: Any) -> None:
+    with torch.no_grad():
+        one.weight.copy_(other.weight)
+
+
+def _assigned(one: Any, other: Any) -> None:
+    one.weight = other.weight
+
+
+def _cloned(one: Any, other: Any) -> None:
+    codes = other.weight.detach().view(torch.uint8).clone().view(other.weight.dtype)
+    one.weight = nn.Parameter(codes, requires_grad=other.weight.requires_grad)
+
+
+COPIES = pytest.mark.parametrize("copied", [_copied_in_place, _assigned, _cloned], ids=lambda f: f.__name__)
+
+
+@QUANTIZED
+@COPIES
+@pytest.mark.parametrize("warm", [False, True])
+def test_codes_that_are_copied_without_their_scales_raise_at_the_next_forward(
+    name: str, copied: Any, warm: bool
+) -> None:
+    one, other, x = layer(name), layer(name, seed=1), torch.randn(3, K)
+    other.set_weight(8 * plain(name, seed=1).weight.detach())
+    expected, state = other(x), copy.deepcopy(other.state_dict())
+    if warm:
+        one(x)
+    copied(one, other)
+    with pytest.raises(ValueError, match="without their scales"):
+        one(x)
+    one.load_state_dict(state)
+    assert_bitwise(one(x), expected)
+    assert_bitwise(copy.deepcopy(one)(x), expected)
+
+
+@COPIES
+def test_codes_of_a_stack_that_are_copied_without_their_scales_raise(copied: Any) -> None:
+    with qt.quantized_init("mxfp8"):
+        one, other = qt.GroupedLinear(2, 64, 32), qt.GroupedLinear(2, 64, 32)
+    copied(one, other)
+    with pytest.raises(ValueError, match="without their scales"):
+        one(torch.randn(4, 64), torch.tensor([2, 4], dtype=torch.int32))
+
+
+def test_codes_and_scales_that_are_both_copied_are_read() -> None:
+    one, other, x = layer("mxfp8"), layer("mxfp8", seed=1), torch.randn(3, K)
+    with torch.no_grad():
+        one.weight.copy_(other.weight)
+        one.weight_scale.copy_(other.weight_scale)
+        one.bias.copy_(other.bias)
+    assert_bitwise(one(x), other(x))
+
+
+@EIGHT
+def test_a_step_of_an_optimizer_moves_codes_and_scales_together(name: str) -> None:
+    one, other, x = layer(name), layer(name, seed=1), torch.randn(3, K)
+    adam = qt.optim.AdamW(one.parameters(), lr=1e-3)
+    for _ in range(3):
+        one(x).square().sum().backward()
+        adam.step()
+        adam.zero_grad()
+    _copied_in_place(one, other)
+    with pytest.raises(ValueError, match="without their scales"):
+        one(x)
+
+
 def test_only_layers_made_inside_are_quantized_and_contexts_nest() -> None:
     before = qt.Linear(8, 8)
     with qt.quantized_init("mxfp8"):

@@ -56,10 +56,56 @@ def check_uncast(layer: nn.Module, weight: Tensor) -> None:
         )
 
 
+def record_versions(layer: nn.Module) -> None:
+    """Remember that the layer's present codes and scales belong together: called by whatever writes both."""
+    weight = layer._parameters.get("weight")
+    if weight.__class__ is nn.Parameter and layer.__dict__.get("versions", ()) is not None:
+        layer.__dict__["versions"] = _versions(layer, weight)
+
+
+def versions_unknown(layer: nn.Module) -> None:
+    """Leave a sharded weight out of `check_scales`: fully_shard gathers it into other memory each time."""
+    layer.__dict__["versions"] = None
+
+
+def check_scales(layer: nn.Module, weight: Tensor) -> None:
+    """Check that the codes were not replaced without their scales, as `b.weight.copy_(a.weight)` does.
+
+    A write through `.data` does not move the version of a tensor, so it is not seen.
+
+    Raises:
+        ValueError: the codes are other ones than at the last check, and a scale is the same.
+    """
+    if weight.__class__ is not nn.Parameter or is_tracing():
+        return
+    before = layer.__dict__.get("versions")
+    if before is None or before == (now := _versions(layer, weight)):
+        return
+    if now[0] != before[0] and any(one == other for one, other in zip(now[1:], before[1:], strict=True)):
+        name = layer.__dict__.get("qualified_name") or type(layer).__name__
+        raise ValueError(
+            f"{name}: the codes of a quantized weight were copied or replaced without their scales. Call "
+            "layer.load_state_dict(other.state_dict()), which carries both, or layer.set_weight(value) with a "
+            "high-precision value"
+        )
+    layer.__dict__["versions"] = now
+
+
+def _versions(layer: nn.Module, weight: Tensor) -> list[tuple[int, int]]:
+    """(address, version) of the codes and of each of their scales."""
+    scales = (layer._buffers.get(name) for name in SCALES)
+    return [
+        (tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version)
+        for tensor in (weight, *scales)
+        if tensor is not None
+    ]
+
+
 def codes(layer: nn.Module, weight: Tensor) -> Quantized:
     """The weight's codes and scales as an operand."""
     gathered = getattr(weight, "gathered_codes", None)
     weight = weight if gathered is None else gathered
+    check_scales(layer, weight)
     spec: QuantSpec = layer.__dict__["weight_spec"]
     scale: Any = layer._buffers["weight_scale"]
     factor = layer._buffers.get("weight_factor")
@@ -180,6 +226,7 @@ class StackCodes(NamedTuple):
 
 def stack_codes(layer: Any) -> StackCodes:
     """What a layer's stack of codes has beside them."""
+    check_scales(layer, layer._parameters["weight"])
     buffers = layer._buffers
     spec, scale, factor = layer.__dict__["weight_spec"], buffers["weight_scale"], buffers.get("weight_factor")
     return StackCodes(spec, scale, factor, lies_turned(layer), layer.in_features)

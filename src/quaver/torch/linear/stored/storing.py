@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from quaver.core.spec import QuantSpec, Recipe
-from quaver.torch.linear.stored.stored import CODE_DTYPES, CODES, SCALES, dequantized, lies_turned
+from quaver.torch.linear.stored.stored import (
+    CODE_DTYPES,
+    CODES,
+    SCALES,
+    dequantized,
+    lies_turned,
+    record_versions,
+)
 from quaver.torch.numerics.philox import QUIET
 from quaver.torch.operations import ops
 from quaver.torch.operations.flattening import empty_parts, parts
@@ -20,7 +27,7 @@ from quaver.torch.state import kept_weights
 from quaver.torch.state.layer import state_of
 
 #: Attributes of such a layer.
-ABOUT = ("weight_spec", "weight_dtype", "keep_initial")
+ABOUT = ("weight_spec", "weight_dtype", "keep_initial", "versions")
 
 
 #: Attribute of a parameter that a layer no longer has: what has put another in its place.
@@ -197,6 +204,7 @@ def write(layer: Any, value: Tensor) -> None:
     layer.weight.copy_(codes)
     for name, scale in scales.items():
         layer._buffers[name].copy_(scale)
+    record_versions(layer)
 
 
 @torch.no_grad()
@@ -395,6 +403,7 @@ def settle(layer: Any) -> None:
     if not _hooked:
         _hooked.append(register_optimizer_step_pre_hook(_refuse_optimizer))
     _stored.add(layer)
+    record_versions(layer)
 
 
 _hooked: list[Any] = []
