@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.contracts.test_installs import installed_by, packages_of
-from tests.contracts.test_readme import ROOT, python_blocks
+from tests.contracts.test_readme import ROOT, python_blocks, run_blocks
 
 FOLDERS = [ROOT / "docs" / "blocks", ROOT / "docs" / "guides"]
 PAGES = [*(page for folder in FOLDERS for page in sorted(folder.glob("*.md"))), ROOT / "docs" / "optimizer.md"]
@@ -32,13 +32,7 @@ def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pyte
         warnings.simplefilter("default")
     # An optimizer of torchao's compiles its step for each parameter: as far as Inductor's graph, without C++.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
-    names: dict[str, object] = {"__name__": "page"}
-    for line, code in blocks:
-        try:
-            exec(compile("\n" * (line - 1) + code, str(page), "exec"), names)
-        except Exception as error:
-            error.add_note(f"in the block of {page.name} that begins on line {line}:\n{code}")
-            raise
+    run_blocks(page)
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "docs" / "limits.md"], ids=lambda p: f"{p.parent.name}-{p.stem}")

@@ -9,6 +9,8 @@ ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 HOUSE = ROOT / "src" / "quaver"
 
+#: What a page says whose blocks need the ones before them; the blocks of other pages run alone.
+CONTINUES = "Each block continues the ones before it."
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```\s*$", re.MULTILINE | re.DOTALL)
 BRANCH = re.compile(r"^((?:│   |    )*)(?:├──|└──) (.+)$")
 NAME = re.compile(r"[\w.-]+(?:/|\.py)$")
@@ -96,18 +98,23 @@ def test_the_tree_in_the_readme_is_the_tree() -> None:
         assert not missing, f"README.md does not draw {sorted(missing)} in {where or 'src/quaver/'}"
 
 
+def run_blocks(page: Path) -> None:
+    """Run each block of Python alone, or all in one namespace where the page says so (`CONTINUES`)."""
+    text = page.read_text()
+    names: dict[str, object] = {}
+    for line, code in python_blocks(text):
+        if CONTINUES not in text or not names:
+            names = {"__name__": "page"}
+        try:
+            exec(compile("\n" * (line - 1) + code, str(page), "exec"), names)
+        except Exception as error:
+            error.add_note(f"in the block of {page.name} that begins on line {line}:\n{code}")
+            raise
+
+
 def test_every_python_block_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    text = README.read_text()
-    blocks = python_blocks(text)
-    assert blocks, "README.md shows no Python"
-    names: dict[str, object] = {"__name__": "readme"}
-    for line, code in blocks:
-        try:
-            exec(compile("\n" * (line - 1) + code, str(README), "exec"), names)
-        except Exception as error:
-            error.add_note(f"in the block of README.md that begins on line {line}:\n{code}")
-            raise
+    run_blocks(README)
 
 
 def test_a_drawing_is_read() -> None:

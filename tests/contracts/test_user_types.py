@@ -37,7 +37,10 @@ def every_public_name() -> str:
 @pytest.mark.parametrize("module", PUBLIC)
 def test_dir_shows_the_public_names_alone(module: str) -> None:
     shown = {name for name in dir(importlib.import_module(module)) if f"{module}.{name}" not in PUBLIC}
-    assert shown - {"__version__"} == set(importlib.import_module(module).__all__) - {"recipes", "rules"}
+    assert shown - {"__version__", "optim", "parallel"} == set(importlib.import_module(module).__all__) - {
+        "recipes",
+        "rules",
+    }
 
 
 def test_submodules_stay_importable_and_front_ends_are_shown_once_imported() -> None:
@@ -45,6 +48,13 @@ def test_submodules_stay_importable_and_front_ends_are_shown_once_imported() -> 
     code += "print('torch' in before, 'torch' in dir(quaver), 'linear' in dir(quaver.torch), linear.Linear.__name__)"
     done = forked.bare("torch").run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "True", "False", "Linear"]
+
+
+def test_packages_of_the_torch_front_end_are_attributes() -> None:
+    code = "import sys, quaver.torch as qt; print('quaver.torch.optim' in sys.modules, qt.optim.AdamW.__name__, "
+    code += "qt.parallel.gather_quantized.__name__, hasattr(qt, 'optimizers'))"
+    done = forked.bare("torch").run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "AdamW", "gather_quantized", "False"]
 
 
 def mypy_strict(folder: Path, *scripts: Path) -> list[str]:

@@ -1,6 +1,8 @@
 """The PyTorch front end: `Linear`, `autocast`, `convert`, and the operations they are made of; no JAX."""
 
+import importlib
 from importlib.util import find_spec
+from types import ModuleType
 
 if find_spec("torch") is None:
     sentence = "quaver.torch needs PyTorch, which is not installed: pip install 'quaver[torch]'"
@@ -131,6 +133,16 @@ __all__ = [
 ]
 
 
+#: Packages that are imported at their first use, as attributes.
+_LAZY = ("optim", "parallel")
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in _LAZY:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def __dir__() -> list[str]:
     """The public names alone."""
-    return sorted(__all__)
+    return sorted([*__all__, *_LAZY])
