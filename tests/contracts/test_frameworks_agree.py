@@ -1,5 +1,6 @@
 """Bits are part of the API: what JAX stores is what numpy and torch store, eager and under jit."""
 
+import dataclasses
 from collections.abc import Collection, Iterator
 from functools import partial
 from typing import Any
@@ -14,7 +15,8 @@ import torch
 import quaver.jax as qj
 import quaver.torch as qt
 from quaver.core import reference
-from quaver.core.numbers.formats import E2M1, E4M3, E5M2
+from quaver.core.numbers.formats import E2M1, E4M3, E5M2, E8M0, Format
+from quaver.core.numbers.formats import FORMATS as FORMATS_BY_NAME
 from quaver.core.spec import QuantSpec
 from tests.close import assert_bitwise
 from tests.conftest import QUICKEST
@@ -251,3 +253,27 @@ def test_the_transpose_of_a_square_block_is_that_of_numpy(spec: QuantSpec) -> No
     q = reference.quantize(x, spec, **STREAM)
     for got, right in zip(turn(x), (q.scales(), q.codes(), q.dequantize()), strict=True):
         assert_bitwise(np.asarray(got), right.T)
+
+
+@pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS_BY_NAME.values() if fmt.signed], ids=str)
+def test_values_of_all_codes_are_the_references_and_quantize_to_the_same_codes(fmt: Format) -> None:
+    codes = np.arange(2**fmt.bits, dtype=np.uint8)
+    values = reference.decode(codes, fmt)[None]
+    codes, values = codes[~np.isnan(values[0])], values[:, ~np.isnan(values[0])]
+    spec = QuantSpec(fmt, scale="unit")
+    for q in (qt.quantize(torch.from_numpy(values), spec), qj.quantize(jnp.asarray(values), spec)):
+        assert_bitwise(np.asarray(q.codes())[0], codes)
+        assert_bitwise(np.asarray(q.dequantize()), values)
+
+
+def test_scales_of_all_e8m0_codes_are_the_references() -> None:
+    spec, codes = QuantSpec(E4M3, (1, 32), "e8m0"), np.arange(256, dtype=np.uint8)[:, None]
+    expected = reference.decode(codes, E8M0)
+    ones = np.ones((256, 32), np.float32)
+    of_torch, of_jax = qt.quantize(torch.from_numpy(ones), spec), qj.quantize(jnp.asarray(ones), spec)
+    of_torch = dataclasses.replace(of_torch, scale=torch.from_numpy(codes))
+    of_jax = dataclasses.replace(of_jax, scale=jnp.asarray(codes))
+    for q in (of_torch, of_jax):
+        # As integers: XLA on a CPU flushes the subnormal 2**-127.
+        bits = np.asarray(q.scales()).view(np.int32)
+        assert_bitwise(bits, expected.view(np.int32))

@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from quaver.core import reference
 from quaver.core.numbers.formats import FORMATS, Format
 from quaver.core.numbers.philox import uniform
 from quaver.core.numbers.rounding import NAN_CODE, encode, magnitudes, round_to
@@ -22,6 +23,17 @@ def grid(fmt: Format) -> np.ndarray:
 
 def float32(*values: float) -> np.ndarray:
     return np.array(values, np.float32)
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
+def test_every_code_decodes_to_its_value_and_back(fmt: Format) -> None:
+    codes = np.arange(2**fmt.bits, dtype=np.uint8)
+    values = reference.decode(codes, fmt)
+    peer = codes.view(PEERS[fmt.name]).astype(np.float32)
+    assert_bitwise(values, np.where(np.isinf(peer), np.float32(np.nan), peer))  # E5M2's infinity is never produced.
+    finite = ~np.isnan(values)
+    assert_bitwise(reference.encode(values, fmt)[finite], codes[finite])
+    assert_bitwise(reference.decode(reference.encode(values, fmt), fmt), values)
 
 
 @signed

@@ -37,20 +37,24 @@ def round_to(x: np.ndarray, fmt: Format, u: np.ndarray | None = None) -> np.ndar
 
 @cache
 def magnitudes(fmt: Format) -> np.ndarray:
-    """Values of the codes with sign bit 0, ascending: float32 [2**(bits - 1)], NaN for those above the largest."""
-    codes = np.arange(2 ** (fmt.bits - 1))
+    """Values of the codes without a sign, ascending: float32 [2**(bits - signed)], NaN for those above the largest."""
+    codes = np.arange(2 ** (fmt.bits - fmt.signed))
     fraction = codes % 2**fmt.mantissa_bits / 2.0**fmt.mantissa_bits
     exponent = codes >> fmt.mantissa_bits
     normal = np.ldexp(1.0 + fraction, exponent - fmt.bias)
-    values = np.where(exponent == 0, np.ldexp(fraction, fmt.emin), normal)
+    # A format without a mantissa has no zero and no subnormals: each code is a power of two.
+    subnormal = (exponent == 0) & (fmt.mantissa_bits > 0)
+    values = np.where(subnormal, np.ldexp(fraction, fmt.emin), normal)
     return np.where(values > fmt.max, np.nan, values).astype(np.float32)
 
 
 def encode(values: np.ndarray, fmt: Format) -> np.ndarray:
-    """Codes of values that lie on the grid: uint8, one an element, NaN as 0x7F. Exact."""
+    """Codes of values on the grid: uint8, one an element. NaN is 0x7F, or 0xFF in a format without a sign. Exact."""
     finite = magnitudes(fmt)[: np.searchsorted(magnitudes(fmt), fmt.max) + 1]
-    code = np.searchsorted(finite, np.abs(values)) | np.signbit(values).astype(int) << (fmt.bits - 1)
-    return np.where(np.isnan(values), NAN_CODE, code).astype(np.uint8)
+    code = np.searchsorted(finite, np.abs(values))
+    if fmt.signed:
+        code = code | np.signbit(values).astype(int) << (fmt.bits - 1)
+    return np.where(np.isnan(values), NAN_CODE if fmt.signed else 0xFF, code).astype(np.uint8)
 
 
 def decode(codes: np.ndarray, fmt: Format) -> np.ndarray:
@@ -61,5 +65,5 @@ def decode(codes: np.ndarray, fmt: Format) -> np.ndarray:
 @cache
 def values(fmt: Format) -> np.ndarray:
     """Values of all bytes as codes: float32 [256], NaN for those that are none."""
-    both = np.concatenate([magnitudes(fmt), -magnitudes(fmt)])
+    both = np.concatenate([magnitudes(fmt), *([-magnitudes(fmt)] if fmt.signed else [])])
     return np.concatenate([both, np.full(256 - len(both), np.nan, np.float32)])
