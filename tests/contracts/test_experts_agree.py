@@ -39,8 +39,9 @@ def given(options: dict[str, Any], of: Any) -> dict[str, Any]:
     return others | ({"bias": of(bias)} if "biased" in options else {})
 
 
-def test_routes_agree() -> None:
-    z = logits()
+@pytest.mark.parametrize("offset", [0, -60])
+def test_routes_agree(offset: int) -> None:
+    z = logits() + np.float32(offset)
     ours = jax.jit(lambda z: [qj.route(z, 3, **given(options, jnp.asarray)) for options in OPTIONS])(z)
     for options, b in zip(OPTIONS, ours, strict=True):
         a = qt.route(torch.from_numpy(z), 3, **given(options, torch.from_numpy))
@@ -60,12 +61,15 @@ def test_gradients_of_routes_agree() -> None:
     z, g = logits(), np.random.default_rng(1).normal(size=(40, 3)).astype(np.float32)
 
     def loss(z: Any, options: Any) -> Any:
-        return (qj.route(z, 3, **options).weights * g).sum()
+        routing = qj.route(z, 3, **options)
+        return (routing.weights * g).sum() + (routing.probabilities[:, 2:5] * g).sum()
 
     ours = jax.jit(lambda z: [jax.grad(loss)(z, options) for options in OPTIONS[:5]])(z)
     for options, of_jax in zip(OPTIONS[:5], ours, strict=True):
         x = torch.from_numpy(z).requires_grad_()
-        (of_torch,) = torch.autograd.grad(qt.route(x, 3, **options).weights, x, torch.from_numpy(g))
+        routing = qt.route(x, 3, **options)
+        both = [routing.weights, routing.probabilities[:, 2:5]]
+        (of_torch,) = torch.autograd.grad(both, x, [torch.from_numpy(g)] * 2)
         assert_close(f"gradient {options}", np.asarray(of_jax), of_torch, 1e-6)
 
 

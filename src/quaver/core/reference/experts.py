@@ -13,7 +13,7 @@ from quaver.core.text.spelling import check_name
 
 #: What logits may be made.
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
-#: Added to a sum of scores before it divides, as DeepSeek does.
+#: Added to the sum of the chosen scores before it divides them, as DeepSeek does.
 TINY = 1e-20
 
 
@@ -35,6 +35,18 @@ def score_of(z: np.ndarray, scores: str) -> np.ndarray:
     if scores == "sqrtsoftplus":
         return np.array([math.sqrt(max(v, 0.0) + math.log1p(math.exp(-abs(v)))) for v in z])
     e = np.exp(z - z.max())
+    return e / e.sum()
+
+
+def probabilities_of(z: np.ndarray, scores: str) -> np.ndarray:
+    """One token's scores divided by their sum, float64 [E]: from their logarithms, since scores may underflow."""
+    if scores == "sigmoid":
+        log = np.array([min(v, 0.0) - math.log1p(math.exp(-abs(v))) for v in z])
+    elif scores == "sqrtsoftplus":
+        log = np.array([v / 2 if v < -700 else math.log(max(v, 0.0) + math.log1p(math.exp(-abs(v)))) / 2 for v in z])
+    else:
+        log = z
+    e = np.exp(log - log.max())
     return e / e.sum()
 
 
@@ -76,8 +88,7 @@ def route(
         w = score_of(s[chosen], "softmax") if late else s[chosen]
         if not late and (normalize or (normalize is None and scores != "softmax" and k > 1)):
             w = w / (w.sum() + TINY)
-        p = score_of(z, "softmax") if late else s / (s.sum() + (0.0 if scores == "softmax" else TINY))
-        rows.append((chosen, w * scale, p))
+        rows.append((chosen, w * scale, probabilities_of(z, scores)))
     return Routing(
         np.array([row[0] for row in rows], dtype=np.int64).reshape(-1, k),
         np.array([row[1] for row in rows]).reshape(-1, k),

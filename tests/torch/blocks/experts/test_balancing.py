@@ -31,6 +31,26 @@ def test_balance_losses_are_means_over_sequences(scores: str, sequences: int) ->
     assert_close("loss", qt.balance_loss(routing, sequences=sequences), expected, 1e-6)
 
 
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid", "sqrtsoftplus"])
+@pytest.mark.parametrize("offset", [40.0, -60.0, -200.0, -1000.0])
+def test_a_balance_loss_and_its_gradient_do_not_vanish_with_the_scores(scores: str, offset: float) -> None:
+    spread = torch.randn(64, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    grads, losses = [], []
+    for dtype in (torch.float32, torch.float64):
+        # The same numbers in both: multiples of 2^-10 near -1000 are float32's.
+        logits = ((spread * 64).round() / 64 + offset).to(dtype).requires_grad_()
+        routing = qt.route(logits, 2, scores=scores)
+        assert_close("sums", routing.probabilities.detach().sum(1), torch.ones(64), 1e-6)
+        loss = qt.balance_loss(routing)
+        loss.backward()
+        losses.append(loss.item())
+        grads.append(logits.grad)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6) and losses[1] > 0.5
+    assert_close("gradient", grads[0], grads[1], 1e-4)
+    if offset < 0:  # At 40 scores hardly change with the logits.
+        assert grads[0].abs().max() > 1e-4
+
+
 def test_masked_tokens_do_not_count() -> None:
     routing = qt.route(drawn(), 2)
     mask = torch.rand(48, generator=torch.Generator().manual_seed(1)) < 0.6

@@ -39,6 +39,13 @@ SCORES: dict[str, Callable[[Array], Array]] = {
     "sqrtsoftplus": _root_of_softplus,
 }
 
+#: Logits to the logarithms of their scores.
+LOG_SCORES: dict[str, Callable[[Array], Array]] = {
+    "softmax": lambda z: z,
+    "sigmoid": jax.nn.log_sigmoid,
+    "sqrtsoftplus": lambda z: jnp.where(z < FAR, z, jnp.log(jax.nn.softplus(jnp.maximum(z, FAR)))) / 2,
+}
+
 
 def route(
     logits: Array,
@@ -89,10 +96,9 @@ def route(
         chosen = jax.nn.softmax(chosen, -1)
     elif normalize or (normalize is None and scores != "softmax" and k > 1):
         chosen = chosen / (chosen.sum(-1, keepdims=True) + TINY)
-    if late:
-        probabilities = jax.nn.softmax(z, -1)
-    else:
-        probabilities = score if scores == "softmax" else score / (score.sum(-1, keepdims=True) + TINY)
+    # From logarithms: at logits near -60 the sum of all scores is below any floor that a division could have.
+    lowest = jnp.finfo(z.dtype).min / 2
+    probabilities = jax.nn.softmax(jnp.maximum(LOG_SCORES[scores](z), lowest), -1)
     return Routing(indices, chosen if scale == 1.0 else chosen * scale, probabilities, z)
 
 

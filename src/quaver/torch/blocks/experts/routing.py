@@ -45,6 +45,13 @@ SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "sqrtsoftplus": _root_of_softplus,
 }
 
+#: Logits to the logarithms of their scores.
+LOG_SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda z: z,
+    "sigmoid": F.logsigmoid,
+    "sqrtsoftplus": lambda z: torch.where(z < FAR, z, F.softplus(z.clamp(min=FAR)).log()) / 2,
+}
+
 
 def route(
     logits: Tensor,
@@ -101,10 +108,9 @@ def route(
         chosen = torch.softmax(chosen, -1)
     elif normalize or (normalize is None and scores != "softmax" and k > 1):
         chosen = chosen / (chosen.sum(-1, keepdim=True) + TINY)
-    if late:
-        probabilities = torch.softmax(z, -1)
-    else:
-        probabilities = score if scores == "softmax" else score / (score.sum(-1, keepdim=True) + TINY)
+    # From logarithms: at logits near -60 the sum of all scores is below any floor that a division could have.
+    lowest = torch.finfo(z.dtype).min / 2
+    probabilities = torch.softmax(LOG_SCORES[scores](z).clamp(min=lowest), -1)
     return Routing(indices, chosen if scale == 1.0 else chosen * scale, probabilities, z)
 
 
