@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -18,8 +19,9 @@ from quaver.core import reference
 from quaver.torch.model.weights.serving.checking import divergence, log_probabilities, served
 from quaver.torch.model.weights.serving.decoding import Reader
 from quaver.torch.model.weights.serving.exporting import FORMATS
-from quaver.torch.model.weights.serving.operands import take_apart
+from quaver.torch.model.weights.serving.operands import FUSED, take_apart
 from tests.close import assert_bitwise
+from tests.torch.model.families import tiny
 from tests.torch.model.weights.serving.page import PAGE
 from tests.torch.model.weights.serving.served import HELD, WIDTH, dense, model, tokens
 
@@ -324,45 +326,98 @@ def test_inputs_that_are_none(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-class Attention(nn.Module):
-    """Three matrices that servers join, of magnitudes that lie apart."""
+class Fused(nn.Module):
+    """Matrices that a server fuses, of magnitudes that are far from one another."""
 
-    def __init__(self, *sizes: float) -> None:
+    def __init__(self, sizes: dict[str, float]) -> None:
         super().__init__()
         torch.manual_seed(0)
-        for name, size in zip(("q_proj", "k_proj", "v_proj"), sizes, strict=True):
+        self.names = list(sizes)
+        for name, size in sizes.items():
             layer = nn.Linear(WIDTH, WIDTH, bias=False)
             with torch.no_grad():
                 layer.weight.mul_(size)
             setattr(self, name, layer)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.q_proj(x) + self.k_proj(x) + self.v_proj(x)
-        return y
+        return torch.stack([getattr(self, name)(x) for name in self.names]).sum(0)
+
+
+SIZES = (1.0, 5.0, 0.3)
+EACH_GROUP = [dict(zip(names, SIZES, strict=False)) for names in FUSED]
 
 
 @pytest.mark.parametrize("format", ["compressed-tensors", "modelopt"])
-@pytest.mark.parametrize("recipe", ["nvfp4", quaver.recipes.nvfp4(weight_2d=False)], ids=str)
-def test_weights_that_servers_join_have_one_factor_and_the_same_numbers(
-    format: str, recipe: Any, tmp_path: Path
+@pytest.mark.parametrize("sizes", [*EACH_GROUP, {"wq_a": 1.0, "wkv": 5.0, "wgate": 0.3}], ids="+".join)
+def test_weights_that_servers_fuse_have_one_scale_of_the_tensor_and_the_same_numbers(
+    format: str, sizes: dict[str, float], tmp_path: Path
 ) -> None:
-    trained = Attention(1.0, 5.0, 0.3)
-    qt.convert(trained, recipe)
+    trained = Fused(sizes)
+    qt.convert(trained, "nvfp4" if "q_proj" in sizes else quaver.recipes.nvfp4(weight_2d=False))
     x = torch.randn(4, WIDTH)
     result = qt.export(trained, tmp_path / "out", format=format, check=x, calibrate=x)
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     last = "weight_global_scale" if format == "compressed-tensors" else "weight_scale_2"
-    assert len({float(tensors[f"{name}_proj.{last}"]) for name in "qkv"}) == 1
+    assert len({float(tensors[f"{name}.{last}"]) for name in sizes}) == 1
     for name, value in dense(tmp_path / "out").items():
         assert_bitwise(value, consumed(trained.get_submodule(name)))
-    assert result.check is not None and result.check.weights.largest == 0.0 and not result.apart
-
-
-def test_weights_whose_scales_cannot_be_halved_so_often_keep_their_own(tmp_path: Path) -> None:
-    trained = Attention(1.0, 2.0**18, 1.0)
-    qt.convert(trained, "nvfp4")
-    result = qt.export(trained, tmp_path / "out", check=torch.randn(4, WIDTH))
-    for name, value in dense(tmp_path / "out").items():
-        assert_bitwise(value, consumed(trained.get_submodule(name)))
-    assert result.apart == ["q_proj", "k_proj", "v_proj"] and "rounds anew" in str(result)
     assert result.check is not None and result.check.weights.largest == 0.0
+
+
+def qwen3_5() -> Any:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 96, "num_hidden_layers": 2, "head_dim": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
+    types = {"layer_types": ["linear_attention", "full_attention"]}
+    dims = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+    return transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**sizes, **heads, **types, **dims))
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_5_text"])
+def test_what_servers_fuse_of_a_family_has_one_scale_of_the_tensor(family: str, tmp_path: Path) -> None:
+    trained = qwen3_5() if family == "qwen3_5_text" else tiny(family)
+    qt.convert(trained, "nvfp4")
+    qt.export(trained, tmp_path / "out")
+    scales = load_file(tmp_path / "out" / "model.safetensors")
+    seen = set()
+    for names in FUSED:
+        for key in [key for key in scales if key.endswith(f".{names[0]}.weight_global_scale")]:
+            others = [key.replace(f".{names[0]}.", f".{name}.") for name in names[1:]]
+            assert all(torch.equal(scales[key], scales[other]) for other in others), key
+            seen.add(names[0])
+    expected = {"deepseek_v3": {"q_a_proj", "gate_proj"}, "qwen3_5_text": {"in_proj_qkv", "q_proj", "gate_proj"}}
+    assert expected[family] <= seen
+
+
+def test_weights_whose_magnitudes_no_one_scale_fits_are_refused(tmp_path: Path) -> None:
+    trained = Fused({"q_proj": 1.0, "k_proj": 2.0**18, "v_proj": 1.0})
+    qt.convert(trained, "nvfp4")
+    with pytest.raises(ValueError, match=r"too far apart for one.*high_precision=\['k_proj', 'q_proj', 'v_proj'\]"):
+        qt.export(trained, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_weight_of_zeros_fits_any_scale_of_the_tensor(tmp_path: Path) -> None:
+    trained = Fused({"q_proj": 1.0, "k_proj": 0.0, "v_proj": 2.0**-20})
+    qt.convert(trained, "nvfp4")
+    with pytest.raises(ValueError, match="too far apart"):
+        qt.export(trained, tmp_path / "far")
+    with torch.no_grad():
+        trained.v_proj.weight.zero_()
+    assert qt.export(trained, tmp_path / "out", check=torch.randn(4, WIDTH)).check.weights.largest == 0.0
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("mixed", ["by name", "by rule", "two recipes"])
+def test_different_schemes_for_what_servers_fuse_are_refused(format: str, mixed: str, tmp_path: Path) -> None:
+    trained = Fused({"q_proj": 1.0, "k_proj": 1.0, "v_proj": 1.0, "o_proj": 1.0})
+    recipe = {"compressed-tensors": "nvfp4", "modelopt": "nvfp4", "deepseek": "blockwise"}[format]
+    others = {"by name": recipe, "by rule": None, "two recipes": "mxfp8"}
+    if format == "deepseek" and mixed == "two recipes":
+        others[mixed] = None
+    qt.convert(trained, quaver.Rules({"k_proj": others[mixed], "*": recipe}))
+    high_precision = ["k_proj"] if mixed == "by name" else []
+    quantized = ["q_proj", "v_proj"] if mixed == "by name" or others[mixed] is None else ["k_proj", "q_proj", "v_proj"]
+    with pytest.raises(ValueError, match=rf"fuse these layers.*k_proj \(.*high_precision=\{quantized}"):
+        qt.export(trained, tmp_path / "out", format=format, high_precision=high_precision)
+    assert not list(tmp_path.iterdir())
+    qt.export(trained, tmp_path / "out", format=format, high_precision=[*quantized, *high_precision])

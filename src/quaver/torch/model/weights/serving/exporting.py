@@ -35,7 +35,7 @@ from quaver.torch.model.weights.serving.layouts import (
     with_one_factor,
 )
 from quaver.torch.model.weights.serving.modelopt import MODELOPT
-from quaver.torch.model.weights.serving.operands import Held, Parts, take_apart, together, unwrapped
+from quaver.torch.model.weights.serving.operands import Held, Parts, fused_groups, take_apart, unwrapped
 from quaver.torch.numerics.quantized import Quantized
 
 FORMATS: dict[str, FileFormat] = {f.name: f for f in (COMPRESSED_TENSORS, DEEPSEEK, MODELOPT)}
@@ -58,8 +58,6 @@ class Exported:
     bytes_before: int
     #: Layers that train quantized and were written in high precision, and why.
     left: dict[str, str] = field(default_factory=dict)
-    #: Layers that servers join into one weight and that have no factor of the tensor for all.
-    apart: list[str] = field(default_factory=list)
     #: What `check` saw.
     check: Check | None = None
 
@@ -69,10 +67,6 @@ class Exported:
         for (name, spec), layers in self.layers.items():
             lines.append(f"  {len(layers)} weights as {name}, {spec}: {self.reads[name, spec]}")
         lines += [f"  in high precision though trained quantized: {name} ({why})" for name, why in self.left.items()]
-        if self.apart:
-            lines.append(
-                f"  a server that joins them rounds anew, their scales having no bits left: {', '.join(self.apart)}"
-            )
         return "\n".join([*lines, *([] if self.check is None else [f"  {self.check}"])])
 
 
@@ -130,16 +124,15 @@ def export(
     plan: list[Written] = [(one, _scheme(kind, one, k), k) for one, k in zip(parts.held, known, strict=True)]
     trained = None if check is None else log_probabilities(model, check)
     before = 0
-    apart: list[str] = []
+    groups = _fused(plan, parts.matrices)
     with writing(folder, shard_bytes) as files:
         for name, tensor in parts.plain.items():
             files.add(name, tensor)
             before += _bytes(tensor)
-        for places in together(parts.held):
-            before += _write_together(files, kind, [plan[place] for place in places], apart)
+        for group in groups:
+            before += _write_fused(files, kind, group)
         _describe(files, kind, model, parts, plan)
     result = _told(folder, kind, parts, plan, files.total, before)
-    result.apart = apart
     if trained is not None:
         result.check = compare(model, check, trained, plan, parts.left_layers, Reader(folder))
     return result
@@ -175,14 +168,48 @@ def _holds(kind: FileFormat, one: Held, known: Inputs) -> bool:
     return True
 
 
-def _write_together(files: Writing, kind: FileFormat, plan: Sequence[Written], apart: list[str]) -> int:
-    """Write weights that servers join, of two levels with one factor. Returns their bytes in the model's dtype."""
+def _fused(plan: Sequence[Written], matrices: Sequence[str]) -> list[list[Written]]:
+    """The weights of a file, those that a server fuses in one list.
+
+    Args:
+        matrices: names of linear layers in high precision.
+    Raises:
+        ValueError: layers that a server fuses have different schemes, or some are in high precision.
+    """
+    by_name = {piece.prefix.rstrip("."): written for written in plan for piece in written[0].pieces}
+    groups: dict[int, list[Written]] = {}
+    for names in fused_groups([*by_name, *matrices]):
+        schemes = {by_name[name][1] if name in by_name else None for name in names}
+        if len(schemes) > 1:
+            each = [f"{n} ({by_name[n][1].name if n in by_name else 'high precision'})" for n in sorted(names)]
+            raise ValueError(
+                f"vLLM and SGLang fuse these layers into one weight, which has one scheme: {', '.join(each)}. Give all "
+                f"one recipe, or write all in high precision with high_precision={sorted(set(names) & set(by_name))}"
+            )
+        # A weight with several pieces, such as stacked gate and up, is written once.
+        written = list({id(by_name[n]): by_name[n] for n in names if n in by_name}.values())
+        if written and id(written[0]) not in groups:
+            groups[id(written[0])] = written
+    return list(groups.values())
+
+
+def _write_fused(files: Writing, kind: FileFormat, plan: Sequence[Written]) -> int:
+    """Write weights that a server fuses, two-level ones with one scale of the tensor. Returns their bytes before.
+
+    Raises:
+        ValueError: no scale of the tensor fits all: a server would read some with the scale of another.
+    """
     operands = [one.operand() for one, _, _ in plan]
     if len(plan) > 1 and all(scheme.layout == "nv" for _, scheme, _ in plan):
-        shared = with_one_factor(operands) if all(q.scales().isfinite().all() for q in operands) else None
+        finite = all(q.scales().isfinite().all() for q in operands)
+        shared = with_one_factor(operands) if finite else operands
         if shared is None:
-            apart.extend(one.name.removesuffix(".weight") for one, _, _ in plan)
-        operands = shared or operands
+            names = sorted(one.name.removesuffix(".weight") for one, _, _ in plan)
+            raise ValueError(
+                f"a server fuses {', '.join(names)} and reads them with one scale of the tensor, and their magnitudes "
+                f"lie too far apart for one: write them in high precision with high_precision={names}"
+            )
+        operands = shared
     return sum(_write(files, kind, *each, q) for each, q in zip(plan, operands, strict=True))
 
 

@@ -192,7 +192,8 @@ def with_one_factor(operands: Sequence[Quantized]) -> list[Quantized] | None:
     A server that multiplies by them as one weight has one factor for it. None where a block's scale has no bits left.
     """
     factors = [tensor_factor(q) for q in operands]
-    smallest = min(factors)
+    # Zeros have factor 1 and fit any other.
+    smallest = min((f for q, f in zip(operands, factors, strict=True) if q.scales().any()), default=factors[0])
     results = []
     for q, factor in zip(operands, factors, strict=True):
         up = q.upright()

@@ -318,16 +318,30 @@ def hold(layer: Quantizable, q: Quantized) -> None:
         layer._buffers["weight_factor"] = q.tensor_factor
 
 
-#: Last names of matrices that servers join into one: they read one input.
-JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("query", "key", "value"))
+#: Last names of projections that a server fuses into one weight, which then has one scheme and one scale of the tensor.
+#: From `packed_modules_mapping` and `stacked_params_mapping` of vLLM's and SGLang's models (November 2026).
+FUSED = (
+    ("q_proj", "k_proj", "v_proj"),  # most decoders
+    ("query", "key", "value"),  # BERT
+    ("gate_proj", "up_proj"),  # most decoders
+    ("w1", "w3"),  # Mixtral's and DeepSeek's experts
+    ("q_a_proj", "kv_a_proj_with_mqa"),  # deepseek_v2.py: fused_qkv_a_proj
+    ("wq_a", "wkv"),  # deepseek_v4.py: fused_wqa_wkv
+    ("wkv", "wgate"),  # deepseek_v4.py: fused_wkv_wgate
+    ("in_proj_qkv", "in_proj_z"),  # qwen3_5.py: in_proj_qkvz
+    ("in_proj_b", "in_proj_a"),  # qwen3_5.py: in_proj_ba
+)
 
 
-def together(held: Sequence[Held]) -> list[list[int]]:
-    """Places in `held` by what servers join, in order; each alone that they do not."""
-    groups: dict[Any, list[int]] = {}
-    for place, one in enumerate(held):
-        parent, _, last = one.name.removesuffix(".weight").rpartition(".")
-        number = next((number for number, names in enumerate(JOINED) if last in names), None)
-        key = place if number is None or one.expert is not None else (parent, number, one.spec)
-        groups.setdefault(key, []).append(place)
-    return list(groups.values())
+def fused_groups(names: Iterable[str]) -> list[list[str]]:
+    """Layers' names in a checkpoint, those that a server fuses in one list."""
+    groups: dict[str, list[str]] = {name: [name] for name in names}
+    for name in list(groups):
+        parent, dot, last = name.rpartition(".")
+        for tied in FUSED:
+            for other in tied if last in tied else ():
+                one, two = groups[name], groups.get(f"{parent}{dot}{other}")
+                if two is not None and two is not one:
+                    one += two
+                    groups.update(dict.fromkeys(two, one))
+    return list({id(group): group for group in groups.values()}.values())
