@@ -198,6 +198,27 @@ def test_a_misspelt_name_suggests_the_nearest(wrong: str, right: str) -> None:
         get(wrong)
 
 
+@pytest.mark.parametrize(
+    "typed, right",
+    [("FP8", "tensorwise"), ("float8", "tensorwise"), ("fp4", "nvfp4"), ("MXFP8", "mxfp8"), ("NVFP4()", "nvfp4")],
+)
+def test_a_name_in_other_case_or_of_another_library_suggests_ours(typed: str, right: str) -> None:
+    with pytest.raises(ValueError, match=f"did you mean '{right}'"):
+        get(typed)
+
+
+def test_a_name_with_options_is_taken_wherever_a_recipe_is() -> None:
+    assert get("delayed(history=16, margin=1)") is get("delayed", history=16, margin=1)
+    assert get("delayed(history=16)", margin=1) is get("delayed", history=16, margin=1)
+    for wrong in ("delayed(16)", "delayed(history=)", "delayed(history=16", "a b", "__import__('os')"):
+        with pytest.raises(ValueError, match="NAME or NAME"):
+            get(wrong)
+    with pytest.raises(ValueError, match="gives history in its text and as an argument"):
+        get("delayed(history=16)", history=8)
+    with pytest.raises(ValueError, match=r"histroy.*did you mean 'history'"):
+        get("delayed(histroy=16)")
+
+
 def test_a_name_like_no_other_lists_all() -> None:
     with pytest.raises(ValueError, match="known: bf16, delayed") as error:
         get("zzz")

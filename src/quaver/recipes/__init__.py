@@ -1,6 +1,7 @@
 """The recipes, one file each, and the table `RECIPES` that all else is parametrized over; no code of a framework.
 
-Each is a function of its options that returns a `Recipe`; its name as a string is taken wherever a recipe is.
+Each is a function of its options that returns a `Recipe`; its name as a string, with or without options, is
+taken wherever a recipe is: "mxfp8", "delayed(history=16)".
 """
 
 from collections.abc import Callable
@@ -39,10 +40,10 @@ def get(recipe: str | Recipe, **options: Any) -> Recipe:
     """The recipe of this name with these options, or the recipe given.
 
     Args:
-        recipe: a name from `RECIPES`, or a Recipe.
+        recipe: a name from `RECIPES`, a name with options as text, such as "delayed(history=16)", or a Recipe.
         options: of the recipe function; only with a name.
     Raises:
-        ValueError: unknown name or option; the message names the nearest.
+        ValueError: unknown name or option, the message names the nearest; or text of another form.
     """
     if isinstance(recipe, Recipe):
         if options:
@@ -52,20 +53,13 @@ def get(recipe: str | Recipe, **options: Any) -> Recipe:
         return intern(recipe)
     if not isinstance(recipe, str):
         raise ValueError(f"a recipe is a name or a quaver.Recipe, not {recipe!r}; try quaver.recipes.get('mxfp8')")
-    if recipe not in RECIPES:
-        raise ValueError(f"no recipe {recipe!r}; {suggest(recipe, RECIPES)}")
-    return RECIPES[recipe](**options)
-
-
-def from_text(text: str) -> Recipe:
-    """The recipe of a text: its name, or its name with options, as `delayed(history=16)`.
-
-    Raises:
-        ValueError: the text has another form, or names no recipe or option that there is; the message names the
-            nearest.
-    """
-    name, options = parse(text)
-    return get(name, **options)
+    name, in_text = (recipe, {}) if recipe in RECIPES else parse(recipe)
+    if name not in RECIPES:
+        raise ValueError(f"no recipe {name!r}; {suggest(name, RECIPES)}")
+    twice = sorted(set(in_text) & set(options))
+    if twice:
+        raise ValueError(f"recipe {recipe!r} gives {', '.join(twice)} in its text and as an argument; give it once")
+    return RECIPES[name](**in_text, **options)
 
 
 def schedule(text: str, *, steps: int | None = None, peak: float | None = None) -> Schedule:
@@ -84,7 +78,7 @@ def schedule(text: str, *, steps: int | None = None, peak: float | None = None) 
     Raises:
         ValueError: the text cannot be read, needs what was not given, or has a part without a step.
     """
-    return Schedule(read(text, from_text), steps=steps, peak=peak)
+    return Schedule(read(text, get), steps=steps, peak=peak)
 
 
 # Written out, because type checkers do not run code: a recipe that is missing here is an error under mypy --strict.
@@ -93,7 +87,6 @@ __all__ = [
     "bf16",
     "blockwise",
     "delayed",
-    "from_text",
     "get",
     "mxfp4",
     "mxfp6",

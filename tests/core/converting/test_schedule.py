@@ -41,7 +41,7 @@ def test_every_end_of_every_recipe_is_read_back() -> None:
             text = f"{first} until {end}, {OPTIONS} until 99%, bf16"
             schedule = recipes.schedule(text, steps=1000, peak=1.0)
             assert schedule.text == text and [part.recipe for part in schedule.parts] == [
-                recipes.from_text(first),
+                recipes.get(first),
                 recipes.nvfp4(stochastic_rounding=False),
                 recipes.bf16(),
             ]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import quaver.torch as qt
@@ -155,10 +156,19 @@ def test_every_part_of_a_layer_is_explained(
     assert set(parts) <= set(Text(explained._repr_html_()).words)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_whole_model_is_explained_by_its_tokens(dtype: torch.dtype) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=128)).to(dtype)
+    qt.convert(model, "mxfp8", head=True)
+    explained, layers = qt.explain(model, torch.randint(128, (4, 32))), dict(model.named_modules())
+    assert len(explained) == 8
+    for name, one in explained.items():
+        assert str(one) == str(qt.explain(layers[name], torch.empty(4, 32, layers[name].in_features, dtype=dtype)))
+
+
 def test_what_holds_nothing_to_explain_is_refused_with_a_sentence() -> None:
     with pytest.raises(ValueError, match=r"a module that holds some, not Linear; convert the model first"):
         qt.explain(nn.Linear(4, 4), torch.randn(2, 4))
-    with pytest.raises(ValueError, match=r"x is torch.int64; give what the layers see"):
-        qt.explain(nn.Sequential(qt.Linear(4, 4)), torch.ones(2, 4).long())
     with pytest.raises(ValueError, match="a Linear and its input x, and nothing else"):
         qt.explain(qt.Linear(4, 4), torch.randn(2, 4), torch.randn(2, 4))  # type: ignore[call-overload]

@@ -3,6 +3,9 @@
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 
+#: Words that users of other libraries type, and ours.
+ALIASES = {"fp8": "tensorwise", "float8": "tensorwise", "fp4": "nvfp4", "swish": "silu"}
+
 
 def check_name(kind: str, name: object, known: Collection[str]) -> None:
     """Raise a ValueError that names the nearest unless there is one of this kind and name."""
@@ -12,6 +15,7 @@ def check_name(kind: str, name: object, known: Collection[str]) -> None:
 
 def suggest(word: str, known: Iterable[str]) -> str:
     """A clause for an error message: the nearest known word, or all of them."""
-    names = list(known)
-    near = get_close_matches(word, names, n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"
+    names = {name.lower(): name for name in known}
+    alias = ALIASES.get(word.lower(), "").lower()
+    near = [alias] if alias in names else get_close_matches(word.lower(), names, n=1, cutoff=0.5)
+    return f"did you mean {names[near[0]]!r}?" if near else f"known: {', '.join(names.values())}"

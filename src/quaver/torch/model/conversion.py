@@ -18,6 +18,7 @@ from quaver import recipes
 from quaver.core.converting.conversion import Choice
 from quaver.core.converting.rules import Rule, Rules, Skip, names_a_module
 from quaver.core.spec import Recipe
+from quaver.core.text.given import instance
 from quaver.torch.blocks.attention.dot_product import DotProductAttention
 from quaver.torch.linear.grouped.layer import GroupedLinear
 from quaver.torch.linear.layer import Quantizable
@@ -78,6 +79,7 @@ def convert(
     Raises:
         ValueError: an unknown recipe, before anything is changed.
     """
+    instance("convert", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
     blocks = Blocks() if blocks is True else blocks
     if blocks and not isinstance(blocks, Blocks):
         raise ValueError(f"blocks is {blocks!r}; give True, False, or a quaver.torch.Blocks")
@@ -107,6 +109,7 @@ def revert(model: nn.Module) -> list[str]:
 
     Weights that exist only in eight bits are dequantized; attention has no recipe of its own any more.
     """
+    instance("revert", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
     names = []
     for attention, _ in attention_modules.instances(model, DotProductAttention):
         attention.recipe = None

@@ -128,8 +128,14 @@ _PLAIN = {name: build() for name, build in recipes.RECIPES.items()}
 def _resolve(recipe: str | Recipe) -> Recipe:
     if isinstance(recipe, str) and recipe in _PLAIN:
         return _PLAIN[recipe]
-    if is_tracing() and isinstance(recipe, Recipe):
-        return recipe
+    if is_tracing():
+        if isinstance(recipe, Recipe):
+            return recipe
+        if "(" in recipe:
+            raise ValueError(
+                f"torch.compile cannot read the options in {recipe!r}; build the recipe outside of what is compiled, "
+                "recipe = quaver.recipes.get(text), and give autocast(recipe)"
+            )
     return recipes.get(recipe)
 
 

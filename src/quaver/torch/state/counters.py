@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from quaver.core.text.given import instance
 from quaver.core.text.tables import html_lines, html_table
 from quaver.torch.numerics.hadamard import rotate
 from quaver.torch.numerics.quantized import Quantized, spread
@@ -98,6 +99,7 @@ def count(model: nn.Module) -> Iterator[Counters]:
 
     A weight is counted each time it is quantized; those kept from before are quantized anew.
     """
+    instance("count", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
     before = active.counters
     refresh(model)
     active.counters = Counters(model)

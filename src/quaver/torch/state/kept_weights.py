@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from quaver.core.spec import QuantSpec
+from quaver.core.text.given import instance
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.state.layer import state_of
 from quaver.torch.state.recomputation import graph_task_id
@@ -287,6 +288,7 @@ def refresh(model: nn.Module) -> None:
     Call it after a write that leaves no trace, such as one through `.data` or `.numpy()`, while gradients are left for
     the next micro-batch or `quaver.torch.frozen` holds the model; elsewhere such writes are seen.
     """
+    instance("refresh", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
     for module in model.modules():
         if "_state" in module.__dict__:
             drop(module)

@@ -27,7 +27,7 @@ def find(text: str) -> Recipe:
     with warnings.catch_warnings():
         # Of odd escapes, which are an option's value all the same.
         warnings.simplefilter("ignore", SyntaxWarning)
-        return quaver.recipes.from_text(text)
+        return quaver.recipes.get(text)
 
 
 def parts(text: str) -> tuple[Part, ...]:

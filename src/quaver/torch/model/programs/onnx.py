@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quaver.core.text.given import instance
 from quaver.torch.linear.layer import Linear, Quantizable
 from quaver.torch.model.programs import translating
 from quaver.torch.model.weights.serving.checking import evaluating, restored
@@ -48,6 +49,7 @@ def onnx_export(
     Bounded: onnxruntime's outputs are within 1e-6, relative RMS, of this model's in float32, whose scales are powers of
     two; codes and scales are exact but where other kernels before them round otherwise.
     """
+    instance("onnx_export", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         sentence = f"ONNX is written by {missing[0]}, which is not installed: pip install 'quaver[onnx]'"

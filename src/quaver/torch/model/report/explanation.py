@@ -103,7 +103,8 @@ def explain(layer: Any, x: Tensor, *rest: Tensor, **options: Any) -> Any:
         layer: a `quaver.torch.Linear` or `GroupedLinear`; a `DotProductAttention`; or a module that holds some, such as
             a `TransformerLayer`, of which each is explained under its name as if it saw as many tokens as x has; or the
             function `grouped_matmul`, with its arguments.
-        x: an input [..., in_features]; only its dtype, shape and device matter. Of a DotProductAttention: q, then
+        x: an input [..., in_features]; only its dtype, shape and device matter. Of a whole model also its tokens, an
+            integer tensor [batch, sequence]. Of a DotProductAttention: q, then
             k and v, and mask, bias, cu_seqlens and mask_type by name, as its forward takes them.
     Returns:
         An `Explanation`; an `AttentionExplanation` of a DotProductAttention; a dict of both, by name, of a module that
@@ -261,7 +262,9 @@ def _module(module: nn.Module, x: Tensor) -> Explanations:
             "convert the model first"
         )
     if not x.is_floating_point():
-        raise ValueError(f"x is {x.dtype}; give what the layers see, [..., features] in floating point")
+        # Tokens of a whole model: its layers see as many rows, in the dtype of its weights.
+        dtypes = [p.dtype for p in module.parameters() if p.dtype in ops.DTYPES]
+        x = x.new_empty((*x.shape, 1), dtype=dtypes[0] if dtypes else torch.float32)
     explanations = Explanations()
     for name, part in parts.items():
         shape = x.shape[:-1]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from quaver import recipes
 from quaver.core.converting.rules import Rules, Skip
 from quaver.core.spec import QuantSpec, Recipe
+from quaver.core.text.given import instance
 from quaver.torch.linear.grouped.layer import GroupedLinear
 from quaver.torch.linear.layer import Linear, Quantizable
 from quaver.torch.linear.stored import stored, storing
@@ -83,6 +84,7 @@ def quantize_weights(
     Returns:
         What that saved; printing it says so. A weight that another module shares is left alone.
     """
+    instance("quantize_weights", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
     report = convert(model, recipe, skip=skip, head=head)
     owners = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     read: set[nn.Module] = {module.out_proj for module in model.modules() if isinstance(module, nn.MultiheadAttention)}
@@ -121,6 +123,7 @@ MERGES = (
 
 def dequantize_weights(model: nn.Module) -> list[str]:
     """Give layers whose weight is codes a weight of their own dtype again, in place. Returns their names."""
+    instance("dequantize_weights", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
     stored = [
         (name, m) for name, m in model.named_modules() if isinstance(m, Quantizable) and m.weight_spec is not None
     ]

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from quaver.core.text.given import instance
 from quaver.torch.linear.layer import Quantizable
 from quaver.torch.linear.stored.stored import SCALES
 from quaver.torch.state.buffers import STATE, saving
@@ -36,6 +37,7 @@ def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
         ValueError: codes that are sharded; no rank can decode its part alone.
     Exact: the numbers that GEMMs see, rounded once to the weight's dtype.
     """
+    instance("plain_state_dict", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
     before, saving.decoded = saving.decoded, {}
     try:
         state: dict[str, Tensor] = model.state_dict()
@@ -50,6 +52,7 @@ def scaling_state_dict(model: nn.Module) -> dict[str, Tensor]:
     It has the names that `model.state_dict()` has for them, and is empty where the recipe keeps no state. Save it
     beside a plain checkpoint to resume with the very bits of an uninterrupted run.
     """
+    instance("scaling_state_dict", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
     plain = plain_state_dict(model)
     whole: dict[str, Tensor] = model.state_dict()
     return {name: value for name, value in whole.items() if name not in plain or _differs(value, plain[name])}
@@ -66,6 +69,7 @@ def load_scaling_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
         RuntimeError: codes of another recipe, or of a weight that is not stored in few bits here; the sentence says
             what to do.
     """
+    instance("load_scaling_state_dict", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
     layers = {name.rpartition(".")[0] for name in model.state_dict()}
     unknown = [name for name in state if name.rpartition(".")[0] not in layers or not _is_added(name, state)]
     if unknown:

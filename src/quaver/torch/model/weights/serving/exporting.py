@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.core.spec import QuantSpec
+from quaver.core.text.given import instance
 from quaver.core.text.spelling import check_name
 from quaver.torch.model.reach.exchanging import bare_class, original
 from quaver.torch.model.weights.serving.checking import (
@@ -105,6 +106,7 @@ def export(
     Exact: what is read from the files is what fprop's GEMM consumes, bit for bit; each weight is read again and
         compared before it is written.
     """
+    instance("export", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
     check_name("format of exported files", format, FORMATS)
     folder, kind = Path(folder), FORMATS[format]
     safetensors_torch()
