@@ -214,6 +214,15 @@ def test_what_refers_to_itself_or_many_times_is_read_once(tmp_path: Path) -> Non
         read(file)
 
 
+def test_tensors_of_another_class_that_the_process_has_registered_are_refused(tmp_path: Path) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    layer = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+    quantization.quantize_(layer, quantization.Float8WeightOnlyConfig())
+    torch.save({"model": [layer.state_dict()]}, tmp_path / "theirs.pt")
+    with pytest.raises(ValueError, match=r"has a tensor of torchao\.quantization.*gives plain tensors"):
+        read(tmp_path / "theirs.pt")
+
+
 def test_files_are_read_in_several_threads_and_leave_no_names(tmp_path: Path) -> None:
     file = tmp_path / "theirs.pt"
     torch.save(theirs(enable_fsdp_float8_all_gather=True).state_dict(), file)

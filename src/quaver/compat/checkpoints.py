@@ -138,6 +138,12 @@ def _plain(value: Any, path: Path, seen: dict[int, Any]) -> Any:
             raise ValueError(
                 f"{path} has a {type(value).__name__} of another version, without what this one holds ({error})"
             ) from error
+    elif isinstance(value, Tensor) and type(value) not in (Tensor, torch.nn.Parameter):
+        kind = f"{type(value).__module__}.{type(value).__name__}"
+        raise ValueError(
+            f"{path} has a tensor of {kind}, which a library in this process has registered with torch: `read` gives "
+            "plain tensors, and knows none in it. Load the file with that library, and save plain tensors"
+        )
     elif isinstance(value, dict):
         held: dict[Any, Any] = {}
         seen[id(value)] = held

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
@@ -680,6 +681,15 @@ def test_a_copy_rolls_its_own_histories() -> None:
     twin(x).sum().backward()
     assert twin[0].factor.all() and twin[0].history[-1].all()
     assert torch.equal(model[0].history, before) and not model[0].factor.any()
+
+
+def test_reverting_experts_leaves_nothing_that_ddp_reads() -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, vocab_size=96, num_local_experts=4))
+    qt.convert(model, "nvfp4")
+    assert any(name.endswith("experts.count") for name in getattr(model, DDP_IGNORES))
+    qt.revert(model)
+    assert not hasattr(model, DDP_IGNORES)
 
 
 def test_ddp_is_told_to_leave_the_histories_alone() -> None:

@@ -428,8 +428,8 @@ def _ignore_histories(model: nn.Module) -> None:
     """
     layers = [(name, m) for name, m in model.named_modules() if kind_of(m) is not None]
     members = {m for _, m in layers if getattr(m.__dict__.get("_state"), "members", ())}
-    recorded = {m: ("history", "factor", *(("count",) if m in members else ())) for _, m in layers}
-    ours = {f"{name}.{b}".lstrip("."): b in m._buffers for name, m in layers for b in recorded[m]}
+    buffers = [(f"{name}.{b}".lstrip("."), b, m) for name, m in layers for b in STATE]
+    ours = {key: b in m._buffers and (b != "count" or m in members) for key, b, m in buffers}
     before = list(getattr(model, DDP_IGNORES, ()))
     names = [name for name in before if name not in ours] + [name for name, is_there in ours.items() if is_there]
     if names:
