@@ -41,6 +41,7 @@ def test_train_names_its_picture_and_the_command_line_goes_first(toml: Path, tmp
 
 def test_resume_takes_its_options_from_the_run(toml: Path, tmp_path: Path) -> None:
     assert quaver("train", "--config", toml, "--steps", 4, "--quiet").exit_code == 0
+    assert quaver("train", "--auto-resume", "--out", tmp_path / "run", "--quiet").exit_code == 0
     result = quaver("train", "--resume", "--out", tmp_path / "run", "--steps", 6, "--quiet")
     assert result.exit_code == 0, result.output
     assert list(losses(read(tmp_path / "run" / "metrics.jsonl"))) == [1, 2, 3, 4, 5, 6]

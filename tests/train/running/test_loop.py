@@ -73,6 +73,22 @@ def test_a_run_that_was_killed_goes_on_from_its_checkpoint(make_config: MakeConf
     assert run_training(config, resume=True).losses == whole.losses
 
 
+def test_auto_resume_begins_a_run_and_goes_on_with_it(make_config: MakeConfig) -> None:
+    """The same call each time, as torchrun restarts a process."""
+    whole = run_training(make_config("whole"))
+    config = make_config("restarted")
+    for died in (3, 8):
+
+        def die(record: Record, died: int = died) -> None:
+            if record["step"] == died:
+                raise SystemExit
+
+        with pytest.raises(SystemExit):
+            run_training(config, resume="auto", watch=die)
+    assert run_training(config, resume="auto").losses == whole.losses
+    assert run_training(config, resume="auto").losses == whole.losses, "of a finished run"
+
+
 def test_training_learns_and_records(make_config: MakeConfig) -> None:
     config = make_config(steps=60, validate_every=30, accumulate=2)
     seen: list[Record] = []

@@ -160,6 +160,9 @@ def train(
     more_text: MoreText = None,
     config: ConfigFile = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on from the newest checkpoint in --out")] = False,
+    auto_resume: Annotated[
+        bool, typer.Option("--auto-resume", help="as --resume where --out holds a run, else begin one")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="no progress, bar or lines")] = False,
 ) -> None:
     """Train a language model under a recipe."""
@@ -168,7 +171,7 @@ def train(
     quiet = quiet or ranks.rank() > 0
     settings = configure(typed, config, more_text)
     before = folder_of(settings) / "config.toml"
-    if resume and config is None and before.exists():
+    if (resume or auto_resume) and config is None and before.exists():
         settings = configure({**typed, "out": str(before.parent)}, before, more_text)
     with bars(quiet) as progress:
         task = progress.add_task(settings.recipe, total=settings.steps, numbers="")
@@ -181,7 +184,7 @@ def train(
                 progress.start()
                 progress.update(task, completed=record["step"], numbers=numbers(record, parts))
 
-        result = run_training(settings, resume=resume, watch=watch)
+        result = run_training(settings, resume="auto" if auto_resume else resume, watch=watch)
     if ranks.rank():
         return
     title = f"{settings.model}, {settings.recipe}, seed {settings.seed}"

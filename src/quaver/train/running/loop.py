@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -63,7 +63,7 @@ def run_training(
     config: TrainConfig,
     recipe: Recipe | None = None,
     *,
-    resume: bool = False,
+    resume: bool | Literal["auto"] = False,
     watch: Callable[[Record], None] = lambda record: None,
 ) -> TrainResult:
     """Train one model.
@@ -71,7 +71,8 @@ def run_training(
     Args:
         config: every option of the run.
         recipe: a Recipe to use in place of the one that `config.recipe` names.
-        resume: go on from the run's newest checkpoint; the losses are those of a run never stopped.
+        resume: go on from the run's newest checkpoint; the losses are those of a run never stopped. "auto" does so
+            where the folder holds a run, and begins one elsewhere: what a restarted process of torchrun needs.
         watch: called with each record as it is written to metrics.jsonl, by the first of several ranks alone.
     Warns: of each option that has no effect in the run as it is configured.
     Raises:
@@ -94,14 +95,21 @@ def run_training(
 
 
 def as_rank(
-    ranks: Ranks, config: TrainConfig, precision: Precision, resume: bool, watch: Callable[[Record], None]
+    ranks: Ranks,
+    config: TrainConfig,
+    precision: Precision,
+    resume: bool | Literal["auto"],
+    watch: Callable[[Record], None],
 ) -> TrainResult:
     """A run as one of its ranks sees it; the first alone holds the folder and writes into it."""
     folder = folder_of(config)
     with lock.held(folder, "training") if ranks.first else nullcontext():
+        same(ranks, "--resume", resume)
+        if resume == "auto":
+            # The first rank's choice, before it writes anything there.
+            resume = bool(ranks.given((folder / "config.toml").exists()))
         if ranks.first:
             check_folder(folder, resume)
-        same(ranks, "--resume", resume)
         see(folder, ranks, config.timeout)
         saved_tokenizer = folder / "tokenizer.json"
         tokens = load(config, saved_tokenizer if resume and saved_tokenizer.exists() else None, folder)
