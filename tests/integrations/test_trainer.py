@@ -71,6 +71,21 @@ def test_a_resumed_run_has_the_uninterrupted_runs_losses(recipe: str, by: str, t
     assert without is None or losses(without[-STEPS + SAVED :]) != losses(whole[SAVED:])
 
 
+def test_a_resumed_mixture_with_fresh_experts_raises_and_one_made_of_the_checkpoint_goes_on(tmp_path: Path) -> None:
+    def build(folder: Path) -> Any:
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        qt.convert(model, "tensorwise")
+        return model
+
+    tiny("mixtral").save_pretrained(tmp_path / "plain")
+    whole = train(build(tmp_path / "plain"), tmp_path / "run", [ScalingCallback(saturation=False)])
+    with pytest.raises(ValueError, match=r"parameters of \d+ are not those that were saved.*experts.*from_pretrained"):
+        train(build(tmp_path / "plain"), tmp_path / "run", [ScalingCallback(saturation=False)], resume=True)
+    again = build(tmp_path / "run" / f"checkpoint-{SAVED}")
+    rows = train(again, tmp_path / "run", [ScalingCallback(saturation=False)], resume=True)
+    assert losses(rows[-STEPS + SAVED :]) == losses(whole[SAVED:])
+
+
 def test_counting_saturation_is_logged_and_changes_no_loss(tmp_path: Path) -> None:
     runs = []
     for count in (False, True):
