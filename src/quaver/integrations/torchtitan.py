@@ -193,7 +193,7 @@ def _why_emulated(recipe: Recipe) -> str:
         return why
     from quaver.torch.backends.gpu.gemms import scaled_mm
 
-    return next(filter(None, (scaled_mm.unavailable(a, b, here) for a, b in gemms)), "")
+    return next(filter(None, (scaled_mm.why_not_native(a, b, here) for a, b in gemms)), "")
 
 
 # Which layers.

@@ -53,6 +53,8 @@ def stand_in(arch: int, calls: list[list[str]], either: bool | None = None) -> A
         check_matrices(a, b, either and pair == ("TensorWise", "TensorWise"), fast)
         check_bias(bias, dtype)
         check_kinds(kind_a, kind_b, arch, dtype)
+        if pair[0].startswith("BlockWise") and torch.float8_e5m2 in (a.dtype, b.dtype):
+            raise ValueError("Invalid scaling configuration")
         n = b.shape[1]
         assert n % 16 == 0, "mat2 must be divisible by 16"
         x = values(a, scale_a, kind_a[0], swizzle_a, False)

@@ -73,7 +73,7 @@ def become(arch: int, patch: pytest.MonkeyPatch, either: bool | None = None) -> 
     def probed(chosen: scaled_mm.Way, a: Quantized, b: Quantized, *dtypes: Any) -> str:
         if scaled_mm.scaled_mm is not run:
             return probe(chosen, a, b, *dtypes)
-        sizes = scaled_mm._evenness(a.shape[0]), a.shape[1] & 127 > 0, a.turned, b.turned
+        sizes = scaled_mm._evenness(a.shape[0]), scaled_mm._evenness(a.shape[1], 128), a.turned, b.turned
         key = arch, either, chosen.kind, chosen.out, chosen.adds, a.spec, b.spec, sizes, dtypes
         if key not in _probes:
             _probes[key] = probe(chosen, a, b, *dtypes)

@@ -25,7 +25,7 @@ def announce(recipe: Recipe, x: Tensor) -> None:
         from quaver.torch.backends.gpu.gemms import scaled_mm
 
         for name, operands in gemms.items():
-            why = scaled_mm.unavailable(*operands, x.device)
+            why = scaled_mm.why_not_native(*operands, x.device)
             if why:
                 reasons.setdefault(why, []).append(name)
     for why, names in reasons.items():

@@ -19,7 +19,7 @@ from quaver.torch.backends.gpu.emulating.folding import round_two
 from quaver.torch.backends.gpu.families import LONGEST_SIDE
 from quaver.torch.backends.gpu.gemms.decoded import finished
 from quaver.torch.backends.gpu.gemms.products import fills, narrow, wide
-from quaver.torch.backends.gpu.gemms.scaled_mm import unavailable
+from quaver.torch.backends.gpu.gemms.scaled_mm import why_not_native
 from quaver.torch.linear.plans.drawing import bring_back, noise_of
 from quaver.torch.linear.plans.step import Multiply, Operands, Rows, Step, Weight
 from quaver.torch.numerics.quantized import Quantized
@@ -62,7 +62,7 @@ def why_not(recipe: Recipe, device: torch.device) -> str:
     for name, gemm in recipe.gemms.items():
         if gemm.a is None or gemm.b is None:
             return f"{name} is not quantized"
-        if not unavailable(gemm.a, gemm.b, device):
+        if not why_not_native(gemm.a, gemm.b, device):
             return f"the GPU has {name}'s GEMM"
     pairs = {
         "input": (recipe.fprop.a, recipe.wgrad.b),

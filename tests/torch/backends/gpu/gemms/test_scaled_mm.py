@@ -6,11 +6,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import ScalingType
 
 import quaver.torch as qt
 from quaver import E4M3, E5M2, QuantSpec, recipes
+from quaver.torch.backends.gpu import announcing
 from quaver.torch.backends.gpu.gemms import decoded, operands, scaled_mm
 from quaver.torch.backends.gpu.launching import device
+from quaver.torch.linear.plans import emulated
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.numerics.swizzling import swizzle, unswizzle
@@ -31,7 +34,9 @@ BLOCKS = {
     "1x128": QuantSpec(E4M3, (1, 128)),
     "1x128 fp32": QuantSpec(E4M3, (1, 128), "fp32"),
     "128x128": QuantSpec(E4M3, (128, 128)),
+    "1x128 e5m2": QuantSpec(E5M2, (1, 128)),
     "mxfp8": MXFP8.fprop.a,
+    "mxfp8 e5m2": QuantSpec(E5M2, (1, 32), "e8m0"),
     "mxfp8 2d": QuantSpec(E4M3, (32, 32), "e8m0"),
     "nvfp4": NVFP4.fprop.a,
     "nvfp4 2d": NVFP4.fprop.b,
@@ -147,6 +152,8 @@ def test_what_a_gpu_lacks_is_decoded_and_has_a_reason(gpu: list[list[str]], arch
             assert why
         if a == b == "128x128":
             assert bool(why) == (arch < 100)
+        if {a, b} & {"1x128 e5m2", "mxfp8 e5m2"}:
+            assert "no GEMM" in why
         if why:
             x, w = pair(SPECS[a], SPECS[b], 16, 64, 16)
             assert scaled_mm.reason(x, w, torch.float32, None) == why and not why.endswith(".")
@@ -193,6 +200,70 @@ def test_rows_on_ada_keep_to_their_stream(
     assert check("native", x, w, torch.bfloat16, None) == "native"
     kind = scaled_mm.way(x, w, torch.bfloat16, None).kind
     assert kind is not None and kind.bare is bare
+
+
+@pytest.mark.parametrize("gpu", [89], indirect=True)
+def test_rows_without_scales_in_the_gemm_are_scaled_in_one_pass(
+    gpu: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.11.0+cu128"))
+    passes, finished = [], decoded.finished
+    monkeypatch.setattr(decoded, "finished", lambda *args: passes.append(args[1]) or finished(*args))
+    for a, b in (("row", "row"), ("tensor", "row")):
+        x, w = pair(SPECS[a], SPECS[b], 64, 256, 32)
+        expected = reference.matmul(x, w, torch.float32, torch.ones(32))
+        with qt.only("native"):
+            y = ops.MATMUL(x, w, torch.bfloat16, torch.ones(32, dtype=torch.bfloat16))
+        assert (y - expected).norm() < 2.5e-3 * expected.norm()
+        assert passes[-1] is torch.bfloat16, "the pass also adds the bias and writes the output's dtype"
+
+
+@pytest.mark.parametrize("gpu", [90], indirect=True)
+def test_a_gemm_that_its_probe_refuses_is_announced_and_emulated(
+    gpu: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = scaled_mm.scaled_mm
+
+    def without_rows(*args: object) -> Tensor:
+        if args[3][0] is ScalingType.RowWise:
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED")
+        return right(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(scaled_mm, "scaled_mm", without_rows)
+    monkeypatch.setattr(scaled_mm, "KINDS", {**scaled_mm.KINDS, ("row", "row"): scaled_mm.KINDS["row", "row"][:1]})
+    monkeypatch.setattr(announcing, "_announced", set())
+    monkeypatch.setattr(device, "why_no_fp8", lambda *_: "")
+    with pytest.warns(UserWarning, match=r"rowwise .*fprop, dgrad, wgrad run as bf16.*CUBLAS_STATUS_NOT_SUPPORTED"):
+        announcing.announce(recipes.get("rowwise"), torch.empty(0))
+    announcing.announce(recipes.get("tensorwise"), torch.empty(0))
+    assert "the GPU has" in emulated.why_not(recipes.get("tensorwise"), torch.device("cpu"))
+    assert "the GPU has" not in emulated.why_not(recipes.get("rowwise"), torch.device("cpu"))
+
+
+def test_a_probe_that_loses_the_cuda_context_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal instruction was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    with pytest.raises(RuntimeError, match=r"lost the CUDA context of cuda:0 \(unspecified launch failure\)"):
+        device.refusal(RuntimeError("unspecified launch failure\nmore"), torch.device("cuda:0"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    assert device.refusal(ValueError("no\nmore"), torch.device("cuda:0")) == "no"
+
+
+@pytest.mark.parametrize("gpu", [100], indirect=True)
+def test_sizes_of_k_are_tried_apart_by_what_divides_them(gpu: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    right = scaled_mm.scaled_mm
+
+    def of_whole_blocks(a: Tensor, *rest: object) -> Tensor:
+        if a.shape[1] % 32:
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED")
+        return right(a, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(scaled_mm, "scaled_mm", of_whole_blocks)
+    for k in (656, 48, 96, 672, 64, 128):
+        ran = check("native", *pair(SPECS["mxfp8"], SPECS["mxfp8"], 32, k, 32), torch.bfloat16, None)
+        assert ran == ("decoded" if k % 32 else "native"), k
 
 
 @pytest.mark.parametrize("gpu", [90], indirect=True)

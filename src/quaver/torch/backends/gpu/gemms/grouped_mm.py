@@ -24,7 +24,7 @@ from quaver.torch.backends.gpu.gemms.grouped_values import finished_rows, group_
 from quaver.torch.backends.gpu.gemms.operands import matrix
 from quaver.torch.backends.gpu.gemms.scaled_mm import TOLERANCE, role
 from quaver.torch.backends.gpu.launching import capture
-from quaver.torch.backends.gpu.launching.device import architecture
+from quaver.torch.backends.gpu.launching.device import architecture, refusal
 from quaver.torch.numerics import grouped, reference
 from quaver.torch.numerics.groups import Laid, Offsets, of_groups
 from quaver.torch.numerics.quantized import Quantized
@@ -42,7 +42,8 @@ class Kind(NamedTuple):
 
 SWIZZLED = SwizzleType.SWIZZLE_32_4_4
 KINDS = {
-    "row": Kind((9, 10), (ScalingType.RowWise,), None),
+    # On 10.0 torch's wheel has kernels for 9.0 alone, which trap there and take the CUDA context along.
+    "row": Kind((9,), (ScalingType.RowWise,), None),
     "mx": Kind((10,), (ScalingType.BlockWise1x32,), (SWIZZLED,)),
     "nv": Kind((10,), (ScalingType.BlockWise1x16, ScalingType.TensorWise), (SWIZZLED, SwizzleType.NO_SWIZZLE)),
 }
@@ -65,6 +66,9 @@ def _kind(spec: QuantSpec) -> str:
 def reason(a: Laid, b: Any, offsets: Offsets, n: int, dtype: torch.dtype, *rest: Any) -> str:
     """Why these operands are not multiplied natively, row by row, or ""; the device has been asked before."""
     why = _why_not(a.spec, b.spec, a.data.device, n, dtype)
+    if not why and kind_of(a.spec, b.spec) == "mx" and b.shape[1] % 32:
+        # torch counts scales of whole blocks; a last, partial one has a scale here.
+        why = f"k is {b.shape[1]}; it takes whole blocks of 32"
     if not why and 0 in (*a.shape, *b.shape):
         why = "there is nothing to add up"
     return why or _tried(a.data.device, kind_of(a.spec, b.spec), False, bool(rest[1]))
@@ -264,5 +268,5 @@ def _probe(device: torch.device, name: str, summed: bool, fast_accum: bool) -> s
             expected = group_by_group(a, c, offsets, 32, torch.float32)
         off = ((y.float() - expected).norm() / expected.norm()).item()
     except (RuntimeError, ValueError, NotImplementedError) as error:
-        return str(error).strip().partition("\n")[0] or type(error).__name__
+        return refusal(error, device)
     return "" if off < TOLERANCE else f"a probe of it was off by {off:.2g} of the result"

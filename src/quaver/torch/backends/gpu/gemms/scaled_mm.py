@@ -17,7 +17,7 @@ from quaver.core.spec import QuantSpec
 from quaver.torch.backends.gpu.gemms import decoded
 from quaver.torch.backends.gpu.gemms.operands import any_matrix, matrix, scales
 from quaver.torch.backends.gpu.launching import capture
-from quaver.torch.backends.gpu.launching.device import architecture, recorded_arch
+from quaver.torch.backends.gpu.launching.device import architecture, recorded_arch, refusal
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import FLOAT8, Quantized, spread
 
@@ -108,7 +108,7 @@ def matmul(
 def way(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None) -> Way:
     """How a call like this one is computed, decided once."""
     (m, k), n = a.shape, b.shape[0]
-    shapes = _evenness(m), n & 15 > 0, k & 127 > 0, m == 0 or n == 0 or k == 0, a.turned, b.turned
+    shapes = _evenness(m), n & 15 > 0, _evenness(k, 128), m == 0 or n == 0 or k == 0, a.turned, b.turned
     device = a.data.device
     key = (id(a.spec), id(b.spec), dtype, None if bias is None else bias.dtype, device, shapes, architecture(device))
     chosen = _ways.get(key)
@@ -119,9 +119,9 @@ def way(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None) -> 
     return chosen
 
 
-def _evenness(rows: int) -> int:
-    """The largest power of two up to 16 that divides a number of rows: by what a GEMM may take them or refuse them."""
-    return min(rows & -rows, 16)
+def _evenness(size: int, most: int = 16) -> int:
+    """The largest power of two up to `most` that divides a size: rules of cuBLASLt ask for nothing else."""
+    return min(size & -size, most)
 
 
 def reads_transposes(device: torch.device) -> bool:
@@ -160,10 +160,13 @@ def role(spec: QuantSpec) -> str:
         return "nv" if spec.block[1] == 16 and spec.block[0] in (1, 16) else ""
     if spec.format.name not in FLOAT8:
         return ""
+    if spec.scale != "e8m0" and spec.block[1] is None:
+        return {None: "tensor", 1: "row"}.get(spec.block[0], "")
+    if spec.format != E4M3:
+        # torch takes E5M2 with one scale for a tensor or a row alone.
+        return ""
     if spec.scale == "e8m0":
         return "mx" if spec.block[1] == 32 and spec.block[0] in (1, 32) else ""
-    if spec.block[1] is None:
-        return {None: "tensor", 1: "row"}.get(spec.block[0], "")
     return "1x128" if spec.block == (1, 128) else "128x128" if spec.block == (128, 128) else ""
 
 
@@ -178,6 +181,17 @@ def unavailable(a: QuantSpec, b: QuantSpec, device: torch.device) -> str:
     if a.format.name == b.format.name == "e5m2":
         return "CUDA does not multiply E5M2 by E5M2"
     return ""
+
+
+def why_not_native(a: QuantSpec, b: QuantSpec, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str:
+    """Why a device multiplies no operands of two specs natively, or ""; the device is asked, with even sizes."""
+    why = unavailable(a, b, device)
+    if why or recorded_arch() is not None or device.type == "meta":
+        return why
+    scale = torch.ones((1, 1), dtype=torch.float32, device=device)
+    codes = torch.empty((128, 128), dtype=torch.uint8, device=device)
+    left, right = (Quantized(codes, scale, spec, (128, 128)) for spec in (a, b))
+    return way(left, right, dtype, None).why
 
 
 def _roles(a: QuantSpec, b: QuantSpec, device: torch.device) -> tuple[str, ...]:
@@ -242,7 +256,7 @@ def _run(chosen: Way, a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tens
         fast_accum and kind.a in FAST,
     )
     if kind.bare:
-        y = decoded.rescale(y, a.scales(), b.scales().t())
+        return decoded.finished(y, dtype, bias, a.scales(), b.scales())
     if bias is not None and not chosen.adds:
         y = y.add_(bias)
     return y if y.dtype is dtype else y.to(dtype)
@@ -251,7 +265,7 @@ def _run(chosen: Way, a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tens
 def _probe(chosen: Way, a: Quantized, b: Quantized, dtype: torch.dtype, bias: torch.dtype | None) -> str:
     """Try a small product of the same class: "" or why the call is not computed in this way."""
     device = a.data.device
-    m, k, n = 160 + _evenness(a.shape[0]) % 16, 656 if a.shape[1] & 127 else 640, 144
+    m, k, n = 160 + _evenness(a.shape[0]) % 16, 640 + _evenness(a.shape[1], 128) % 128, 144
     generator = torch.Generator("cpu").manual_seed(0)
     left, right = (_made_like(_uneven(rows, k, generator), like, device) for rows, like in ((m, a), (n, b)))
     extra = None if bias is None else torch.randn(n, generator=generator, dtype=torch.float32, device="cpu")
@@ -264,7 +278,7 @@ def _probe(chosen: Way, a: Quantized, b: Quantized, dtype: torch.dtype, bias: to
         # Says nothing of the GEMM.
         raise
     except (RuntimeError, ValueError, NotImplementedError) as error:
-        return str(error).strip().partition("\n")[0] or type(error).__name__
+        return refusal(error, device)
     return "" if off < TOLERANCE else f"a probe of it was off by {off:.2g} of the result"
 
 

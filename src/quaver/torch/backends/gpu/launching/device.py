@@ -92,6 +92,24 @@ def _architecture(device: torch.device) -> int:
     return 10 * major + minor
 
 
+def refusal(error: Exception, device: torch.device) -> str:
+    """The first line of what a probe raised.
+
+    Raises:
+        RuntimeError: the CUDA context of the device is lost, so that every later call would fail.
+    """
+    why = str(error).strip().partition("\n")[0] or type(error).__name__
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize(device)
+        except RuntimeError as lost:
+            raise RuntimeError(
+                f"a probe of a GEMM lost the CUDA context of {device} ({why}): start the process again, and keep the "
+                "GEMM from being probed with quaver.torch.only(...) without 'native'"
+            ) from lost
+    return why
+
+
 def why_no_fp8(device: torch.device, what: str) -> str:
     """Why FP8 GEMMs, by their implementation's name, do not run on a device, or ""."""
     return _off_a_gpu(device, what) or _why_no_fp8(architecture(device))
