@@ -12,6 +12,7 @@ from torch import Tensor
 from quaver.core.reference.masks import check_heads
 from quaver.core.text.given import instance
 from quaver.core.text.spelling import check_name
+from quaver.torch.numerics.host_values import host_values
 from quaver.torch.numerics.tracing import is_tracing
 
 #: What the axes of q, k and v are.
@@ -147,7 +148,7 @@ def lengths_of(cu_seqlens: Tensor, tokens: int, of: str = "") -> list[int] | Non
         )
     if is_tracing() or cu_seqlens.is_meta:
         return None
-    ends: list[int] = cu_seqlens.tolist()
+    ends = host_values(cu_seqlens)
     lengths = [b - a for a, b in pairwise(ends)]
     if ends[0] != 0:
         raise ValueError(f"cu_seqlens{of} starts at {ends[0]}; it starts at 0")
