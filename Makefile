@@ -54,6 +54,7 @@ test-gpu-ready: $(VENV)/.dev
 		tests/kernels/test_gate.py tests/torch/backends/gpu/test_launch_counts.py
 	PYTHONPATH=src $(BIN)/python -m benchmarks.gpu --dry-run --processes 2
 	PYTHONPATH=src $(BIN)/python -m tests.versions.card -m benchmarks.gpu --compile $(ARCH) --cache $(CACHE) --check
+	$(BIN)/python -m benchmarks.gpu.ahead.cache --pack $(CACHE)
 
 ## What other libraries do with converted models: tests that `make test` skips where a library is missing.
 test-integrations: $(VENV)/.integrations
@@ -61,10 +62,12 @@ test-integrations: $(VENV)/.integrations
 		tests/train/records/test_trackers.py tests/examples tests/contracts/test_docs.py \
 		-k "integrations or trackers or huggingface or lightning or accelerate or peft or torchtitan or onnx"
 
-## The tests that need a GPU, eight at a time on one card, with the kernels of CACHE, in the Python that has its torch.
+## The tests that need a GPU, eight at a time on one card, with the kernels of CACHE (or of CACHE.tar.xz), in the Python
+## that has its torch. A kernel that hangs ends its process after 45 seconds, a lost CUDA context ends the run.
 test-gpu:
 	$(PYTHON) -m benchmarks.gpu.ahead.cache $(CACHE)
 	TRITON_CACHE_DIR=$(CACHE) PYTHONPATH=src $(PYTHON) -m pytest -m gpu -n 8 --dist worksteal --maxfail 40 \
+		--timeout 45 --timeout-method thread -p tests.gpu_context \
 		tests/gpu tests/kernels tests/torch/blocks/attention/implementations tests/torch/backends/gpu/gemms
 
 ## Pairs of versions of torch and triton, each in processes that have them, as far as a machine without a GPU goes.
