@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,13 +21,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import quaver.torch as qt
 from quaver import recipes
 from quaver.torch.parallel import check_alike, gather_quantized
-from quaver.torch.parallel.fsdp import agreeing, shards
+from quaver.torch.parallel.fsdp import agreeing, shards, units
 from tests import two_ranks
 from tests.torch.parallel.fsdp.live import Live
 from tests.torch.parallel.fsdp.test_operands import RECIPES
@@ -368,6 +369,21 @@ def names_of_torch_that_are_gone(rank: int) -> None:
         agreeing.held_parameters = names
 
 
+def a_torch_with_one_group_a_module(rank: int) -> None:
+    """torch 2.11 has `_fsdp_param_group` where later ones have `_fsdp_param_groups`: dtypes and counts are the same."""
+    net = sharded(converted("mxfp8"))
+    held = [(module, name) for module, name, _ in units.held_parameters(net)]
+    number = len(list(units.collectives(net)))
+    parts = [part for part in net.modules() if isinstance(part, FSDPModule)]
+    with pytest.MonkeyPatch.context() as patch:
+        for part in parts:
+            state: Any = part._get_fsdp_state()
+            older = SimpleNamespace(_fsdp_param_group=(state._fsdp_param_groups or [None])[0])
+            patch.setattr(part, "_get_fsdp_state", lambda older=older: older)
+        assert [(module, name) for module, name, _ in units.held_parameters(net)] == held != []
+        assert len(list(units.collectives(net))) == number > 0
+
+
 def compiled_blocks(rank: int) -> None:
     """Blocks compiled around the layers give eager mode's losses and weights."""
 
@@ -653,6 +669,7 @@ OPTIONS: list[Callable[[int], None]] = [
     *(bytes_of_gathers, micro_batches, optimizers, roots_alone, evaluations, recomputation, blocks),
     *(checkpoints, made_on_meta, other_recipes_than_the_weights, ranks_that_differ, too_late),
     *(recipes_of_an_autocast, frozen_weights, one_rank_of_a_mesh, names_of_torch_that_are_gone, compiled),
+    a_torch_with_one_group_a_module,
     *(written_and_moved, parts_without_a_common_root, reverted, parts_of_columns),
 ]
 CASES: dict[int, list[Case]] = {

@@ -163,7 +163,10 @@ def collectives(model: nn.Module) -> Iterator[Collectives]:
 def _groups(model: nn.Module) -> Iterator[Any]:
     for part in model.modules():
         if isinstance(part, FSDPModule) and hasattr(part, "_get_fsdp_state"):
-            yield from getattr(part._get_fsdp_state(), "_fsdp_param_groups", ())
+            state = part._get_fsdp_state()
+            # torch 2.12 has several groups of parameters in a module, and torch 2.11 at most one.
+            groups = getattr(state, "_fsdp_param_groups", None)
+            yield from [getattr(state, "_fsdp_param_group", None)] if groups is None else groups
 
 
 def local(parameter: Any) -> Tensor | None:
