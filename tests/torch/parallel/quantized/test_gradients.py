@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import quaver.torch as qt
@@ -164,6 +164,24 @@ def sharded(rank: int) -> None:
         assert_bitwise(got, (summed(parts, gradients.BLOCKS)[rank] / RANKS).to(dtype), f"{dtype}")
 
 
+def divide_factors(rank: int) -> None:
+    """`set_gradient_divide_factor(f)` divides the sum by f, of any reduce dtype, with or without torch's own sums."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for factor, forced in ((1.0, False), (2.0, False), (8.0, False), (8.0, True)):
+            grads = []
+            for each in (None, factor):
+                model = gradients.quantize_gradients(fully_shard(net(dtype)))
+                assert isinstance(model, FSDPModule)
+                if each is not None:
+                    model.set_gradient_divide_factor(each)
+                    model.set_force_sum_reduction_for_comms(forced)
+                gradients_of(model, rank, dtype)
+                grads.append([p.grad.to_local().float() for p in model.parameters()])
+            for mean, got in zip(*grads, strict=True):
+                # Powers of two: exact, but for subnormal numbers of float16.
+                torch.testing.assert_close(got, mean * (RANKS / factor), rtol=0, atol=1e-5 * (dtype is torch.float16))
+
+
 #: Steps of a converted model under each recipe, and in the slow tests.
 TRAINED, LONG = dict.fromkeys(recipes.RECIPES, 10), dict.fromkeys(recipes.RECIPES, 20)
 
@@ -231,6 +249,7 @@ CASES = [
     other_specs_are_refused,
     data_parallel,
     sharded,
+    divide_factors,
     trains_with_both,
     ranks_with_fewer_batches,
 ]

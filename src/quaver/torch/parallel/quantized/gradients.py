@@ -75,13 +75,27 @@ class QuantizedReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        """The sum or mean of every rank's input [ranks × n] for this rank, into the output [n]."""
-        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-            raise ValueError(f"quantized gradients are summed or averaged, and fully_shard asks for {op}")
+        """Write the sum, the mean or a multiple of the sum of every rank's input [ranks × n] into the output [n]."""
+        scale = _scale_of_sum(op)
         total = wire.scatter_quantized_sums(input_tensor, self.spec, group)()
         if op == dist.ReduceOp.AVG:
             total /= dist.get_world_size(group)
-        output_tensor.copy_(total)
+        output_tensor.copy_(total if scale is None else total * scale)
+
+
+def _scale_of_sum(op: Any) -> Any:
+    """The factor of a PREMUL_SUM, by which fully_shard divides after `set_gradient_divide_factor`; None for others.
+
+    Raises:
+        ValueError: neither a sum nor a mean.
+    """
+    if op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        return None
+    # A state for pickle is how torch 2.11 and later publish the factor.
+    kind, scale = op.__getstate__() if isinstance(op, dist.ReduceOp) else (op, None)
+    if kind != dist.ReduceOp.PREMUL_SUM or scale is None:
+        raise ValueError(f"quantized gradients are summed, averaged or scaled, and fully_shard asks for {op}")
+    return scale
 
 
 class _Wire:
