@@ -3,6 +3,7 @@
 import contextlib
 import json
 import shutil
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -253,6 +254,51 @@ def saved_while_training_goes_on(rank: int) -> None:
     }
 
 
+def a_second_save_waits_for_the_first(rank: int) -> None:
+    """Ranks write at other times than one another: the later save, or load, begins once the earlier one is whole."""
+    of, write = run("mxfp8", by_fsdp), dcp.FileSystemWriter.write_data
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(0.3 * (rank == 0))
+        return write(*args)
+
+    checkpoint = Checkpoint(*of)
+    folders = [two_ranks.folder() / f"one of {number}" for number in range(3)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dcp.FileSystemWriter, "write_data", slowly)
+        saved = [checkpoint.async_save(folder) for folder in folders[:2]]
+        assert saved[0].done()
+        checkpoint.save(folders[2])
+    assert saved[1].done() and all(each.exception() is None for each in saved)
+    expected, loaded = everything(of), run("mxfp8", by_fsdp, seed=5)
+    for folder in folders:
+        Checkpoint(*loaded).load(folder)
+        assert_same(everything(loaded), expected, folder.name)
+
+
+def a_state_that_one_rank_cannot_take_is_an_error_on_all(rank: int) -> None:
+    class Broken(Stateful):
+        def state_dict(self) -> dict[str, Any]:
+            return {}["lost"] if rank == 1 else super().state_dict()
+
+    class NotLoading(Stateful):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            if rank == 1:
+                raise RuntimeError("of another version")
+
+    of, where = run("mxfp8", by_fsdp), two_ranks.folder()
+    broken = Checkpoint(*of, others={"loader": Broken(1)})
+    says = "rank 1 could not take the state: KeyError: 'lost'" if rank == 0 else "the first rank says why"
+    for do in (broken.state_dict, lambda: broken.save(where / "never"), lambda: broken.async_save(where / "never")):
+        with pytest.raises(ValueError, match=says):
+            do()
+    assert not (where / "never").exists()
+    Checkpoint(*of, others={"loader": Stateful(1)}).save(where / "good")
+    says = "rank 1 could not load .*: RuntimeError: of another version" if rank == 0 else "the first rank says why"
+    with pytest.raises(ValueError, match=says):
+        Checkpoint(*of, others={"loader": NotLoading(1)}).load(where / "good")
+
+
 def other_recipes(rank: int) -> None:
     """A history that the checkpoint has and the model not yet, and one that it has not."""
     folder = folder_of("delayed", by_fsdp)
@@ -452,6 +498,7 @@ CASES = {
     1: [read_by_others],
     2: [
         *(runs_that_go_on, the_newest_row_is_that_of_all_ranks, saved_while_training_goes_on, other_recipes),
+        *(a_second_save_waits_for_the_first, a_state_that_one_rank_cannot_take_is_an_error_on_all),
         *(before_the_first_step, with_gradients_already, parts_of_a_pipeline, a_stage_without_histories, bad_input),
         what_it_puts_out,
     ],

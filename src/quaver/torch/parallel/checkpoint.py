@@ -12,8 +12,9 @@ import copy
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterable, Mapping
-from concurrent.futures import Future
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -92,24 +93,35 @@ class Checkpoint:
         self.group = group
         #: What ranks write through while they train: two collectives of one group at once would take each other's data.
         self._apart: Any = None
+        #: The last asynchronous save.
+        self._writing: Future[None] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What is saved, each rank's part, histories as all ranks agreed on them. All ranks call it."""
+        """Return this rank's part of what is saved, with histories as all ranks agreed on them. All ranks call it.
+
+        Raises:
+            ValueError: on all ranks, if the state of a model, an optimizer or one of `others` cannot be taken on one.
+        """
         agree_histories(self.model)
-        fresh = [optimizer for optimizer in self.optimizers if not len(optimizer.state)]
-        state = self._state()
-        # torch has made their states by a step without gradients, which would count as the first.
-        for optimizer in fresh:
-            optimizer.state.clear()
-        names = self._names(fresh)
+        with self._on_all_ranks("take the state"):
+            fresh = [optimizer for optimizer in self.optimizers if not len(optimizer.state)]
+            try:
+                state = self._state()
+            finally:
+                # torch has made their states by a step without gradients, which would count as the first.
+                for optimizer in fresh:
+                    optimizer.state.clear()
+            names = self._names(fresh)
         return {name: value for name, value in state.items() if _of_parameter(name) not in names}
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write a checkpoint into a folder that all ranks see, and return when it is whole.
 
         Raises:
-            ValueError: on all ranks: a checkpoint is in the folder, or digests of the files could not be written.
+            ValueError: on all ranks: a checkpoint is in the folder, the state cannot be taken on one rank, or digests
+                of the files could not be written.
         """
+        self._wait_for_writing()
         self._check(_why_not_into(Path(folder)), f"save into {folder}")
         dcp.save(self.state_dict(), checkpoint_id=folder, process_group=self.group)
         why = ""
@@ -127,17 +139,20 @@ class Checkpoint:
         as the default group.
 
         Returns:
-            What is done when the checkpoint is whole, with the error if there was one. Wait for it before the next
-            save, and before the program ends.
+            A future that is done when the checkpoint is whole, with the error if there was one. Wait for it before
+            the program ends. The next save or load of this `Checkpoint` waits for it.
         Raises:
-            ValueError: a checkpoint is in the folder.
+            ValueError: on all ranks: a checkpoint is in the folder, or the state cannot be taken on one rank.
         """
+        self._wait_for_writing()
         self._check(_why_not_into(Path(folder)), f"save into {folder}")
         if self._apart is None and dist.is_available() and dist.is_initialized():
             ranks = dist.get_process_group_ranks(self.group)
             self._apart = new_group(ranks, backend="gloo", use_local_synchronization=self.group is not None)
         # What is on a CPU already torch may write as it is, while the optimizer changes it.
-        state = {name: _copied(value) for name, value in self.state_dict().items()}
+        state = self.state_dict()
+        with self._on_all_ranks("copy the state"):
+            state = {name: _copied(value) for name, value in state.items()}
         written: Any = dcp.async_save(state, checkpoint_id=folder, process_group=self._apart)
         whole: Future[None] = Future()
 
@@ -151,6 +166,7 @@ class Checkpoint:
                 whole.set_result(None)
 
         written.add_done_callback(seal)
+        self._writing = whole
         return whole
 
     def load(self, folder: str | os.PathLike[str]) -> None:
@@ -165,6 +181,7 @@ class Checkpoint:
                 shape, or an optimizer of another kind. The first rank's has the reason, the others' say so.
         Exact: a run that goes on, on as many ranks in the same parallelism, has the bits of one that was not stopped.
         """
+        self._wait_for_writing()
         where = Path(folder)
         why = f"{where} has no whole checkpoint ({INDEX} is not there): give another folder"
         self._check("" if (where / INDEX).exists() else why, f"load {where}")
@@ -184,7 +201,8 @@ class Checkpoint:
             whole = self._state()
         asked = {name: _room(name, value, saved) for name, value in whole.items() if _holds(saved, name)}
         dcp.load(asked, checkpoint_id=where, process_group=self.group)
-        self._set({**{name: value for name, value in whole.items() if not _may_lack(name)}, **asked})
+        with self._on_all_ranks(f"load {where}"):
+            self._set({**{name: value for name, value in whole.items() if not _may_lack(name)}, **asked})
         self._forget({_of_parameter(name) for name in whole if name not in saved and _is_unused(saved, name)})
 
     def _held_states(self) -> dict[torch.optim.Optimizer, dict[Any, Any]]:
@@ -261,6 +279,22 @@ class Checkpoint:
         if missing and not why:
             why = f"it has {_some(missing)}, which this model has not"
         self._check(f"{folder} is a checkpoint of another model: {why}" if why else "", f"load {folder}")
+
+    def _wait_for_writing(self) -> None:
+        """Wait for the last asynchronous save, whose collectives another one's would meet; its future has its error."""
+        if self._writing is not None:
+            wait([self._writing])
+            self._writing = None
+
+    @contextmanager
+    def _on_all_ranks(self, did: str) -> Iterator[None]:
+        """Raise a ValueError on all ranks if one of them raises within the block, which has no collectives."""
+        try:
+            yield
+        except Exception as error:
+            self._check(f"rank {_rank(self.group)} could not {did}: {type(error).__name__}: {error}", did)
+        else:
+            self._check("", did)
 
     def _check(self, why: str, did: str) -> None:
         """Raise a ValueError on all ranks if one of them has a reason."""
