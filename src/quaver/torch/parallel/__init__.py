@@ -3,6 +3,7 @@
 from quaver.torch.parallel.alike.comparing import check_alike
 from quaver.torch.parallel.checkpoint import Checkpoint, agree_histories
 from quaver.torch.parallel.context.applying import ContextParallel, context_parallel
+from quaver.torch.parallel.fsdp.agreeing import micro_batches
 from quaver.torch.parallel.fsdp.gathering import Gathers, gather_again, gather_quantized
 from quaver.torch.parallel.fsdp.watching import Traffic
 from quaver.torch.parallel.pipeline.stages import stage
@@ -31,6 +32,7 @@ __all__ = [
     "exchange",
     "gather_again",
     "gather_quantized",
+    "micro_batches",
     "quantize_gradients",
     "stage",
 ]

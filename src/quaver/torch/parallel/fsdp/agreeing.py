@@ -3,14 +3,16 @@
 Where tensor parallelism has cut weights too, all ranks that hold parts of them take part, and amaxes that only some of
 them share have a place for each.
 
-An agreement lasts from a gather to the next optimizer step, and not beyond a second forward unless gradients tell that
-both are micro-batches of one step. These are the same on all ranks, so no rank waits for another one in vain. Within it
-a rank's rows are quantized once.
+An agreement serves one forward and its backward: a write through `.data` or `to_local()` leaves no trace that a later
+forward could look for. Within `micro_batches` it serves all forwards, as long as a weight's version and memory stay and
+no torch optimizer steps. All of these are the same on all ranks, so no rank waits for another one in vain. Within an
+agreement a rank's rows are quantized once.
 """
 
 import hashlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -78,8 +80,8 @@ class Weight:
         self.wants_both: set[str] = set()
         #: The number of the agreement that a forward's gather belongs to.
         self.forward = -1
-        #: Which writing of the parameter ranks agreed on.
-        self.version = -1
+        #: Version and address of the parameter that ranks agreed on.
+        self.written: tuple[int, int] | None = None
         #: Shapes of what was gathered last.
         self.sent: Sequence[torch.Size] = ()
 
@@ -106,6 +108,12 @@ class Weight:
             if local(held) is not None:
                 self.parameter = held
         return self.parameter
+
+    def state_of_writes(self) -> tuple[int, int]:
+        """Version and address of the sharded parameter."""
+        parameter = self.see()
+        part: Any = local(parameter)
+        return parameter._version, 0 if part is None else getattr(part, "plain", part).data_ptr()
 
     def values(self) -> Tensor | None:
         """This rank's rows [n, K] in the dtype that they are quantized from; None where it is not sharded."""
@@ -146,9 +154,13 @@ class Model:
     def __init__(self, root: nn.Module) -> None:
         self.root = weakref.ref(root)
         self.weights: list[Weight] = []
-        #: The number of the agreement that lasts, and whether an optimizer has ended it.
+        #: The number of the agreement that lasts, and whether a forward of the root or an optimizer has ended it.
         self.number = 0
         self.ended = True
+        #: Whether a backward has read operands of this agreement.
+        self.in_backward = False
+        #: Whether the user has said that weights do not change.
+        self.steady = False
         self._compared = False
         #: Process groups by their ranks.
         self._groups: dict[tuple[int, ...], Any] = {}
@@ -164,12 +176,17 @@ class Model:
             self._compare(weight, mesh)
             self._compared = True
         backward = graph_task_id() != -1
-        parameter = weight.see()
-        again = not backward and weight.forward == self.number and not self._accumulates()
-        if self.ended or again or parameter._version != weight.version:
+        another = not backward and not self.steady and (self.in_backward or weight.forward == self.number)
+        if self.ended or another or weight.state_of_writes() != weight.written:
             self._agree(weight, mesh)
-        if not backward:
+        if backward:
+            self.in_backward = True
+        else:
             weight.forward = self.number
+
+    def open(self) -> None:
+        """Begin a forward of the root: codes of an earlier one serve it only within `micro_batches`."""
+        self.ended = self.ended or not self.steady
 
     def _begin(self) -> None:
         root = self.root()
@@ -182,6 +199,9 @@ class Model:
                 if isinstance(hook, RollHistories):
                     # Before fully_shard's own, which gathers a root's weights: in the codes of the factors that rolled.
                     module._forward_pre_hooks.move_to_end(key, last=False)  # type: ignore[attr-defined]
+        if root is not None:
+            # Before fully_shard's own hook, too.
+            root.register_forward_pre_hook(_Open(self), prepend=True)
         _watch(self)
 
     def _compare(self, weight: Weight, mesh: Any) -> None:
@@ -202,14 +222,10 @@ class Model:
                 "gather_quantized"
             )
 
-    def _accumulates(self) -> bool:
-        """Whether gradients of an earlier micro-batch are there."""
-        return any(weight.unit is not None and weight.unit.has_gradient for weight in self.weights)
-
     def _agree(self, asking: Weight, mesh: Any) -> None:
         """One all-reduce for each mesh that holds weights whose blocks lie on several ranks."""
         self.number += 1
-        self.ended = False
+        self.ended = self.in_backward = False
         # By the ranks over which fully_shard divides, and for these how tensor parallelism has cut their weights.
         by_group: dict[Any, list[_Entry]] = {}
         cut: dict[Any, Weight] = {}
@@ -219,7 +235,7 @@ class Model:
             if x is None:
                 continue
             group = over.get_group()
-            weight.version = weight.parameter._version
+            weight.written = weight.state_of_writes()
             if weight.across.axis is not None:
                 cut.setdefault(group, weight)
             of_history = weight.recipe.delayed is not None
@@ -279,6 +295,46 @@ def _device(weight: Weight) -> torch.device:
     """Where ranks agree: of the device that the weight is computed on."""
     kind = weight.parameter.device_mesh.device_type if weight.parameter is not None else "cpu"
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+class _Open:
+    """A forward pre-hook of the root."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = weakref.ref(model)
+
+    @torch.compiler.disable
+    def __call__(self, module: nn.Module, args: object) -> None:
+        model = self._model()
+        if model is not None and graph_task_id() == -1:
+            model.open()
+
+
+@contextmanager
+def micro_batches(model: nn.Module) -> Iterator[None]:
+    """Declare that a model's weights do not change within the block: its forwards reuse one quantization of them.
+
+        with micro_batches(model):
+            for x in batches:
+                model(x).backward()
+        optimizer.step()
+
+    Without it each forward quantizes this rank's rows of weights that `gather_quantized` has prepared, and ranks agree
+    on amaxes anew, since no trace is left of a step that writes through `.data`. Within it an optimizer's step, a
+    write in place or another tensor in a parameter's place still begin anew. Call it on all ranks alike.
+
+    Args:
+        model: of `gather_quantized`; one without such weights is left as it is.
+    """
+    # What a rank holds of a prepared weight names the model that it was prepared with.
+    prepared: set[Any] = {getattr(local(p), "model", None) for p in model.parameters()} - {None}
+    for each in prepared:
+        each.ended, each.steady = True, True
+    try:
+        yield
+    finally:
+        for each in prepared:
+            each.ended, each.steady = True, False
 
 
 class _Steps:

@@ -259,6 +259,8 @@ class GatheredWeight(Gathered):
     def quantized_operand(self, call: Any, side: str) -> Quantized:
         """The operand for a side; gathered now where the last gather has not brought it, or by another factor."""
         weight, held = self.weight, self.held
+        if side == "dgrad":
+            weight.model.in_backward = True
         name = weight.side(side).name
         written: float = call.written
         if name not in held.operands or held.sent.key != written:

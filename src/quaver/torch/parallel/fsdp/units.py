@@ -1,7 +1,7 @@
 """What fully_shard does with a weight now, by its own names, which torch does not publish: all of them are read here.
 
-Without them nothing is known of a weight's unit: both of its operands travel in every gather, ranks agree anew in every
-forward, and a `MixedPrecisionPolicy` with another dtype than the parameters' is refused.
+Without them nothing is known of a weight's unit: both of its operands travel in every gather, and a
+`MixedPrecisionPolicy` with another dtype than the parameters' is refused.
 """
 
 from collections.abc import Iterator
@@ -63,14 +63,6 @@ class Unit:
     def mesh(self) -> Any:
         """The ranks that hold parts of it."""
         return self._parameter.shard_mesh
-
-    @property
-    def has_gradient(self) -> bool:
-        """Whether a backward has left a gradient that is not gone yet."""
-        unsharded = getattr(self._parameter, "_unsharded_param", None)
-        if self.sharded.grad is not None or self._parameter.unsharded_accumulated_grad is not None:
-            return True
-        return unsharded is not None and unsharded.grad is not None
 
     @property
     def shape(self) -> torch.Size:
@@ -137,7 +129,7 @@ _OF_GROUP = (
     "mp_policy",
 )
 _OF_PARAMETER = (
-    *("sharded_param", "shard_mesh", "unsharded_accumulated_grad", "all_gather_outputs", "_module_info"),
+    *("sharded_param", "shard_mesh", "all_gather_outputs", "_module_info"),
     *("_orig_size", "_sharded_param_data", "reset_sharded_param", "_init_extensions"),
 )
 

@@ -92,7 +92,8 @@ def _scale_of_sum(op: Any) -> Any:
     if op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
         return None
     # A state for pickle is how torch 2.11 and later publish the factor.
-    kind, scale = op.__getstate__() if isinstance(op, dist.ReduceOp) else (op, None)
+    state: Any = op.__getstate__() if isinstance(op, dist.ReduceOp) else (op, None)
+    kind, scale = state
     if kind != dist.ReduceOp.PREMUL_SUM or scale is None:
         raise ValueError(f"quantized gradients are summed, averaged or scaled, and fully_shard asks for {op}")
     return scale

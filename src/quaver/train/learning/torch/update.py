@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from quaver.torch.optim import Optimizer
+from quaver.torch.parallel import micro_batches
 from quaver.train.configuration.config import TrainConfig
 from quaver.train.learning.torch.model.balance import Balance
 from quaver.train.learning.torch.model.decoder import Decoder, Routings, loss_and_routings, loss_of
@@ -65,14 +66,15 @@ class Update:
         if self.balance is not None:
             self.balance.begin()
         total = torch.zeros((), dtype=torch.float32, device=ids.device)
-        if self.group is not None and self.group.pipeline is not None:
-            total = self.group.pipeline.step(ids)
-        else:
-            for left, micro_batch in zip(range(len(ids))[::-1], ids, strict=True):
-                with self.adding_up() if left else nullcontext():
-                    loss, minimized = self.losses(micro_batch)
-                    (minimized / len(ids)).backward()
-                total += loss.detach() / len(ids)
+        with nullcontext() if self.group is None else micro_batches(self.model):
+            if self.group is not None and self.group.pipeline is not None:
+                total = self.group.pipeline.step(ids)
+            else:
+                for left, micro_batch in zip(range(len(ids))[::-1], ids, strict=True):
+                    with self.adding_up() if left else nullcontext():
+                        loss, minimized = self.losses(micro_batch)
+                        (minimized / len(ids)).backward()
+                    total += loss.detach() / len(ids)
         if self.group is not None:
             self.own = total.clone()
             total = self.group.agreed(self.group.mean(total))
