@@ -20,7 +20,8 @@ import quaver.torch as qt
 from benchmarks.measuring import machine, results
 from quaver.core.states.presets import PRESETS
 from quaver.torch.linear.layer import Linear
-from quaver.torch.optim import AdamW, Optimizer
+from quaver.torch.optim import AdamW
+from quaver.torch.optim.quantized_gradient import QuantizedGradient
 from quaver.torch.optim.stepping.pieces import PIECE
 from quaver.train.configuration import memory, optimizer_name, recipe_name
 from quaver.train.configuration.parameter_table import parameters
@@ -94,8 +95,7 @@ def counted(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> tuple[flo
     """Bytes a parameter: weight with scales, beside it, gradient, moments."""
     weight = model[0].weight
     own = optimizer.state[weight]
-    held = optimizer.gradients.held.get(weight) if isinstance(optimizer, Optimizer) else None
-    gradient = [weight.grad] if held is None else [held.codes, held.scale]
+    gradient = weight.grad.tensors() if isinstance(weight.grad, QuantizedGradient) else [weight.grad]
     buffers = [model[0].weight_scale] if isinstance(model[0], Linear) and model[0].weight_spec is not None else []
     moments = [tensors for name, tensors in own.items() if name.startswith("exp_avg")]
     beside = [t for name, t in own.items() if isinstance(t, Tensor) and not name.startswith("exp_avg") and t.dim()]

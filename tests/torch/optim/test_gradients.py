@@ -1,5 +1,7 @@
 """Gradients in bfloat16 and in codes: what is kept, how they add up, and how they are clipped."""
 
+import copy
+import io
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import quaver.torch as qt
 from benchmarks.measuring.memory import peak
 from quaver.torch import optim
 from quaver.torch.optim import codes
-from quaver.torch.optim.gradients.held import encoded
+from quaver.torch.optim.quantized_gradient import QuantizedGradient, encoded
 
 SPEC = optim.StateSpec(code="e4m3", block=128)
 LEAN = optim.PRESETS["lean"]
@@ -24,12 +26,16 @@ def model_of(recipe: str = "tensorwise") -> Any:
     return model
 
 
-def backward(model: nn.Module, seed: int, recipe: str = "tensorwise") -> Tensor:
+def loss_of(model: Any, seed: int) -> Tensor:
     draw = torch.Generator().manual_seed(seed)
-    with qt.autocast(recipe):
-        loss = model(torch.randn(32, 160, generator=draw)).square().mean()
-    loss.backward()
+    x = torch.randn(32, 160, generator=draw)
+    with qt.autocast("tensorwise"):
+        loss: Tensor = model(x.to(model[0].bias.dtype)).square().mean()
     return loss
+
+
+def backward(model: nn.Module, seed: int) -> None:
+    loss_of(model, seed).backward()
 
 
 def test_codes_take_the_place_of_gradients_and_small_ones_stay() -> None:
@@ -41,14 +47,13 @@ def test_codes_take_the_place_of_gradients_and_small_ones_stay() -> None:
         if name.endswith("bias"):
             assert torch.equal(p.grad, r.grad)
             continue
-        held = optimizer.gradients.held[p]
         want, scale = codes.encode(r.grad.float(), SPEC)
-        assert p.grad is None
-        assert torch.equal(held.codes, want)
-        assert torch.equal(held.scale, scale)
+        assert type(p.grad) is QuantizedGradient and p.grad.dtype is r.grad.dtype
+        assert torch.equal(p.grad.codes, want) and torch.equal(p.grad.scale, scale)
+        assert torch.equal(p.grad, codes.decode(want, scale, SPEC))
     optimizer.step()
     optimizer.zero_grad()
-    assert not optimizer.gradients.held
+    assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.parametrize("text", ["e4m3/128", "e4m3/tensor power_of_two", "int8_softsign/32 floor"])
@@ -64,7 +69,7 @@ def test_codes_of_a_gradient_that_is_taken_in_pieces_are_those_of_the_whole(
             cases[name] = whole.clone()
             cases[name].view(-1, shape[-1])[2, 7] = value
     cases["columns first"] = whole.mT.contiguous().mT
-    monkeypatch.setattr("quaver.torch.optim.gradients.held.PIECE", 1000)
+    monkeypatch.setattr("quaver.torch.optim.quantized_gradient.PIECE", 1000)
     for name, gradient in cases.items():
         want, scale = codes.encode(gradient.float(), spec)
         data, scales = encoded(gradient, spec)
@@ -89,17 +94,23 @@ def test_balanced_gradients_are_bfloat16() -> None:
     assert {p.grad_dtype for p in model.parameters() if p.dim() == 2} == before != {torch.bfloat16}
 
 
-def test_a_second_backward_is_refused_and_accumulating_adds_up() -> None:
+def decoded(model: Any) -> list[Tensor]:
+    return [torch.empty(p.shape).copy_(p.grad) for p in model.parameters()]
+
+
+def test_a_second_backward_adds_in_high_precision_and_accumulating_rounds_once() -> None:
     model, plain = model_of(), model_of()
     optimizer = optim.AdamW(model.parameters(), preset="lean")
     backward(model, 1)
-    with pytest.raises(RuntimeError, match="inside of `with optimizer"):
-        backward(model, 2)
+    first = decoded(model)
+    backward(plain, 1)
+    before = decoded(plain)
+    backward(model, 2)
+    backward(plain, 2)
+    for got, one, r, earlier in zip(decoded(model), first, plain.parameters(), before, strict=True):
+        torch.testing.assert_close(got - one, r.grad - earlier, rtol=0, atol=1e-6 * float(r.grad.abs().max()))
     optimizer.zero_grad()
-    backward(model, 1)
-    with pytest.raises(RuntimeError, match="but its last inside of"), optimizer.accumulating():
-        backward(model, 2)
-    optimizer.zero_grad()
+    plain.zero_grad()
     with optimizer.accumulating():
         backward(model, 1)
         backward(model, 2)
@@ -107,33 +118,130 @@ def test_a_second_backward_is_refused_and_accumulating_adds_up() -> None:
     for seed in (1, 2, 3):
         backward(plain, seed)
     for p, r in zip(model.parameters(), plain.parameters(), strict=True):
-        held = optimizer.gradients.held.get(p)
-        if held is not None:
-            assert torch.equal(held.codes, codes.encode(r.grad, SPEC)[0])
+        if p.dim() == 2:
+            assert torch.equal(p.grad.codes, codes.encode(r.grad, SPEC)[0])
 
 
-@pytest.mark.parametrize("order", [2.0, 1.0, float("inf")])
-def test_clipping_is_exact(order: float) -> None:
-    model, plain = model_of(), model_of()
-    optimizer = optim.AdamW(model.parameters(), lr=1e-3, preset="lean")
-    twin = optim.AdamW(plain.parameters(), lr=1e-3, preset="lean")
-    backward(model, 1)
-    backward(plain, 1)
-    values = [
-        codes.decode(held.codes, held.scale, held.spec) if (held := twin.gradients.held.get(p)) else p.grad
-        for p in plain.parameters()
-    ]
-    want = torch.nn.utils.get_total_norm(values, order)
-    norm = optimizer.clip_grad_norm_(float(want) / 4, order)
-    torch.testing.assert_close(norm, want)
-    for r, value in zip(plain.parameters(), values, strict=True):
-        # The same step from gradients that torch has multiplied, kept as floats.
-        twin.gradients.held.pop(r, None)
-        r.grad = (value * (float(want) / 4 / (want + 1e-6))).to(torch.float32)
+def test_a_small_gradient_added_many_times_is_not_rounded_away() -> None:
+    p = nn.Parameter(torch.zeros(64, 128))
+    optimizer = optim.SGD([p], lr=1.0, preset=optim.Preset(name="codes", gradient=SPEC))
+    for _ in range(100):
+        p.sum().backward()
     optimizer.step()
-    twin.step()
-    for p, r in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(p.detach().float(), r.detach().float())
+    torch.testing.assert_close(p.detach(), torch.full_like(p, -100.0), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("weights", ["none", "tensorwise", "bfloat16"])
+@pytest.mark.parametrize("preset", ["lean", "msamp"])
+@pytest.mark.parametrize("order", [2.0, 1.0, float("inf")])
+def test_clip_grad_norm_sees_and_scales_every_gradient(order: float, preset: str, weights: str) -> None:
+    every: tuple[Any, ...] = (None, True, False, "optimizer")
+    for foreach in every:
+        model, twin = (model_of("none" if weights == "bfloat16" else weights) for _ in range(2))
+        if weights == "bfloat16":
+            model, twin = model.bfloat16(), twin.bfloat16()
+        optimizer, other = (optim.AdamW(each.parameters(), lr=1e-3, preset=preset) for each in (model, twin))
+        backward(model, 1)
+        backward(twin, 1)
+        values = decoded(model)
+        want = torch.nn.utils.get_total_norm(values, order)
+        if foreach == "optimizer":
+            norm = optimizer.clip_grad_norm_(float(want) / 4, order)
+        else:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), float(want) / 4, order, foreach=foreach)
+        near = 2.0**-8 if weights == "bfloat16" else 1e-5
+        assert float(norm) == pytest.approx(float(want), rel=near)
+        for p, value in zip(model.parameters(), values, strict=True):
+            torch.testing.assert_close(p.grad.float(), value * (want / 4 / (want + 1e-6)), rtol=4 * near, atol=0)
+        # The same step as from gradients in high precision.
+        for p, r in zip(model.parameters(), twin.parameters(), strict=True):
+            factor = getattr(getattr(p.grad, "contents", None), "factor", None)
+            if factor is not None:
+                r.grad = (codes.decode(p.grad.codes, p.grad.scale, p.grad.contents.spec) * factor).to(p.grad.dtype)
+            else:
+                r.grad = p.grad
+        if weights != "bfloat16":
+            optimizer.step()
+            other.step()
+            for p, r in zip(model.parameters(), twin.parameters(), strict=True):
+                assert torch.equal(p.detach().float(), r.detach().float())
+
+
+def test_clip_grad_value_is_exact() -> None:
+    for foreach in (None, True, False):
+        model = model_of()
+        optimizer = optim.AdamW(model.parameters(), preset="lean")
+        backward(model, 1)
+        values = decoded(model)
+        limit = float(values[0].abs().max()) / 4
+        nn.utils.clip_grad_value_(model.parameters(), limit, foreach=foreach)
+        for p, value in zip(model.parameters(), values, strict=True):
+            assert torch.equal(p.grad, value.clamp(-limit, limit))
+        optimizer.step()
+
+
+def test_zero_grad_in_place_leaves_zeros_and_the_next_backward_is_encoded_again() -> None:
+    model, plain = model_of(), model_of()
+    optimizer = optim.AdamW(model.parameters(), preset="lean")
+    for seeds in ((1,), (2, 3)):
+        for seed in seeds:
+            backward(model, seed)
+        optimizer.zero_grad(set_to_none=False)
+        assert all(p.grad is not None and not bool(p.grad.any()) for p in model.parameters())
+        assert float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)) == 0
+        backward(model, 4)
+        plain.zero_grad()
+        backward(plain, 4)
+        for p, r in zip(model.parameters(), plain.parameters(), strict=True):
+            if p.dim() == 2:
+                assert p.grad.value is None and torch.equal(p.grad.codes, codes.encode(r.grad, SPEC)[0])
+
+
+def test_what_is_written_to_a_gradient_or_to_a_view_of_it_is_stepped() -> None:
+    writes: dict[str, Any] = {
+        "view": lambda g: g.view(-1)[:80].zero_(),
+        "row": lambda g: g[3].mul_(2.0),
+        "index": lambda g: g.__setitem__(g > 0, 0.0),
+        "data": lambda g: g.data.mul_(0.5),
+        "detached": lambda g: g.detach().add_(1.0),
+        "noise": lambda g: g.add_(torch.ones(64, 192)),
+        "elementwise": lambda g: g.mul_(torch.full((64, 192), 3.0)),
+        "copy": lambda g: g.copy_(torch.full((64, 192), 3.0)),
+        "out": lambda g: torch.add(g, 1.0, out=g),
+    }
+    for name, write in writes.items():
+        model, twin = model_of("none"), model_of("none")
+        optimizer = optim.SGD(model.parameters(), lr=1.0, preset="lean")
+        other = optim.SGD(twin.parameters(), lr=1.0, preset="lean")
+        backward(model, 1)
+        value = decoded(model)[2]
+        write(value)
+        write(model[2].weight.grad)
+        assert torch.equal(model[2].weight.grad, value), name
+        twin[2].weight.grad = value
+        optimizer.step()
+        other.step()
+        assert torch.equal(model[2].weight, twin[2].weight), name
+
+
+def test_a_gradient_in_codes_is_copied_saved_and_moved() -> None:
+    model = model_of("none")
+    optimizer = optim.AdamW(model.parameters(), preset="lean")
+    backward(model, 1)
+    gradient, value = model[2].weight.grad, decoded(model)[2]
+    gradient.mul_(0.5)
+    for copied in (copy.deepcopy(gradient), gradient.clone()):
+        gradient.clone().zero_()
+        assert type(copied) is QuantizedGradient and torch.equal(copied, value * 0.5)
+    file = io.BytesIO()
+    torch.save(gradient.clone(), file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=False), value * 0.5)
+    assert "QuantizedGradient(tensor(" in repr(gradient)
+    model.to(torch.bfloat16)
+    assert torch.equal(model[2].weight.grad, (value * 0.5).bfloat16())
+    model.to("cpu", torch.float32)
+    optimizer.step()
 
 
 @pytest.mark.parametrize("largest", [torch.tensor(0.5, dtype=torch.float64), torch.tensor([0.5])], ids=["wide", "one"])
@@ -164,12 +272,10 @@ def test_a_norm_that_is_a_tensor_clips_by_float32(
 
 
 @pytest.mark.parametrize("unscaled", [False, True])
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_a_gradient_scaler_is_told_that_it_sees_nothing(in_backward: bool, unscaled: bool) -> None:
+def test_a_gradient_scaler_is_told_that_it_sees_nothing(unscaled: bool) -> None:
     model = model_of()
-    optimizer = optim.AdamW(model.parameters(), preset="balanced" if in_backward else "lean")
-    if in_backward:
-        optimizer.step_in_backward(1)
+    optimizer = optim.AdamW(model.parameters(), preset="balanced")
+    optimizer.step_in_backward(1)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(()))
     backward(model, 1)
@@ -177,6 +283,32 @@ def test_a_gradient_scaler_is_told_that_it_sees_nothing(in_backward: bool, unsca
         scaler.unscale_(optimizer)
     with pytest.raises(ValueError, match="GradScaler sees no gradients"):
         scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("preset", ["lean", "msamp"])
+@pytest.mark.parametrize("unscaled", [False, True])
+def test_a_gradient_scaler_steps_codes_as_without_it_and_skips_infinities(unscaled: bool, preset: str) -> None:
+    model, plain = model_of(), model_of()
+    optimizer, other = (optim.AdamW(each.parameters(), lr=1e-3, preset=preset) for each in (model, plain))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step in range(3):
+        loss = loss_of(model, step)
+        scaler.scale(loss * (float("inf") if step == 1 else 1.0)).backward()
+        if unscaled:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if step != 1:
+            loss_of(plain, step).backward()
+            if unscaled:
+                nn.utils.clip_grad_norm_(plain.parameters(), 1e-3)
+            other.step()
+            other.zero_grad()
+        for p, r in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(p.detach().float(), r.detach().float()), step
+    assert scaler.get_scale() == 2.0**9
 
 
 def test_a_gradient_scaler_without_a_gradient_steps_nothing() -> None:

@@ -2,6 +2,8 @@
 
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -191,16 +193,20 @@ def distribute_parts(whole: Tensor, p: Tensor) -> Tensor:
 
 
 def norms_count_all_parts(rank: int) -> None:
-    """Of floats and of codes, to the order of sums; clipped, the step is that of one process."""
+    """Of floats and of codes, by torch's function too, to the order of sums; clipped, the step is one process's."""
     for preset, order in itertools.product(("float32", "lean"), (2.0, 1.0, float("inf"))):
         norms = []
-        for way in (alone, *ways()):
+        for way, torchs in itertools.product((alone, *ways()), (False, True)):
+            if torchs and order == float("inf"):
+                continue  # torch has no largest of a rank without rows.
             model = way(Tensors(torch.float32))
             optimizer = optim.AdamW(model.parameters(), lr=1e-2, preset=preset)
+            clip: Any = optimizer.clip_grad_norm_
+            if torchs:
+                clip = partial(nn.utils.clip_grad_norm_, [*model.parameters()])
             give(model, 0, torch.float32)
-            norms.append(optimizer.clip_grad_norm_(1.0, order))
-            again = optimizer.clip_grad_norm_(1e9, order)
-            assert again.item() == pytest.approx(1.0, rel=1e-5)
+            norms.append(whole(clip(1.0, order)))
+            assert whole(clip(1e9, order)).item() == pytest.approx(1.0, rel=1e-5)
             for other in two_ranks.gathered(norms[-1]):
                 assert_bitwise(other, norms[-1], f"{preset}, {order}, {way.__name__}")
             optimizer.step()
@@ -208,12 +214,38 @@ def norms_count_all_parts(rank: int) -> None:
             assert norm.item() == pytest.approx(norms[0].item(), rel=1e-6), f"{preset}, {order}"
 
 
+def replicas_step_with_the_mean_of_their_gradients(rank: int) -> None:
+    """Under DistributedDataParallel, whose reduction runs after codes have taken the place of a gradient."""
+    for accumulate in (1, 2):
+        torch.manual_seed(0)
+        model, twin = (nn.Linear(96, 80) for _ in range(2))
+        twin.load_state_dict(model.state_dict())
+        optimizer = optim.SGD(model.parameters(), lr=1.0, preset="lean")
+        other = torch.optim.SGD(twin.parameters(), lr=1.0)
+        replica, plain = nn.parallel.DistributedDataParallel(model), nn.parallel.DistributedDataParallel(twin)
+        for step in range(2):
+            for micro in range(accumulate):
+                draw = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+                x = torch.randn(16, 96, generator=draw)
+                for net in (replica, plain):
+                    with nullcontext() if micro + 1 == accumulate else net.no_sync():
+                        net(x).square().mean().backward()
+            want = twin.weight.grad
+            assert float((model.weight.grad - want).norm() / want.norm()) < 0.04
+            for each in two_ranks.gathered(model.weight.grad + 0):
+                assert_bitwise(each, model.weight.grad + 0, "gradient")
+            for each in (optimizer, other):
+                each.step()
+                each.zero_grad()
+            assert float((model.weight - twin.weight).norm()) < 0.1 * float(want.norm())
+
+
 def a_nan_on_one_rank_is_seen_by_all(rank: int) -> None:
     model = by_fsdp(Tensors(torch.float32))
     optimizer = optim.AdamW(model.parameters(), preset="lean")
     give(model, 0, torch.float32)
     if rank == 0:
-        optimizer.gradients.held[model.wide].scale.fill_(float("nan"))  # type: ignore[index]
+        layout.local(model.wide.grad).scale.fill_(float("nan"))  # type: ignore
     assert optimizer.clip_grad_norm_(1.0).isnan()
 
 
@@ -295,7 +327,6 @@ def weights_travel_as_codes_all_the_same(rank: int) -> None:
             ends.append({f"loss {i}": loss for i, loss in enumerate(losses)} | parts)
         assert_same(ends[1], ends[0], f"{preset}, {dtype}")
         if preset == "lean":
-            assert not optimizer.gradients.held
             assert ends[0]["0.weight.exp_avg"].dtype is torch.int8
 
 
@@ -372,6 +403,7 @@ CASES = [
     words_of_a_part_are_those_of_the_whole,
     tensor_parallelism_cuts_columns,
     norms_count_all_parts,
+    replicas_step_with_the_mean_of_their_gradients,
     a_nan_on_one_rank_is_seen_by_all,
     a_step_is_skipped_by_all_ranks_or_raised_on_all,
     what_ranks_cannot_step_alone_is_refused,

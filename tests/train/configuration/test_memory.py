@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from quaver.core.states.presets import PRESETS
-from quaver.torch.optim import Optimizer
 from quaver.train.configuration import memory, optimizer_name, recipe_name
 from quaver.train.configuration.sizes import MODELS
 from quaver.train.learning.torch.learner import TorchLearner
@@ -44,9 +43,8 @@ def check(model: str, make_config: MakeConfig, optimizer: str, recipe: str) -> N
     parameters = list(learner.model.parameters())
     scales = [value for name, value in learner.model.named_buffers() if name.endswith("weight_scale")]
     own = learner.optimizer
-    held = own.gradients.held if isinstance(own, Optimizer) else {}
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    gradients += [t for each in held.values() for t in (each.codes, each.scale)]
+    gradients = [getattr(p.grad, "contents", None) for p in parameters]
+    gradients = [t for p, g in zip(parameters, gradients, strict=True) for t in (g.codes if g else (p.grad,))]
     states = [t for state in own.state.values() for name, t in state.items() if name not in ("step", "amax")]
     expected = memory.trained(MODELS[model], 256, optimizer, first.recipe, config.dtype, codes=not later)
     assert expected.weight == bytes_of([*parameters, *scales])

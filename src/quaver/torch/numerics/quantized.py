@@ -15,6 +15,8 @@ from quaver.torch.numerics.swizzling import unswizzle
 #: An amax or an encode factor that is given: on a device, on the host, or None where it is measured.
 Given = Tensor | float | None
 #: Formats that torch casts to.
+#: A tensor without memory of its own, of a subclass that says what operations on it do; None where torch has none.
+make_wrapper_subclass: Any = getattr(torch.Tensor, "_make_wrapper_subclass", None)
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 

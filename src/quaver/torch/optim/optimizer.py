@@ -17,6 +17,7 @@ from quaver.torch.optim.gradients.release import Release
 from quaver.torch.optim.loading.beginning import States
 from quaver.torch.optim.loading.kept import Kept, groups_of
 from quaver.torch.optim.loading.presets import preset_of
+from quaver.torch.optim.quantized_gradient import quantized
 from quaver.torch.optim.refusals import (
     check_gradient,
     check_group,
@@ -137,13 +138,13 @@ class Optimizer(Kept):
                 loss = closure()
         if hasattr(self, "grad_scale"):
             # A GradScaler's, None where unscale_ was called.
-            check_scaler(self._release is not None, bool(self.gradients.held))
+            check_scaler(self._release is not None)
         overflow, factor = self._scaling()
         if self._release is not None:
             self._release.end()
         parameters = [p for group in self.param_groups for p in group["params"]]
         check_replaced(parameters)
-        self._update([p for p in parameters if p.grad is not None or p in self.gradients.held], factor, overflow)
+        self._update([p for p in parameters if p.grad is not None], factor, overflow)
         return loss
 
     def _update(self, parameters: list[Tensor], factor: Tensor | None, overflow: Tensor | None = None) -> None:
@@ -154,8 +155,7 @@ class Optimizer(Kept):
             overflow: not 0 where nothing may change.
         """
         for p in parameters:
-            if p not in self.gradients.held:
-                check_gradient(p)
+            check_gradient(p)
         if self.nonfinite != "keep" and parameters:
             overflow = self._not_finite(parameters, overflow)
         if overflow is not None and overflow.is_cpu:
@@ -317,10 +317,9 @@ class Optimizer(Kept):
 
     def _factor(self, p: Tensor, factor: Tensor | None) -> Tensor | None:
         """What a parameter's gradient is multiplied by, float32 [] on its device, given that of all of them."""
-        held = self.gradients.held.get(p)
-        if held is not None and held.factor is not None:
-            factor = held.factor if factor is None else held.factor * factor
-        return factor
+        held = quantized(p.grad)
+        own = None if held is None else held.contents.factor
+        return factor if own is None else own if factor is None else own * factor
 
     def _check_rate(self, group: Mapping[str, Any], own: list[Tensor]) -> None:
         """Warn once of a learning rate whose steps eight bits of residual lose."""
@@ -365,14 +364,12 @@ class Optimizer(Kept):
             before, total = self.counted.get(p, (torch.zeros_like(outcome.clamped), 0))
             self.counted[p] = before + outcome.clamped, total + elements
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients."""
-        self.gradients.held.clear()
-        super().zero_grad(set_to_none)
-
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         """Inside, backwards add up in `p.grad`; the first one after it gives the gradient of the step.
+
+        Without it a second backward adds to the decoded codes of the first one, in high precision: one rounding more,
+        and no codes at the step.
 
         with optimizer.accumulating():
             for batch in batches[:-1]:
@@ -390,7 +387,7 @@ class Optimizer(Kept):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Multiply all gradients so that their norm is at most `max_norm`; returns the norm before, float32 [].
 
-        Exact: codes keep a factor, by which the step multiplies what they stand for.
+        As `torch.nn.utils.clip_grad_norm_`, but for parameters of several meshes, and of ranks without rows, too.
         Raises:
             ValueError: gradients are stepped in backward.
         """

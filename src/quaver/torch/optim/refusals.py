@@ -84,15 +84,10 @@ def check_tied(parameters: Sequence[Tensor]) -> None:
         seen.add(id(p))
 
 
-def check_scaler(in_backward: bool, held: bool) -> None:
+def check_scaler(in_backward: bool) -> None:
     """Refuse torch.amp.GradScaler where it sees no gradients. Raises: ValueError."""
     if in_backward:
         raise ValueError("torch.amp.GradScaler sees no gradients that are stepped in backward; train in bfloat16")
-    if held:
-        raise ValueError(
-            "torch.amp.GradScaler sees no gradients that are kept in eight bits; train in bfloat16 without it, or "
-            "take a preset with gradients in a float, such as balanced"
-        )
 
 
 def check_replaced(parameters: Sequence[Tensor]) -> None:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from quaver.torch.optim.gradients.held import Gradients
+from quaver.torch.optim.quantized_gradient import QuantizedGradient
+from quaver.torch.optim.stepping import layout
 
 
 class Release:
@@ -51,7 +53,7 @@ class Release:
     def flush(self) -> None:
         """Step what waits, and free its gradients."""
         # Gradients that zero_grad has forgotten are not stepped.
-        waiting = [p for p in self._waiting if p.grad is not None or p in self.gradients.held]
+        waiting = [p for p in self._waiting if p.grad is not None]
         self._waiting, self._bytes = {}, 0
         if not waiting:
             return
@@ -88,13 +90,12 @@ class Release:
     def _gradients_of(self, parameters: list[Tensor]) -> Iterator[Tensor]:
         """All tensors that say the gradients of parameters."""
         for p in parameters:
-            held = self.gradients.held.get(p)
-            own = (p.grad,) if held is None else (held.codes, held.scale, held.factor)
-            yield from (tensor for tensor in own if tensor is not None)
+            if p.grad is not None:
+                own = layout.local(p.grad)
+                yield from own.tensors() if isinstance(own, QuantizedGradient) else (own,)
 
     def _free(self, waiting: list[Tensor]) -> None:
         for p in waiting:
-            self.gradients.held.pop(p, None)
             p.grad = None
 
     def end(self) -> None:

@@ -15,6 +15,7 @@ from quaver.torch.optim.gradients.held import Gradients
 from quaver.torch.optim.loading.converting import states_of
 from quaver.torch.optim.loading.earlier import written_by
 from quaver.torch.optim.loading.presets import packed, preset_of
+from quaver.torch.optim.quantized_gradient import quantized
 from quaver.torch.optim.rules.rule import Rule
 from quaver.torch.optim.stepping import layout, ranks, stacks
 from quaver.torch.optim.stepping.pieces import Parts, Way
@@ -48,8 +49,8 @@ class Kept(torch.optim.Optimizer):
         specs = tuple(preset.first if signed else preset.second for signed in rule.signed)
         keeping = weights.keeping_of(p, preset)
         predicts = keeping.kind.startswith("residual") and keeping.spec is not None and None in keeping.spec.block
-        held = self.gradients.held.get(p)
-        spec = None if held is None else held.spec
+        held = quantized(p.grad)
+        spec = None if held is None else held.contents.spec
         return Way(rule, keeping, specs, spec, predicts and rule.bounded, self.statistics)
 
     def _know_amax(self, p: Tensor, way: Way) -> None:
@@ -80,12 +81,8 @@ class Kept(torch.optim.Optimizer):
             tuple(layout.local(state[key]) for key in (name, f"{name}_scale") if key in state)
             for name in way.rule.names
         )
-        held = self.gradients.held.get(p)
-        if held is not None:
-            gradient: tuple[Tensor, ...] = (held.codes, held.scale)
-        else:
-            assert p.grad is not None
-            gradient = (layout.gradient(p),)
+        held = quantized(p.grad)
+        gradient = (layout.gradient(p),) if held is None else (held.codes, held.scale)
         return layout.as_rows(Parts(self.parts_of_weight(p, way), moments, gradient))
 
     def parts_of_weight(self, p: Tensor, way: Way) -> tuple[Tensor, ...]:
@@ -96,7 +93,7 @@ class Kept(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch's. Codes keep their dtypes, and groups name their presets as plain data."""
         parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        if not len(self.state) and not self.gradients.held and all(p.grad is None for p in parameters):
+        if not len(self.state) and all(p.grad is None for p in parameters):
             # Room for what torch.distributed.checkpoint loads.
             self.state.update({p: self._begun(p) for p in parameters})
         state = super().state_dict()

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from quaver.torch.linear.stored import storing
 from quaver.torch.linear.stored.stored import CODES, dequantized
 from quaver.torch.optim import weights
+from quaver.torch.optim.quantized_gradient import unwrapped
 from quaver.torch.optim.stepping import stacks
 from quaver.torch.optim.stepping.noise import Place
 from quaver.torch.optim.stepping.pieces import Parts, Way
@@ -84,7 +85,13 @@ def gradient(p: Tensor) -> Tensor:
     if isinstance(p, DTensor) and isinstance(p.grad, DTensor) and p.grad.placements != p.placements:
         # As of a parameter that ranks have copies of, where each has a part of the sum.
         return p.grad.redistribute(placements=p.placements).to_local()
-    return local(p.grad)
+    return part_of_gradient(p)
+
+
+def part_of_gradient(p: Tensor) -> Tensor:
+    """What this rank has of a gradient, a plain tensor unless it is stored as codes."""
+    assert p.grad is not None
+    return unwrapped(local(p.grad))
 
 
 def agreed(finite: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:

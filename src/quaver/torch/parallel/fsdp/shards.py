@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from quaver.core.spec import Recipe
-from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.numerics.quantized import Quantized, make_wrapper_subclass
 from quaver.torch.parallel.fsdp.agreeing import Weight
 from quaver.torch.parallel.fsdp.operands import Joint, room, whole
 from quaver.torch.parallel.traffic import during
@@ -47,7 +47,7 @@ class Shard(Tensor):
 
     @staticmethod
     def __new__(cls, plain: Tensor, weight: Weight) -> "Shard":
-        shard: Shard = torch.Tensor._make_wrapper_subclass(
+        shard: Shard = make_wrapper_subclass(
             cls,
             plain.size(),
             strides=plain.stride(),
@@ -215,7 +215,7 @@ class Gathered(Tensor):
 
     @staticmethod
     def __new__(cls, weight: Any, dtype: torch.dtype, device: torch.device, held: Any) -> "Gathered":
-        given: Gathered = torch.Tensor._make_wrapper_subclass(cls, torch.Size(weight.shape), dtype=dtype, device=device)
+        given: Gathered = make_wrapper_subclass(cls, torch.Size(weight.shape), dtype=dtype, device=device)
         given.weight, given.held = weight, held
         return given
 

@@ -111,8 +111,7 @@ class TorchLearner:
         return first.says if self.group is None else self.group.whose(self.update.own) + self.group.earliest(first)
 
     def first_gradient(self, batch: np.ndarray) -> str:
-        held = self.optimizer.gradients.held if isinstance(self.optimizer, Optimizer) else {}
-        first = first_gradient(self.model, {p: own.scale for p, own in held.items()})
+        first = first_gradient(self.model)
         return first.says if self.group is None else self.group.whose() + self.group.earliest(first, backward=True)
 
     def tensors(self) -> tuple[Tensors, Tensors]:

@@ -1,11 +1,11 @@
 """Where a NaN or an infinity first appeared, for the sentence that stops a run."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import count
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from quaver.torch.linear.stored.stored import CODES
@@ -69,13 +69,9 @@ def first_module(model: nn.Module, batch: torch.Tensor, loss: Callable[[torch.Te
     return places[0] if places else Place(0, "", "every module's output is finite")
 
 
-def first_gradient(model: nn.Module, scales: Mapping[Tensor, Tensor] | None = None) -> Place:
-    """The first parameter, in order of backward (from the head down), whose gradient is not finite.
-
-    Args:
-        scales: of gradients that are held as codes: NaN where an element is not finite.
-    """
-    names = [name for name, p in model.named_parameters() if not (finite(p.grad) and finite((scales or {}).get(p)))]
+def first_gradient(model: nn.Module) -> Place:
+    """The first parameter, in order of backward (from the head down), whose gradient is not finite."""
+    names = [name for name, p in model.named_parameters() if not finite(p.grad)]
     if not names:
         return Place(0, "", "the norm overflowed")
     return Place(0, names[-1], f"the first gradient that is not finite is that of {names[-1]}")

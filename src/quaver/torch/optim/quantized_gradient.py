@@ -1,0 +1,297 @@
+"""A gradient stored as codes and scales that stays in `p.grad`: a tensor of the gradient's dtype to all who read it.
+
+`torch.nn.utils.clip_grad_norm_`, GradScaler and trainers work on `p.grad`, so codes must stay there:
+
+    read                          decodes, into a temporary; norms decode some rows at a time
+    multiplied by one number      the number is stored, and the step multiplies by it: exact
+    changed otherwise, or viewed  stored in high precision from then on, such as the sum with a second backward's
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from quaver.core.states.codes import StateSpec
+from quaver.torch.numerics.quantized import make_wrapper_subclass
+from quaver.torch.optim import codes
+
+#: Elements that are encoded at once, and decoded where a norm is taken: on a CPU, and where launches cost more.
+PIECE, LAUNCHED = 1 << 16, 1 << 22
+
+
+@dataclass
+class Contents:
+    """What a gradient is stored as; shared by all tensors that alias it."""
+
+    spec: StateSpec
+    #: Codes and scales; None where it is stored in high precision.
+    codes: tuple[Tensor, Tensor] | None
+    #: What decoded values are multiplied by, float32 []; None: 1.
+    factor: Tensor | None = None
+    #: The gradient in high precision, in place of codes.
+    value: Tensor | None = None
+    #: Whether it was set to zero in place, so that the next backward's gradient is encoded again.
+    zeroed: bool = False
+
+
+class QuantizedGradient(Tensor):
+    """A gradient stored as codes and scales. Its dtype and shape are those of the values it stands for."""
+
+    contents: Contents
+
+    @staticmethod
+    def __new__(cls, contents: Contents, like: Tensor) -> "QuantizedGradient":
+        self: QuantizedGradient = make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
+        self.contents = contents
+        return self
+
+    @classmethod
+    def of(cls, gradient: Tensor, spec: StateSpec) -> "QuantizedGradient":
+        """Encode a gradient in high precision."""
+        return cls(Contents(spec, encoded(gradient, spec)), gradient)
+
+    @property
+    def codes(self) -> Tensor:
+        assert self.contents.codes is not None
+        return self.contents.codes[0]
+
+    @property
+    def scale(self) -> Tensor:
+        assert self.contents.codes is not None
+        return self.contents.codes[1]
+
+    @property
+    def value(self) -> Tensor | None:
+        """The gradient in high precision, where it is stored so; else None."""
+        return self.contents.value
+
+    def tensors(self) -> list[Tensor]:
+        """All that it is stored in."""
+        own = self.contents
+        return [t for t in (*(own.codes or ()), own.factor, own.value) if t is not None]
+
+    def decoded(self) -> Tensor:
+        """Its values, of its dtype: a new tensor, or what stores them in high precision."""
+        own = self.contents
+        if own.value is not None:
+            return own.value
+        values = codes.decode(self.codes, self.scale, own.spec)
+        return (values if own.factor is None else values * own.factor).to(self.dtype).contiguous()
+
+    def in_high_precision(self) -> Tensor:
+        """Its values, as which it is stored from now on: what is written to them is written to it."""
+        own = self.contents
+        own.value, own.codes, own.factor = self.decoded(), None, None
+        return own.value
+
+    def multiply_by(self, number: Tensor | float) -> None:
+        """Multiply by one number; exact, as decoded values are multiplied in float32."""
+        own = self.contents
+        if own.value is not None:
+            own.value.mul_(number)
+            return
+        # Compiled steps read the bits of float32 [].
+        factor = torch.as_tensor(number, dtype=torch.float32, device=self.device).detach().reshape(())
+        own.factor = factor.clone() if own.factor is None else own.factor * factor
+
+    def zero(self) -> None:
+        """Set it to zero in place."""
+        own = self.contents
+        for tensor in self.tensors():
+            tensor.zero_()
+        own.factor, own.zeroed = None, True
+
+    def norm_of(self, order: float) -> Tensor:
+        """Its norm, float32 [], decoded some rows at a time."""
+        own = self.contents
+        if own.value is not None:
+            return norm_of(own.value, order)
+        norms = [norm_of(piece, order) for piece in self._pieces()] or [self.scale.new_zeros((), dtype=torch.float32)]
+        whole = torch.linalg.vector_norm(torch.stack(norms), order)
+        return whole if own.factor is None else whole * own.factor.abs()
+
+    def _pieces(self) -> Iterator[Tensor]:
+        data, scale, spec = self.codes, self.scale, self.contents.spec
+        if data.dim() < 2 or spec.block is None:
+            yield codes.decode(data, scale, spec)
+            return
+        rows = max((PIECE if data.is_cpu else LAUNCHED) // max(prod(data.shape[1:]), 1), 1)
+        for at in range(0, data.shape[0], rows):
+            yield codes.decode(data[at : at + rows], scale[at : at + rows], spec)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"QuantizedGradient({self.decoded()!r}, spec={self.contents.spec.text!r})"
+
+    #: Results are plain tensors.
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        handler, kwargs = HANDLERS.get(func.name().partition(".")[0]), kwargs or {}
+        result = NotImplemented if handler is None else handler(*args, **kwargs)
+        return _by_values(func, args, kwargs) if result is NotImplemented else result
+
+
+def encoded(gradient: Tensor, spec: StateSpec) -> tuple[Tensor, Tensor]:
+    """Codes and scales of a gradient [..., K], some rows at a time: what that needs besides is as large as a piece.
+
+    Exact: the bits of all rows at once.
+    """
+    size, count = PIECE if gradient.is_cpu else LAUNCHED, gradient.numel()
+    if gradient.dim() < 2 or count <= size:
+        data, scale = codes.encode(gradient.float(), spec)
+        assert scale is not None
+        # Of rows that are no whole blocks codes lie among what filled these.
+        return data.contiguous(), scale
+    pieces = gradient.flatten(0, -2).split(max(size // gradient.shape[-1], 1))
+    top = None
+    if spec.block is None:
+        top = torch.stack([codes.block_amax(piece.float(), None) for piece in pieces]).amax(0)
+    data = torch.empty(gradient.shape, dtype=codes.code_dtype(spec.of), device=gradient.device)
+    shape = codes.scale_shape(gradient.shape, spec.block, spec.of.numbers)
+    scales = torch.empty(shape, dtype=codes.SCALE_DTYPES[spec.scale], device=gradient.device)
+    at = 0
+    for piece in pieces:
+        own, scale = codes.encode(piece.float(), spec, amax=top)
+        assert scale is not None
+        rows = slice(at, at + piece.shape[0])
+        data.flatten(0, -2)[rows] = own
+        if spec.block is None:
+            scales.copy_(scale)
+        else:
+            scales.flatten(0, -2)[rows] = scale
+        at = rows.stop
+    return data, scales
+
+
+def norm_of(x: Tensor, order: float) -> Tensor:
+    """A norm, float32 []; of nothing, as a rank without rows has it, 0."""
+    return torch.linalg.vector_norm(x if x.numel() else x.new_zeros(1), order, dtype=torch.float32)
+
+
+def quantized(gradient: Tensor | None) -> QuantizedGradient | None:
+    """A gradient that is stored as codes, this rank's part; None of any other."""
+    own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return own if isinstance(own, QuantizedGradient) and own.value is None else None
+
+
+def unwrapped(gradient: Tensor) -> Tensor:
+    """A plain tensor for a gradient in high precision; one stored as codes is itself."""
+    return gradient.value if isinstance(gradient, QuantizedGradient) and gradient.value is not None else gradient
+
+
+def _alias(gradient: QuantizedGradient, *_: Any) -> QuantizedGradient:
+    return QuantizedGradient(gradient.contents, gradient)
+
+
+def _view(gradient: QuantizedGradient, shape: Any) -> Any:
+    return _alias(gradient) if tuple(shape) == tuple(gradient.shape) else NotImplemented
+
+
+def _clone(gradient: QuantizedGradient, **_: Any) -> QuantizedGradient:
+    own = gradient.contents
+    codes = None if own.codes is None else (own.codes[0].clone(), own.codes[1].clone())
+    factor, value = (None if t is None else t.clone() for t in (own.factor, own.value))
+    return QuantizedGradient(Contents(own.spec, codes, factor, value, own.zeroed), gradient)
+
+
+def _norm(gradient: Any, order: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    if not isinstance(gradient, QuantizedGradient) or dim is not None or keepdim or order == 0:
+        return NotImplemented
+    return gradient.norm_of(float(order)).to(dtype or gradient.dtype)
+
+
+def _norms(gradients: Sequence[Tensor], order: Any = 2, dtype: Any = None) -> list[Tensor]:
+    return [torch.linalg.vector_norm(gradient, order, dtype=dtype) for gradient in gradients]
+
+
+def _is_number(other: Any) -> bool:
+    return not isinstance(other, Tensor) or (other.numel() == 1 and not isinstance(other, QuantizedGradient))
+
+
+def _multiply(gradient: Any, other: Any) -> Any:
+    if not isinstance(gradient, QuantizedGradient) or not _is_number(other):
+        return NotImplemented
+    gradient.multiply_by(other)
+    return gradient
+
+
+def _divide(gradient: Any, other: Any) -> Any:
+    return _multiply(gradient, 1 / other) if _is_number(other) else NotImplemented
+
+
+def _of_each(name: str) -> Callable[..., None]:
+    """An operation of `torch._foreach_...` as one on each gradient, with one argument for all, or one for each."""
+
+    def every(gradients: Sequence[Tensor], *others: Any) -> None:
+        each = (
+            zip(*others, strict=False) if others and isinstance(others[0], (list, tuple)) else [others] * len(gradients)
+        )
+        for gradient, other in zip(gradients, each, strict=True):
+            getattr(gradient, name)(*other)
+
+    return every
+
+
+def _zero(gradient: QuantizedGradient) -> QuantizedGradient:
+    gradient.zero()
+    return gradient
+
+
+def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
+    """GradScaler's: multiply gradients, and say whether one is not finite."""
+    for gradient in gradients:
+        # A block with an element that is not finite has the scale NaN.
+        held = quantized(gradient)
+        seen = unwrapped(gradient) if held is None else held.scale
+        found_inf.masked_fill_(~seen.isfinite().all(), 1.0)
+        gradient.mul_(inverse)
+
+
+def _by_values(func: Any, args: Any, kwargs: Any) -> Any:
+    """An operation on the values of gradients; those that it writes to, or gives views of, are then stored as these."""
+    schema = func._schema
+    views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    # What other namespaces write to they do not always say, as collectives.
+    shares = views or func.namespace != "aten"
+    written: dict[int, QuantizedGradient] = {}
+
+    def value_of(gradient: Any, writes: bool) -> Any:
+        if not isinstance(gradient, QuantizedGradient):
+            return gradient
+        value = gradient.in_high_precision() if writes or shares else gradient.decoded()
+        if writes:
+            written[id(value)] = gradient
+        return value
+
+    def of_argument(argument: Any, value: Any) -> Any:
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        return [value_of(t, writes) for t in value] if isinstance(value, (list, tuple)) else value_of(value, writes)
+
+    named = {argument.name: argument for argument in schema.arguments}
+    result = func(
+        *(of_argument(argument, value) for argument, value in zip(schema.arguments, args, strict=False)),
+        **{name: of_argument(named[name], value) for name, value in kwargs.items()},
+    )
+    return written.get(id(result), result)
+
+
+#: Operations on gradients that are stored as codes; what they give NotImplemented for goes by values.
+HANDLERS: dict[str, Callable[..., Any]] = {
+    "aten::detach": _alias,
+    "aten::alias": _alias,
+    "aten::view": _view,
+    "aten::clone": _clone,
+    "aten::linalg_vector_norm": _norm,
+    "aten::_foreach_norm": _norms,
+    "aten::mul_": _multiply,
+    "aten::div_": _divide,
+    "aten::zero_": _zero,
+    "aten::_amp_foreach_non_finite_check_and_unscale_": _unscale,
+    **{f"aten::_foreach_{name}": _of_each(name) for name in ("mul_", "div_", "zero_")},
+}
