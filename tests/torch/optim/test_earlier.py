@@ -56,6 +56,7 @@ def in_first_form(optimizer: optim.Optimizer, p: Tensor, state: dict[str, Any]) 
         codes, scale = reference.encode(x, FIRST[signed], draw.integers(0, 2**15, p.shape))
         assert scale is not None
         meant[name] = reference.decode(codes, scale, FIRST[signed])
+        del state[f"{name}_codes"]
         state[name] = torch.from_numpy(codes)
         state[f"{name}_scale"] = torch.from_numpy(scale).bfloat16()
     if "residual" in state:
@@ -90,7 +91,7 @@ def test_they_are_read_as_they_were_written_and_converted(kind: str, preset: str
         optimizer.load_state_dict(saved)
     way, state = optimizer.way(layer.weight, optimizer.param_groups[0]), optimizer.state[layer.weight]
     for name, spec in zip(("exp_avg", "exp_avg_sq"), way.moments, strict=True):
-        held = reference.decode(state[name].numpy(), state[f"{name}_scale"].float().numpy(), spec)
+        held = reference.decode(state[f"{name}_codes"].numpy(), state[f"{name}_scale"].float().numpy(), spec)
         wanted = meant[name]
         again = reference.decode(*reference.encode(wanted, replace(spec, stochastic=False)), spec)
         assert np.array_equal(held, again), name

@@ -1,5 +1,6 @@
 """State dicts: what is saved comes back bit by bit, and what another preset or library saved is converted and said."""
 
+import copy
 import io
 import itertools
 import warnings
@@ -14,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 import quaver.torch as qt
 from quaver.torch import optim
 from quaver.torch.optim import weights
+from quaver.torch.optim.loading.rules import key_of
 
 PAIRS = list(itertools.permutations(("float32", "exact", "balanced", "lean", "msamp"), 2))
 KINDS = ("float32", "bfloat16", "tensorwise", "blockwise", "mxfp8")
@@ -97,7 +99,8 @@ def test_presets_convert_into_each_other_and_say_so(kind: str, before: str, afte
 
 def moment(optimizer: optim.Optimizer, p: Tensor, name: str) -> Tensor:
     way, state = optimizer.way(p, optimizer.param_groups[0]), optimizer.state[p]
-    return optim.codes.decode(state[name], state.get(f"{name}_scale"), way.moments[way.rule.names.index(name)])
+    spec = way.moments[way.rule.names.index(name)]
+    return optim.codes.decode(state[key_of(name, spec)], state.get(f"{name}_scale"), spec)
 
 
 def test_eight_bits_become_sixteen_and_thirty_two_without_a_loss() -> None:
@@ -172,6 +175,202 @@ def test_integers_of_an_unknown_library_are_refused() -> None:
         optim.AdamW([p]).load_state_dict({"state": {0: state}, "param_groups": [{"params": [0]}]})
 
 
+def adam_states(**more: Any) -> dict[str, Any]:
+    state = {"step": 3, "exp_avg": torch.ones(136, 160), "exp_avg_sq": torch.ones(136, 160), **more}
+    return {"state": {0: state}, "param_groups": [{"lr": 5.0, "params": [0]}]}
+
+
+def torchs(name: str, **options: Any) -> Any:
+    """A state dict of torch.optim after two steps."""
+    p = nn.Parameter(torch.randn(136, 160, generator=torch.Generator().manual_seed(0)))
+    optimizer = getattr(torch.optim, name)([p], lr=5.0, **options)
+    for gradient in gradients(2):
+        p.grad = gradient
+        optimizer.step()
+    return optimizer.state_dict()
+
+
+OTHERS: dict[str, tuple[Any, Any, str]] = {
+    "sgd": (lambda: torchs("SGD", momentum=0.9), optim.AdamW, "is that of SGD, and this optimizer is Adam"),
+    "sgd without momentum": (lambda: torchs("SGD"), optim.AdamW, "is that of SGD, and this optimizer is Adam"),
+    "sgd into muon": (lambda: torchs("SGD", momentum=0.9), optim.Muon, "is that of SGD, and this optimizer is Muon"),
+    "muon": (lambda: torchs("Muon"), optim.SGD, "is that of Muon, and this optimizer is SGD"),
+    "adam into lion": (lambda: torchs("AdamW"), optim.Lion, "is that of Adam, and this optimizer is Lion"),
+    "adam into sgd": (lambda: torchs("AdamW"), optim.SGD, "is that of Adam, and this optimizer is SGD"),
+    "rmsprop": (lambda: torchs("RMSprop"), optim.AdamW, "is that of RMSprop, and this optimizer is Adam"),
+    "nadam": (lambda: torchs("NAdam"), optim.AdamW, "is that of NAdam"),
+    "adamax": (lambda: torchs("Adamax"), optim.AdamW, "parameter 0 has exp_inf, of Adamax, and Adam has exp_avg, exp_"),
+    "amsgrad": (lambda: torchs("AdamW", amsgrad=True), optim.AdamW, "saved with amsgrad=True; it keeps a third moment"),
+    "amsgrad unsaid": (lambda: adam_states(max_exp_avg_sq=torch.ones(136, 160)), optim.AdamW, "Adam with amsgrad=True"),
+    "rounds": (lambda: torchs("Muon", ns_steps=7), optim.Muon, "saved with ns_steps=7, and Muon has 5 here"),
+    "damaged": (lambda: adam_states(exp_avg_sq=None), optim.AdamW, "parameter 0 has no exp_avg_sq; nothing was loaded"),
+    "no step": (lambda: adam_states(step=None), optim.AdamW, "parameter 0 has no step; nothing was loaded"),
+    "shape": (lambda: adam_states(exp_avg_sq=torch.ones(160, 136)), optim.AdamW, "exp_avg_sq has shape"),
+    "betas": (
+        lambda: {"state": {}, "param_groups": [{"params": [0], "betas": (0.9, 1.5), "eps": 1e-8}]},
+        optim.AdamW,
+        r"betas\[1\]=1.5; give 0 or more, below 1",
+    ),
+    "lion": (lambda: ours("Lion"), optim.AdamW, "is that of Lion, and this optimizer is Adam"),
+    "ours": (lambda: ours("AdamW"), optim.SGD, "is that of Adam, and this optimizer is SGD"),
+}
+
+
+def ours(name: str) -> Any:
+    p = nn.Parameter(torch.randn(136, 160, generator=torch.Generator().manual_seed(0)))
+    optimizer = getattr(optim, name)([p], lr=5.0)
+    for gradient in gradients(2):
+        p.grad = gradient.to(p.grad_dtype)
+        optimizer.step()
+    return optimizer.state_dict()
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_what_cannot_be_taken_up_is_named_and_nothing_is_loaded(case: str) -> None:
+    make, kind, says = OTHERS[case]
+    p = nn.Parameter(torch.randn(136, 160, generator=torch.Generator().manual_seed(0)))
+    optimizer = kind([p], lr=1e-3, preset="lean")
+    p.grad = gradients(1)[0]
+    optimizer.step()
+    before = {name: value.clone() for name, value in optimizer.state[p].items()}
+    groups = [dict(group) for group in optimizer.param_groups]
+    with pytest.raises(ValueError, match=says):
+        optimizer.load_state_dict(make())
+    assert optimizer.param_groups == groups and optimizer.state[p].keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in optimizer.state[p].items())
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("SGD", {"momentum": 0.9}),
+        ("SGD", {"momentum": 0.9, "nesterov": True}),
+        ("SGD", {"momentum": 0.9, "dampening": 0.5}),
+        ("SGD", {}),
+        ("Muon", {}),
+        ("Muon", {"adjust_lr_fn": "match_rms_adamw"}),
+        ("Adam", {}),
+        ("AdamW", {"betas": (0.8, 0.95)}),
+    ],
+)
+def test_a_run_of_torchs_goes_on_as_if_it_had_not_stopped(name: str, options: dict[str, Any]) -> None:
+    start = torch.randn(136, 160, generator=torch.Generator().manual_seed(0))
+    p, r = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    theirs = getattr(torch.optim, name)([r], lr=1e-2, **options)
+    mine = getattr(optim, name)([p], lr=1e-3, preset="float32")
+    for gradient in gradients(3):
+        r.grad = gradient
+        theirs.step()
+    p.data.copy_(r.data)
+    begin = p.detach().clone()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mine.load_state_dict(through_a_file(theirs.state_dict()))
+    for gradient in gradients(3, first=1):
+        p.grad, r.grad = gradient.clone(), gradient.clone()
+        theirs.step()
+        mine.step()
+    # Muon multiplies in bfloat16.
+    assert float(((p - r).norm() / (r - begin).norm()).detach()) < (0.02 if name == "Muon" else 1e-5)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Muon"])
+@pytest.mark.parametrize("preset", optim.PRESETS)
+def test_torchs_optimizer_never_steps_with_codes_for_numbers(preset: str, name: str) -> None:
+    more: dict[str, Any] = {"momentum": 0.9} if name == "SGD" else {}
+    p = nn.Parameter(torch.randn(136, 160, generator=torch.Generator().manual_seed(0)))
+    mine = getattr(optim, name)([p], lr=1e-2, preset=preset, **more)
+    for gradient in gradients(2):
+        p.grad = gradient.to(p.grad_dtype)
+        mine.step()
+    r = nn.Parameter(p.detach().clone())
+    for foreach in (None, False) if name == "Muon" else (False, True):
+        given = more | ({} if name == "Muon" else {"foreach": foreach})
+        theirs = getattr(torch.optim, name)([r], lr=1e-2, **given)
+        saved = through_a_file(mine.state_dict())
+        theirs.load_state_dict(saved)
+        r.grad = gradients(1)[0]
+        before = r.detach().clone()
+        if name != "Muon" and not mine.way(p, mine.param_groups[0]).moments[0].of.scaled:
+            theirs.step()
+            continue
+        with pytest.raises((KeyError, RuntimeError)):
+            theirs.step()
+        assert torch.equal(r, before)
+
+
+def test_codes_under_their_moments_names_load_as_they_did() -> None:
+    p = nn.Parameter(torch.randn(136, 160, generator=torch.Generator().manual_seed(0)))
+    optimizer = optim.AdamW([p], preset="lean")
+    p.grad = gradients(1)[0]
+    optimizer.step()
+    saved = optimizer.state_dict()
+    saved["state"][0] = {name.removesuffix("_codes"): value for name, value in saved["state"][0].items()}
+    other = optim.AdamW([nn.Parameter(p.detach().clone())], preset="lean")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other.load_state_dict(saved)
+    for name, value in other.state[other.param_groups[0]["params"][0]].items():
+        assert torch.equal(value, optimizer.state[p][name]), name
+
+
+@pytest.mark.parametrize("cycles", ["before", "after"])
+@pytest.mark.parametrize("library", ["torch", "earlier"])
+def test_updates_are_not_held_to_the_bound_of_steady_betas_where_they_cycle(library: str, cycles: str) -> None:
+    """Over states of torch, and of ours that do not say whether betas stayed: of torch's schedules, which cycle them,
+    and of a schedule by hand that begins after the load."""
+    start = torch.randn(80, 96, generator=torch.Generator().manual_seed(0))
+    p, r = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    theirs = torch.optim.AdamW([r], lr=1e-2, betas=(0.9, 0.95))
+    mine = optim.AdamW([p], lr=1e-2, betas=(0.9, 0.95), preset="float32")
+    options: dict[str, Any] = {"base_lr": 1e-2, "max_lr": 2e-2, "step_size_up": 1}
+    options |= {"base_momentum": 0.3, "max_momentum": 0.97}
+    schedules: list[Any] = []
+    if cycles == "before":
+        schedules = [torch.optim.lr_scheduler.CyclicLR(each, **options) for each in (theirs, mine)]
+
+    def step(number: int, moving: bool) -> None:
+        for each, optimizer in ((r, theirs), (p, mine)):
+            each.grad = torch.full((80, 96), 10.0 ** ((number + 1) % 5))
+            if moving:
+                optimizer.param_groups[0]["betas"] = (0.3 + 0.6 * (number % 2), 0.95)
+            optimizer.step()
+        for schedule in schedules:
+            schedule.step()
+
+    for number in range(14):
+        step(number, False)
+    saved = copy.deepcopy((theirs if library == "torch" else mine).state_dict())
+    for group in saved["param_groups"]:
+        group.pop("steady_betas", None)
+    mine.load_state_dict(saved) if library == "earlier" else with_warning(mine, saved)
+    p.data.copy_(r.data)
+    for number in range(14, 15 if cycles == "before" else 45):
+        step(number, cycles == "after")
+    torch.testing.assert_close(p, r, rtol=1e-5, atol=1e-6)
+
+
+def with_warning(optimizer: optim.Optimizer, saved: Any) -> None:
+    with pytest.warns(UserWarning, match="states of another library"):
+        optimizer.load_state_dict(saved)
+
+
+def test_muons_groups_of_adamw_find_whether_betas_cycle_after_a_load() -> None:
+    ps = [nn.Parameter(torch.zeros(80, 96)) for _ in range(2)]
+    muon = optim.Muon([{"params": ps[:1]}, {"params": ps[1:], "rule": "adamw"}], preset="float32")
+    saved = muon.state_dict()
+    for group in saved["param_groups"]:
+        del group["steady_betas"]
+    muon.load_state_dict(saved)
+    group = muon.param_groups[1]
+    assert muon.rule(group, optim.PRESETS["float32"]).clamp
+    group["betas"] = (0.5, 0.95)
+    assert not muon.rule(group, optim.PRESETS["float32"]).clamp
+    group["betas"] = (0.9, 0.95)
+    assert not muon.rule(group, optim.PRESETS["float32"]).clamp
+
+
 def test_a_preset_of_ones_own_is_saved_as_plain_data() -> None:
     own = optim.Preset(name="mine", first=optim.StateSpec(code="e4m3", block=32), codes="residual16")
     layer = layer_of("tensorwise")
@@ -181,7 +380,7 @@ def test_a_preset_of_ones_own_is_saved_as_plain_data() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         other.load_state_dict(through_a_file(optimizer.state_dict()))
-    assert torch.equal(other.state[layer.weight]["exp_avg"], optimizer.state[layer.weight]["exp_avg"])
+    assert torch.equal(other.state[layer.weight]["exp_avg_codes"], optimizer.state[layer.weight]["exp_avg_codes"])
 
 
 @pytest.mark.parametrize("preset", ["float32", "exact", "balanced", "lean"])

@@ -327,7 +327,7 @@ def weights_travel_as_codes_all_the_same(rank: int) -> None:
             ends.append({f"loss {i}": loss for i, loss in enumerate(losses)} | parts)
         assert_same(ends[1], ends[0], f"{preset}, {dtype}")
         if preset == "lean":
-            assert ends[0]["0.weight.exp_avg"].dtype is torch.int8
+            assert ends[0]["0.weight.exp_avg_codes"].dtype is torch.int8
 
 
 def words_of_a_part_are_those_of_the_whole(rank: int) -> None:

@@ -24,27 +24,35 @@ from tests.train.conftest import MakeConfig
 
 #: What a layer's matrix, the head and its state are kept as.
 KEPT = {
-    ("lean", "tensorwise"): ("uint8", "bfloat16", {"exp_avg": "int8", "exp_avg_sq": "uint8", "residual": "int8"}),
+    ("lean", "tensorwise"): (
+        "uint8",
+        "bfloat16",
+        {"exp_avg_codes": "int8", "exp_avg_sq_codes": "uint8", "residual": "int8"},
+    ),
     ("balanced", "mxfp8(weight_2d=True)"): (
         "uint8",
         "bfloat16",
-        {"exp_avg": "int8", "exp_avg_sq": "uint8", "residual": "int16"},
+        {"exp_avg_codes": "int8", "exp_avg_sq_codes": "uint8", "residual": "int16"},
     ),
     ("exact", "blockwise"): (
         "bfloat16",
         "bfloat16",
         {"exp_avg": "bfloat16", "exp_avg_sq": "bfloat16", "remainder": "int16"},
     ),
-    ("lean", "bf16"): ("bfloat16", "bfloat16", {"exp_avg": "int8", "exp_avg_sq": "uint8", "residual": "int8"}),
-    ("lion-lean", "tensorwise"): ("uint8", "bfloat16", {"exp_avg": "int8", "residual": "int8"}),
+    ("lean", "bf16"): (
+        "bfloat16",
+        "bfloat16",
+        {"exp_avg_codes": "int8", "exp_avg_sq_codes": "uint8", "residual": "int8"},
+    ),
+    ("lion-lean", "tensorwise"): ("uint8", "bfloat16", {"exp_avg_codes": "int8", "residual": "int8"}),
     ("sgd", "tensorwise"): ("float32", "float32", {"momentum_buffer": "float32"}),
     ("lean", "mxfp8 until 50%, bf16"): (
         "bfloat16",
         "bfloat16",
-        {"exp_avg": "int8", "exp_avg_sq": "uint8", "residual": "int8"},
+        {"exp_avg_codes": "int8", "exp_avg_sq_codes": "uint8", "residual": "int8"},
     ),
-    ("muon-lean", "tensorwise"): ("uint8", "bfloat16", {"momentum_buffer": "int8", "residual": "int8"}),
-    ("coat", "tensorwise"): ("float32", "float32", {"exp_avg": "uint8", "exp_avg_sq": "uint8"}),
+    ("muon-lean", "tensorwise"): ("uint8", "bfloat16", {"momentum_buffer_codes": "int8", "residual": "int8"}),
+    ("coat", "tensorwise"): ("float32", "float32", {"exp_avg_codes": "uint8", "exp_avg_sq_codes": "uint8"}),
 }
 
 
@@ -170,7 +178,9 @@ def test_a_checkpoint_in_the_first_form_is_converted(make_config: MakeConfig, op
     with pytest.warns(UserWarning, match=f"states of preset {optimizer}, in its first form, were converted"):
         run_training(replace(config, steps=4, checkpoint_every=1, keep=0), resume=True)
     moments = [
-        parts.joined([Path(config.out) / name / "optimizer.safetensors"])["layers.0.mlp.up_proj.weight/exp_avg_sq"]
+        parts.joined([Path(config.out) / name / "optimizer.safetensors"])[
+            "layers.0.mlp.up_proj.weight/exp_avg_sq_codes"
+        ]
         for name in ("step-000002", "step-000003")
     ]
     assert (moments[0] != moments[1]).any()

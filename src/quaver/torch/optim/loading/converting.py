@@ -10,6 +10,7 @@ from torch import Tensor
 from quaver.core.states.codes import StateSpec
 from quaver.torch.optim import codes, weights
 from quaver.torch.optim.loading import earlier, moments
+from quaver.torch.optim.loading.rules import CODES, key_of
 from quaver.torch.optim.stepping import layout
 from quaver.torch.optim.stepping.pieces import Way
 from quaver.torch.optim.weights import Keeping
@@ -29,11 +30,15 @@ def states_of(
     Raises:
         ValueError: a state of another shape.
     """
-    state = {"step": torch.as_tensor(saved["step"], dtype=torch.float32, device="cpu").clone()}
-    for index, (name, spec) in enumerate(zip(way.rule.names, way.moments, strict=True)):
-        if name not in saved:
-            continue
-        state |= _moment(p, name, saved, spec, None if before is None else before.moments[index])
+    held = {name: saved.get(name + CODES, saved.get(name)) for name in way.rule.names}
+    begun = all(kept is not None for kept in held.values())
+    # Where steps are not counted, the next one is not the first.
+    step = saved.get("step", 1.0) if begun else 0.0
+    state = {"step": torch.as_tensor(step, dtype=torch.float32, device="cpu").clone()}
+    for index, ((name, kept), spec) in enumerate(zip(held.items(), way.moments, strict=True)):
+        if kept is not None:
+            written = None if before is None else before.moments[index]
+            state |= _moment(p, name, kept, saved.get(f"{name}_scale"), spec, written)
     lost = ""
     for name, tensor in _beside(p, saved, way.keeping, None if before is None else before.keeping, weight).items():
         state[name] = tensor
@@ -43,11 +48,9 @@ def states_of(
 
 
 def _moment(
-    p: Tensor, name: str, saved: Mapping[str, Any], spec: StateSpec, before: StateSpec | None
+    p: Tensor, name: str, kept: Any, scale: Any, spec: StateSpec, before: StateSpec | None
 ) -> dict[str, Tensor]:
-    key = f"{name}_scale"
-    kept, scale = layout.local(saved[name]), saved.get(key)
-    scale = None if scale is None else layout.local(scale)
+    kept, scale = layout.local(kept), None if scale is None else layout.local(scale)
     if before != spec:
         value = moments.values(kept, scale, before)
         # To nearest: what is read is what was meant.
@@ -55,10 +58,10 @@ def _moment(
     own = layout.local(p)
     if tuple(kept.shape) != tuple(own.shape):
         raise ValueError(f"{name} has shape {tuple(kept.shape)}, and its parameter {tuple(own.shape)}")
-    state = {name: layout.like(p, kept.to(own.device, copy=True), p.shape)}
+    state = {key_of(name, spec): layout.like(p, kept.to(own.device, copy=True), p.shape)}
     if scale is not None:
         shape = codes.scale_shape(p.shape, spec.block, spec.of.numbers)
-        state[key] = layout.like(p, scale.to(own.device, copy=True), shape)
+        state[f"{name}_scale"] = layout.like(p, scale.to(own.device, copy=True), shape)
     return state
 
 

@@ -12,10 +12,13 @@ from quaver.core.states.presets import PRESETS, Preset
 from quaver.torch.linear.stored import storing
 from quaver.torch.optim import codes, weights
 from quaver.torch.optim.gradients.held import Gradients
+from quaver.torch.optim.loading import rules
 from quaver.torch.optim.loading.converting import states_of
 from quaver.torch.optim.loading.earlier import written_by
 from quaver.torch.optim.loading.presets import packed, preset_of
+from quaver.torch.optim.loading.rules import CODES, key_of
 from quaver.torch.optim.quantized_gradient import quantized
+from quaver.torch.optim.refusals import check_group
 from quaver.torch.optim.rules.rule import Rule
 from quaver.torch.optim.stepping import layout, ranks, stacks
 from quaver.torch.optim.stepping.pieces import Parts, Way
@@ -78,8 +81,8 @@ class Kept(torch.optim.Optimizer):
         """All that a parameter's step reads and writes, this rank's part, as matrices."""
         state = self.state[p]
         moments = tuple(
-            tuple(layout.local(state[key]) for key in (name, f"{name}_scale") if key in state)
-            for name in way.rule.names
+            tuple(layout.local(state[key]) for key in (key_of(name, spec), f"{name}_scale") if key in state)
+            for name, spec in zip(way.rule.names, way.moments, strict=True)
         )
         held = quantized(p.grad)
         gradient = (layout.gradient(p),) if held is None else (held.codes, held.scale)
@@ -99,30 +102,55 @@ class Kept(torch.optim.Optimizer):
         state = super().state_dict()
         for group in state["param_groups"]:
             group["preset"] = packed(group["preset"])
+        # torch's SGD begins a buffer anew that it does not find: at one without elements its step fails.
+        for key, own in state["state"].items():
+            if f"momentum_buffer{CODES}" in own:
+                state["state"][key] = {**own, "momentum_buffer": torch.empty(0, dtype=torch.float32, device="cpu")}
         return state
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Take up a state dict of any preset, of torch.optim, torchao.optim or MS-AMP; load the model before it.
 
         The groups keep their presets: states that were kept otherwise, or in the first form of theirs, are converted,
-        which a warning says.
+        which a warning says. Where it raises nothing was loaded.
+        Raises:
+            ValueError: a state dict of another rule, of other groups or shapes, or with options that are not honoured.
         """
-        presets = [group["preset"] for group in self.param_groups]
-        # Before anything is changed.
-        said = [group.get("preset") for group in state_dict["param_groups"]]
+        before = self.param_groups, self.state, set(self._alone)
+        try:
+            self._load(state_dict)
+        except BaseException:
+            # torch has made new groups and a new state, and left these as they were.
+            self.param_groups, self.state, self._alone = before
+            raise
+
+    def _load(self, state_dict: Any) -> None:
+        """`load_state_dict`, which may leave some of it loaded where it raises."""
+        own, every = self.param_groups, state_dict["param_groups"]
+        for mine, group in zip(own, every, strict=False):
+            rules.check_group(group, mine)
+        said = [group.get("preset") for group in every]
         before = [None if preset is None else written_by(preset) for preset in said]
         super().load_state_dict({**state_dict, "state": {}})
-        for group, preset in zip(self.param_groups, presets, strict=True):
-            group["preset"] = preset
-            for name, value in self.defaults.items():
+        for group, mine in zip(self.param_groups, own, strict=True):
+            group["preset"] = mine["preset"]
+            for name, value in (self.defaults | {"rule": mine["rule"]} if "rule" in mine else self.defaults).items():
                 group.setdefault(name, value)
+            if group.get("adjust_lr_fn", "") is None:
+                group["adjust_lr_fn"] = "original"
+            if "betas" in group:
+                # Others do not say whether their betas stayed; schedulers that cycle them leave this in the group.
+                steady = () if "max_momentum" in group else tuple(group["betas"])
+                group.setdefault("steady_betas", steady)
+            check_group(type(self).__name__, group)
         lost: dict[str, int] = {}
-        for group, saved, written in zip(self.param_groups, state_dict["param_groups"], before, strict=True):
+        for group, saved, written in zip(self.param_groups, every, before, strict=True):
             for p, key in zip(group["params"], saved["params"], strict=True):
                 if key in state_dict["state"]:
+                    rules.check_state(key, state_dict["state"][key], self.rule(group, self.preset(p, group)))
                     self._load_state(p, group, state_dict["state"][key], written, lost)
         for sentence, number in lost.items():
-            warnings.warn(f"{number} parameters: {sentence}", stacklevel=2)
+            warnings.warn(f"{number} parameters: {sentence}", stacklevel=3)
 
     def _load_state(
         self,
@@ -161,7 +189,7 @@ class Kept(torch.optim.Optimizer):
         own = layout.local(p)
         for name, spec in zip(way.rule.names, way.moments, strict=True):
             held = torch.zeros(own.shape, dtype=codes.code_dtype(spec.of), device=own.device)
-            state[name] = layout.like(p, held, p.shape)
+            state[key_of(name, spec)] = layout.like(p, held, p.shape)
             if spec.of.scaled:
                 shape = codes.scale_shape(own.shape, spec.block, spec.of.numbers)
                 scale = torch.zeros(shape, dtype=codes.SCALE_DTYPES[spec.scale], device=own.device)

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from quaver.torch import optim
 from quaver.torch.optim.loading.earlier import without_form
+from quaver.torch.optim.loading.rules import CODES
 from quaver.train.configuration import optimizer_name
 from quaver.train.configuration.config import TrainConfig
 
@@ -96,7 +97,8 @@ def load_kept(model: nn.Module, optimizer: optim.Optimizer, tensors: Mapping[str
             name = next(name for name, own in parameters.items() if own is p)
             first = optimizer.first_state(p, group)
             for key, held in first.items():
-                value = given.pop(f"{name}/{key}", None)
+                # Codes of moments had the moments' names once.
+                value = given.pop(f"{name}/{key}", given.pop(f"{name}/{key.removesuffix(CODES)}", None))
                 if value is None:
                     raise ValueError(f"{name}/{key} is missing in the optimizer")
                 if value.shape != held.shape or value.dtype is not held.dtype:
