@@ -118,17 +118,19 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted_or_raised(preset: 
         assert same(state_of(model, optimizer), before)
 
 
-def test_a_gradient_scaler_skips_what_overflows() -> None:
+@pytest.mark.parametrize("preset", ["float32", "balanced", "lean"])
+def test_a_gradient_scaler_leaves_gradients_unscaled_and_skips_what_overflows(preset: str) -> None:
     model = model_of()
-    optimizer = optim.AdamW(model.parameters(), lr=1e-3, preset="balanced")
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3, preset=preset)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     twin = model_of()
-    reference = optim.AdamW(twin.parameters(), lr=1e-3, preset="balanced")
+    reference = optim.AdamW(twin.parameters(), lr=1e-3, preset=preset)
     scaler.scale(loss_of(model, 1)).backward()
     scaler.step(optimizer)
     scaler.update()
     loss_of(twin, 1).backward()
     reference.step()
+    assert all(torch.equal(p.grad, r.grad) for p, r in zip(model.parameters(), twin.parameters(), strict=True))
     # A scale that is a power of two changes no bit.
     assert same(state_of(model, optimizer), state_of(twin, reference))
     optimizer.zero_grad()

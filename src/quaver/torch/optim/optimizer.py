@@ -144,7 +144,12 @@ class Optimizer(Kept):
             self._release.end()
         parameters = [p for group in self.param_groups for p in group["params"]]
         check_replaced(parameters)
-        self._update([p for p in parameters if p.grad is not None], factor, overflow)
+        parameters = [p for p in parameters if p.grad is not None]
+        self._update(parameters, factor, overflow)
+        if factor is not None:
+            # As GradScaler leaves gradients of optimizers that know nothing of it.
+            for p in parameters:
+                layout.local(p.grad).mul_(factor.to(p.grad.device))
         return loss
 
     def _update(self, parameters: list[Tensor], factor: Tensor | None, overflow: Tensor | None = None) -> None:

@@ -56,9 +56,11 @@ def test_masters_of_bfloat16_weights(name: str) -> None:
     assert float(drawn.mean()) == pytest.approx(1e-2, rel=0.03)
 
 
-def test_sgd() -> None:
-    got = steps(lambda p: te.FusedSGD(p, 0.1, momentum=0.9))
-    assert_close("weights", got, steps(lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)), 1e-6)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sgd_rounds_as_torchs_does(dtype: torch.dtype) -> None:
+    options: Any = {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True}
+    got = steps(lambda p: te.FusedSGD(p, 0.1, **options), dtype)
+    assert torch.equal(got, steps(lambda p: torch.optim.SGD(p, 0.1, **options), dtype))
 
 
 def test_what_is_not_there_is_a_sentence() -> None:

@@ -1,4 +1,4 @@
-"""Transformer Engine's optimizers over `quaver.torch.optim`."""
+"""Transformer Engine's optimizers over `quaver.torch.optim` and `torch.optim`."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 from quaver.core.options import checks
 from quaver.core.states.codes import FLOAT32, StateSpec
 from quaver.core.states.presets import Preset
-from quaver.torch.optim.optimizers import SGD, Adam
+from quaver.torch.optim.optimizers import Adam
 
 #: How a moment is kept by the dtype that is asked for.
 KEPT = {
@@ -56,8 +56,8 @@ class FusedAdam(Adam):
         super().__init__(params, lr, betas, eps, weight_decay, preset=preset)
 
 
-class FusedSGD(SGD):
-    """`quaver.torch.optim.SGD` with states in float32."""
+class FusedSGD(torch.optim.SGD):
+    """`torch.optim.SGD`, bit for bit, of parameters in any dtype."""
 
     def __init__(self, params: Any, lr: float, momentum: float = 0.0, dampening: float = 0.0, **others: Any) -> None:
-        super().__init__(params, lr, momentum, dampening, preset="float32", **others)
+        super().__init__(params, lr, momentum, dampening, **others)
