@@ -1,6 +1,7 @@
 """What happens to models and optimizers around steps: copies, other parameters, layouts, kept initial values."""
 
 import copy
+import dataclasses
 import gc
 import io
 from typing import Any
@@ -107,6 +108,36 @@ def test_the_next_optimizer_finds_gradients_as_they_were(preset: str, in_backwar
     before = layer.weight.detach().clone()
     second.step()
     assert not torch.equal(layer.weight.detach(), before)
+
+
+@pytest.mark.parametrize(
+    ("rule", "preset", "compiled"),
+    [
+        *((rule, preset, False) for rule in ("AdamW", "SGD", "Lion") for preset in optim.PRESETS),
+        pytest.param("AdamW", "float32", True, marks=pytest.mark.slow),
+    ],
+)
+def test_float16_weights_move_as_float32_ones_do_and_are_these_rounded(rule: str, preset: str, compiled: bool) -> None:
+    shape = (512, 512) if compiled else (70, 96)
+    start = torch.randn(shape, generator=torch.Generator().manual_seed(0)).half()
+    p, r = nn.Parameter(start.clone()), nn.Parameter(start.float())
+    of_float = dataclasses.replace(optim.PRESETS[preset], gradient="float32")
+    options: dict[str, Any] = {"lr": 1e-4, "preset": of_float, "compile": compiled}
+    ours, theirs = (getattr(optim, rule)([each], **options) for each in (p, r))
+    for step in range(40):
+        gradient = torch.randn(shape, generator=torch.Generator().manual_seed(step)).half()
+        p.grad, r.grad = gradient, gradient.float()
+        ours.step()
+        theirs.step()
+    assert torch.equal(p.detach(), r.detach().half()) and not torch.equal(p.detach(), start)
+    again, q = getattr(optim, rule)([twin := nn.Parameter(p.detach().clone())], **options), twin
+    again.load_state_dict(ours.state_dict())
+    for each, optimizer in ((p, ours), (q, again)):
+        # What a mask sets to zero is stepped from there.
+        each.data[::2] = 0
+        each.grad = torch.zeros_like(each)
+        optimizer.step()
+    assert torch.equal(p, q) and float(p.detach()[::2].abs().max()) <= 2e-4
 
 
 @pytest.mark.parametrize("name", ["quantize_weights", "dequantize_weights"])

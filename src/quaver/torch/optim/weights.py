@@ -3,7 +3,7 @@
     plain       float32, float16 or bfloat16 itself; bfloat16 may be rounded at random
     remainder   bfloat16, and the 16 bits that float32 has more (int16): together float32, bit by bit
     residual    codes of a GEMM, or bfloat16, and the bits that a longer mantissa has more (int8 or int16)
-    master      codes of a GEMM, and float32 or float16 beside them
+    master      codes of a GEMM, or float16, and float32 beside them; codes, and float16 beside them
 
 A weight is read as float32, and written from it. With a residual its magnitude is one whole number, the code's bits
 with 8 or 16 more below them, as bfloat16's are float32's: the code is that number rounded, and the residual what
@@ -86,7 +86,8 @@ def keeping_of(p: Tensor, preset: Preset) -> Keeping:
         if preset.bfloat16 == "none":
             return Keeping("plain", stochastic=True)
         return Keeping(preset.bfloat16, stochastic=preset.stochastic and preset.bfloat16[:3] == "res")
-    return Keeping("plain")
+    # float16 has other exponents than float32, so that what float32 has more is not some bits.
+    return Keeping("float32" if p.dtype is torch.float16 and preset.bfloat16 != "none" else "plain")
 
 
 def first_states(keeping: Keeping, weight: Tensor, value: Tensor | None) -> tuple[Tensor, ...]:
@@ -116,7 +117,13 @@ def read(keeping: Keeping, tensors: tuple[Tensor, ...]) -> Tensor:
     if keeping.kind == "remainder":
         return worth(keeping, _bits(keeping, tensors[0]), tensors[1].int(), 16)
     if keeping.kind == "float32":
-        return tensors[-1]
+        weight, master = tensors[0], tensors[-1]
+        # Of codes nothing shows whether they were changed since the master was written.
+        if keeping.spec is not None:
+            return master
+        # By bits: a compiler leaves a conversion out that only a comparison of numbers reads.
+        same = master.to(weight.dtype).view(torch.int16) == weight.view(torch.int16)
+        return torch.where(same, master, weight.float())
     if keeping.kind == "float16":
         return codes.decode(tensors[-2], tensors[-1], _MASTER16)
     value = worth(keeping, _bits(keeping, tensors[0]), tensors[-1].int(), BITS[tensors[-1].dtype])
@@ -177,7 +184,8 @@ def write(
         return ((bits - rest.int()) >> 16).to(torch.int16).view(torch.bfloat16), rest
     if keeping.kind[:8] == "residual":
         return _write_longer(keeping, weight, tensors, noise, amax)
-    assert keeping.spec is not None
+    if keeping.spec is None:
+        return weight.to(tensors[0].dtype), weight
     q = reference.quantize(weight, keeping.spec, amax)
     scale = q.scale
     assert isinstance(scale, Tensor)

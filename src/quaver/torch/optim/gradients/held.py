@@ -67,7 +67,7 @@ class Gradients:
             taker.remove()
         if isinstance(kind, StateSpec):
             self._watch(p, kind)
-        elif kind == "bfloat16" and p.dtype is not torch.bfloat16 and layout.local(p) is p and p.grad is None:
+        elif kind == "bfloat16" and p.element_size() != 2 and layout.local(p) is p and p.grad is None:
             self._own(p, _Narrow(p, torch.bfloat16))
 
     def _own(self, p: Tensor, taker: Any) -> None:

@@ -78,7 +78,8 @@ def _writes(spec: StateSpec, signed: bool) -> bool:
 def _of_weight(way: Way, weight: Tensor) -> str:
     keeping, spec = way.keeping, way.keeping.spec
     if spec is None:
-        return "" if weight.dtype in FLOATS else f"the kernel writes no {weight.dtype}"
+        whole = weight.dtype in FLOATS and keeping.kind != "float32"
+        return "" if whole else f"the kernel writes no {weight.dtype}, or none with a master"
     if weight.dim() == 3 and (spec.block[0] is None or weight.shape[1] % spec.block[0]):
         return "a matrix of its stack ends within a block, or has one scale of its own"
     in_all = spec.per_tensor and spec.scale in ("fp32", "power_of_two")
