@@ -124,7 +124,7 @@ def test_a_step_has_its_bits_while_another_thread_compiles(
         assert torch.compiler.is_compiling() == compiling
         for _ in range(2):
             for p in layer.parameters():
-                p.grad = torch.randn(p.shape, generator=draw).to(p.grad_dtype or p.dtype)
+                p.grad = torch.randn(p.shape, generator=draw).to(p.grad_dtype or torch.float32)
             optimizer.step()
             optimizer.zero_grad()
         monkeypatch.undo()

@@ -105,7 +105,7 @@ def test_what_a_step_rounds_at_random_is_right_in_the_mean(kind: str, dtype: str
     p = layer.weight
     optimizer = optim.AdamW([p], lr=0.1, betas=(0.9, 0.99), preset=preset or kind)
     group = optimizer.param_groups[0]
-    p.grad = torch.randn(64, 64).to(p.grad_dtype or p.dtype)
+    p.grad = torch.randn(64, 64).to(p.grad_dtype or torch.float32)
     optimizer.step()
     way = optimizer.way(p, group)
     parts = optimizer.parts(p, way)
@@ -184,7 +184,7 @@ def test_rows_that_are_cut_in_any_way_step_as_the_whole(
         places[id(p)] = noise.Place((begin, 0, 0), tuple(p.shape), shape)
         optimizer = optim.AdamW([p], lr=1e-2, preset=preset, seed=5)
         for gradient in gradients:
-            p.grad = gradient[begin:end].to(p.grad_dtype or dtype)
+            p.grad = gradient[begin:end].to(p.grad_dtype or torch.float32)
             optimizer.step()
         return {"weight": p.detach(), **{k: v for k, v in optimizer.state[p].items() if v.dim()}}
 
@@ -276,7 +276,7 @@ def test_presets_become_each_other_as_float32_becomes_them(kind: str, before: st
 
     first = optimizer_of(before)
     for _ in range(2):
-        p.grad = torch.randn(64, 160).to(p.grad_dtype or p.dtype)
+        p.grad = torch.randn(64, 160).to(p.grad_dtype or torch.float32)
         first.step()
     plain = optimizer_of("float32", first.state_dict())
     group, read = plain.param_groups[0], weights.read

@@ -98,6 +98,53 @@ def decoded(model: Any) -> list[Tensor]:
     return [torch.empty(p.shape).copy_(p.grad) for p in model.parameters()]
 
 
+@pytest.mark.parametrize("kind", ["none", "tensorwise"])
+@pytest.mark.parametrize("preset", ["exact", "balanced", "torchao8", "lean", "float32"])
+@pytest.mark.parametrize("given", [torch.float32, torch.float64, torch.bfloat16])
+def test_gradients_that_are_assigned_step_as_those_of_a_backward(given: torch.dtype, preset: str, kind: str) -> None:
+    if kind != "none" and preset == "torchao8":
+        preset = "te"
+    model, twin = model_of(kind), model_of(kind)
+    ours, theirs = (optim.AdamW(each.parameters(), lr=1e-3, preset=preset) for each in (model, twin))
+    narrow = optim.PRESETS[preset].gradient == "bfloat16"
+    for seed in (1, 2):
+        backward(twin, seed)
+        for p, r in zip(model.parameters(), twin.parameters(), strict=True):
+            value = r.grad + 0
+            if p.dim() == 2 and narrow:
+                # What the step rounds as a backward does.
+                assert r.grad.dtype is torch.bfloat16
+                p.grad = value.to(given)
+                p.grad *= 1 + 2.0**-10
+            else:
+                p.grad = value.float()
+                r.grad = value.float()
+        ours.step()
+        theirs.step()
+        ours.zero_grad()
+        theirs.zero_grad()
+    for p, r in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p.detach().float(), r.detach().float())
+
+
+def test_micro_batches_add_up_in_bfloat16_and_the_next_optimizer_finds_gradients_as_they_were() -> None:
+    model = model_of("none")
+    before = model[0].weight.grad_dtype
+    backward(model, 1)
+    optimizer = optim.AdamW(model.parameters(), preset="balanced")
+    for seed in (1, 2):
+        backward(model, seed)
+        assert model[0].weight.grad.dtype is torch.bfloat16
+    model[0].weight.grad = torch.ones(192, 160)
+    backward(model, 3)
+    assert model[0].weight.grad.dtype is torch.bfloat16
+    optimizer.zero_grad()
+    del optimizer
+    assert model[0].weight.grad_dtype is before
+    backward(model, 1)
+    assert model[0].weight.grad.dtype is torch.float32
+
+
 def test_a_second_backward_adds_in_high_precision_and_accumulating_rounds_once() -> None:
     model, plain = model_of(), model_of()
     optimizer = optim.AdamW(model.parameters(), preset="lean")

@@ -140,6 +140,16 @@ def test_float16_weights_move_as_float32_ones_do_and_are_these_rounded(rule: str
     assert torch.equal(p, q) and float(p.detach()[::2].abs().max()) <= 2e-4
 
 
+def test_the_state_of_a_tensor_that_is_not_the_optimizers_is_empty_as_torchs() -> None:
+    for kind in (optim.AdamW, torch.optim.AdamW):
+        p, foreign = nn.Parameter(torch.zeros(80, 80)), nn.Parameter(torch.zeros(80, 80))
+        optimizer: Any = kind([p])
+        assert optimizer.state[foreign] == {} and foreign in optimizer.state
+        optimizer.state[foreign]["mine"] = 1
+        assert optimizer.state[foreign] == {"mine": 1}
+        assert optimizer.state.get(nn.Parameter(torch.zeros(1)), None) is None
+
+
 @pytest.mark.parametrize("name", ["quantize_weights", "dequantize_weights"])
 def test_parameters_that_a_model_no_longer_has_are_refused(name: str) -> None:
     model = model_of() if name == "dequantize_weights" else nn.Sequential(qt.Linear(160, 192))
@@ -176,7 +186,7 @@ def test_memory_in_another_order_takes_the_same_steps(preset: str) -> None:
         p = nn.Parameter(weight.clone().to(memory_format=order))
         optimizer = optim.AdamW([p], lr=1e-2, preset=preset)
         for gradient in gradients:
-            p.grad = gradient.to(p.grad_dtype or p.dtype).to(memory_format=order)
+            p.grad = gradient.to(p.grad_dtype or torch.float32).to(memory_format=order)
             optimizer.step()
         results.append(p.detach())
     assert not torch.equal(results[0], weight)

@@ -36,7 +36,7 @@ def gradients(number: int, first: int = 0) -> list[Tensor]:
 
 def run(layer: Any, optimizer: torch.optim.Optimizer, steps: int, first: int = 0) -> None:
     for gradient in gradients(steps, first):
-        layer.weight.grad = gradient.to(layer.weight.grad_dtype or layer.weight.dtype)
+        layer.weight.grad = gradient.to(layer.weight.grad_dtype or torch.float32)
         layer.bias.grad = gradient[:, 0].to(layer.bias.dtype)
         optimizer.step()
     layer.zero_grad()

@@ -34,7 +34,7 @@ def layer_of(recipe: str, rows: int = 96, columns: int = 128) -> qt.Linear:
 
 
 def give(p: Tensor, gradient: Tensor) -> None:
-    p.grad = gradient.to(p.grad_dtype or p.dtype)
+    p.grad = gradient.to(p.grad_dtype or torch.float32)
 
 
 def kept(optimizer: optim.Optimizer, p: Tensor) -> Tensor:

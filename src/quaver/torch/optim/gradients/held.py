@@ -1,7 +1,7 @@
 """Gradients between backward and step, in fewer bits than float32.
 
-In bfloat16 they are `p.grad`, by `Tensor.grad_dtype`. In eight bits a hook puts a `QuantizedGradient` in the place of
-`p.grad` as soon as that is whole.
+A hook converts `p.grad` to bfloat16, or puts a `QuantizedGradient` in its place, as soon as it is whole. What was
+assigned to `p.grad` the step converts to bfloat16.
 """
 
 import weakref
@@ -25,17 +25,26 @@ all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 
 
 class _Narrow:
-    """Gradients of another dtype than their parameter."""
+    """Gradients in bfloat16 of a parameter of another dtype."""
 
-    def __init__(self, p: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, p: Tensor) -> None:
         self._p, self._before = weakref.ref(p), p.grad_dtype
-        p.grad_dtype = dtype
+        # What is assigned to p.grad may have any dtype then.
+        p.grad_dtype = None
+        self._hook = p.register_post_accumulate_grad_hook(in_bfloat16)
 
     def remove(self) -> None:
         """Have them of the dtype that they had before, unless there is one."""
+        self._hook.remove()
         p = self._p()
         if p is not None and p.grad is None:
             p.grad_dtype = self._before
+
+
+def in_bfloat16(p: Tensor) -> None:
+    """Convert a gradient, if that of the parameter is to be bfloat16."""
+    if p.grad is not None and p.grad_dtype is None and p.grad.dtype is not torch.bfloat16:
+        p.grad = p.grad.to(torch.bfloat16)
 
 
 def _forget(parameter: int, taker: Any) -> None:
@@ -67,8 +76,8 @@ class Gradients:
             taker.remove()
         if isinstance(kind, StateSpec):
             self._watch(p, kind)
-        elif kind == "bfloat16" and p.element_size() != 2 and layout.local(p) is p and p.grad is None:
-            self._own(p, _Narrow(p, torch.bfloat16))
+        elif kind == "bfloat16" and p.requires_grad and p.element_size() != 2 and layout.local(p) is p:
+            self._own(p, _Narrow(p))
 
     def _own(self, p: Tensor, taker: Any) -> None:
         """Have what was changed about a parameter's gradients end with their optimizer."""

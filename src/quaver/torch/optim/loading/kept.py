@@ -178,8 +178,9 @@ class Kept(torch.optim.Optimizer):
             said[sentence] = said.get(sentence, 0) + 1
 
     def _begun(self, p: Tensor) -> dict[str, Tensor]:
-        """What a parameter of this optimizer starts with."""
-        return self.first_state(p, next(g for g in self.param_groups if any(p is each for each in g["params"])))
+        """What a parameter starts with; nothing of one that is not this optimizer's, as torch's have it."""
+        groups = [group for group in self.param_groups if any(p is each for each in group["params"])]
+        return self.first_state(p, groups[0]) if groups else {}
 
     def first_state(self, p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
         """What a parameter starts with."""
