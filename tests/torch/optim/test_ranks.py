@@ -216,11 +216,11 @@ def norms_count_all_parts(rank: int) -> None:
 
 def replicas_step_with_the_mean_of_their_gradients(rank: int) -> None:
     """Under DistributedDataParallel, whose reduction runs after codes have taken the place of a gradient."""
-    for accumulate in (1, 2):
+    for preset, accumulate in itertools.product(("balanced", "lean"), (1, 2)):
         torch.manual_seed(0)
         model, twin = (nn.Linear(96, 80) for _ in range(2))
         twin.load_state_dict(model.state_dict())
-        optimizer = optim.SGD(model.parameters(), lr=1.0, preset="lean")
+        optimizer = optim.SGD(model.parameters(), lr=1.0, preset=preset)
         other = torch.optim.SGD(twin.parameters(), lr=1.0)
         replica, plain = nn.parallel.DistributedDataParallel(model), nn.parallel.DistributedDataParallel(twin)
         for step in range(2):

@@ -12,7 +12,7 @@ from quaver.torch.linear.stored import storing
 from quaver.torch.linear.stored.stored import record_versions
 from quaver.torch.operations.ops import no_kernels
 from quaver.torch.optim import weights
-from quaver.torch.optim.gradients.held import Gradients, in_bfloat16
+from quaver.torch.optim.gradients.held import Gradients
 from quaver.torch.optim.gradients.release import Release
 from quaver.torch.optim.loading.beginning import States
 from quaver.torch.optim.loading.kept import Kept, groups_of
@@ -146,7 +146,7 @@ class Optimizer(Kept):
         check_replaced(parameters)
         parameters = [p for p in parameters if p.grad is not None]
         for p in parameters:
-            in_bfloat16(p)
+            self.gradients.convert(p)
         self._update(parameters, factor, overflow)
         if factor is not None:
             # As GradScaler leaves gradients of optimizers that know nothing of it.

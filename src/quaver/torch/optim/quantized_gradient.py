@@ -1,9 +1,11 @@
-"""A gradient stored as codes and scales that stays in `p.grad`: a tensor of the gradient's dtype to all who read it.
+"""A gradient stored in fewer bits that stays in `p.grad`: a tensor of the gradient's dtype to all who read it.
 
-`torch.nn.utils.clip_grad_norm_`, GradScaler and trainers work on `p.grad`, so codes must stay there:
+`torch.nn.utils.clip_grad_norm_`, GradScaler, DDP and trainers work on `p.grad`, so codes and scales, or bfloat16
+numbers, must stay there:
 
     read                          decodes, into a temporary; norms decode some rows at a time
     multiplied by one number      the number is stored, and the step multiplies by it: exact
+    added to, if bfloat16         the sum is bfloat16
     changed otherwise, or viewed  stored in high precision from then on, such as the sum with a second backward's
 """
 
@@ -28,9 +30,10 @@ PIECE, LAUNCHED = 1 << 16, 1 << 22
 class Contents:
     """What a gradient is stored as; shared by all tensors that alias it."""
 
-    spec: StateSpec
-    #: Codes and scales; None where it is stored in high precision.
-    codes: tuple[Tensor, Tensor] | None
+    #: Of codes; None: the numbers are bfloat16.
+    spec: StateSpec | None
+    #: Codes and scales, or bfloat16 numbers; None where it is stored in high precision.
+    codes: tuple[Tensor, ...] | None
     #: What decoded values are multiplied by, float32 []; None: 1.
     factor: Tensor | None = None
     #: The gradient in high precision, in place of codes.
@@ -40,7 +43,7 @@ class Contents:
 
 
 class QuantizedGradient(Tensor):
-    """A gradient stored as codes and scales. Its dtype and shape are those of the values it stands for."""
+    """A gradient stored in fewer bits. Its dtype and shape are those of the values it stands for."""
 
     contents: Contents
 
@@ -51,9 +54,11 @@ class QuantizedGradient(Tensor):
         return self
 
     @classmethod
-    def of(cls, gradient: Tensor, spec: StateSpec) -> "QuantizedGradient":
-        """Encode a gradient in high precision."""
-        return cls(Contents(spec, encoded(gradient, spec)), gradient)
+    def of(cls, gradient: Tensor, spec: StateSpec | None) -> "QuantizedGradient":
+        """Store a gradient in high precision as codes, or as bfloat16."""
+        return cls(
+            Contents(spec, (gradient.to(torch.bfloat16),) if spec is None else encoded(gradient, spec)), gradient
+        )
 
     @property
     def codes(self) -> Tensor:
@@ -80,7 +85,7 @@ class QuantizedGradient(Tensor):
         own = self.contents
         if own.value is not None:
             return own.value
-        values = codes.decode(self.codes, self.scale, own.spec)
+        values = self.codes.float() if own.spec is None else codes.decode(self.codes, self.scale, own.spec)
         return (values if own.factor is None else values * own.factor).to(self.dtype).contiguous()
 
     def in_high_precision(self) -> Tensor:
@@ -99,6 +104,12 @@ class QuantizedGradient(Tensor):
         factor = torch.as_tensor(number, dtype=torch.float32, device=self.device).detach().reshape(())
         own.factor = factor.clone() if own.factor is None else own.factor * factor
 
+    def finite(self) -> Tensor:
+        """Whether it is: bool []. Codes of a block that is not have the scale NaN."""
+        own = self.contents
+        seen = own.value if own.value is not None else self.codes if own.spec is None else self.scale
+        return seen.isfinite().all()
+
     def zero(self) -> None:
         """Set it to zero in place."""
         own = self.contents
@@ -111,12 +122,17 @@ class QuantizedGradient(Tensor):
         own = self.contents
         if own.value is not None:
             return norm_of(own.value, order)
-        norms = [norm_of(piece, order) for piece in self._pieces()] or [self.scale.new_zeros((), dtype=torch.float32)]
+        norms = [norm_of(piece, order) for piece in self._pieces()]
+        norms = norms or [torch.zeros((), dtype=torch.float32, device=self.device)]
         whole = torch.linalg.vector_norm(torch.stack(norms), order)
         return whole if own.factor is None else whole * own.factor.abs()
 
     def _pieces(self) -> Iterator[Tensor]:
-        data, scale, spec = self.codes, self.scale, self.contents.spec
+        data, spec = self.codes, self.contents.spec
+        if spec is None:
+            yield data
+            return
+        scale = self.scale
         if data.dim() < 2 or spec.block is None:
             yield codes.decode(data, scale, spec)
             return
@@ -125,7 +141,8 @@ class QuantizedGradient(Tensor):
             yield codes.decode(data[at : at + rows], scale[at : at + rows], spec)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"QuantizedGradient({self.decoded()!r}, spec={self.contents.spec.text!r})"
+        spec = self.contents.spec
+        return f"QuantizedGradient({self.decoded()!r}, {'bfloat16' if spec is None else spec.text})"
 
     #: Results are plain tensors.
     __torch_function__: Any = torch._C._disabled_torch_function_impl
@@ -195,7 +212,7 @@ def _view(gradient: QuantizedGradient, shape: Any) -> Any:
 
 def _clone(gradient: QuantizedGradient, **_: Any) -> QuantizedGradient:
     own = gradient.contents
-    codes = None if own.codes is None else (own.codes[0].clone(), own.codes[1].clone())
+    codes = None if own.codes is None else tuple(t.clone() for t in own.codes)
     factor, value = (None if t is None else t.clone() for t in (own.factor, own.value))
     return QuantizedGradient(Contents(own.spec, codes, factor, value, own.zeroed), gradient)
 
@@ -238,6 +255,18 @@ def _of_each(name: str) -> Callable[..., None]:
     return every
 
 
+def _add(gradient: Any, other: Any, *, alpha: Any = 1) -> Any:
+    own = getattr(gradient, "contents", None)
+    if own is None or own.spec is not None or own.value is not None or isinstance(other, QuantizedGradient):
+        return NotImplemented
+    if own.factor is not None:
+        own.codes, own.factor = ((own.codes[0] * own.factor).to(torch.bfloat16),), None
+    # What is added is rounded first, as where gradients are bfloat16 themselves.
+    other = other.to(torch.bfloat16) if isinstance(other, Tensor) else other
+    own.codes[0].add_(other, alpha=alpha)
+    return gradient
+
+
 def _zero(gradient: QuantizedGradient) -> QuantizedGradient:
     gradient.zero()
     return gradient
@@ -246,10 +275,8 @@ def _zero(gradient: QuantizedGradient) -> QuantizedGradient:
 def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
     """GradScaler's: multiply gradients, and say whether one is not finite."""
     for gradient in gradients:
-        # A block with an element that is not finite has the scale NaN.
-        held = quantized(gradient)
-        seen = unwrapped(gradient) if held is None else held.scale
-        found_inf.masked_fill_(~seen.isfinite().all(), 1.0)
+        finite = gradient.finite() if isinstance(gradient, QuantizedGradient) else gradient.isfinite().all()
+        found_inf.masked_fill_(~finite, 1.0)
         gradient.mul_(inverse)
 
 
@@ -289,6 +316,7 @@ HANDLERS: dict[str, Callable[..., Any]] = {
     "aten::clone": _clone,
     "aten::linalg_vector_norm": _norm,
     "aten::_foreach_norm": _norms,
+    "aten::add_": _add,
     "aten::mul_": _multiply,
     "aten::div_": _divide,
     "aten::zero_": _zero,

@@ -397,8 +397,7 @@ def settle(layer: Any) -> None:
     weight = layer._parameters["weight"]
     if weight is None or weight.dtype not in CODES:
         return
-    if weight.grad_dtype is not None and weight.grad_dtype not in ops.DTYPES:
-        # An optimizer may have chosen another float, or any.
+    if weight.grad_dtype not in ops.DTYPES:
         weight.grad_dtype = torch.float32
     if not _hooked:
         _hooked.append(register_optimizer_step_pre_hook(_refuse_optimizer))

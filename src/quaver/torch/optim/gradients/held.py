@@ -1,7 +1,6 @@
 """Gradients between backward and step, in fewer bits than float32.
 
-A hook converts `p.grad` to bfloat16, or puts a `QuantizedGradient` in its place, as soon as it is whole. What was
-assigned to `p.grad` the step converts to bfloat16.
+A hook puts a `QuantizedGradient` in the place of `p.grad` as soon as that is whole.
 """
 
 import weakref
@@ -24,29 +23,6 @@ _takers: dict[int, list[Any]] = {}
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class _Narrow:
-    """Gradients in bfloat16 of a parameter of another dtype."""
-
-    def __init__(self, p: Tensor) -> None:
-        self._p, self._before = weakref.ref(p), p.grad_dtype
-        # What is assigned to p.grad may have any dtype then.
-        p.grad_dtype = None
-        self._hook = p.register_post_accumulate_grad_hook(in_bfloat16)
-
-    def remove(self) -> None:
-        """Have them of the dtype that they had before, unless there is one."""
-        self._hook.remove()
-        p = self._p()
-        if p is not None and p.grad is None:
-            p.grad_dtype = self._before
-
-
-def in_bfloat16(p: Tensor) -> None:
-    """Convert a gradient, if that of the parameter is to be bfloat16."""
-    if p.grad is not None and p.grad_dtype is None and p.grad.dtype is not torch.bfloat16:
-        p.grad = p.grad.to(torch.bfloat16)
-
-
 def _forget(parameter: int, taker: Any) -> None:
     """Remove what an optimizer changed about a parameter's gradients, once it is gone."""
     taker.remove()
@@ -66,6 +42,8 @@ class Gradients:
         #: Called with a parameter whose gradient is whole.
         self.arrived: Callable[[Tensor], None] | None = None
         self._watched: set[Tensor] = set()
+        #: Parameters whose gradients are bfloat16, and themselves not.
+        self._narrow: set[Tensor] = set()
 
     def prepare(self, p: Tensor, kind: str | StateSpec) -> None:
         """Have a parameter's gradients kept in a dtype, by its name, or in codes.
@@ -76,8 +54,15 @@ class Gradients:
             taker.remove()
         if isinstance(kind, StateSpec):
             self._watch(p, kind)
-        elif kind == "bfloat16" and p.requires_grad and p.element_size() != 2 and layout.local(p) is p:
-            self._own(p, _Narrow(p))
+        elif kind == "bfloat16" and p.element_size() != 2 and layout.local(p) is p:
+            self._narrow.add(p)
+            self._watch(p, kind)
+
+    def convert(self, p: Tensor) -> None:
+        """Have a gradient that was assigned in high precision be bfloat16, if those of backwards are."""
+        if p in self._narrow and type(p.grad) is Tensor:
+            check_gradient(p)
+            p.grad = QuantizedGradient.of(p.grad, None)
 
     def _own(self, p: Tensor, taker: Any) -> None:
         """Have what was changed about a parameter's gradients end with their optimizer."""
@@ -90,7 +75,7 @@ class Gradients:
             if p not in self._watched:
                 self._watch(p, None)
 
-    def _watch(self, p: Tensor, spec: StateSpec | None) -> None:
+    def _watch(self, p: Tensor, kind: str | StateSpec | None) -> None:
         if not p.requires_grad:
             return
         gradients = weakref.ref(self)
@@ -99,8 +84,8 @@ class Gradients:
             owner = gradients()
             if owner is None:
                 return
-            if spec is not None and parameter.grad is not None:
-                owner._encode(parameter, spec)
+            if kind is not None and parameter.grad is not None:
+                owner._encode(parameter, None if isinstance(kind, str) else kind)
             if owner.accumulating:
                 return
             if owner.arrived is not None:
@@ -110,28 +95,28 @@ class Gradients:
         self._own(p, p.register_post_accumulate_grad_hook(whole))
 
     def finite(self, p: Tensor) -> Tensor:
-        """Whether a parameter's gradient is: bool []. Codes of a block that is not have the scale NaN."""
+        """Whether a parameter's gradient is: bool []."""
         held = quantized(p.grad)
         if held is not None:
-            return held.scale.isfinite().all()
+            return held.finite()
         gradient = layout.part_of_gradient(p)
         return (gradient.coalesce().values() if gradient.is_sparse else gradient).isfinite().all()
 
     @torch.no_grad()
-    def _encode(self, p: Tensor, spec: StateSpec) -> None:
-        """Put codes in the place of `p.grad`, once it is whole.
+    def _encode(self, p: Tensor, spec: StateSpec | None) -> None:
+        """Put codes in the place of `p.grad`, once it is whole, or bfloat16 numbers.
 
-        A gradient to which a second backward has added stays in high precision, unless more micro-batches were
+        Where a second backward has added to codes the sum stays in high precision, unless more micro-batches were
         announced: else each would be rounded away where the sum is sixteen times as large.
         """
         check_gradient(p)
         assert p.grad is not None
-        own = layout.local(p.grad)
+        own, adds_up = layout.local(p.grad), self.accumulating and spec is not None
         if isinstance(own, QuantizedGradient):
-            if own.value is None or not (self.accumulating or own.contents.zeroed):
+            if own.value is None or not (adds_up or own.contents.zeroed):
                 return
             p.grad = layout.like(p, own.value, p.shape)
-        if not self.accumulating:
+        if not adds_up:
             p.grad = layout.like(p, QuantizedGradient.of(layout.gradient(p), spec), p.shape)
 
     def clip(self, parameters: Iterable[Tensor], largest: float, order: float) -> Tensor:

@@ -1,8 +1,8 @@
 """The states of parameters that have not stepped yet, where a state dict is asked for or filled before the first step.
 
 torch.distributed.checkpoint makes states by a step with gradients of zeros. Such a gradient has the parameter's dtype,
-which codes refuse, and the step counts as one. It does so where `optimizer.state` is
-false as a condition; this one never is, and begins a state when that is asked for.
+which codes refuse, and the step counts as one. It does so where `optimizer.state` is false as a condition; this one
+never is, and begins a state when that is asked for.
 """
 
 from collections import defaultdict

@@ -85,7 +85,7 @@ class Kept(torch.optim.Optimizer):
             for name, spec in zip(way.rule.names, way.moments, strict=True)
         )
         held = quantized(p.grad)
-        gradient = (layout.gradient(p),) if held is None else (held.codes, held.scale)
+        gradient = (layout.gradient(p),) if held is None else held.contents.codes or ()
         return layout.as_rows(Parts(self.parts_of_weight(p, way), moments, gradient))
 
     def parts_of_weight(self, p: Tensor, way: Way) -> tuple[Tensor, ...]:
