@@ -5,6 +5,8 @@ the gradient, computes the update that it would make, and encodes them again. No
 schemes differ by their codes alone, and differences far below the scatter of two runs are seen.
 
     error = ‖u' - u‖ / ‖u‖, of the last steps       bias = mean of ln √(v' / v)       u = m̂ / (√v̂ + ε)
+
+Besides, gradients at random of which every second one stops: how far its weight goes on, by what it does in float32.
 """
 
 import math
@@ -33,6 +35,8 @@ BATCH, SEQUENCE, VOCABULARY = 16, 64, 256
 #: How many steps at the end the error is the mean of.
 LAST = 5
 NOISE = 2**15
+#: Steps before and after gradients stop, and how many there are.
+BEFORE, AFTER, ELEMENTS = 50, 1200, 4096
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class Scheme:
 _MSAMP = "e4m3/tensor power_of_two"
 _V = "uint8_root/64 stochastic floor"
 #: Codes of kind "mitchell".
-_M, _V4 = "int8_mitchell/64", "uint8_mitchell4/64 stochastic floor"
+_M, _V4 = "int8_mitchell/64 stochastic", "uint8_mitchell4/64 stochastic floor"
 SCHEMES = (
     Scheme("float32", "float32", "float32"),
     Scheme("bfloat16", "bfloat16", "bfloat16"),
@@ -82,15 +86,17 @@ SCHEMES = (
     Scheme("the same, v at random, floor", "int8_softsign/32", "uint8_root/32 stochastic floor"),
     Scheme("int8 softsign/64, √v uint8/64, v at random, floor", "int8_softsign/64", _V),
     Scheme("int8 root/64, the same v", "int8_root/64", _V),
-    Scheme("int8 near roots/64, v near roots/64, at random, floor", _M, "uint8_mitchell/64 stochastic floor"),
+    Scheme("int8 near roots/64, v near roots/64, floor, both at random", _M, "uint8_mitchell/64 stochastic floor"),
     Scheme("int8 near roots/64, v near fourth roots/64, the same: `lean`, `balanced`", _M, _V4),
+    Scheme("the same, m to nearest", "int8_mitchell/64", _V4),
     Scheme("E4M3/64, the same v", "e4m3/64", _V),
     Scheme("int8 softsign/64, √v in E4M4/64 at random, floor", "int8_softsign/64", "root_e4m4/64 stochastic floor"),
     Scheme("m alone: E4M3 per tensor", _MSAMP, "float32"),
     Scheme("m alone: E4M3/128", "e4m3/128", "float32"),
     Scheme("m alone: COAT's expansion /128", "e4m3_expanded/128 float32", "float32"),
     Scheme("m alone: int8 root/64", "int8_root/64", "float32"),
-    Scheme("m alone: int8 near roots/64", _M, "float32"),
+    Scheme("m alone: int8 near roots/64", "int8_mitchell/64", "float32"),
+    Scheme("m alone: int8 near roots/64, at random", _M, "float32"),
     Scheme("m alone: int8 softsign/32", "int8_softsign/32", "float32"),
     Scheme("m alone: int8 softsign/64", "int8_softsign/64", "float32"),
     Scheme("m alone: int8 softsign/128", "int8_softsign/128", "float32"),
@@ -193,23 +199,34 @@ class Shadows:
         self.seen = {scheme.name: Seen() for scheme in schemes}
         self.steps = 0
 
-    def step(self, gradient: Tensor) -> None:
-        """Take in one gradient, flat."""
+    def take(self, gradient: Tensor) -> tuple[dict[str, Tensor], dict[tuple[str, bool], Tensor], dict[Any, Tensor]]:
+        """Take in one gradient, flat; numerators and denominators of updates, and second moments."""
         self.steps += 1
         t, beta2 = self.steps, self.beta2
         squared = gradient.square().mul_(1 - beta2)
-        words = [torch.randint(NOISE, gradient.shape, generator=self.noise, dtype=torch.int32) for _ in range(2)]
+        # Both moments are rounded by the same noise, as the optimizers do.
+        words = torch.randint(NOISE, gradient.shape, generator=self.noise, dtype=torch.int32)
         numerators, denominators, seconds = {}, {}, {}
         for key, state in self.first.items():
             m = state.read().mul_(BETA1).add_(gradient, alpha=1 - BETA1)
             numerators[key] = m / (1 - BETA1**t)
-            state.write(m, words[0])
+            state.write(m, words)
         for of, state in self.second.items():
             v = state.read().mul_(beta2).add_(squared)
             denominators[of] = (v / (1 - beta2**t)).sqrt_().add_(EPSILON)
-            state.write(v, words[1])
+            state.write(v, words)
             seconds[of] = v
-        bound = bounds.adam(t, BETA1, beta2) * (1 + 1e-6)
+        return numerators, denominators, seconds
+
+    @property
+    def bound(self) -> float:
+        """What no update of this step exceeds in exact arithmetic."""
+        return bounds.adam(self.steps, BETA1, self.beta2) * (1 + 1e-6)
+
+    def step(self, gradient: Tensor) -> None:
+        """Take in one gradient, flat, and see what each scheme's update is."""
+        numerators, denominators, seconds = self.take(gradient)
+        bound = self.bound
         true = numerators["float32"] / denominators["float32", False]
         norm, v = true.norm(), seconds["float32", False]
         for scheme in self.schemes:
@@ -254,15 +271,32 @@ def measured(
     return {name: seen.row() for name, seen in shadows.seen.items()}
 
 
+def stopped(beta2: float, seed: int, schemes: tuple[Scheme, ...] = SCHEMES, after: int = AFTER) -> dict[str, float]:
+    """How far weights go on whose gradients stop, RMS, as a multiple of float32's; updates are held to their bound."""
+    shadows = Shadows(schemes, [ELEMENTS], beta2, seed + 77)
+    drawn = torch.Generator().manual_seed(seed)
+    moved = {scheme.name: torch.zeros(ELEMENTS // 2) for scheme in schemes}
+    for t in range(BEFORE + after):
+        gradient = torch.randn(ELEMENTS, generator=drawn)
+        if t >= BEFORE:
+            gradient[::2] = 0
+        numerators, denominators, _ = shadows.take(gradient)
+        for scheme in schemes if t >= BEFORE else ():
+            update = numerators[scheme.first] / denominators[scheme.second, scheme.delayed]
+            moved[scheme.name] += update[::2].clamp(-shadows.bound, shadows.bound)
+    norm = moved["float32"].norm()
+    return {name: (moved[name].norm() / norm).item() for name in moved}
+
+
 def _text() -> np.ndarray:
     return join_bytes(split(read(()))[0])
 
 
 def table(figures: dict[str, dict[str, dict[str, float]]], schemes: tuple[Scheme, ...] = SCHEMES) -> list[str]:
-    """The table: a row a scheme, five columns for each β2."""
+    """The table: a row a scheme, six columns for each β2."""
     columns = ["states", "bytes"]
     for beta2 in figures:
-        columns += [f"β2 = {beta2}: error", "bias", "largest u", "clamped", "error, clamped"]
+        columns += [f"β2 = {beta2}: error", "bias", "largest u", "clamped", "error, clamped", "gradient stops"]
     rows = []
     for scheme in schemes:
         row = [scheme.name, f"{scheme.bytes:.2f}"]
@@ -274,6 +308,7 @@ def table(figures: dict[str, dict[str, dict[str, float]]], schemes: tuple[Scheme
                 f"{one['largest']:.3g}",
                 f"{one['clamped']:.1e}" if one["clamped"] else "0",
                 f"{one['clamped error']:.3g}",
+                f"{one['stopped']:.3g}",
             ]
         rows.append(row)
     return results.table(columns, rows)
@@ -292,7 +327,10 @@ def run(steps: int, seed: int, write: bool, console: Console) -> None:
     def told(line: str) -> None:
         console.print(line, highlight=False)
 
-    figures = {str(beta2): measured(beta2, steps, seed, told) for beta2 in (0.95, 0.999)}
+    figures = {}
+    for beta2 in (0.95, 0.999):
+        seen, rest = measured(beta2, steps, seed, told), stopped(beta2, seed)
+        figures[str(beta2)] = {name: one | {"stopped": rest[name]} for name, one in seen.items()}
     lines = table(figures)
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
@@ -308,6 +346,8 @@ def run(steps: int, seed: int, write: bool, console: Console) -> None:
         f"{steps} steps of a GPT of 0.39 million parameters on Python's standard library, AdamW in float32 with "
         f"β1 = {BETA1}, ε = {EPSILON:g}, norm of the gradient held to 1, learning rate {PEAK:g} falling to 1 %; "
         f"seed {seed}. Bytes are those of both moments, scales included. The bound ends at {limits}. "
+        f"Where a gradient stops: RMS of how far its weight goes in {AFTER} more steps, over float32's; {ELEMENTS} "
+        f"gradients at random, every second one 0 from step {BEFORE} on. "
         f"{machine.cpu()}, torch {torch.__version__}, {machine.today()}."
     )
     PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), said, lines), encoding="utf-8")

@@ -287,19 +287,19 @@ def together(page: str) -> list[str]:
         if kept in weight and (name not in size or weight[kept] > weight[size[name][0]]):
             size[name] = [kept, total, moved]
     states: dict[str, list[str]] = {}
-    for label, _, error, _, largest, _, held, wide, *_, wide_held in _rows(page, "of_states"):
+    for label, _, error, _, largest, _, held, stops, wide, _, _, _, wide_held, _ in _rows(page, "of_states"):
         for name in _NAMES.findall(label) or [f"`{label}`"]:
             clamps = name.strip("`") in PRESETS and PRESETS[name.strip("`")].clamp
-            states[name] = [held, wide_held, "held"] if clamps else [error, wide, largest]
+            states[name] = [*([held, wide_held, "held"] if clamps else [error, wide, largest]), stops]
     losses = {name: apart for name, _, apart, *_ in _rows(page, "of_losses")}
     rows = []
     for name, (kept, total, moved) in size.items():
         if name.strip("`") in PRESETS:
-            own = states.get(name, [""] * 3)
+            own = states.get(name, [""] * 4)
             rows.append([name, kept, total, moved, *own, losses.get(name, "")])
     columns = (
         *("states", "weight", "bytes a parameter", "a step moves", "error, β2 = 0.95", "β2 = 0.999"),
-        *("largest u", "loss less float32 states ± std. error"),
+        *("largest u", "gradient stops, β2 = 0.95", "loss less float32 states ± std. error"),
     )
     return results.table(columns, rows)
 

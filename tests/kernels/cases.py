@@ -197,7 +197,7 @@ def _by_rows_and_blocks() -> list[Case]:
 
 def _of_optimizers() -> list[Case]:
     """A step of a matrix by each preset, of one whose rows end within a block, and of a vector."""
-    codes = Moment("int8_mitchell"), Moment("uint8_mitchell4", stochastic=True)
+    codes = Moment("int8_mitchell", stochastic=True), Moment("uint8_mitchell4", stochastic=True)
     float32 = optimizing.Form(
         rule="adamw",
         clamp=True,

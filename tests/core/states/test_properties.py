@@ -44,8 +44,8 @@ def every_value(code: StateCode) -> np.ndarray:
 
 
 def crooked(code: StateCode) -> float:
-    """Below this value numbers between two codes of kind "mitchell" lie on more lines than one."""
-    return float(reference.table_values(np.array([2**code.halvings]), code)[0]) if code.kind == "mitchell" else 0.0
+    """Below this value numbers between two codes near fourth roots lie on more lines than one."""
+    return float(reference.table_values(np.array([4]), code)[0]) if code.halvings == 2 else 0.0
 
 
 def steps(y: np.ndarray, code: StateCode) -> np.ndarray:

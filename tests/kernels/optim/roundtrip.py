@@ -28,13 +28,14 @@ SPECS = {
     "uint8_mitchell4/64 floor": 1,
     "uint8_mitchell4/64 stochastic floor": 2,
     "bfloat16 stochastic": 3,
+    "int8_mitchell/64 stochastic": 4,
 }
 
 
 @triton.jit
 def encoded(x, inverse, least, noise, CODE: tl.constexpr):
-    if CODE == 0:
-        c = written.encode_mitchell(x, inverse, least, noise, 1, True, False)
+    if CODE == 0 or CODE == 4:
+        c = written.encode_mitchell(x, inverse, least, noise, 1, True, CODE == 4)
     else:
         c = written.encode_mitchell(x, inverse, least, noise, 2, False, CODE == 2)
     return c
@@ -42,7 +43,7 @@ def encoded(x, inverse, least, noise, CODE: tl.constexpr):
 
 @triton.jit
 def values(c, CODE: tl.constexpr):
-    return written.decode_mitchell(c, 1 if CODE == 0 else 2)
+    return written.decode_mitchell(c, 1 if CODE == 0 or CODE == 4 else 2)
 
 
 @triton.jit

@@ -50,10 +50,14 @@ WAYS: dict[str, tuple[Way, torch.dtype, torch.dtype]] = {
     "lean bf16": (way(Keeping("residual8", stochastic=True), MOMENTS), torch.bfloat16, torch.bfloat16),
     "balanced bf16": (way(Keeping("residual16"), MOMENTS), torch.bfloat16, torch.float32),
     "float32": (way(Keeping("plain"), (FLOAT, FLOAT)), torch.float32, torch.float32),
-    "three codes at random": (way(Keeping("plain", stochastic=True), (NOISY, NOISY)), torch.bfloat16, torch.bfloat16),
+    "moments and weight at random": (
+        way(Keeping("plain", stochastic=True), (NOISY, NOISY)),
+        torch.bfloat16,
+        torch.bfloat16,
+    ),
     "float16": (way(Keeping("plain"), (BFLOAT, BFLOAT)), torch.float16, torch.float16),
     "to nearest": (
-        way(Keeping("plain"), (MOMENTS[0], StateSpec(code="uint8_mitchell4", floor=True)), Adam(clamp=False)),
+        way(Keeping("plain"), tuple(replace(spec, stochastic=False) for spec in MOMENTS), Adam(clamp=False)),
         *(torch.float32, torch.float32),
     ),
     "coupled": (

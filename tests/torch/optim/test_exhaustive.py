@@ -70,7 +70,7 @@ def test_no_gradients_move_an_update_beyond_its_bound(betas: tuple[float, float]
     assert betas[1] < 0.9 or int(optimizer.counted[p][0]) == 0
 
 
-@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("number", [1, 2])
 def test_shares_of_words_are_even_and_correlated_no_more_than_they_say(number: int) -> None:
     """Means, and products of pairs, of a million elements and of their neighbours, within three sigmas."""
     count = 1 << 20
@@ -133,7 +133,7 @@ def test_what_a_step_rounds_at_random_is_right_in_the_mean(kind: str, dtype: str
         for i, (value, spec) in enumerate(zip(exact.moments, way.moments, strict=True))
         if spec.stochastic
     }
-    assert len(wanted) == way.draws > 0
+    assert wanted and way.draws == ("weight" in wanted) + any(name != "weight" for name in wanted)
     for step in range(200):
         word = noise.words(0, 4096, 3, 1, step, torch.device("cpu")).view(64, 64)
         moved = pieces.move(way, parts, scalars, None, word, amax)

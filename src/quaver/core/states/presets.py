@@ -36,7 +36,8 @@ class Preset:
 
 
 _BFLOAT16 = StateSpec(code="bfloat16", stochastic=True)
-_FIRST = StateSpec(code="int8_mitchell")
+#: At random: to nearest 0.9 of a small code is that code again, so a moment whose gradient stops would never decay.
+_FIRST = StateSpec(code="int8_mitchell", stochastic=True)
 _SECOND = StateSpec(code="uint8_mitchell4", stochastic=True, floor=True)
 _MSAMP = StateSpec(code="e4m3", block=None, scale="power_of_two")
 _COAT = StateSpec(code="e4m3_expanded", block=128, scale="float32")

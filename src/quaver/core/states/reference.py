@@ -20,6 +20,8 @@ F = np.float32
 #: A scale reaches from the smallest normal number, below which a block counts as zeros, to one whose reciprocal is
 #: normal; larger magnitudes saturate.
 LARGEST_SCALE = F(2.0**126)
+#: 1/3, by which every implementation multiplies: not every compiler divides exactly.
+THIRD = F(1 / 3)
 #: Random words have this many bits that count.
 NOISE_BITS = 15
 
@@ -162,6 +164,11 @@ def _root(y: np.ndarray, top: int, u: np.ndarray | None) -> np.ndarray:
 def _mitchell(y: np.ndarray, halvings: int, u: np.ndarray | None) -> np.ndarray:
     bits = (y.view(np.uint32) >> halvings) + np.uint32(32 * (halvings + 1) << 23)
     c = bits.view(F)
+    if halvings == 1:
+        # Codes 0, 1 and 2 are worth 0, 1/2 and 2, and Mitchell's line bends between them.
+        with np.errstate(over="ignore"):
+            twice = y * F(2)
+            c = np.minimum(c, np.minimum(twice, (twice + F(2)) * THIRD))
     if u is not None:
         # From -1/2 up to 1/2, on both sides alike: values lie on a line between two codes, so none is preferred.
         c = c + (2 * u + 1 - 2**NOISE_BITS).astype(F) * F(2.0 ** -(NOISE_BITS + 1))

@@ -240,6 +240,10 @@ def _root(y: Array, top: int, u: Array | None) -> Array:
 def _mitchell(y: Array, halvings: int, u: Array | None) -> Array:
     bits = (lax.bitcast_convert_type(y, jnp.int32) >> W(halvings)) + W(32 * (halvings + 1) << 23)
     c = _float(bits)
+    if halvings == 1:
+        # A straight line from code 0 to 1, and from 1 to 2.
+        twice = y * F(2)
+        c = jnp.minimum(c, jnp.minimum(twice, (twice + F(2)) * reference.THIRD))
     if u is not None:
         shift = (W(2) * u.astype(jnp.int32) + W(1 - 2**reference.NOISE_BITS)).astype(jnp.float32)
         c = c + shift * F(2.0 ** -(reference.NOISE_BITS + 1))

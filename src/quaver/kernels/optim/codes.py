@@ -17,6 +17,8 @@ from quaver.kernels.bits.numbers import (
 
 #: 1.5 × 2**23.
 _ROUND = tl.constexpr(12582912.0)
+#: float32's 1/3.
+_THIRD = tl.constexpr(0.3333333432674408)
 LARGEST_SCALE_BITS = tl.constexpr(0x7E800000)
 
 
@@ -52,12 +54,17 @@ def inverse_of(scale_bits):
 
 @triton.jit
 def encode_mitchell(x, inverse, least, noise, HALVINGS: tl.constexpr, SIGNED: tl.constexpr, NOISY: tl.constexpr):
-    """int8 codes to nearest (SIGNED), or uint8 of what is not negative, at least 1 where that is not zero.
+    """int8 codes (SIGNED), or uint8 of what is not negative, at least 1 where that is not zero.
 
-    noise: int32 below 2**15, [R, B], if NOISY; least: as `inverse_of` gives it. Exact.
+    noise: int32 below 2**15, [R, B], if NOISY, else codes are rounded to nearest; least: as `inverse_of` gives it.
+    Exact.
     """
     y = tl.where(inverse > 0, tl.abs(x) * inverse, 0.0)
     c = ((y.to(tl.int32, bitcast=True) >> HALVINGS) + (32 * (HALVINGS + 1) << 23)).to(tl.float32, bitcast=True)
+    if HALVINGS == 1:
+        # A straight line from code 0 to 1, and from 1 to 2.
+        twice = y * 2.0
+        c = tl.minimum(c, tl.minimum(twice, (twice + 2.0) * _THIRD))
     if NOISY:
         # Noise and a half from 1 to 2, less 1.5.
         c = c + (((noise << 8) | 0x3F800080).to(tl.float32, bitcast=True) - 1.5)

@@ -55,32 +55,32 @@ def write_moments(
     SECOND_KIND: tl.constexpr, SECOND_NOISE: tl.constexpr,
     WEIGHT_NOISE: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Both moments to where they were read; returns the weight's noise, int32 below 2**15.
+    """Write both moments, which share their noise, to where they were read.
 
-    drawing: as `drawing_of` has it, if anything is rounded at random. Exact.
+    drawing: as `drawing_of` has it, if anything is rounded at random.
+    Returns the weight's noise, int32 below 2**15. Exact.
     """
     _, _, _, first_at, first_scale_at, second_at, second_scale_at = addresses
     here, there, at, inside, _ = places
-    DRAWS: tl.constexpr = (1 if FIRST_NOISE else 0) + (1 if SECOND_NOISE else 0) + (1 if WEIGHT_NOISE else 0)
+    DRAWS: tl.constexpr = (1 if FIRST_NOISE or SECOND_NOISE else 0) + (1 if WEIGHT_NOISE else 0)
     if DRAWS > 0:
         start = here * 64 if EVEN else at
         word = _words(start, drawing, EVEN, BLOCKS)
-        noise1 = _share(word, 0, DRAWS)
-        noise2 = _share(word, 1 if FIRST_NOISE else 0, DRAWS)
-        noise3 = _share(word, DRAWS - 1, DRAWS)
+        noise = _share(word, 0, DRAWS)
+        of_weight = _share(word, DRAWS - 1, DRAWS)
     else:
-        noise1, noise2, noise3 = 0, 0, 0
+        noise, of_weight = 0, 0
     if FIRST_KIND != NONE:
         write_state(
-            m, first_at, first_scale_at, noise1, here, there, at, inside,
+            m, first_at, first_scale_at, noise, here, there, at, inside,
             FIRST_KIND, FIRST_NOISE, EVEN,
         )  # fmt: skip
     if SECOND_KIND != NONE:
         write_state(
-            v, second_at, second_scale_at, noise2, here, there, at, inside,
+            v, second_at, second_scale_at, noise, here, there, at, inside,
             SECOND_KIND, SECOND_NOISE, EVEN,
         )  # fmt: skip
-    return noise3
+    return of_weight
 
 
 @triton.jit

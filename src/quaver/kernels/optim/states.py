@@ -54,7 +54,7 @@ def write_state(
         bits = scale_of(block_amax(x, KIND == INT8), _INT8_LARGEST if KIND == INT8 else _UINT8_LARGEST)
         inverse, least = inverse_of(bits)
         if KIND == INT8:
-            write(address, encode_mitchell(x, inverse, least, noise, 1, True, False), at, inside, tl.int8, EVEN)
+            write(address, encode_mitchell(x, inverse, least, noise, 1, True, STOCHASTIC), at, inside, tl.int8, EVEN)
         else:
             code = encode_mitchell(x, inverse, least, noise, 2, False, STOCHASTIC)
             write(address, code, at, inside, tl.uint8, EVEN)

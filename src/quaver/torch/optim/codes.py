@@ -14,12 +14,13 @@ from quaver.core.states import expanded
 from quaver.core.states.codes import INTEGERS, StateCode, StateSpec
 from quaver.core.states.dynamic import boundaries, levels
 from quaver.core.states.reference import LARGEST_SCALE, NOISE_BITS
+from quaver.core.states.reference import THIRD as _THIRD
 from quaver.torch.numerics.quantized import FLOAT8
 from quaver.torch.numerics.tracing import is_tracing
 
 SMALLEST_NORMAL = 2.0**-126
-#: A number to a compiler, which numpy's are not.
-LARGEST = float(LARGEST_SCALE)
+#: Numbers to a compiler, which numpy's are not.
+LARGEST, THIRD = float(LARGEST_SCALE), float(_THIRD)
 #: A whole tensor's scale, and each scale of blocks.
 SCALE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "power_of_two": torch.float32}
 
@@ -243,6 +244,10 @@ def _root(y: Tensor, top: float, noise: Tensor | None) -> Tensor:
 def mitchell(y: Tensor, halvings: int, noise: Tensor | None) -> Tensor:
     """Codes of kind "mitchell" before they are rounded to nearest: float32."""
     c = ((y.view(torch.int32) >> halvings) + (32 * (halvings + 1) << 23)).view(torch.float32)
+    if halvings == 1:
+        # A straight line from code 0 to 1, and from 1 to 2.
+        twice = y * 2.0
+        c = torch.minimum(c, torch.minimum(twice, (twice + 2.0) * THIRD))
     if noise is not None:
         # From -1/2 up to 1/2, on both sides alike.
         c = c + (2 * noise + (1 - 2**NOISE_BITS)).float().mul_(2.0 ** -(NOISE_BITS + 1))

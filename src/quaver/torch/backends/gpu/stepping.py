@@ -108,7 +108,7 @@ class Form:
     @property
     def registers(self) -> int | None:
         """Of a thread, where a compiler that is not told takes fewer than it needs, for one program more."""
-        spills = self.keeping == "residual8" and (self.spec is None or not self.even)
+        spills = self.keeping == "residual8" and (self.spec is None or self.high == 1 or not self.even)
         return REGISTERS if (self.twice and self.even) or spills else None
 
     def tiles(self, shape: tuple[int, int]) -> tuple[int, int]:

@@ -145,8 +145,8 @@ def run(
     new: list[Tensor] = []
     for i, one in enumerate(way.moments):
         planes = [stepped.moments[i] for stepped in after]
-        new += _written(planes, one, [share.pop(0) if one.stochastic else None for share in shares])
-    lost = [share.pop(0) if keeping.stochastic else None for share in shares]
+        new += _written(planes, one, [share[0] if one.stochastic else None for share in shares])
+    lost = [share[-1] if keeping.stochastic else None for share in shares]
     planes = [stepped.weight for stepped in after]
     top, stored = None, None
     if spec is None:

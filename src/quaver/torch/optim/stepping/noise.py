@@ -181,9 +181,9 @@ def in_memory(word: Tensor) -> Tensor:
 
 
 def shares(word: Tensor, number: int) -> list[Tensor]:
-    """Noise for a number of codes, at most three, each int32 below 2**15 of the words' shape.
+    """Noise for one or two codes, each int32 below 2**15 of the words' shape.
 
-    Each is 15 bits that begin as many below the one before as it has of its own: 16, 8 or 5 bits. So each is even, and
-    two are correlated by no more than 1/256, of three codes 1/32.
+    Each is 15 bits; the second begins eight bits below the first. So each is uniform, and two are correlated by no more
+    than 1/256.
     """
     return [(word >> (17 - 16 // number * i)).bitwise_and_(2**NOISE_BITS - 1).to(torch.int32) for i in range(number)]

@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     from quaver.torch.backends.gpu import stepping
 
 #: Moments that have scales of blocks, and whether they may be negative.
-CODES = {"int8_mitchell/64": True, "uint8_mitchell4/64 floor": False, "uint8_mitchell4/64 stochastic floor": False}
+CODES = {
+    **{"int8_mitchell/64": True, "int8_mitchell/64 stochastic": True},
+    **{"uint8_mitchell4/64 floor": False, "uint8_mitchell4/64 stochastic floor": False},
+}
 #: Gradients: floats, and codes.
 FLOATS, HELD = (torch.float32, torch.bfloat16, torch.float16), "e4m3/128"
 #: Blocks of codes that a kernel measures, and their scales: those of `blockwise` and `mxfp8`.

@@ -45,8 +45,11 @@ class Way:
 
     @property
     def draws(self) -> int:
-        """How many codes are rounded at random."""
-        return sum(spec.stochastic for spec in self.moments) + self.keeping.stochastic
+        """How many shares of a random word are needed: one for all moments, and one for the weight.
+
+        Moments that are rounded up together leave a smaller error in their quotient than by noise of their own.
+        """
+        return any(spec.stochastic for spec in self.moments) + self.keeping.stochastic
 
     @property
     def shared(self) -> bool:
@@ -112,8 +115,9 @@ def kept(way: Way, parts: Parts, after: Stepped, shares: list[Tensor], amax: Ten
     weight, moments, clamped = after.weight, [*after.moments], after.clamped
     del after
     clamped = clamped.sum() if way.counts and clamped is not None else None
-    states = tuple(_encoded(moments.pop(0), spec, shares.pop(0) if spec.stochastic else None) for spec in way.moments)
-    lost = shares.pop(0) if way.keeping.stochastic else None
+    lost = shares.pop() if way.keeping.stochastic else None
+    states = tuple(_encoded(moments.pop(0), spec, shares[0] if spec.stochastic else None) for spec in way.moments)
+    shares.clear()
     written = weights.write(way.keeping, weight, parts.weight, lost, amax)
     del weight, lost
     top = None

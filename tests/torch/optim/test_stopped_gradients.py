@@ -1,0 +1,104 @@
+"""Weights whose gradient stops, as dead units, pruned weights and unused experts have it, come to rest."""
+
+import pytest
+import torch
+
+from quaver.torch import optim
+from quaver.torch.optim import codes
+
+OWN = ("exact", "balanced", "lean")
+RULES = {
+    "adamw": lambda p, beta2, preset: optim.AdamW([p], lr=1e-3, betas=(0.9, beta2), weight_decay=0.0, preset=preset),
+    "adam": lambda p, beta2, preset: optim.Adam([p], lr=1e-3, betas=(0.9, beta2), preset=preset),
+    "sgd": lambda p, beta2, preset: optim.SGD([p], lr=1e-3, momentum=0.9, preset=preset),
+    "sgd, nesterov": lambda p, beta2, preset: optim.SGD([p], lr=1e-3, momentum=0.95, nesterov=True, preset=preset),
+}
+#: Moments that decay while updates do not: their update is normalized.
+NORMALIZED = {
+    "lion": lambda p, preset: optim.Lion([p], lr=1e-3, betas=(0.9, 0.99), preset=preset),
+    "muon": lambda p, preset: optim.Muon([p], lr=1e-3, momentum=0.95, preset=preset),
+}
+BEFORE = 20
+SHAPE = 64, 128
+#: Whole blocks whose gradients stop; of the other rows every second element.
+ROWS = 16
+
+
+def gradient(step: int, generator: torch.Generator) -> torch.Tensor:
+    g = torch.randn(SHAPE, generator=generator)
+    if step >= BEFORE:
+        g[:ROWS] = 0
+        g[:, ::2] = 0
+    return g
+
+
+def step(optimizer: optim.Optimizer, p: torch.nn.Parameter, g: torch.Tensor) -> None:
+    p.grad = g.to(p.grad_dtype or g.dtype)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def rms(x: torch.Tensor) -> torch.Tensor:
+    """Of whole blocks, and of elements of live ones."""
+    return torch.stack([x[:ROWS].square().mean().sqrt(), x[ROWS:, ::2].square().mean().sqrt()])
+
+
+def moved(rule: str, beta2: float, preset: str, steps: int) -> torch.Tensor:
+    """How far weights went after their gradients stopped."""
+    generator = torch.Generator().manual_seed(0)
+    p = torch.nn.Parameter(torch.zeros(SHAPE))
+    optimizer = RULES[rule](p, beta2, preset)
+    before = torch.zeros(SHAPE)
+    for i in range(BEFORE + steps):
+        if i == BEFORE:
+            before = p.detach().clone()
+        step(optimizer, p, gradient(i, generator))
+    return rms(p.detach() - before)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    ("beta2", "steps"),
+    [(0.95, 400), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0.95, 1200), (0.999, 3000)))],
+)
+def test_a_weight_whose_gradient_stops_moves_as_far_as_under_float32_states(
+    rule: str, beta2: float, steps: int
+) -> None:
+    reference = moved(rule, beta2, "float32", steps)
+    for preset in OWN:
+        ratio = moved(rule, beta2, preset, steps) / reference
+        assert (ratio <= 1.1).all(), f"{preset}: {ratio.tolist()}"
+
+
+@pytest.mark.parametrize("rule", NORMALIZED)
+def test_a_momentum_whose_gradient_stops_decays_as_float32_does(rule: str) -> None:
+    # Its part along float32's is what is expected; random rounding adds noise that counts once few codes are left.
+    name = {"lion": "exp_avg", "muon": "momentum_buffer"}[rule]
+    for preset in OWN:
+        generator = torch.Generator().manual_seed(0)
+        p, q = (torch.nn.Parameter(torch.zeros(SHAPE)) for _ in range(2))
+        optimizer, exact = NORMALIZED[rule](p, preset), NORMALIZED[rule](q, "float32")
+        for i in range(BEFORE + 400):
+            g = gradient(i, generator)
+            step(optimizer, p, g)
+            step(exact, q, g)
+            if i < BEFORE or i % 10:
+                continue
+            spec, state = optim.PRESETS[preset].first, optimizer.state[p]
+            scale = state.get(f"{name}_scale")
+            moment, expected = codes.decode(state[name], scale, spec), exact.state[q][name]
+            smallest = torch.zeros(SHAPE) if scale is None else scale.float().repeat_interleave(64, 1) * 0.5
+            left = rms(expected) / rms(smallest)
+            along = rms((moment * expected).clamp(min=0).sqrt()).square() / rms(expected).square()
+            assert ((along - 1).abs() <= 0.05)[left > 10].all(), f"{preset}, step {i}: {along.tolist()}"
+            assert (rms(moment) <= 1.1 * rms(expected))[left > 300].all(), f"{preset}, step {i}"
+
+
+@pytest.mark.parametrize("preset", ["balanced", "lean"])
+def test_a_momentum_of_codes_whose_gradient_stops_becomes_zero(preset: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    p = torch.nn.Parameter(torch.zeros(SHAPE))
+    optimizer = optim.Muon([p], lr=1e-3, momentum=0.9, preset=preset)
+    for i in range(BEFORE + 200):
+        step(optimizer, p, gradient(i, generator))
+    assert not optimizer.state[p]["momentum_buffer"][ROWS:, ::2].any()
