@@ -257,6 +257,16 @@ def test_parameters_of_one_launch_step_as_their_pieces(name: str) -> None:
             assert int(counts[i]) == expected[i], name
 
 
+@pytest.mark.parametrize("name", ["lean", "lion"])
+def test_betas_of_zero_step_as_their_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(GROUP, "betas", (0.0, 0.0))
+    ours = [parameter(*WAYS[name], SHAPES[0], 0, False)]
+    theirs = copy.deepcopy(ours)
+    by_kernel(ours, None)
+    in_pieces(theirs)
+    assert_same(ours[0], theirs[0], name)
+
+
 @pytest.mark.parametrize("name", WAYS_OF_BLOCKS)
 def test_weights_with_scales_of_blocks_step_as_their_pieces(name: str) -> None:
     """Blocks of zeros, of subnormal numbers, with NaN and infinities, whole ones and those at a matrix's edges."""

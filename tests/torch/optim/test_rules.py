@@ -98,6 +98,35 @@ def test_lion_is_its_formula() -> None:
     assert float((p - w).detach().abs().max()) <= 1e-5
 
 
+@pytest.mark.parametrize("beta", [0.0, 1e-20, 1e-8, 0.1, 0.5, 0.9, 0.999, 1 - 1e-7, 1 - 2.0**-53])
+def test_a_small_gradient_after_a_large_one_counts_at_any_beta(beta: float) -> None:
+    """m + (g - m)(1 - β) loses it where β is small: moments of 1e6 leave nothing of a gradient of 1e-3."""
+    of: dict[str, tuple[type[optim.Optimizer], dict[str, Any], dict[str, tuple[float, int]]]] = {
+        "AdamW": (optim.AdamW, {"betas": (beta, beta)}, {"exp_avg": (beta, 1), "exp_avg_sq": (beta, 2)}),
+        "Adam": (optim.Adam, {"betas": (beta, beta)}, {"exp_avg": (beta, 1), "exp_avg_sq": (beta, 2)}),
+        "Lion": (optim.Lion, {"betas": (beta, beta)}, {"exp_avg": (beta, 1)}),
+        "Muon": (optim.Muon, {"momentum": beta}, {"momentum_buffer": (beta, 1)}),
+    }
+    draw = torch.Generator().manual_seed(0)
+    sizes = (1e6, 1e-3, 1.0)
+    drawn = [torch.randn(8, 8, generator=draw) * size for size in sizes]
+    for name, (make, options, moments) in of.items():
+        p = nn.Parameter(torch.zeros(8, 8))
+        optimizer = make([p], lr=1e-3, preset="float32", weight_decay=0.0, **options)
+        for gradient in drawn:
+            before = p.detach().clone()
+            p.grad = gradient.clone()
+            optimizer.step()
+            if name == "Lion" and beta < 1e-12:
+                assert torch.equal((before - p).sign().detach(), gradient.sign())
+        for key, (b, power) in moments.items():
+            exact, size = torch.zeros(8, 8, dtype=torch.float64), torch.zeros(8, 8, dtype=torch.float64)
+            for gradient in drawn:
+                exact = b * exact + (1 - b) * gradient.double() ** power
+                size = b * size + (1 - b) * gradient.double().abs() ** power
+            torch.testing.assert_close(optimizer.state[p][key].double() / size, exact / size, rtol=0, atol=1e-6)
+
+
 #: Of the distance that float32 goes in 30 steps; 0.1 for the others.
 NEAR = {"float32": 1e-4, "exact": 0.01, "bnb8": 0.6, "torchao8": 0.6}
 

@@ -13,8 +13,14 @@ _BEYOND = tl.constexpr(1.00000095367431640625)
 
 
 @triton.jit
+def averaged(old, new, share):
+    """β old + (1 - β) new; share: 1 - β, or -β where β is below one half. Exact."""
+    return (new - old) * share + tl.where(share > 0, old, new)
+
+
+@triton.jit
 def adam(
-    w, g, m, v, new1, new2, eps, lr, decay, grow1, grow2, limit,
+    w, g, m, v, share1, share2, eps, lr, decay, grow1, grow2, limit,
     RULE: tl.constexpr, CLAMP: tl.constexpr, MAXIMIZE: tl.constexpr,
 ):  # fmt: skip
     """The weight, both moments, and whether an update was beyond its bound. Exact."""
@@ -23,9 +29,9 @@ def adam(
         g = g * -1.0
     if RULE == ADAM:
         g = g + w * decay
-    m = m + (g - m) * new1
+    m = averaged(m, g, share1)
     # A NaN has no sign then, as a GPU has it, and is above all numbers.
-    v = v + (tl.abs(g * g) - v) * new2
+    v = averaged(v, tl.abs(g * g), share2)
     update = tl.div_rn(m * grow1, tl.sqrt_rn(v) * grow2 + eps)
     beyond = tl.abs(update) > limit * _BEYOND
     if CLAMP:
@@ -37,14 +43,14 @@ def adam(
 
 
 @triton.jit
-def lion(w, g, m, new1, new2, lr, decay, MAXIMIZE: tl.constexpr):
+def lion(w, g, m, share1, share2, lr, decay, MAXIMIZE: tl.constexpr):
     """The weight and the moment. Exact."""
     if MAXIMIZE:
         # Of +0 `-g` is +0.
         g = g * -1.0
-    mixed = m + (g - m) * new1
+    mixed = averaged(m, g, share1)
     sign = tl.where(mixed > 0, 1.0, tl.where(mixed < 0, -1.0, tl.where(mixed == mixed, 0.0, mixed)))
-    return (w - w * decay) - sign * lr, m + (g - m) * new2
+    return (w - w * decay) - sign * lr, averaged(m, g, share2)
 
 
 @triton.jit
@@ -82,15 +88,15 @@ def numbers_of(at, parameters, RULE: tl.constexpr):
         lr, decay = tl.load(at), tl.load(at + parameters)
         numbers = lr, decay, lr, tl.load(at + 2 * parameters), tl.load(at + 3 * parameters)
     elif RULE == LION:
-        new1, new2 = tl.load(at), tl.load(at + parameters)
+        share1, share2 = tl.load(at), tl.load(at + parameters)
         lr, decay = tl.load(at + 2 * parameters), tl.load(at + 3 * parameters)
-        numbers = lr, decay, lr, new1, new2
+        numbers = lr, decay, lr, share1, share2
     else:
-        new1, new2 = tl.load(at), tl.load(at + parameters)
+        share1, share2 = tl.load(at), tl.load(at + parameters)
         eps, lr = tl.load(at + 2 * parameters), tl.load(at + 3 * parameters)
         decay, grow1 = tl.load(at + 4 * parameters), tl.load(at + 5 * parameters)
         grow2, limit = tl.load(at + 6 * parameters), tl.load(at + 7 * parameters)
-        numbers = lr, decay, limit, new1, new2, eps, grow1, grow2  # type: ignore[assignment]
+        numbers = lr, decay, limit, share1, share2, eps, grow1, grow2  # type: ignore[assignment]
     return numbers
 
 
@@ -103,9 +109,9 @@ def move(w, g, m, v, numbers, RULE: tl.constexpr, MOMENTUM: tl.constexpr, CLAMP:
         lr, decay, _, momentum, new = numbers
         w, m = sgd(w, g, m, lr, decay, momentum, new, RULE, MOMENTUM, MAXIMIZE)
     elif RULE == LION:
-        lr, decay, _, new1, new2 = numbers
-        w, m = lion(w, g, m, new1, new2, lr, decay, MAXIMIZE)
+        lr, decay, _, share1, share2 = numbers
+        w, m = lion(w, g, m, share1, share2, lr, decay, MAXIMIZE)
     else:
-        lr, decay, limit, new1, new2, eps, grow1, grow2 = numbers
-        w, m, v, held = adam(w, g, m, v, new1, new2, eps, lr, decay, grow1, grow2, limit, RULE, CLAMP, MAXIMIZE)
+        lr, decay, limit, share1, share2, eps, grow1, grow2 = numbers
+        w, m, v, held = adam(w, g, m, v, share1, share2, eps, lr, decay, grow1, grow2, limit, RULE, CLAMP, MAXIMIZE)
     return w, m, v, held

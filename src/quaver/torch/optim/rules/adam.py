@@ -47,7 +47,7 @@ class Adam:
             grown = (1 - ratio**steps) / (1 - ratio) * (1 - power2)
             limit = (1 - b1) / (1 - b2) ** 0.5 * grown.sqrt() / (1 - power1)
         numbers = (
-            *(torch.full_like(steps, v) for v in (1 - b1, 1 - b2, eps)),
+            *(torch.full_like(steps, v) for v in (share(b1), share(b2), eps)),
             *(lr, lr * decay if self.decoupled else torch.full_like(steps, decay)),
             *(1 / (1 - power1), (1 - power2).rsqrt(), limit),
         )
@@ -57,14 +57,14 @@ class Adam:
         self, weight: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], scalars: tuple[Tensor, ...]
     ) -> Stepped:
         m, v = moments
-        new1, new2, eps, lr, decay, grow1, grow2, limit = scalars
+        share1, share2, eps, lr, decay, grow1, grow2, limit = scalars
         g = -gradient if self.maximize else gradient
         # What is not needed further on lives no longer: a piece's memory is what is there together.
         del moments, gradient
         if not self.decoupled:
             g = g + weight * decay
-        m = m + (g - m) * new1
-        v = v + (g * g - v) * new2
+        m = averaged(m, g, share1)
+        v = averaged(v, g * g, share2)
         del g
         update = (m * grow1) / (root(v) * grow2 + eps)
         clamped = None
@@ -85,6 +85,24 @@ class Adam:
 def kept(decay: Tensor) -> Tensor:
     """What a weight of 1 is at most after its decay, which float32 rounds by the weight's ulps: float32 []."""
     return (1 - decay).abs() + decay.abs() * 2.0**-22
+
+
+def share(beta: float) -> float:
+    """What `averaged` is given of β: 1 - β, or -β where β is below one half."""
+    return 1 - beta if beta >= 0.5 else -beta
+
+
+def averaged(old: Tensor, new: Tensor, share: Tensor) -> Tensor:
+    """β old + (1 - β) new, from the one that has the larger part.
+
+    From the other, a small `new` would be lost in (new - old) + old beside a large `old`.
+
+    Args:
+        share: of β, float32 [].
+    """
+    if not share.is_cpu or is_tracing() or type(share) is not Tensor:
+        return (new - old) * share + torch.where(share > 0, old, new)
+    return (new - old) * share + (old if share > 0 else new)
 
 
 def root(v: Tensor) -> Tensor:

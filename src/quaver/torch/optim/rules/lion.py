@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quaver.torch.optim.rules.adam import kept, wide
+from quaver.torch.optim.rules.adam import averaged, kept, share, wide
 from quaver.torch.optim.rules.rule import Stepped
 
 
@@ -30,19 +30,19 @@ class Lion:
 
     def scalars(self, group: Mapping[str, Any], steps: Tensor) -> tuple[Tensor, ...]:
         (b1, b2), lr = group["betas"], wide(group["lr"], steps)
-        numbers = (torch.full_like(steps, 1 - b1), torch.full_like(steps, 1 - b2), lr, lr * group["weight_decay"])
+        numbers = (torch.full_like(steps, share(b1)), torch.full_like(steps, share(b2)), lr, lr * group["weight_decay"])
         return tuple(number.float() for number in numbers)
 
     def __call__(
         self, weight: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], scalars: tuple[Tensor, ...]
     ) -> Stepped:
         (m,) = moments
-        new1, new2, lr, decay = scalars
+        share1, share2, lr, decay = scalars
         g = -gradient if self.maximize else gradient
-        mixed = m + (g - m) * new1
+        mixed = averaged(m, g, share1)
         # torch's sign of NaN is 0: such weights would stand still for ever without a word.
         update = torch.where(mixed != mixed, mixed, mixed.sign())
-        return Stepped(weight - weight * decay - update * lr, (m + (g - m) * new2,))
+        return Stepped(weight - weight * decay - update * lr, (averaged(m, g, share2),))
 
     def reach(self, amax: Tensor, scalars: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Tensor:
         _, _, lr, decay = scalars

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quaver.torch.optim.rules.adam import wide
+from quaver.torch.optim.rules.adam import averaged, share, wide
 from quaver.torch.optim.rules.rule import Stepped
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
@@ -37,16 +37,18 @@ class Muon:
 
     def scalars(self, group: Mapping[str, Any], steps: Tensor) -> tuple[Tensor, ...]:
         lr = wide(group["lr"], steps)
-        numbers = (lr, lr * group["weight_decay"], torch.full_like(steps, group["momentum"]))
+        # Of the buffer in its own average, and of the gradient in Nesterov's.
+        momentum = (torch.full_like(steps, share(beta)) for beta in (group["momentum"], 1 - group["momentum"]))
+        numbers = (lr, lr * group["weight_decay"], *momentum)
         return tuple(number.float() for number in numbers)
 
     def __call__(
         self, weight: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], scalars: tuple[Tensor, ...]
     ) -> Stepped:
-        lr, decay, momentum = scalars
+        lr, decay, of_buffer, of_gradient = scalars
         g = -gradient if self.maximize else gradient
-        buffer = moments[0] + (g - moments[0]) * (1 - momentum)
-        update = g + (buffer - g) * momentum if self.nesterov else buffer
+        buffer = averaged(moments[0], g, of_buffer)
+        update = averaged(g, buffer, of_gradient) if self.nesterov else buffer
         update = orthogonalized(update, self.steps, self.eps)
         rows, columns = weight.shape
         ratio = max(1, rows / columns) ** 0.5 if self.adjust == "original" else 0.2 * max(rows, columns) ** 0.5
