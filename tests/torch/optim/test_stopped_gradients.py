@@ -5,6 +5,7 @@ import torch
 
 from quaver.torch import optim
 from quaver.torch.optim import codes
+from quaver.torch.optim.loading.rules import key_of
 
 OWN = ("exact", "balanced", "lean")
 RULES = {
@@ -86,7 +87,7 @@ def test_a_momentum_whose_gradient_stops_decays_as_float32_does(rule: str) -> No
                 continue
             spec, state = optim.PRESETS[preset].first, optimizer.state[p]
             scale = state.get(f"{name}_scale")
-            moment, expected = codes.decode(state[name], scale, spec), exact.state[q][name]
+            moment, expected = codes.decode(state[key_of(name, spec)], scale, spec), exact.state[q][name]
             smallest = torch.zeros(SHAPE) if scale is None else scale.float().repeat_interleave(64, 1) * 0.5
             left = rms(expected) / rms(smallest)
             along = rms((moment * expected).clamp(min=0).sqrt()).square() / rms(expected).square()
@@ -101,4 +102,4 @@ def test_a_momentum_of_codes_whose_gradient_stops_becomes_zero(preset: str) -> N
     optimizer = optim.Muon([p], lr=1e-3, momentum=0.9, preset=preset)
     for i in range(BEFORE + 200):
         step(optimizer, p, gradient(i, generator))
-    assert not optimizer.state[p]["momentum_buffer"][ROWS:, ::2].any()
+    assert not optimizer.state[p]["momentum_buffer_codes"][ROWS:, ::2].any()

@@ -102,7 +102,7 @@ class Optimizer(Kept):
         self._kernels, self._said, self._alone = {}, set(), set()
         for group in self.param_groups:
             for p in group["params"]:
-                self.gradients.prepare(p, self.preset(p, group).gradient)
+                self._prepare(p, group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         preset_of(param_group.get("preset", self.defaults["preset"]))
@@ -115,7 +115,12 @@ class Optimizer(Kept):
             self.param_groups.pop()
             raise
         for p in group["params"]:
-            self.gradients.prepare(p, self.preset(p, group).gradient)
+            self._prepare(p, group)
+
+    def _prepare(self, p: Tensor, group: Mapping[str, Any]) -> None:
+        """Have a parameter's gradients kept as its preset says."""
+        preset = self.preset(p, group)
+        self.gradients.prepare(p, preset.gradient, self.rule(group, preset).whole)
 
     def _check_parameters(self, group: dict[str, Any]) -> None:
         """Refuse a group's parameters before anything of them is changed. Raises: ValueError."""
@@ -125,7 +130,7 @@ class Optimizer(Kept):
             check_parameter(p, type(rule).__name__, rule.whole)
             if p.requires_grad and layout.divided(p):
                 layout.check_divided(p, self.way(p, group), self.preset(p, group).name)
-            elif p.requires_grad and storing.holds_codes(p):
+            elif p.requires_grad and p.dim() == 3:
                 stacks.check(p, self.way(p, group), self.preset(p, group).name)
 
     @torch.compiler.disable
@@ -298,7 +303,7 @@ class Optimizer(Kept):
                 continue
             way = self.way(p, group)
             self._know_amax(p, way)
-            given = (way, self.parts(p, way), layout.place(p))
+            given = (way, self.parts(p, way), layout.flat_place(p, layout.leading(p, rule.whole)))
             if on_gpu.TAKES(weight, *given, state["step"]):
                 row = on_gpu.row(*given, group["seed"], number, state, self._factor(p, factor))
                 row.owner = p
@@ -348,7 +353,8 @@ class Optimizer(Kept):
     ) -> Iterator[Callable[[], object]]:
         """What steps a parameter, one after the other."""
         p, way, amax, own = one.p, one.way, one.amax, layout.local(one.p)
-        place, whole = layout.place(p), one.parts or self.parts(p, way)
+        place = layout.flat_place(p, layout.leading(p, way.rule.whole))
+        whole = one.parts or self.parts(p, way)
         for segment in ranks.segments(p, way):
             parts = ranks.of_segment(whole, segment)
             drawn = Drawn(group["seed"], number, self.state[p]["step"].long(), ranks.at_segment(place, segment))

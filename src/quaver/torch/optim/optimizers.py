@@ -128,8 +128,11 @@ class SGD(Optimizer):
 
 
 class Muon(Optimizer):
-    """Muon, of matrices; a parameter group with `rule="adamw"` steps by AdamW, with `betas` and `eps`: embeddings,
-    heads, norms and biases belong there. See `quaver.torch.optim.rules.muon`."""
+    """Muon, of matrices and of stacks of them, [E, n, k], each of which steps alone.
+
+    A parameter group with `rule="adamw"` steps by AdamW, with `betas` and `eps`: embeddings, heads, norms, biases and
+    weights of convolutions belong there. See `quaver.torch.optim.rules.muon`.
+    """
 
     def __init__(
         self,

@@ -54,11 +54,11 @@ class QuantizedGradient(Tensor):
         return self
 
     @classmethod
-    def of(cls, gradient: Tensor, spec: StateSpec | None) -> "QuantizedGradient":
-        """Store a gradient in high precision as codes, or as bfloat16."""
-        return cls(
-            Contents(spec, (gradient.to(torch.bfloat16),) if spec is None else encoded(gradient, spec)), gradient
-        )
+    def of(cls, gradient: Tensor, spec: StateSpec | None, shape: tuple[int, ...] | None = None) -> "QuantizedGradient":
+        """Store a gradient in high precision as codes of a shape (None: its own), or as bfloat16."""
+        if spec is None:
+            return cls(Contents(None, (gradient.to(torch.bfloat16),)), gradient)
+        return cls(Contents(spec, encoded(gradient if shape is None else gradient.reshape(shape), spec)), gradient)
 
     @property
     def codes(self) -> Tensor:
@@ -86,7 +86,8 @@ class QuantizedGradient(Tensor):
         if own.value is not None:
             return own.value
         values = self.codes.float() if own.spec is None else codes.decode(self.codes, self.scale, own.spec)
-        return (values if own.factor is None else values * own.factor).to(self.dtype).contiguous()
+        values = values if own.factor is None else values * own.factor
+        return values.to(self.dtype).reshape(self.shape).contiguous()
 
     def in_high_precision(self) -> Tensor:
         """Its values, as which it is stored from now on: what is written to them is written to it."""

@@ -61,10 +61,10 @@ def check_group(name: str, group: Mapping[str, Any]) -> None:
 
 def check_parameter(p: Tensor, rule: str, matrices: bool) -> None:
     """Refuse what no rule can step, and what a rule of matrices cannot. Raises: ValueError."""
-    if matrices and p.dim() != 2:
+    if matrices and (p.dim() not in (2, 3) or (p.dim() == 3 and 1 in p.shape[1:])):
         raise ValueError(
-            f"{rule} steps matrices, and a parameter has shape {tuple(p.shape)}; give it to AdamW, or put it in a "
-            "parameter group with rule='adamw'"
+            f"{rule} steps matrices and stacks of them, and a parameter has shape {tuple(p.shape)}; give it to AdamW, "
+            "or put it in a parameter group with rule='adamw'"
         )
     if p.is_complex():
         raise ValueError(f"a parameter is {p.dtype}; view it as real numbers: torch.view_as_real")

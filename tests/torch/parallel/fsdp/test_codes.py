@@ -182,6 +182,38 @@ def bytes_and_collectives(rank: int) -> None:
             assert traffic.gathered <= most, f"{name}, {sizes}: {traffic.gathered} bytes of {most}"
 
 
+def short_rows_of_floats(rank: int) -> None:
+    """A convolution's weight, one of fewer rows than ranks, and columns that ranks cut at blocks and within them."""
+    shapes = (64, 64, 3, 3), (1, 512, 3, 3), (8192, 1), (4100, 1)
+
+    class Weights(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            drawn = torch.Generator().manual_seed(0)
+            self.all = nn.ParameterList(torch.randn(shape, generator=drawn) for shape in shapes)
+
+        def forward(self, step: int) -> Tensor:
+            drawn = torch.Generator().manual_seed(step)
+            return sum((p * torch.randn(p.shape, generator=drawn)).sum() for p in self.all)  # type: ignore[return-value]
+
+    ends = []
+    for alone in (True, False):
+        net = Weights()
+        if not alone:
+            fully_shard(net, mesh=two_ranks.mesh(2))
+        optimizer = optim.AdamW(net.parameters(), lr=1e-2, preset="lean")
+        for step in range(3):
+            net(step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append([p.detach() if alone else p.full_tensor().detach() for p in net.all])  # type: ignore[attr-defined]
+    for shape, one, two in zip(shapes, *ends, strict=True):
+        if shape == (4100, 1):
+            torch.testing.assert_close(one, two, rtol=0, atol=5e-3)
+        else:
+            assert torch.equal(one, two), shape
+
+
 def a_rank_holds_its_rows(rank: int) -> None:
     """A byte an element of them, of residuals and of moments; gradients go as codes."""
     net = on_ranks(network("tensorwise", (256, 512, 256)))
@@ -531,7 +563,7 @@ def a_step_that_one_rank_skips(rank: int) -> None:
 SPECIAL: list[Case] = [
     *(bytes_and_collectives, a_rank_holds_its_rows, torchs_own_state_dicts, made_on_meta, policies),
     *(frozen_beside_learning, not_finite, other_readers, called_by(qt.checkpoint), weights_that_a_rank_does_not_use),
-    *(wrong_hands, two_models, a_backward_that_fails),
+    *(wrong_hands, two_models, a_backward_that_fails, short_rows_of_floats),
 ]
 CASES: dict[int, list[Case]] = {
     2: [

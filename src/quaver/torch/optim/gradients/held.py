@@ -45,15 +45,18 @@ class Gradients:
         #: Parameters whose gradients are bfloat16, and themselves not.
         self._narrow: set[Tensor] = set()
 
-    def prepare(self, p: Tensor, kind: str | StateSpec) -> None:
+    def prepare(self, p: Tensor, kind: str | StateSpec, whole: bool = False) -> None:
         """Have a parameter's gradients kept in a dtype, by its name, or in codes.
 
         The optimizer that was made last has them: one that was dropped may not be collected yet.
+
+        Args:
+            whole: whether the rule needs all of a matrix at once.
         """
         for taker in _takers.pop(id(p), []):
             taker.remove()
         if isinstance(kind, StateSpec):
-            self._watch(p, kind)
+            self._watch(p, kind, whole)
         elif kind == "bfloat16" and p.element_size() != 2 and layout.local(p) is p:
             self._narrow.add(p)
             self._watch(p, kind)
@@ -75,7 +78,7 @@ class Gradients:
             if p not in self._watched:
                 self._watch(p, None)
 
-    def _watch(self, p: Tensor, kind: str | StateSpec | None) -> None:
+    def _watch(self, p: Tensor, kind: str | StateSpec | None, of_matrices: bool = False) -> None:
         if not p.requires_grad:
             return
         gradients = weakref.ref(self)
@@ -85,7 +88,7 @@ class Gradients:
             if owner is None:
                 return
             if kind is not None and parameter.grad is not None:
-                owner._encode(parameter, None if isinstance(kind, str) else kind)
+                owner._encode(parameter, None if isinstance(kind, str) else kind, of_matrices)
             if owner.accumulating:
                 return
             if owner.arrived is not None:
@@ -103,7 +106,7 @@ class Gradients:
         return (gradient.coalesce().values() if gradient.is_sparse else gradient).isfinite().all()
 
     @torch.no_grad()
-    def _encode(self, p: Tensor, spec: StateSpec | None) -> None:
+    def _encode(self, p: Tensor, spec: StateSpec | None, of_matrices: bool) -> None:
         """Put codes in the place of `p.grad`, once it is whole, or bfloat16 numbers.
 
         Where a second backward has added to codes the sum stays in high precision, unless more micro-batches were
@@ -117,7 +120,9 @@ class Gradients:
                 return
             p.grad = layout.like(p, own.value, p.shape)
         if not adds_up:
-            p.grad = layout.like(p, QuantizedGradient.of(layout.gradient(p), spec), p.shape)
+            gradient = layout.gradient(p)
+            flat = layout.flat(gradient.shape, layout.leading(p, of_matrices))
+            p.grad = layout.like(p, QuantizedGradient.of(gradient, spec, flat), p.shape)
 
     def clip(self, parameters: Iterable[Tensor], largest: float, order: float) -> Tensor:
         """Multiply gradients so that their norm is at most `largest`; returns the norm before, float32 []."""

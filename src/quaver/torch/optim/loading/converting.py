@@ -30,6 +30,7 @@ def states_of(
     Raises:
         ValueError: a state of another shape.
     """
+    rows_of = layout.leading(p, way.rule.whole)
     held = {name: saved.get(name + CODES, saved.get(name)) for name in way.rule.names}
     begun = all(kept is not None for kept in held.values())
     # Where steps are not counted, the next one is not the first.
@@ -38,7 +39,7 @@ def states_of(
     for index, ((name, kept), spec) in enumerate(zip(held.items(), way.moments, strict=True)):
         if kept is not None:
             written = None if before is None else before.moments[index]
-            state |= _moment(p, name, kept, saved.get(f"{name}_scale"), spec, written)
+            state |= _moment(p, name, kept, saved.get(f"{name}_scale"), spec, written, rows_of)
     lost = ""
     for name, tensor in _beside(p, saved, way.keeping, None if before is None else before.keeping, weight).items():
         state[name] = tensor
@@ -48,19 +49,26 @@ def states_of(
 
 
 def _moment(
-    p: Tensor, name: str, kept: Any, scale: Any, spec: StateSpec, before: StateSpec | None
+    p: Tensor, name: str, kept: Any, scale: Any, spec: StateSpec, before: StateSpec | None, rows_of: int
 ) -> dict[str, Tensor]:
     kept, scale = layout.local(kept), None if scale is None else layout.local(scale)
-    if before != spec:
-        value = moments.values(kept, scale, before)
-        # To nearest: what is read is what was meant.
-        kept, scale = codes.encode(value, replace(spec, stochastic=False))
     own = layout.local(p)
+    here, every = (layout.flat(t.shape, rows_of) for t in (own, p))
+    # Other blocks are those of a release that did not flatten dimensions.
+    converts = before != spec or (
+        scale is not None and scale.shape != codes.scale_shape(here, spec.block, spec.of.numbers)
+    )
+    if converts:
+        kept = moments.values(kept, scale, before)
     if tuple(kept.shape) != tuple(own.shape):
         raise ValueError(f"{name} has shape {tuple(kept.shape)}, and its parameter {tuple(own.shape)}")
+    if converts:
+        # To nearest: what is read is what was meant.
+        kept, scale = codes.encode(kept.reshape(here), replace(spec, stochastic=False))
+        kept = kept.reshape(own.shape)
     state = {key_of(name, spec): layout.like(p, kept.to(own.device, copy=True), p.shape)}
     if scale is not None:
-        shape = codes.scale_shape(p.shape, spec.block, spec.of.numbers)
+        shape = codes.scale_shape(every, spec.block, spec.of.numbers)
         state[f"{name}_scale"] = layout.like(p, scale.to(own.device, copy=True), shape)
     return state
 

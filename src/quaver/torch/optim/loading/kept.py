@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -86,7 +87,10 @@ class Kept(torch.optim.Optimizer):
         )
         held = quantized(p.grad)
         gradient = (layout.gradient(p),) if held is None else held.contents.codes or ()
-        return layout.as_rows(Parts(self.parts_of_weight(p, way), moments, gradient))
+        rows_of = layout.leading(p, way.rule.whole)
+        # A rank may have no rows at all.
+        number = prod(layout.local(p).shape[:rows_of]) if rows_of < p.dim() - 1 else 0
+        return layout.as_rows(Parts(self.parts_of_weight(p, way), moments, gradient), number)
 
     def parts_of_weight(self, p: Tensor, way: Way) -> tuple[Tensor, ...]:
         """All that says a parameter's weight, this rank's part, as matrices."""
@@ -187,14 +191,16 @@ class Kept(torch.optim.Optimizer):
         way = self.way(p, group)
         device = p.device
         state = {"step": torch.zeros((), dtype=torch.float32, device=device if device.type == "cuda" else "cpu")}
-        own = layout.local(p)
+        own, rows_of = layout.local(p), layout.leading(p, way.rule.whole)
         for name, spec in zip(way.rule.names, way.moments, strict=True):
             held = torch.zeros(own.shape, dtype=codes.code_dtype(spec.of), device=own.device)
             state[key_of(name, spec)] = layout.like(p, held, p.shape)
             if spec.of.scaled:
-                shape = codes.scale_shape(own.shape, spec.block, spec.of.numbers)
+                shape, every = (
+                    codes.scale_shape(layout.flat(t.shape, rows_of), spec.block, spec.of.numbers) for t in (own, p)
+                )
                 scale = torch.zeros(shape, dtype=codes.SCALE_DTYPES[spec.scale], device=own.device)
-                state[f"{name}_scale"] = layout.like(p, scale, codes.scale_shape(p.shape, spec.block, spec.of.numbers))
+                state[f"{name}_scale"] = layout.like(p, scale, every)
         value = layout.value_of(p) if way.keeping.kind in ("float32", "float16") else None
         beside = weights.first_states(way.keeping, own, value)
         initial = layout.initial_of(p, way)

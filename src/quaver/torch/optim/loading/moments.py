@@ -28,7 +28,10 @@ def values(saved: Any, scale: Tensor | None, spec: StateSpec | None) -> Tensor:
         ValueError: integers of an unknown library.
     """
     if spec is not None:
-        return codes.decode(saved, scale, spec)
+        # Dimensions that blocks run on over are one dimension of the scales.
+        flattened = scale is not None and 0 < scale.dim() < saved.dim()
+        held = saved.flatten(scale.dim() - 1) if flattened else saved  # type: ignore[union-attr]
+        return codes.decode(held, scale, spec).view(saved.shape)
     meta = getattr(saved, "meta", None)
     if meta is not None and hasattr(meta, "scale_inv"):
         value: Tensor = saved.value

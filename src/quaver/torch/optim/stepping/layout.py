@@ -214,18 +214,63 @@ def in_rows(t: Tensor) -> Tensor:
     return t if t.dim() <= 2 or t.is_contiguous() else t.contiguous()
 
 
-def as_rows(parts: Parts) -> Parts:
-    """All tensors as matrices: leading dimensions are rows, and a vector is one."""
+#: Elements of a row, below which it takes in the dimension before it: each row has a scale of its own.
+SHORT = 64
+#: The longest block of any preset: where ranks' parts of a column are whole ones, no block has elements of two.
+WIDEST = 256
+
+
+def leading(p: Tensor, whole: bool) -> int:
+    """How many dimensions of a parameter count its rows; the others, flattened, are a row, which blocks divide.
+
+    All but the last, or but the spatial ones and the channels of a convolution's weight; none of a column [N, 1].
+
+    Args:
+        whole: whether the rule needs all of a matrix at once.
+    """
+    last, cuts = max(p.dim() - 1, 0), divided(p)
+    if whole or not p.numel() or storing.holds_codes(p) or any(dim for dim, _ in cuts):
+        return last
+    at = last
+    while at > 1 and prod(p.shape[at:]) < SHORT:
+        at -= 1
+    column = p.dim() > 1 and prod(p.shape[1:]) == 1 and local(p).is_contiguous()
+    ranks = prod(p.device_mesh.size(over) for _, over in cuts)  # type: ignore[attr-defined]
+    return 0 if column and (not cuts or p.shape[0] % (WIDEST * ranks) == 0) else at
+
+
+def flat(shape: Sequence[int], rows_of: int) -> tuple[int, ...]:
+    """A shape whose first dimensions, so many, count rows, and whose others are flattened."""
+    return (*shape[:rows_of], prod(shape[rows_of:])) if rows_of < len(shape) - 1 else tuple(shape)
+
+
+def flat_place(p: Tensor, rows_of: int) -> Place:
+    """`place` of a parameter whose last dimensions are flattened; none of these but a column's is in parts on ranks."""
+    start, part, whole = place(p)
+    if rows_of >= len(part) - 1:
+        return Place(start, part, whole)
+    return Place((*start[:rows_of], 0 if rows_of else start[0]), flat(part, rows_of), flat(whole, rows_of))
+
+
+def as_rows(parts: Parts, number: int = 0) -> Parts:
+    """All tensors as matrices: leading dimensions are rows, and a vector is one.
+
+    Args:
+        number: of rows; 0: all dimensions but the last count them.
+    """
     if parts.weight[0].dim() == 0:
         # One number, such as a temperature: no state of it is in codes, so no scale is among its tensors.
         of_one = [[t.view(1, 1) for t in tensors] for tensors in (parts.weight, (m for (m,) in parts.moments))]
         return Parts(tuple(of_one[0]), tuple((t,) for t in of_one[1]), (parts.gradient[0].view(1, 1),))
-    moments = tuple(tuple(rows(t) for t in held) for held in parts.moments)
-    return Parts(tuple(rows(t) for t in parts.weight), moments, tuple(rows(t) for t in parts.gradient))
+    moments = tuple(tuple(rows(t, number) for t in held) for held in parts.moments)
+    weight, gradient = (tuple(rows(t, number) for t in tensors) for tensors in (parts.weight, parts.gradient))
+    return Parts(weight, moments, gradient)
 
 
-def rows(t: Tensor) -> Tensor:
-    """A tensor as a matrix."""
+def rows(t: Tensor, number: int = 0) -> Tensor:
+    """A tensor as a matrix, of so many rows if a number is given."""
+    if number:
+        return t if t.dim() == 2 and t.shape[0] == number else in_rows(t).reshape(number, -1)
     if t.dim() == 2 or t.dim() == 0:
         return t
     return t.view(1, -1) if t.dim() < 2 else in_rows(t).view(-1, t.shape[-1])

@@ -42,11 +42,12 @@ class Segment(NamedTuple):
 def segments(p: Tensor, way: Way) -> list[Segment]:
     """This rank's part of a parameter, cut where a row of blocks begins that another rank has something of, or ends."""
     part, spec = layout.place(p), way.keeping.spec
-    if spec is not None and stacks.is_stack(p, spec):
+    if stacks.is_stack(p, spec, way.rule.whole):
         n = p.shape[1]
+        cuts = [slice(group * n, (group + 1) * n) for group in range(p.shape[0])]
         return [
-            Segment(slice(group * n, (group + 1) * n), stacks.blocks_of(p, spec, group), None, group)
-            for group in range(p.shape[0])
+            Segment(rows, None if spec is None else stacks.blocks_of(p, spec, group), None, group)
+            for group, rows in enumerate(cuts)
         ]
     every = slice(0, layout.local(p).shape[0] if layout.local(p).dim() else 1)
     if spec is None or not layout.divided(p):
@@ -81,10 +82,11 @@ def straddling(p: Tensor, way: Way) -> list[int]:
 
 def of_segment(parts: Parts, segment: Segment) -> Parts:
     """A segment of all tensors of a part."""
-    if segment.blocks is None:
+    if segment.blocks is None and segment.group is None:
         return parts
-    codes, scale, *beside = parts.weight
-    weight = (codes[segment.rows], scale[segment.blocks], *(t[segment.rows] for t in beside))
+    weight = tuple(
+        t[segment.blocks if i == 1 and segment.blocks is not None else segment.rows] for i, t in enumerate(parts.weight)
+    )
     moments = tuple(tuple(t[segment.rows] for t in held) for held in parts.moments)
     return Parts(weight, moments, tuple(t[segment.rows] for t in parts.gradient))
 

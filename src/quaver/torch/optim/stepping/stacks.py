@@ -9,21 +9,22 @@ from quaver.core.spec import QuantSpec
 from quaver.torch.optim.stepping.pieces import Way
 
 
-def is_stack(p: Tensor, spec: QuantSpec | None) -> bool:
-    """Whether a parameter is codes of several matrices.
+def is_stack(p: Tensor, spec: QuantSpec | None, whole: bool = False) -> bool:
+    """Whether a parameter is several matrices that step one by one: of codes, or under a rule of whole matrices.
 
     Args:
         spec: of codes; None of a float, all of whose rows are alike.
+        whole: whether the rule needs all of a matrix at once.
     """
-    return spec is not None and p.dim() == 3
+    return (spec is not None or whole) and p.dim() == 3
 
 
 def check(p: Tensor, way: Way, preset: str) -> None:
     """Refuse what has one scale for all matrices of a stack. Raises: ValueError."""
     in_all = any(spec.of.scaled and spec.block is None for spec in way.moments) or way.keeping.whole
-    if in_all and is_stack(p, way.keeping.spec):
+    if in_all and is_stack(p, way.keeping.spec, way.rule.whole):
         raise ValueError(
-            f"a parameter of shape {tuple(p.shape)} is a stack of matrices in codes, and preset {preset!r} has one "
+            f"a parameter of shape {tuple(p.shape)} is a stack of matrices, and preset {preset!r} has one "
             "scale for all of a parameter: take one with scales of blocks, such as 'balanced' or 'lean'"
         )
 
