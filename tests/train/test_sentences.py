@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from quaver.train.commands.cli import app
 from quaver.train.configuration import memory, recipe_name
-from quaver.train.configuration.config import read_toml, to_toml
+from quaver.train.configuration.config import TrainConfig, read_run, read_toml, to_toml
 from quaver.train.records.metrics import read
 from quaver.train.running.loop import run_training
 from tests import forked
@@ -117,12 +118,26 @@ def test_a_metrics_file_of_another_shape_is_one_sentence(toml: Path, tmp_path: P
 
 def test_a_checkpoint_of_another_model_is_not_built_first(make_config: MakeConfig) -> None:
     run = run_training(make_config(steps=1)).folder
-    text = (run / "config.toml").read_text()
-    (run / "config.toml").write_text(text.replace('model = "nano"', 'model = "llama3-70b"'))
+    path = run / "config.toml"
+    path.write_text(to_toml(replace(TrainConfig(**read_toml(path)), model="llama3-70b")))
     refused(
         quaver("generate", run, "--prompt", "7"),
         "does not fit llama3-70b, as the run's config.toml has it: it is one of 'nano'",
     )
+
+
+def test_a_file_of_options_that_was_changed_is_refused_where_its_run_is_read(make_config: MakeConfig) -> None:
+    run = run_training(make_config(steps=1)).folder
+    path = run / "config.toml"
+    assert read_run(path) == read_toml(path)
+    path.write_text(path.read_text().replace("beta2 = 0.95", "beta2 = 0.96"))
+    said = "config.toml is not as the run wrote it; restore it, or delete its last line"
+    refused(quaver("train", "--resume", "--out", run, "--steps", "2"), said)
+    refused(quaver("generate", run, "--prompt", "7"), said)
+    # Another run begins with it, and the run reads it where the digest was deleted.
+    assert read_toml(path)["beta2"] == 0.96
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    assert read_run(path)["beta2"] == 0.96
 
 
 def test_options_that_change_a_run_are_a_sentence_on_the_terminal(toml: Path, tmp_path: Path) -> None:

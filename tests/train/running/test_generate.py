@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from quaver.train import run_training
+from quaver.train.configuration.config import TrainConfig, read_toml, to_toml
 from quaver.train.configuration.sizes import MODELS
 from quaver.train.data.tokens import load
 from quaver.train.learning import frameworks
@@ -132,8 +133,8 @@ def test_a_folder_without_a_run_or_without_a_checkpoint_is_one_sentence(trained:
 
 
 def test_a_checkpoint_of_another_model_is_one_sentence(trained: Path) -> None:
-    text = (trained / "config.toml").read_text()
-    (trained / "config.toml").write_text(text.replace('"nano"', '"gemma2-tiny"'))
+    path = trained / "config.toml"
+    path.write_text(to_toml(replace(TrainConfig(**read_toml(path)), model="gemma2-tiny")))
     with pytest.raises(ValueError, match="the checkpoint of step 20 does not fit"):
         generation.generate(trained, "7")
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -284,6 +285,30 @@ def test_a_run_that_is_finished_takes_no_other_option(make_config: MakeConfig, n
     assert path.read_bytes() == before
     assert list(run_training(replace(config, keep=5), resume=True).losses) == [1]
     assert path.read_bytes() == before, "nothing trained with --keep 5"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [({}, True), ({"final_lr": 1.0}, False), ({"final_lr": 1.0, "recipe": "mxfp8 until 50%, bf16"}, True)],
+)
+def test_other_steps_that_change_rates_or_recipes_are_said(
+    make_config: MakeConfig, options: dict[str, Any], says: bool
+) -> None:
+    config = make_config(steps=4, **options)
+    run_training(config)
+    for more, before in ((6, 4), (8, 6)):
+        said = rf"other options: steps {more} \(was {before}\); a run with either alone"
+        with pytest.warns(UserWarning, match=said) if says else nullcontext():
+            run_training(replace(config, steps=more), resume=True)
+    # None is left to train with others.
+    assert len(run_training(replace(config, steps=8), resume=True).losses) == 8
+
+
+def test_steps_that_change_no_rate_so_far_are_not_said(make_config: MakeConfig) -> None:
+    config = make_config(steps=2)
+    assert config.warmup == 2
+    run_training(config)
+    run_training(replace(config, steps=3), resume=True)
 
 
 def test_a_rate_that_is_the_models_own_is_no_other_option(make_config: MakeConfig) -> None:

@@ -24,7 +24,7 @@ import quaver
 from quaver.train.commands import doctor as machine
 from quaver.train.commands import exporting, failing, planning, scaling
 from quaver.train.configuration import recipe_name
-from quaver.train.configuration.config import TrainConfig, read_toml, reason
+from quaver.train.configuration.config import TrainConfig, read_run, read_toml, reason
 from quaver.train.learning import ranks
 from quaver.train.learning.ranks import OnRank, Told
 from quaver.train.records.comparison import Run
@@ -172,6 +172,7 @@ def train(
     settings = configure(typed, config, more_text)
     before = folder_of(settings) / "config.toml"
     if (resume or auto_resume) and config is None and before.exists():
+        read_run(before)
         settings = configure({**typed, "out": str(before.parent)}, before, more_text)
     with bars(quiet) as progress:
         task = progress.add_task(settings.recipe, total=settings.steps, numbers="")

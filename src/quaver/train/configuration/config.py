@@ -5,6 +5,7 @@ table (`commands/cli.py`), so that a new field is a new option by being here.
 """
 
 import dataclasses
+import hashlib
 import json
 import math
 import tomllib
@@ -20,6 +21,8 @@ from quaver.train.configuration.pipelines import ORDERS
 from quaver.train.configuration.sizes import MODELS
 from quaver.train.files import whole_file
 
+#: Before the digest of the lines above it, in the file of a run.
+DIGEST = "# SHA-256 of the lines above: "
 FRAMEWORKS = ("torch", "jax")
 RECOMPUTE = ("none", "mlp", "full")
 CAPTURE = ("none", "step")
@@ -186,6 +189,23 @@ def typed(path: Path, key: str, value: Any, kind: Any) -> Any:
         raise ValueError(f"{path}: {key} = {shown(value)} is too large") from error
 
 
+def read_run(path: Path) -> dict[str, Any]:
+    """`read_toml` of the file that a run wrote. Raises: ValueError if it was changed since, too."""
+    options = read_toml(path)
+    lines, _, said = whole_file.read(path).rpartition(DIGEST)
+    # Earlier runs wrote no digest, and who changes an option on purpose deletes it.
+    if lines and said.strip() != digest(lines):
+        raise ValueError(
+            f"{path} is not as the run wrote it; restore it, or delete its last line if you changed it on purpose"
+        )
+    return options
+
+
+def digest(text: str) -> str:
+    """SHA-256."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def to_toml(config: TrainConfig) -> str:
     """All options as TOML, in the order of the table; `read_toml` gives the same values back."""
     lines = ["# Every option of this run; start another one from it with: quaver train --config config.toml"]
@@ -193,7 +213,8 @@ def to_toml(config: TrainConfig) -> str:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         written = repr(value) if number else json.dumps(value, ensure_ascii=False)
         lines.append(f"{key} = " + written.replace("\x7f", "\\u007f"))  # which TOML takes no other way
-    return "\n".join(lines) + "\n"
+    text = "\n".join(lines) + "\n"
+    return text + DIGEST + digest(text) + "\n"
 
 
 def reason(error: Exception) -> str:

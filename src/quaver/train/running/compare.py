@@ -10,7 +10,7 @@ from pathlib import Path
 
 from quaver.core.text.given import shown
 from quaver.train.configuration import recipe_name
-from quaver.train.configuration.config import TrainConfig, read_toml, to_toml
+from quaver.train.configuration.config import TrainConfig, read_run, to_toml
 from quaver.train.data import frozen, tokens
 from quaver.train.files import lock, whole_file
 from quaver.train.learning import frameworks
@@ -94,7 +94,7 @@ def check_places(folder: Path) -> None:
 def check_same(config: TrainConfig, text: str) -> None:
     """Raise a ValueError if the run that is to go on was begun with other options or on other text."""
     path = Path(config.out) / "config.toml"
-    for name, before in (read_toml(path) if path.exists() else {}).items():
+    for name, before in (read_run(path) if path.exists() else {}).items():
         check_option(f"{path} has {name}", before, getattr(config, name))
     if why := other_text(config, text):
         raise ValueError(f"{config.out} cannot go on: {why}; delete that folder, or give another --out")

@@ -11,7 +11,7 @@ import tokenizers
 from quaver.core.spec import Recipe
 from quaver.core.text.given import shown
 from quaver.train.configuration import memory, recipe_name
-from quaver.train.configuration.config import TrainConfig, choose, is_plain, read_toml
+from quaver.train.configuration.config import TrainConfig, choose, is_plain, read_run
 from quaver.train.configuration.optimizer_name import TORCH
 from quaver.train.configuration.parameter_table import parameters
 from quaver.train.configuration.sizes import MODELS
@@ -169,7 +169,7 @@ def config_of(run: Path) -> TrainConfig:
     path = run / "config.toml"
     if not path.exists():
         raise ValueError(f"{run} holds no run; give the folder that quaver train wrote, such as runs/tiny-bf16-seed0")
-    config = TrainConfig(**read_toml(path))
+    config = TrainConfig(**read_run(path))
     newest(run)
     return config
 

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,6 +11,7 @@ import numpy as np
 from quaver.train.configuration.config import TrainConfig
 from quaver.train.configuration.optimizer_name import TORCH
 from quaver.train.configuration.parameter_table import parameters
+from quaver.train.configuration.schedule import lr_at
 from quaver.train.configuration.sizes import MODELS
 from quaver.train.learning.learner import InFewBits, InParts, Learner, Tensors
 from quaver.train.learning.ranks import Ranks
@@ -47,7 +49,7 @@ def take_up(path: Path, trained: Learner, ranks: Ranks, facts: dict[str, Any], c
             f"the checkpoint {path} was made with --optimizer {kept_by}, and this run has {config.optimizer}, which "
             f"keeps something else; resume with --optimizer {kept_by}, or give another --out"
         )
-    changed = differences(before, config)
+    changed = differences(before, config) | other_steps(before, config, saved.step)
     own = MODELS[config.model].lr
     said = ", ".join(f"{name} {worded(name, getattr(config, name), own)} (was {was})" for name, was in changed.items())
     check_steps(path, saved.step, config, said)
@@ -129,6 +131,15 @@ def differences(before: Mapping[str, Any], config: TrainConfig) -> dict[str, str
         for name in COUNT
         if name in before and meant(name, before[name]) != meant(name, getattr(config, name))
     }
+
+
+def other_steps(before: Mapping[str, Any], config: TrainConfig, step: int) -> dict[str, str]:
+    """The earlier number of steps, if `step` would have had another learning rate or another recipe with today's."""
+    steps = before.get("steps", config.steps)
+    if steps == config.steps or step == config.steps:  # none is left to train
+        return {}
+    other_rate = lr_at(step, replace(config, steps=steps)) != lr_at(step, config)
+    return {"steps": repr(steps)} if other_rate or "%" in config.recipe else {}
 
 
 def worded(name: str, value: Any, own: float) -> str:
