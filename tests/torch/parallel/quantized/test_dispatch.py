@@ -139,7 +139,7 @@ def bytes_on_the_wire(rank: int) -> None:
         assert 0.25 <= share <= most[spec.format.name], f"{spec}: {share:.3f}"
         assert traffic.calls["exchange", torch.uint8] == 1, traffic.calls
         # An amax, and two numbers by which ranks see that all rows fit.
-        assert traffic.total("reduce") <= 4 + 16
+        assert traffic.total("reduce") <= 4 + 24
         y.sum().backward()
     with Traffic() as traffic:
         dispatch.exchange(x, splits)
@@ -186,8 +186,8 @@ def what_one_rank_cannot_send_all_refuse(rank: int) -> None:
         ("must add up", lambda spec: dispatch.exchange(x[:0], even, spec)),
         ("as a matrix of float32", lambda spec: dispatch.exchange(x[None], even, spec)),
         ("as a matrix of float32", lambda spec: dispatch.exchange(x.double(), even, spec)),
-        (r"32, torch\.float32", lambda spec: dispatch.exchange(x[:, :32].contiguous(), even, spec)),
-        (r"64, torch\.bfloat16", lambda spec: dispatch.exchange(x.bfloat16(), even, spec)),
+        ("width 32", lambda spec: dispatch.exchange(x[:, :32].contiguous(), even, spec)),
+        (r"dtype torch\.bfloat16", lambda spec: dispatch.exchange(x.bfloat16(), even, spec)),
         ("scales of their own", lambda spec: dispatch.exchange(x, even, other)),
         ("torch.bfloat16", lambda spec: dispatch.exchange(x, even, spec, gradients=torch.bfloat16)),
     ]

@@ -4,7 +4,6 @@ Ranks of other module order, names, shapes or recipes would give one collective 
 mixes numbers without a word. Compared are digests; texts travel where these differ.
 """
 
-import hashlib
 import zlib
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from quaver.torch.linear.layer import Quantizable
+from quaver.torch.state.agreement import exchange
 
 
 def check_alike(model: nn.Module, mesh: Any = None) -> None:
@@ -54,31 +54,19 @@ def compare(lines: Sequence[str], mesh: Any = None, refused: str = "") -> None:
     if not (dist.is_available() and dist.is_initialized()):
         return
     text = "\n".join(lines)
-    every = _told({dist.get_rank(): (refused, hashlib.sha256(text.encode()).hexdigest())}, mesh)
+    groups = (None,) if mesh is None else tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
+    every, _ = exchange(refused or text, (refused, zlib.compress(text.encode())), groups)
+    if refused or every is None:
+        return
     stopped = next((rank for rank in sorted(every) if every[rank][0]), None)
     if stopped is not None:
-        if refused:
-            return
         raise ValueError(f"rank {stopped} cannot go on: {every[stopped][0]}")
     first = min(every)
     others = [rank for rank in sorted(every) if every[rank][1] != every[first][1]]
-    if not others:
-        return
-    texts = _told({dist.get_rank(): zlib.compress(text.encode())}, mesh)
-    one, other = (zlib.decompress(texts[rank]).decode().split("\n") for rank in (first, others[0]))
+    one, other = (zlib.decompress(every[rank][1]).decode().split("\n") for rank in (first, others[0]))
     a, b = next((a, b) for a, b in zip_longest(one, other, fillvalue="nothing more") if a != b)
     more = f", and {len(others) - 1} more ranks differ from it" if len(others) > 1 else ""
     raise ValueError(
         f"ranks built different models: rank {others[0]} has {b!r} where rank {first} has {a!r}{more}; build and "
         "convert the model alike on all ranks, or give mesh= those that share it, as a stage of a pipeline does"
     )
-
-
-def _told(own: dict[int, Any], mesh: Any) -> dict[int, Any]:
-    """What every rank tells, by its number."""
-    known = own
-    for group in [None] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]:
-        every: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(every, known, group)
-        known = {rank: value for each in every for rank, value in each.items()}
-    return known

@@ -9,7 +9,6 @@ no torch optimizer steps. All of these are the same on all ranks, so no rank wai
 agreement a rank's rows are quantized once.
 """
 
-import hashlib
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +26,8 @@ from quaver.torch.parallel.fsdp.cutting import Rows, Side, sides
 from quaver.torch.parallel.fsdp.operands import ROWS, WHOLE, Agreed, Part, amaxes, part
 from quaver.torch.parallel.fsdp.units import Unit, held_parameters, local
 from quaver.torch.parallel.wire import agree
+from quaver.torch.state.agreement import check_agreement
+from quaver.torch.state.context import ambient
 from quaver.torch.state.history import amax
 from quaver.torch.state.history.groups import new_group
 from quaver.torch.state.recomputation import graph_task_id
@@ -162,6 +163,8 @@ class Model:
         #: Whether the user has said that weights do not change.
         self.steady = False
         self._compared = False
+        #: The ranks among which fully_shard divides the weight that was gathered first.
+        self.group: Any = None
         #: Process groups by their ranks.
         self._groups: dict[tuple[int, ...], Any] = {}
 
@@ -174,7 +177,7 @@ class Model:
         if not self._compared:
             self._begin()
             self._compare(weight, mesh)
-            self._compared = True
+            self._compared, self.group = True, mesh.get_group()
         backward = graph_task_id() != -1
         another = not backward and not self.steady and (self.in_backward or weight.forward == self.number)
         if self.ended or another or weight.state_of_writes() != weight.written:
@@ -185,8 +188,32 @@ class Model:
             weight.forward = self.number
 
     def open(self) -> None:
-        """Begin a forward of the root: codes of an earlier one serve it only within `micro_batches`."""
+        """Begin a forward of the root, which ranks compare first.
+
+        Codes of an earlier forward serve it only within `micro_batches`.
+
+        Raises:
+            ValueError: on all ranks, where one runs under another recipe or dtype, or without gradients.
+        """
         self.ended = self.ended or not self.steady
+        layers: list[Any] = [weight.layer() for weight in self.weights]
+        others = [
+            f"{weight.name} {layer.recipe.text}"
+            for weight, layer in zip(self.weights, layers, strict=True)
+            if layer is not None and layer.recipe is not None and layer.recipe is not weight.recipe
+        ]
+        device = "cpu" if self.weights[0].parameter is None else self.weights[0].parameter.device.type
+        cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        recipe = ambient.now[0]
+        what = {
+            "recipe of autocast": None if recipe is None else recipe.text,
+            "recipes switched off": ambient.now[1],
+            "recipes of layers": others or "those of gather_quantized",
+            "dtype of torch.autocast": cast,
+            "gradients": torch.is_grad_enabled(),
+            "micro_batches": self.steady,
+        }
+        check_agreement("a forward after gather_quantized", what, self.group)
 
     def _begin(self) -> None:
         root = self.root()
@@ -205,22 +232,16 @@ class Model:
         _watch(self)
 
     def _compare(self, weight: Weight, mesh: Any) -> None:
-        """Refuse ranks that differ: a digest of 62 bits, which all ranks have alike if its largest is its smallest."""
-        text = "\n".join(f"{w.name} {w.shape} {w.across.axis} {w.recipe.text}" for w in self.weights)
-        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
-        words = [digest & 0x7FFFFFFF, digest >> 31 & 0x7FFFFFFF]
-        own = torch.tensor([*words, *(-word for word in words)], dtype=torch.int32, device=_device(weight))
+        """Refuse ranks that prepared different weights."""
         whole = getattr(weight.see(), "device_mesh", mesh)
-        agreed = own.clone()
-        for dim in range(whole.ndim):
-            agree(agreed, whole.get_group(dim))
-        if not torch.equal(own, agreed) or not torch.equal(agreed[:2], -agreed[2:]):
-            raise ValueError(
-                f"ranks prepared different weights: this one has {len(self.weights)}, from {self.weights[0].name!r} "
-                f"under {self.weights[0].recipe.name} to {self.weights[-1].name!r} under "
-                f"{self.weights[-1].recipe.name}; build the model and convert it alike on all ranks before "
-                "gather_quantized"
-            )
+        groups = [whole.get_group(dim) for dim in range(whole.ndim)]
+        what = {w.name: f"{w.shape} cut along {w.across.axis} under {w.recipe.text}" for w in self.weights}
+        check_agreement(
+            "gather_quantized's first gather",
+            {"weights": len(what), **what},
+            *groups,
+            advice="build the model and convert it alike on all ranks before gather_quantized",
+        )
 
     def _agree(self, asking: Weight, mesh: Any) -> None:
         """One all-reduce for each mesh that holds weights whose blocks lie on several ranks."""

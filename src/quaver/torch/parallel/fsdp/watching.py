@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from quaver.torch.parallel import traffic
 from quaver.torch.parallel.fsdp.units import Collectives, collectives
+from quaver.torch.state import agreement
 from quaver.torch.state.history import rolling
 
 
@@ -60,7 +61,7 @@ class Traffic(traffic.Sent):
         if any(each is self for each in traffic.active.all):
             raise ValueError("this Traffic counts already, and would count twice; make another one")
         traffic.active.all += (self,)
-        rolling.watched.by = _of_histories
+        rolling.watched.by, agreement.watched.by = _of_histories, _of_headers
         if self.model is not None:
             self._attach(self.model)
         return self
@@ -91,6 +92,10 @@ class Traffic(traffic.Sent):
 
 def _of_histories(maxima: Tensor, group: Any) -> AbstractContextManager[Any]:
     return traffic.during("amaxes", "reduce", maxima, group)
+
+
+def _of_headers(header: Tensor, group: Any) -> AbstractContextManager[Any]:
+    return traffic.during("control", "reduce", header, group)
 
 
 def _as(comm: Any, kind: type, owner: Traffic, unit: Collectives) -> Any:

@@ -21,9 +21,9 @@ from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.numerics.rounding import magnitude_bits
 from quaver.torch.operations.functional import quantize
 from quaver.torch.operations.ops import DTYPES
-from quaver.torch.parallel.alike import telling
 from quaver.torch.parallel.traffic import awaited, during
 from quaver.torch.parallel.wire import Pending, agree
+from quaver.torch.state.agreement import check_agreement
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,9 @@ def exchange(
     """
     why = _why_not(x, splits, spec, gradients)
     width = x.shape[1] if x.dim() == 2 else None
-    telling.refuse(why, x.device, group, width, x.dtype, spec, gradients)
+    backward = torch.is_grad_enabled() and x.requires_grad
+    what = {"width": width, "dtype": x.dtype, "spec": spec, "gradients by": gradients, "gradient": backward}
+    check_agreement("exchange", what, group, error=why)
     y: Tensor = _Exchange.apply(x, splits, spec, x.dtype if gradients is None else gradients, group)
     return y
 

@@ -22,11 +22,12 @@ from quaver.torch.linear.layer import recipe_of
 from quaver.torch.linear.stored import stored
 from quaver.torch.model.reach.exchanging import PUT_ABOVE
 from quaver.torch.operations.ops import DTYPES
-from quaver.torch.parallel.alike import telling
 from quaver.torch.parallel.quantized.dispatch import why_no_spec
 from quaver.torch.parallel.quantized.journey import Arriving, Journey, Way, sent_back
 from quaver.torch.state import kept_weights
+from quaver.torch.state.agreement import check_agreement
 from quaver.torch.state.buffers import STATE
+from quaver.torch.state.recomputation import graph_task_id
 
 
 class ExpertParallel(ParallelStyle):
@@ -71,10 +72,31 @@ class ExpertParallel(ParallelStyle):
             _divide(layer, device_mesh, self.src_data_rank)
         kind: Any = type(experts)
         experts.__class__ = on_ranks(kind, self.ways)
+        if isinstance(module, MoE):
+            module.register_forward_pre_hook(_check_input, prepend=True)
         return module
 
     def __repr__(self) -> str:
         return f"ExpertParallel{self.ways}"
+
+
+def _check_input(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """Raise on all ranks if the input of a mixture does not fit on one: its router knows no other rank."""
+    if not args or not isinstance(args[0], Tensor) or graph_task_id() != -1:
+        return
+    mixture: Any = module
+    x, own = args[0], dict(mixture.named_parameters())
+    entrance = mixture.experts._modules[mixture.experts._entrance]
+    error = ""
+    if not x.dim() or x.shape[-1] != mixture.dim:
+        error = f"MoE({mixture.dim}) got an input of shape {tuple(x.shape)}; its last axis must be {mixture.dim}"
+    what = {
+        "dtype": x.dtype,
+        "gradient of the input": x.requires_grad,
+        "gradients": torch.is_grad_enabled(),
+        "gradients of parameters": [name for name, p in own.items() if p.requires_grad],
+    }
+    check_agreement("MoE with experts on ranks", what, _expert_mesh(entrance).get_group(), error=error)
 
 
 def _why_no_way(way: Any) -> str:
@@ -275,9 +297,22 @@ def _forward(
     if dispatch == "recipe":
         dispatch = spec if spec is not None and moves(spec) and not why_no_spec(spec) else x.dtype
     # What one rank must refuse all refuse: the others would wait for its rows.
-    backward = torch.is_grad_enabled() and (x.requires_grad, weights.requires_grad)
-    facts = number, experts.dim, x.dtype, str(recipe), dispatch, combine, gradients, backward
-    telling.refuse(why, x.device, group, "experts", *facts)
+    what = {
+        "experts": number,
+        "width": experts.dim,
+        "dtype": x.dtype,
+        "recipe": None if recipe is None else recipe.text,
+        "dispatch": dispatch,
+        "combine": combine,
+        "gradients by": gradients,
+        "gradients": torch.is_grad_enabled(),
+        "gradient of tokens, of weights": (x.requires_grad, weights.requires_grad),
+        "gradients of parameters": [p.requires_grad for p in experts.parameters()],
+    }
+    if graph_task_id() == -1:
+        check_agreement("experts on ranks", what, group, error=why)
+    elif why:
+        raise ValueError(why)
     journey = Journey.of(indices, number, experts.pad, capacity, group)
     arriving = Arriving(journey, dispatch, gradients)
     rows = experts.on_rows(arriving, (x,), journey.offsets)

@@ -16,6 +16,7 @@ from quaver.core.numbers.formats import E4M3
 from quaver.core.spec import QuantSpec
 from quaver.torch.operations.ops import DTYPES
 from quaver.torch.parallel import wire
+from quaver.torch.state.agreement import check_agreement
 
 #: 1.03 bytes an element: 51.6 % of bfloat16's.
 BLOCKS = QuantSpec(E4M3, (1, 128), "fp32")
@@ -77,10 +78,16 @@ class QuantizedReduceScatter:
     ) -> None:
         """Write the sum, the mean or a multiple of the sum of every rank's input [ranks × n] into the output [n]."""
         scale = _scale_of_sum(op)
+        _check(input_tensor, self.spec, group)
         total = wire.scatter_quantized_sums(input_tensor, self.spec, group)()
         if op == dist.ReduceOp.AVG:
             total /= dist.get_world_size(group)
         output_tensor.copy_(total if scale is None else total * scale)
+
+
+def _check(x: Tensor, spec: QuantSpec, group: Any) -> None:
+    """Raise on all ranks if they quantize other gradients, or by other specs."""
+    check_agreement("a sum of quantized gradients", {"gradients": (x.numel(), x.dtype), "spec": spec}, group)
 
 
 def _scale_of_sum(op: Any) -> Any:
@@ -109,6 +116,7 @@ class _Wire:
 def _mean(state: _Wire, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
     """The mean of a bucket over the ranks."""
     own, ranks = bucket.buffer(), dist.get_world_size(state.group)
+    _check(own, state.spec, state.group)
     part = -(-own.numel() // ranks)
     whole = torch.nn.functional.pad(own, (0, part * ranks - own.numel()))
     mean = wire.scatter_quantized_sums(whole, state.spec, state.group)() / ranks

@@ -22,7 +22,6 @@ from quaver.torch.linear.projections import is_bare
 from quaver.torch.model.reach.exchanging import PUT_ABOVE
 from quaver.torch.operations import ops
 from quaver.torch.operations.derivatives import refuse_transforms
-from quaver.torch.parallel.alike import opening
 from quaver.torch.parallel.tensor.joined import pieces
 from quaver.torch.parallel.tensor.layout import Layout
 from quaver.torch.parallel.tensor.parts import Ranks
@@ -30,8 +29,10 @@ from quaver.torch.parallel.tensor.products.function import LinearInParts
 from quaver.torch.parallel.tensor.products.normed import Layer, NormedInParts
 from quaver.torch.parallel.tensor.tokens import bare, local_parameters, tokens_of
 from quaver.torch.parallel.tensor.words.loss import loss_over_ranks
+from quaver.torch.state.agreement import check_agreement, facts_of
 from quaver.torch.state.buffers import prepare
 from quaver.torch.state.context import ambient
+from quaver.torch.state.recomputation import graph_task_id
 
 
 def layout_of(layer: nn.Module) -> Layout | None:
@@ -159,24 +160,39 @@ def _asked(layer: Any, input: Tensor) -> Asked:
     weight = weights[0]
     recipe = recipe_of(layer, False) if isinstance(layer, Quantizable) else None
     held: Any = pieces.held(layer)
-    if is_given(held):
-        # By fully_shard, which has gathered it as codes.
-        held.check_recipe(layer, recipe)
+    device = ops.autocast_device(input)
+    casts = torch.is_autocast_enabled(device) and input.dtype in ops.DTYPES
+    x = input.to(torch.get_autocast_dtype(device)) if casts else input
+    error = ""
+    try:
+        if is_given(held):
+            # By fully_shard, which has gathered it as codes.
+            held.check_recipe(layer, recipe)
+        if not casts and x.dtype is not held.dtype:
+            raise ValueError(dtype_sentence(layer, x.dtype))
+        refuse_transforms(x)
+        _check(layer, held, x)
+    except ValueError as raised:
+        error = str(raised)
     if recipe is None or input.dtype not in ops.DTYPES:
         recipe = recipes.get("bf16")
     if isinstance(layer, Quantizable):
         pieces.watch(layer, weights)
     training, name = torch.is_grad_enabled(), name_of(layer)
-    facts = layout.name, "with gradients" if training else "without gradients", f"recipe {recipe.name}"
-    opening.check((name, *held.shape), input, weight.device_mesh.get_group(), name, *facts)
-    device = ops.autocast_device(input)
-    x = input
-    if torch.is_autocast_enabled(device) and x.dtype in ops.DTYPES:
-        x = x.to(torch.get_autocast_dtype(device))
-    elif x.dtype is not held.dtype:
-        raise ValueError(dtype_sentence(layer, x.dtype))
-    refuse_transforms(x)
-    _check(layer, held, x)
+    if graph_task_id() == -1:
+        # A recomputation repeats what was compared.
+        what = {
+            "style": layout.name,
+            "input": facts_of(input),
+            "input in GEMMs": x.dtype,
+            "weights": [facts_of(each) for each in weights],
+            "biases": [facts_of(each) for each in biases],
+            "gradients": training,
+            "recipe": recipe.text,
+        }
+        check_agreement(name, what, weight.device_mesh.get_group(), error=error)
+    elif error:
+        raise ValueError(error)
     if training and isinstance(layer, Quantizable) and layer._state.prepared is not recipe:
         prepare(layer, recipe)
     call = begin(layer, recipe, x, x.dtype, training)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from quaver.torch.model.reach.exchanging import PUT_ABOVE
 from quaver.torch.parallel import wire
-from quaver.torch.parallel.alike import opening
+from quaver.torch.state.agreement import check_agreement, facts_of
+from quaver.torch.state.recomputation import graph_task_id
 
 #: What drops whole channels, or leaves no zeros: of their noise nothing is known here.
 OTHER_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -58,8 +59,10 @@ def tokens_of(module: nn.Module) -> Tokens | None:
 def _forward(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     tokens: Any = tokens_of(module)
     group = tokens.mesh.get_group()
-    shapes = [(name, *p.shape) for name, p in module._parameters.items() if p is not None]
-    opening.check((type(module).__name__, *shapes), x, group, type(module).__name__)
+    if graph_task_id() == -1:
+        what: dict[str, Any] = {name: facts_of(p) for name, p in module._parameters.items()}
+        what |= {"input": facts_of(x), "gradients": torch.is_grad_enabled(), "training": module.training}
+        check_agreement(type(module).__name__, what, group)
     if tokens.takes_whole:
         # Numbers of tokens have no axis of features.
         dim = x.dim() - (2 if x.is_floating_point() else 1)

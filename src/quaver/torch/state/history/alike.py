@@ -6,7 +6,7 @@ alone that is the default group.
 
 What a rank drops is collected when its interpreter comes by, which no two do alike. So the layers of a group stay what
 ranks agreed on until one joins, in the place of those that are gone go zeros, and whether one has joined on any rank is
-asked of all, a byte on processors where each step begins.
+asked of all by the header of `check_agreement` where each step begins.
 """
 
 import gc
@@ -18,10 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from quaver.torch.state.agreement import check_agreement
 from quaver.torch.state.history import amax
 from quaver.torch.state.history.groups import new_group
 from quaver.torch.state.layer import state_of
 
+#: What ranks that come to another call are told.
+ROLLS = "the end of a step of delayed scaling"
 #: What stands for a group of this rank alone: nothing is reduced.
 ALONE = object()
 #: A layer as other ranks know it: its stage, name, class and features.
@@ -56,17 +59,6 @@ class _Known:
         self.of_ranks: dict[tuple[int, ...], Any] = {}
         #: By the group that was told, or None.
         self.agreed: dict[Any, Agreed] = {}
-        self._on_processors: Any = ALONE
-
-    def any_rank(self, own: bool) -> bool:
-        """Whether something is true on any rank of the default group; no GPU is waited for."""
-        if self._on_processors is ALONE:
-            there = "cpu:" in dist.get_backend_config() or not dist.is_gloo_available()
-            self._on_processors = None if there else new_group(backend="gloo")
-        gpus = self._on_processors is None and "cpu:" not in dist.get_backend_config()
-        flag = torch.tensor([own], dtype=torch.uint8, device="cuda" if gpus else "cpu")
-        dist.all_reduce(flag, dist.ReduceOp.MAX, self._on_processors)
-        return bool(flag.item())
 
 
 _lock = threading.RLock()
@@ -93,7 +85,7 @@ def group_of(layers: Sequence[nn.Module], told: Any, asks: bool = False) -> Any:
         known = _of_world()
         numbers = tuple(amax.number_of(layer) for layer in layers)
         new = numbers not in known.groups
-        if known.any_rank(new) if asks else new:
+        if check_agreement(ROLLS, {}, flag=new) if asks else new:
             every = _told_by_all(layers)
             if not any(every):
                 # One may have layers the next time, and tells of them.
@@ -121,7 +113,7 @@ def agreed(listed: Callable[[], Sequence[nn.Module]], told: Any, waits: bool) ->
             layers = listed()
         joined = _joined(before, layers)
         if told is None and (before is not None or joined or waits):
-            joined = known.any_rank(joined)
+            joined = check_agreement(ROLLS, {}, flag=joined)
         if joined:
             if told is None:
                 # What another rank has dropped this one has, too, but may not have collected.

@@ -23,7 +23,6 @@ from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import ops, siblings
 from quaver.torch.operations.derivatives import NO_DOUBLE_BACKWARD, first_derivative
 from quaver.torch.parallel import wire
-from quaver.torch.parallel.alike import opening
 from quaver.torch.parallel.tensor.parts import Ranks
 from quaver.torch.parallel.tensor.products import overlapping
 from quaver.torch.state import kept_weights
@@ -178,7 +177,6 @@ def of_sums(dtype: torch.dtype) -> torch.dtype:
 def backward(ctx: Any, tensors: Any, g: Tensor) -> tuple[Any, ...]:
     """The gradients of what `LinearInParts` takes, from what it saved."""
     call, ranks, of_wgrad, layouts, shape, weight_dtype, bias_dtype = ctx.constants
-    opening.close(ranks.group)
     held, (kept,) = tensors[0], unpack(tensors[1:], layouts)
     _, _, _, need_input, need_weight, need_bias = ctx.needs_input_grad
     dgrad, wgrad = call.recipe.dgrad, call.recipe.wgrad

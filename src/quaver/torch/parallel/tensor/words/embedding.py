@@ -12,9 +12,10 @@ from torch import Tensor
 
 from quaver.torch.model.reach.exchanging import PUT_ABOVE
 from quaver.torch.parallel import wire
-from quaver.torch.parallel.alike import opening, telling
 from quaver.torch.parallel.tensor.tokens import Tokens, gathered
 from quaver.torch.parallel.tensor.words.loss import loss_over_ranks
+from quaver.torch.state.agreement import check_agreement, facts_of
+from quaver.torch.state.recomputation import graph_task_id
 
 
 class OverWords(NamedTuple):
@@ -68,17 +69,20 @@ def _forward(module: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     mesh, weight = words.mesh, module._parameters["weight"]
     number, group = mesh.size(), mesh.get_group()
     name = type(module).__name__
-    opening.check((name, *weight.shape), input, group, f"{name}{tuple(weight.shape)}")
-    if words.sequence and (not input.dim() or input.shape[-1] % number):
-        raise ValueError(
-            f"{name} under {words.name} got tokens of shape {tuple(input.shape)}: {number} ranks cannot "
-            "share them; pad the last axis"
-        )
     each = weight.shape[0] // number
     why = ""
-    if input.is_cpu and input.numel() and not 0 <= int(input.min()) <= int(input.max()) < weight.shape[0]:
+    if words.sequence and (not input.dim() or input.shape[-1] % number):
+        why = (
+            f"{name} under {words.name} got tokens of shape {tuple(input.shape)}: {number} ranks cannot share them; "
+            "pad the last axis"
+        )
+    elif input.is_cpu and input.numel() and not 0 <= int(input.min()) <= int(input.max()) < weight.shape[0]:
         why = f"{name} has {weight.shape[0]} words, and the tokens go from {int(input.min())} to {int(input.max())}"
-    telling.refuse(why, input.device, group)
+    what = {"tokens": facts_of(input), "weight": facts_of(weight), "gradients": torch.is_grad_enabled()}
+    if graph_task_id() == -1:
+        check_agreement(name, what, group, error=why)
+    elif why:
+        raise ValueError(why)
     place = input - each * mesh.get_local_rank()
     own = (place >= 0) & (place < each)
     held, padding = module._parameters, module.padding_idx

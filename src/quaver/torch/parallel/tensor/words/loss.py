@@ -19,8 +19,8 @@ from quaver.torch.blocks.loss.cross_entropy import REDUCTIONS, scaled
 from quaver.torch.linear.gemms import is_given
 from quaver.torch.operations import ops
 from quaver.torch.parallel import wire
-from quaver.torch.parallel.alike import opening, telling
 from quaver.torch.parallel.tensor.products.function import of_sums, plain_product
+from quaver.torch.state.agreement import check_agreement, facts_of
 
 
 class Words(NamedTuple):
@@ -150,19 +150,15 @@ def cross_entropy(
     group = mesh.get_group() if hasattr(mesh, "get_group") else mesh
     rule = Rule(ignore_index, label_smoothing, z_loss, 0.0 if soft_cap is None else soft_cap)
     check_name("reduction", reduction, REDUCTIONS)
-    opening.check(("cross_entropy",), logits, group, "cross_entropy's logits", _shown(targets))
     number = logits.shape[-1]
     words = Words(group, number * dist.get_rank(group), number * dist.get_world_size(group))
     why = _why_not(targets, [*logits.shape[:-1]], f"logits {tuple(logits.shape)} need", words, ignore_index)
-    telling.refuse(why, logits.device, group)
-    _check_rule(rule, soft_cap)
+    what = {"logits": facts_of(logits), "targets": facts_of(targets), "gradients": torch.is_grad_enabled()}
+    what |= {"options": (*rule, reduction)}
+    check_agreement("cross_entropy", what, group, error=why or _why_no_rule(rule, soft_cap))
     labels = targets.reshape(-1).to(torch.int64)
     y: Tensor = _CrossEntropy.apply(logits.reshape(-1, number), labels, rule, words, reduction)
     return y.view(targets.shape) if reduction == "none" else y
-
-
-def _shown(targets: Tensor) -> str:
-    return f"targets {str(targets.dtype).removeprefix('torch.')} {tuple(targets.shape)}"
 
 
 def _why_not(targets: Tensor, shape: list[int], needs: str, words: Words, ignored: int, more: str = "") -> str:
@@ -172,13 +168,15 @@ def _why_not(targets: Tensor, shape: list[int], needs: str, words: Words, ignore
     return why_no_targets(targets, words.whole, ignored)
 
 
-def _check_rule(rule: Rule, soft_cap: float | None) -> None:
+def _why_no_rule(rule: Rule, soft_cap: float | None) -> str:
+    """What is wrong with options, or ""."""
     capped = soft_cap is None or 0 < soft_cap < math.inf
-    if not (0 <= rule.label_smoothing <= 1 and 0 <= rule.z_loss < math.inf and capped):
-        raise ValueError(
-            f"label_smoothing is {rule.label_smoothing}, z_loss {rule.z_loss}, soft_cap {soft_cap}; the first lies in "
-            "0 … 1, the second is finite and not negative, the third finite and above 0, or None"
-        )
+    if 0 <= rule.label_smoothing <= 1 and 0 <= rule.z_loss < math.inf and capped:
+        return ""
+    return (
+        f"label_smoothing is {rule.label_smoothing}, z_loss {rule.z_loss}, soft_cap {soft_cap}; the first lies in "
+        "0 … 1, the second is finite and not negative, the third finite and above 0, or None"
+    )
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -252,28 +250,36 @@ def loss_over_ranks(
     mesh = weight.device_mesh
     ranks, name = mesh.size(), head.__dict__.get("qualified_name") or type(head).__name__
     group = mesh.get_group()
-    opening.check(("loss", name), x, group, f"{name} with its loss", _shown(targets))
     says = f"linear_cross_entropy of {name} under {layout.name}"
-    if bias is not None:
-        raise ValueError(f"{says} takes the bias of the layer: give none")
-    if not layout.column:
-        raise ValueError(f"{says}: each rank has a part of every logit; make the head's style Column()")
-    if x.dim() < (2 if layout.sequence else 1) or x.shape[-1] != weight.shape[1]:
-        raise ValueError(f"{says} got x of shape {tuple(x.shape)}; its last axis must be {weight.shape[1]}")
-    lead = [*x.shape[:-1]]
-    if layout.sequence:
-        lead[-1] *= ranks
     with torch.no_grad():
         held: Tensor = weight.to_local()
-    if is_given(held):
-        raise ValueError(
+    words = Words(group, held.shape[0] * mesh.get_local_rank(), weight.shape[0])
+    lead = [*x.shape[:-1]]
+    if layout.sequence and lead:
+        lead[-1] *= ranks
+    why = ""
+    if bias is not None:
+        why = f"{says} takes the bias of the layer: give none"
+    elif not layout.column:
+        why = f"{says}: each rank has a part of every logit; make the head's style Column()"
+    elif x.dim() < (2 if layout.sequence else 1) or x.shape[-1] != weight.shape[1]:
+        why = f"{says} got x of shape {tuple(x.shape)}; its last axis must be {weight.shape[1]}"
+    elif is_given(held):
+        why = (
             f"{says} multiplies in high precision, and its weight is gathered as codes: leave it out, "
             f"gather_quantized(model, skip=[{name!r}]), or call the head and quaver.torch.parallel.cross_entropy"
         )
-    words = Words(group, held.shape[0] * mesh.get_local_rank(), weight.shape[0])
-    needs = f"x {tuple(x.shape)} on each of {ranks} ranks needs"
-    why = _why_not(targets, lead, needs, words, rule.ignore_index, ", those of all tokens on every rank")
-    telling.refuse(f"{says}: {why}" if why else "", x.device, group)
+    else:
+        needs = f"{says}: x {tuple(x.shape)} on each of {ranks} ranks needs"
+        why = _why_not(targets, lead, needs, words, rule.ignore_index, ", those of all tokens on every rank")
+    what = {
+        "x": facts_of(x),
+        "targets": facts_of(targets),
+        "weight": facts_of(weight),
+        "gradients": torch.is_grad_enabled(),
+        "options": (dtype, *rule, reduction, chunk),
+    }
+    check_agreement(f"{name} with its loss", what, group, error=why)
     labels = targets.to(torch.int64)
     parts = ranks if layout.sequence else 1
     chunk = chunk or chunk_of(labels.numel(), held.shape[0], dtype)

@@ -1,0 +1,138 @@
+"""Agreement between ranks before a collective: each sends a header of 24 bytes, and all raise the same error or none.
+
+A collective of ranks that differ in a shape, a dtype, a recipe or in whether there is a gradient waits to a timeout,
+ends the process or mixes numbers silently. So collectives of the library follow a check that all ranks enter at the
+same call, whether or not their own input has changed: a check that only the rank with a change enters would hang, too.
+What a rank alone must refuse is part of its header, so that no rank leaves before the others know. Headers are compared
+on processors: no GPU is waited for. Texts travel only where headers differ.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from quaver.torch.state.history.groups import new_group
+
+#: Differences that an error names.
+SHOWN = 3
+
+
+class _Watched:
+    """Who counts headers; see `quaver.torch.parallel.traffic`, which is above."""
+
+    def __init__(self) -> None:
+        #: Of a header and its group, what is entered around its exchange.
+        self.by: Callable[[Tensor, Any], AbstractContextManager[Any]] = lambda header, group: nullcontext()
+
+
+watched = _Watched()
+
+
+class _HostGroups:
+    """Groups over gloo beside those that carry no tensors of processors, by name, of one default group."""
+
+    world: Any = None
+    of: dict[str, Any] = {}  # noqa: RUF012
+
+
+def check_agreement(
+    where: str, what: Mapping[str, Any], *groups: Any, error: str = "", flag: bool = False, advice: str = ""
+) -> bool:
+    """Raise the same ValueError on all ranks if they differ, or if one of them has an error.
+
+    Args:
+        where: the call, for an error; it must be the same on all ranks, too.
+        what: by name, what ranks must have alike: values whose text says all that matters.
+        groups: process groups that are compared one after the other, such as those of a mesh's dimensions; none for
+            the default group.
+        error: what is wrong on this rank.
+        flag: this rank's vote.
+        advice: what to do about a difference.
+    Returns:
+        Whether any rank has voted.
+    Raises:
+        ValueError: on all ranks, with what each has; the error itself where all have the same one.
+    """
+    if has_ranks(*groups):
+        facts = {name: str(value) for name, value in what.items()}
+        every, flag = exchange(f"{where} {facts} {error}", (where, facts, error), groups or (None,), flag)
+        if every is not None:
+            raise ValueError(_difference(every, advice))
+    if error:
+        raise ValueError(error)
+    return flag
+
+
+def has_ranks(*groups: Any) -> bool:
+    """Whether one of these process groups, the default one if none is given, has several ranks."""
+    there = dist.is_available() and dist.is_initialized()
+    return there and any(dist.get_world_size(group) > 1 for group in groups or (None,))
+
+
+def facts_of(x: Tensor | None) -> str:
+    """Shape and dtype of a tensor, and whether it needs a gradient, for `check_agreement`."""
+    if x is None:
+        return "none"
+    return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}{' with a gradient' if x.requires_grad else ''}"
+
+
+def exchange(text: str, shown: Any, groups: tuple[Any, ...], flag: bool = False) -> tuple[dict[int, Any] | None, bool]:
+    """Compare a text among ranks.
+
+    Args:
+        shown: what this rank tells of itself where texts differ; pickled.
+    Returns:
+        What every rank has shown, by rank of the default group, None where texts are equal; and whether any rank has
+        voted.
+    """
+    bits = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+    hosts = [_on_host(group) for group in groups]
+    device = torch.device("cpu" if dist.is_gloo_available() else "cuda")
+    # The largest digest is the smallest where all are one.
+    header = torch.tensor([bits, -bits, flag], dtype=torch.int64, device=device)
+    for group in hosts:
+        with watched.by(header, group):
+            dist.all_reduce(header, dist.ReduceOp.MAX, group)
+    largest, smallest, voted = header.tolist()
+    if largest == -smallest:
+        return None, bool(voted)
+    known = {dist.get_rank(): shown}
+    for group in hosts:
+        every: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(every, known, group)
+        known = {rank: value for each in every for rank, value in each.items()}
+    return known, bool(voted)
+
+
+def _on_host(group: Any) -> Any:
+    """The group itself where it carries tensors of processors, else one beside it, which all its ranks make."""
+    if "cpu:" in dist.get_backend_config(group) or not dist.is_gloo_available():
+        return group
+    world: Any = dist.group.WORLD
+    if _HostGroups.world is not world:
+        _HostGroups.world, _HostGroups.of = world, {}
+    name = str((group or world).group_name)
+    if name not in _HostGroups.of:
+        ranks = dist.get_process_group_ranks(group or world)
+        _HostGroups.of[name] = new_group(ranks, backend="gloo", use_local_synchronization=group is not None)
+    return _HostGroups.of[name]
+
+
+def _difference(every: Mapping[int, tuple[str, Mapping[str, str], str]], advice: str) -> str:
+    """An error of ranks whose headers differ."""
+    wheres = {where for where, _, _ in every.values()}
+    lines, errors = {}, any(error for _, _, error in every.values())
+    names = list(dict.fromkeys(name for _, facts, _ in every.values() for name in facts))
+    differ = [name for name in names if len({facts.get(name) for _, facts, _ in every.values()}) > 1]
+    for rank in sorted(every):
+        where, facts, error = every[rank]
+        said = ", ".join(f"{name} {facts.get(name, 'unknown')}" for name in differ[:SHOWN])
+        lines[rank] = error or ("it fits" if errors else f"{where}: {said}" if len(wheres) > 1 else said)
+    what = "; ".join(f"rank {rank}: {line}" for rank, line in lines.items())
+    at = f" at {next(iter(wheres))}" if len(wheres) == 1 else ", which came to different calls"
+    return f"ranks differ{at}: {what}; {advice or 'give all ranks of the group the same'}"

@@ -1,0 +1,193 @@
+"""Ranks that differ get the same error at the same call, also where they were alike before; none waits in vain."""
+
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import quaver
+import quaver.torch as qt
+from quaver import recipes
+from quaver.core.spec import QuantSpec
+from quaver.torch.parallel import (
+    Column,
+    ExpertParallel,
+    Row,
+    Sequence,
+    Splits,
+    Vocabulary,
+    cross_entropy,
+    exchange,
+    gather_quantized,
+    quantize_gradients,
+)
+from tests import two_ranks
+
+#: Seconds that a rank waits for another one: a hang is an error of another kind.
+SECONDS = 30.0
+
+
+def refused(says: str, do: Callable[[], object]) -> None:
+    """One ValueError, the same on all ranks."""
+    with pytest.raises(ValueError, match=says) as error:
+        do()
+    two = two_ranks.gathered(torch.tensor(list(str(error.value).encode().ljust(4000)[:4000]), dtype=torch.uint8))
+    assert torch.equal(two[0], two[1]), str(error.value)
+
+
+def mlp(recipe: Any = "mxfp8", sequence: bool = False) -> Any:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+    qt.convert(net, recipe)
+    plan = {"0": Column(sequence=sequence), "2": Row(sequence=sequence)}
+    return parallelize_module(net, two_ranks.mesh(2), plan)
+
+
+def column_and_row(rank: int) -> None:
+    """A shape, dtype, recipe, option, grad mode or requires_grad that changes on one rank at the second step."""
+
+    def second_step(says: str, change: Callable[[Any, Any], Any], sequence: bool = False) -> None:
+        net, x = mlp(sequence=sequence), torch.ones(32, 64, requires_grad=True)
+        net(x).sum().backward()
+        given = change(net, x) if rank else x
+        refused(says, lambda: net(given))
+        # Put right, ranks go on.
+        net.requires_grad_(True)
+        qt.convert(net, "mxfp8")
+        torch.set_grad_enabled(True)
+        net(x).sum().backward()
+
+    def without(name: str) -> Callable[[Any, Any], Any]:
+        def change(net: Any, x: Any) -> Any:
+            net.get_parameter(name).requires_grad_(False)
+            return x
+
+        return change
+
+    def converted(net: Any, x: Any) -> Any:
+        qt.convert(net, {"2": recipes.mxfp8(weight_2d=True)})
+        return x
+
+    def no_grad(net: Any, x: Any) -> Any:
+        torch.set_grad_enabled(False)
+        return x
+
+    for sequence in (False, True):
+        second_step(
+            r"rank 0: input \(32, 64\) float32.*; rank 1: input \(64, 64\)", lambda net, x: x.repeat(2, 1), sequence
+        )
+        for name in ("0.weight", "0.bias", "2.weight", "2.bias"):
+            layer = "weights" if name.endswith("weight") else "biases"
+            second_step(rf"differ at {name[0]}: rank 0: {layer} .*with a gradient.*; rank 1: ", without(name), sequence)
+    second_step("rank 0: input .* with a gradient; rank 1: input", lambda net, x: x.detach())
+    second_step("rank 0: recipe 'mxfp8'.*; rank 1: recipe 'mxfp8'", converted)
+    second_step("rank 0: .*gradients True.*; rank 1: .*gradients False", no_grad)
+    second_step("rank 0: it fits; rank 1: .*its last axis must be 64", lambda net, x: torch.ones(32, 32))
+    second_step("rank 0: it fits; rank 1: .*bfloat16", lambda net, x: x.detach().bfloat16())
+
+
+def other_styles_and_losses(rank: int) -> None:
+    mesh = two_ranks.mesh(2)
+    norm: Any = parallelize_module(nn.LayerNorm(64), mesh, Sequence())
+    words: Any = parallelize_module(nn.Embedding(32, 64), mesh, Vocabulary())
+    x, tokens = torch.ones(8, 64), torch.arange(8)
+    norm(x), words(tokens)
+    refused("differ at LayerNorm: rank 0: input", lambda: norm(x if rank else x.bfloat16()))
+    if rank:
+        words.weight.requires_grad_(False)
+    refused("differ at Embedding: rank 0: weight .* with a gradient; rank 1: weight", lambda: words(tokens))
+    refused("rank 0: it fits; rank 1: .* 32 words", lambda: words(tokens + 30 * rank))
+    targets = tokens + 30 * rank if rank else tokens
+    refused("rank 1: .*label_smoothing", lambda: cross_entropy(x, tokens, mesh, label_smoothing=2.0 * rank))
+    refused("rank 0: options .*; rank 1: options", lambda: cross_entropy(x, tokens, mesh, z_loss=1e-3 * rank))
+    assert targets.numel() and cross_entropy(x, tokens, mesh).isfinite()
+
+
+def expert_parallelism(rank: int) -> None:
+    torch.manual_seed(0)
+    moe = qt.MoE(64, 32, qt.Mixture(experts=4, k=2), recipe="mxfp8")
+    parallelize_module(moe, two_ranks.mesh(2), ExpertParallel())
+    x = torch.randn(8 + rank, 64, requires_grad=True)
+    moe(x).sum().backward()
+    refused("rank 0: it fits; rank 1: .*its last axis must be 64", lambda: moe(torch.ones(4, 32 if rank else 64)))
+    refused("rank 0: gradient of the input True; rank 1: ", lambda: moe(x.detach() if rank else x))
+    if rank:
+        moe.experts.requires_grad_(False)
+    refused("gradients of parameters", lambda: moe(x))
+    moe.requires_grad_(True)
+    moe(x).sum().backward()
+    rows, splits = torch.ones(4, 64), Splits.even(2)
+    refused("differ at exchange: rank 0: width 64; rank 1: width 32", lambda: exchange(rows[:, : 64 >> rank], splits))
+
+
+def weights_gathered_as_codes(rank: int) -> None:
+    """Another autocast, dtype or grad mode on one rank, and delayed scaling's autocast left out on one."""
+
+    def model(recipe: str) -> Any:
+        torch.manual_seed(0)
+        net = nn.Sequential(*(qt.Linear(64, 64) for _ in range(2)))
+        gather_quantized(net, recipe=recipe)
+        for layer in net:
+            fully_shard(layer)
+        return fully_shard(net)
+
+    x = torch.ones(8, 64)
+    for recipe in ("mxfp8", "delayed"):
+        net = model(recipe)
+
+        def under(chosen: str | None, net: Any = net) -> None:
+            with nullcontext() if chosen is None else qt.autocast(chosen):
+                net(x).sum().backward()
+
+        for _ in range(2):
+            under(recipe)
+        for other in ("rowwise", None):
+            refused("recipe of autocast|different calls", partial(under, other if rank else recipe))
+        under(recipe)
+    net = model("mxfp8")
+    with qt.autocast("mxfp8"):
+        net(x).sum().backward()
+        torch.set_grad_enabled(not rank)
+        refused("rank 0: gradients True; rank 1: gradients False", lambda: net(x))
+        torch.set_grad_enabled(True)
+
+
+def gradients_by_other_specs(rank: int) -> None:
+    for wrap in (fully_shard, DistributedDataParallel):
+        torch.manual_seed(0)
+        model: Any = wrap(nn.Linear(64, 64))
+        spec = QuantSpec(quaver.E5M2 if rank else quaver.E4M3, (1, 128))
+        quantize_gradients(model, spec)
+        with pytest.raises(
+            (ValueError, RuntimeError), match="ranks differ at a sum of quantized gradients: rank 0: spec"
+        ):
+            model(torch.ones(8, 64)).sum().backward()
+
+
+CASES = [
+    *(column_and_row, other_styles_and_losses, expert_parallelism, weights_gathered_as_codes),
+    *(gradients_by_other_specs,),
+]
+
+
+@pytest.mark.ranks
+def test_ranks_that_differ_get_one_error(tmp_path: Path) -> None:
+    two_ranks.run(__name__, tmp_path)
+
+
+def test_the_page_lists_what_is_compared() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "parallel.md").read_text(encoding="utf-8")
+    assert re.search(r"^## What ranks compare$", page, re.MULTILINE)
+
+
+if __name__ == "__main__":
+    two_ranks.main(CASES, SECONDS)
