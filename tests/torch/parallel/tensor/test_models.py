@@ -143,6 +143,42 @@ def a_converted_model_of_transformers(rank: int) -> None:
             compare(model, whole, losses, f"{recipe}, sequence {sequence}", GAPS[recipe])
 
 
+def norms_of_heads(rank: int) -> None:
+    """Norms between q_proj and o_proj get the gradients of all heads, or are refused with the line of a plan."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"vocab_size": 96, "num_hidden_layers": 2}
+    ids = torch.randint(0, 96, (2, 32), generator=torch.Generator().manual_seed(1))
+    given = {"labels": ids, "position_ids": torch.arange(32)[None], "use_cache": False}
+    norms = {f"model.layers.*.self_attn.{name}": Sequence() for name in ("q_norm", "k_norm")}
+    for family, more in (("Qwen3", {"head_dim": 32}), ("Gemma3Text", {"head_dim": 32}), ("Olmo2", {})):
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{family}Config")(**sizes, **more)
+        plain = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config)
+        for recipe in (None, "mxfp8"):
+            model, whole = copy.deepcopy(plain), copy.deepcopy(plain)
+            for each in (model, whole):
+                for name, p in each.named_parameters():
+                    if "_norm" in name:
+                        torch.nn.init.normal_(p, 1.0, 0.2, generator=torch.Generator().manual_seed(2))
+                qt.convert(each, "bf16" if recipe is None else recipe, skip=["lm_head"])
+            refused = copy.deepcopy(model)
+            parallelize_module(refused, mesh(), llama(False))
+            with pytest.raises(
+                (ValueError, RuntimeError), match=r'"\.\.\.q_norm": Sequence\(\)|size of tensor'
+            ) as error:
+                refused(ids, **given)
+            if family == "Olmo2":
+                # Its norm is of all heads together, and no rank has them.
+                assert "size of tensor" in str(error.value)
+                continue
+            parallelize_module(model, mesh(), llama(False) | norms)
+            losses = [each(ids, **given).loss for each in (model, whole)]
+            for loss in losses:
+                loss.backward()
+            compare(model, whole, losses, f"{family}, {recipe}", GAPS[recipe])
+
+
 def a_vocabulary_of_transformers(rank: int) -> None:
     """Embedding and head in parts, tied or not, and their loss without logits of all tokens."""
     for sequence, ties in ((False, True), (True, False)):
@@ -203,6 +239,7 @@ CASES = [
     transformer_layers,
     norms_before_layers,
     a_converted_model_of_transformers,
+    norms_of_heads,
     a_vocabulary_of_transformers,
     dropped_tokens_differ,
     bad_input,

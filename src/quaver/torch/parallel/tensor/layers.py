@@ -24,6 +24,7 @@ from quaver.torch.operations import ops
 from quaver.torch.operations.derivatives import refuse_transforms
 from quaver.torch.parallel.tensor.joined import pieces
 from quaver.torch.parallel.tensor.layout import Layout
+from quaver.torch.parallel.tensor.partial import why_partial
 from quaver.torch.parallel.tensor.parts import Ranks
 from quaver.torch.parallel.tensor.products.function import LinearInParts
 from quaver.torch.parallel.tensor.products.normed import Layer, NormedInParts
@@ -172,6 +173,9 @@ def _asked(layer: Any, input: Tensor) -> Asked:
             raise ValueError(dtype_sentence(layer, x.dtype))
         refuse_transforms(x)
         _check(layer, held, x)
+        why = "" if layout.column else why_partial(layer, name_of(layer), input)
+        if why:
+            raise ValueError(why)
     except ValueError as raised:
         error = str(raised)
     if recipe is None or input.dtype not in ops.DTYPES:
