@@ -25,12 +25,15 @@ from quaver.torch.parallel import (
     Sequence,
     Splits,
     Vocabulary,
+    context_parallel,
     cross_entropy,
     exchange,
     gather_quantized,
     quantize_gradients,
 )
+from quaver.torch.parallel.context.across import attention
 from tests import two_ranks
+from tests.close import assert_bitwise
 
 #: Seconds that a rank waits for another one: a hang is an error of another kind.
 SECONDS = 30.0
@@ -173,9 +176,77 @@ def gradients_by_other_specs(rank: int) -> None:
             model(torch.ones(8, 64)).sum().backward()
 
 
+def sequences_in_parts(rank: int) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 8, 4, 16, requires_grad=True) for _ in range(3))
+
+    def attend(q: Any = q, k: Any = k, v: Any = v, **options: Any) -> None:
+        attention(q, k, v, **{"mask_type": "causal", "how": "gather", **options}).sum().backward()
+
+    for how in ("gather", "ring", "all_to_all"):
+        attend(how=how)
+        short = [x[:, :4] for x in (q, k, v)]
+        half = [x.bfloat16() for x in (q, k, v)]
+        for other in (short, half):
+            refused("rank 0: q .*; rank 1: q", partial(attend, *(other if rank else (q, k, v)), how=how))
+        refused("balanced True; rank 1: balanced False", lambda how=how: attend(how=how, balanced=not rank))
+        refused("quantized", lambda how=how: attend(how=how, quantized="mxfp8" if rank else None))
+        refused("how ", lambda how=how: attend(how=how if rank else "gather" if how != "gather" else "ring"))
+        frozen = k.detach() if rank else k
+        refused("rank 0: k .* with a gradient; rank 1: k", lambda how=how, frozen=frozen: attend(k=frozen, how=how))
+        refused("rank 0: it fits; rank 1: .*dropout", lambda how=how: attend(how=how, dropout=0.5 * rank))
+        attend(how=how)
+
+
+class Net(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Dropout(dropout)
+        self.layer = qt.TransformerLayer(32, 4, 64, mask_type="causal", dropout=dropout)
+        self.unused, self.sometimes = nn.Linear(4, 4), nn.Linear(32, 32)
+
+    def forward(self, x: Any, more: bool = False) -> Any:
+        y = self.layer(self.first(x))
+        return self.sometimes(y) if more else y
+
+
+def dropout_of_a_sequence_in_parts(rank: int) -> None:
+    """With one seed ranks drop what one process drops, at other places than one another."""
+    x = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(1))
+    whole = Net(0.4)
+    torch.manual_seed(7)
+    expected = whole(x)
+    net = Net(0.4)
+    cp = context_parallel(net, how="all_to_all")
+    torch.manual_seed(7)
+    y = net(cp.cut(x))
+    assert_bitwise((cp.join(y) == 0), (expected == 0))
+    torch.testing.assert_close(cp.join(y), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(net.eval().first(x), x)
+
+
+def gradients_that_some_ranks_lack(rank: int) -> None:
+    """Zeros stand for them; a parameter that no rank has used keeps none."""
+    net = Net(0.0)
+    cp = context_parallel(net)
+    x = cp.cut(torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(1)))
+    net(x, more=rank == 1).square().sum().backward()
+    assert (net.sometimes.weight.grad is None) == (rank == 0)
+    own = net.layer.mlp.down_proj.weight.grad.clone()
+    cp.sum_gradients(net)
+    assert net.unused.weight.grad is None
+    assert_bitwise(*two_ranks.gathered(net.sometimes.weight.grad))
+    owns = two_ranks.gathered(own)
+    assert_bitwise(net.layer.mlp.down_proj.weight.grad, owns[0] + owns[1])
+    if rank:
+        net.unused.requires_grad_(False)
+    refused("differ at sum_gradients", lambda: cp.sum_gradients(net))
+
+
 CASES = [
     *(column_and_row, other_styles_and_losses, expert_parallelism, weights_gathered_as_codes),
-    *(gradients_by_other_specs,),
+    *(gradients_by_other_specs, sequences_in_parts, dropout_of_a_sequence_in_parts, gradients_that_some_ranks_lack),
 ]
 
 

@@ -1,6 +1,6 @@
 """A whole layer: attention, perhaps attention to a memory, and an MLP, around the residual stream."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import partial
 from typing import Any
@@ -147,6 +147,9 @@ class TransformerLayer(Parts):
 
     residual_from_norm = False
 
+    #: What drops a part's output; context parallelism has another one.
+    drop: Callable[[Tensor, float], Tensor] = staticmethod(F.dropout)
+
     @takes(TransformerArguments)
     def __init__(self, options: TransformerArguments) -> None:
         super().__init__()
@@ -268,7 +271,7 @@ class TransformerLayer(Parts):
             y = after(y)
         if self.training:
             if self.dropout:
-                y = F.dropout(y, self.dropout)
+                y = self.drop(y, self.dropout)
             if self.drop_path:
                 y = drop_path(y, self.drop_path, 1 if self.layout == "sbhd" else 0)
         x = _sum(x, y if self.residual_scale == 1.0 else y * self.residual_scale)

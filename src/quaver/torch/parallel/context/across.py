@@ -20,6 +20,8 @@ from quaver.torch.parallel.context import gathering, heads, ring
 from quaver.torch.parallel.context.exchange import Across, Group
 from quaver.torch.parallel.context.parcels import spec_of
 from quaver.torch.parallel.context.sequence import Order, Sight
+from quaver.torch.state.agreement import check_agreement, facts_of
+from quaver.torch.state.recomputation import graph_task_id
 
 #: How ranks exchange keys and values, and what each rank computes.
 WAYS: dict[str, Any] = {"gather": gathering.attend, "ring": ring.attend, "all_to_all": heads.attend}
@@ -73,31 +75,47 @@ def attention(
         they are those of keys and values that were quantized and dequantized.
     """
     recipe = None if recipe is None else recipes.get(recipe)
-    check_name("how", how, WAYS)
-    check_name("mask type", mask_type, MASKS)
-    check_window(mask_type, window)
-    check_chunk(chunk)
-    check_numbers(soft_cap, dropout)
     group = group_of(mesh)
-    across = Across(
-        group, Order(dist.get_world_size(group), balanced), 1 if layout == "bshd" else 0, spec_of(quantized)
-    )
+    order = Order(dist.get_world_size(group), balanced)
     kind = ops.autocast_device(q)
     if torch.is_autocast_enabled(kind):
         narrow = torch.get_autocast_dtype(kind)
         q, k, v = (x.to(narrow) if x.dtype in ops.DTYPES else x for x in (q, k, v))
-    wide, keys, _ = all_heads_first(layout, q, k, v)
-    refuse(mask_type, mask is not None, bias is not None, dropout, how, recipe)
-    _check_parts(wide.shape[2], keys.shape[2], across.order)
-    if how == "all_to_all":
-        check_heads_divide(wide.shape[1], keys.shape[1], across.order.ranks)
-    if alibi_slopes is not None and alibi_slopes.requires_grad:
-        raise ValueError("alibi_slopes want a gradient, which context parallelism does not give; detach them")
+    spec, ends, error = None, None, ""
+    try:
+        check_name("how", how, WAYS)
+        check_name("mask type", mask_type, MASKS)
+        check_window(mask_type, window)
+        check_chunk(chunk)
+        check_numbers(soft_cap, dropout)
+        spec = spec_of(quantized)
+        wide, keys, _ = all_heads_first(layout, q, k, v)
+        refuse(mask_type, mask is not None, bias is not None, dropout, how, recipe)
+        _check_parts(wide.shape[2], keys.shape[2], order)
+        if how == "all_to_all":
+            check_heads_divide(wide.shape[1], keys.shape[1], order.ranks)
+        if alibi_slopes is not None and alibi_slopes.requires_grad:
+            raise ValueError("alibi_slopes want a gradient, which context parallelism does not give; detach them")
+        ends = _ends(layout, cu_seqlens, wide.shape[2] * order.ranks)
+        if isinstance(sinks, str):
+            check_name("sinks", sinks, (OFF_BY_ONE,))
+            sinks = q.new_zeros(wide.shape[1], dtype=torch.float32)
+    except ValueError as raised:
+        error = str(raised)
+    if graph_task_id() == -1:
+        # A recomputation repeats what was compared.
+        tensors = {"q": q, "k": k, "v": v, "alibi_slopes": alibi_slopes}
+        what: dict[str, Any] = {name: facts_of(x) for name, x in tensors.items()}
+        what |= {"sinks": facts_of(sinks) if isinstance(sinks, Tensor) else sinks, "gradients": torch.is_grad_enabled()}
+        what |= {"how": how, "balanced": balanced, "quantized": spec}
+        what |= {"layout": layout, "mask_type": mask_type, "window": window, "chunk": chunk, "cu_seqlens": ends}
+        what |= {"scale": scale, "soft_cap": soft_cap, "recipe": None if recipe is None else recipe.text}
+        check_agreement("attention across ranks", what, group, error=error)
+    elif error:
+        raise ValueError(error)
     left, right = bounds(mask_type, window)
-    sight = Sight(left, right, chunk, alibi_slopes, _ends(layout, cu_seqlens, wide.shape[2] * across.order.ranks))
-    if isinstance(sinks, str):
-        check_name("sinks", sinks, (OFF_BY_ONE,))
-        sinks = q.new_zeros(wide.shape[1], dtype=torch.float32)
+    across = Across(group, order, 1 if layout == "bshd" else 0, spec)
+    sight = Sight(left, right, chunk, alibi_slopes, ends)
     scale = (1 / math.sqrt(q.shape[-1]) if q.shape[-1] else 1.0) if scale is None else scale
     more = {"recipe": recipe} if how == "all_to_all" else {}
     with torch.autocast(kind, enabled=False):

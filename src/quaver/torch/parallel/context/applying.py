@@ -4,6 +4,7 @@ Everything else in a Transformer goes token by token, and needs nothing.
 """
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from quaver.torch.blocks.attention.rope.positions import positions_of
 from quaver.torch.blocks.state_space.mamba2 import Mamba2
 from quaver.torch.blocks.transformer import TransformerLayer
 from quaver.torch.model import attention_modules
+from quaver.torch.model.reach.exchanging import PUT_ABOVE
 from quaver.torch.parallel.context.across import WAYS, attention, check_heads_divide, group_of, refuse
 from quaver.torch.parallel.context.exchange import Group, scatter_in_order
 from quaver.torch.parallel.context.parcels import spec_of
@@ -29,6 +31,8 @@ from quaver.torch.parallel.context.sequence import Order
 from quaver.torch.parallel.tensor.joined import pieces
 from quaver.torch.parallel.tensor.layers import layout_of
 from quaver.torch.parallel.wire import gather
+from quaver.torch.state.agreement import check_agreement, facts_of
+from quaver.torch.state.recomputation import graph_task_id
 
 Layer = MultiheadAttention | LatentAttention
 
@@ -87,20 +91,33 @@ class ContextParallel:
     def sum_gradients(self, parameters: nn.Module | Iterable[Tensor]) -> None:
         """Add every rank's gradients of parameters that all ranks have, in place, in float32 and the order of ranks.
 
+        A parameter without a gradient on some ranks counts as zeros there; without one on all ranks it keeps none.
         Each rank's loss is that of its own tokens: their sum divided by the number of all ranks' tokens. FSDP or
         DistributedDataParallel over these ranks does this instead, and divides by them: multiply the loss by as many.
         """
-        every = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
-        grads = [_local(p.grad) for p in every if p.grad is not None]
-        if not grads:
+        every = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
+        every = [p for p in every if p.requires_grad or p.grad is not None]
+        check_agreement("sum_gradients", {str(i): facts_of(p) for i, p in enumerate(every)}, self.group)
+        if not every:
             return
         ranks = self.order.ranks
-        flat = torch.cat([g.flatten().float() for g in grads])
+        # Whether a parameter has a gradient travels behind the gradients.
+        there = torch.tensor([p.grad is not None for p in every], dtype=torch.float32, device=_local(every[0]).device)
+        own = [_local(p if p.grad is None else p.grad).detach() for p in every]
+        values = [(torch.zeros_like(x) if p.grad is None else x) for p, x in zip(every, own, strict=True)]
+        flat = torch.cat([*(x.flatten().float() for x in values), there])
         padded = nn.functional.pad(flat, (0, -flat.numel() % ranks)).view(ranks, -1)
         part = scatter_in_order(padded, self.group, "gradients")
         total = gather(part, 0, self.group, kind="gradients")()[: flat.numel()]
-        for g, part in zip(grads, total.split([g.numel() for g in grads]), strict=True):
-            g.copy_(part.view_as(g))
+        *sums, anywhere = total.split([*(x.numel() for x in values), len(every)])
+        lacking = [i for i, p in enumerate(every) if p.grad is None]
+        # Read only where it decides something.
+        missed = set(lacking) & set(anywhere.nonzero().flatten().tolist()) if lacking else set()
+        for i, (p, sum_) in enumerate(zip(every, sums, strict=True)):
+            if i in missed:
+                p.grad = torch.zeros_like(p)
+            if p.grad is not None:
+                _local(p.grad).copy_(sum_.view_as(_local(p.grad)))
 
     def __deepcopy__(self, memo: Any) -> "ContextParallel":
         return self
@@ -142,10 +159,45 @@ def context_parallel(
     _check_model(model, cores, across)
     for core, _ in cores:
         core.attend = Attending(across)
-    for layer in model.modules():
+    layouts = [layer.layout for layer in model.modules() if isinstance(layer, TransformerLayer | Layer)]
+    dropping = Dropping(across, 1 if "bshd" in layouts or not layouts else 0)
+    for layer in list(model.modules()):
         if isinstance(layer, Layer):
             layer.register_forward_pre_hook(_Placing(across), with_kwargs=True)
+        if isinstance(layer, TransformerLayer):
+            layer.drop = dropping
+        if isinstance(layer, nn.Dropout):
+            kind: Any = type(layer)
+            layer.__class__ = _in_parts(kind, dropping)
     return across
+
+
+class Dropping:
+    """Dropout of this rank's tokens by its part of the mask of the whole sequence.
+
+    Each rank draws the mask of all tokens: with one seed ranks drop what one process would, and never the same.
+    """
+
+    def __init__(self, across: ContextParallel, dim: int) -> None:
+        self.across, self.dim = across, dim
+
+    @torch.compiler.disable
+    def __call__(self, x: Tensor, p: float) -> Tensor:
+        shape = [*x.shape]
+        shape[self.dim] *= self.across.order.ranks
+        whole = nn.functional.dropout(torch.ones(shape, dtype=torch.float32, device=x.device), p)
+        kept = self.across.cut(whole, self.dim) != 0
+        return x * kept * (1 / (1 - p) if p < 1 else 0.0)
+
+
+@cache
+def _in_parts(kind: Any, dropping: Dropping) -> Any:
+    """The class of a dropout of a class whose tokens lie on ranks."""
+
+    def forward(module: nn.Dropout, x: Tensor) -> Tensor:
+        return dropping(x, module.p) if module.training and module.p else x
+
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, PUT_ABOVE: True})
 
 
 class Attending:
@@ -178,13 +230,23 @@ class _Placing:
     def __call__(self, layer: Layer, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
         x = args[0] if args else options["x"]
         ends = options.get("cu_seqlens")
-        where = type(layer).__name__
+        where, error = type(layer).__name__, ""
         masked, bent = (options.get(name) is not None for name in ("mask", "bias"))
-        refuse(layer.core.mask_type, masked, bent, 0.0, self.across.how, None, where)
-        if options.get("cache") is not None:
-            raise ValueError(f"{where} has a sequence in parts, and a cache of keys is of a whole one; give no cache")
-        if isinstance(ends, tuple):
-            raise ValueError(f"{where} attends to x itself, in parts; give one cu_seqlens, of the whole batch")
+        try:
+            refuse(layer.core.mask_type, masked, bent, 0.0, self.across.how, None, where)
+            if options.get("cache") is not None:
+                raise ValueError(
+                    f"{where} has a sequence in parts, and a cache of keys is of a whole one; give no cache"
+                )
+            if isinstance(ends, tuple):
+                raise ValueError(f"{where} attends to x itself, in parts; give one cu_seqlens, of the whole batch")
+        except ValueError as raised:
+            error = str(raised)
+        if graph_task_id() == -1:
+            what = {"x": facts_of(x), "cu_seqlens": None if ends is None or error else ends.tolist()}
+            check_agreement(f"{where} across ranks", what, self.across.group, error=error)
+        elif error:
+            raise ValueError(error)
         attend: Any = layer.core.attend
         attend.ends = ends
         placed = options.get("positions")
