@@ -45,7 +45,6 @@ SAFE = {
     "torch.parallel.tensor.words.embedding:over_words": CACHED,
     "torch.parallel.quantized.experts:in_groups": CACHED,
     "torch.parallel.quantized.experts:on_ranks": CACHED,
-    "torch.parallel.alike.opening:_first": "collectives of one group are called by one thread, in one order",
     "torch.parallel.fsdp.watching:_gathering": CACHED,
     "torch.parallel.fsdp.watching:_scattering": CACHED,
     "torch.model.reach.same:_computes": SAME,
@@ -105,6 +104,7 @@ SAFE = {
     "torch.linear.stored.storing:_hooked": "two threads may hook the same check twice",
     "torch.linear.stored.storing:_stored": "a thread adds the layers that it makes",
     "torch.linear.stored.storing:_known": "a thread looks up layers that another went through, and checks each",
+    "torch.parallel.tensor.partial:_seen": "another thread's entry saves it one more walk of the same graph",
     "torch.state.kept_weights:_windows": "what another thread drops or puts there costs one more quantization at most",
 }
 

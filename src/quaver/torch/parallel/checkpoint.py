@@ -36,6 +36,7 @@ from quaver.torch.linear.layer import Quantizable
 from quaver.torch.linear.stored.stored import CODES, SCALES
 from quaver.torch.state.buffers import STATE, take_state
 from quaver.torch.state.history import steps
+from quaver.torch.state.history.agreement import check_agreement
 from quaver.torch.state.history.groups import new_group
 
 #: The file of a checkpoint that has the SHA-256 of each other one.
@@ -178,7 +179,7 @@ class Checkpoint:
 
         Raises:
             ValueError: on all ranks, before anything is loaded: no whole checkpoint, a damaged file, another model or
-                shape, or an optimizer of another kind. The first rank's has the reason, the others' say so.
+                shape, or an optimizer of another kind.
         Exact: a run that goes on, on as many ranks in the same parallelism, has the bits of one that was not stopped.
         """
         self._wait_for_writing()
@@ -292,19 +293,13 @@ class Checkpoint:
         try:
             yield
         except Exception as error:
-            self._check(f"rank {_rank(self.group)} could not {did}: {type(error).__name__}: {error}", did)
+            self._check(f"could not {did}: {type(error).__name__}: {error}", did)
         else:
             self._check("", did)
 
     def _check(self, why: str, did: str) -> None:
         """Raise a ValueError on all ranks if one of them has a reason."""
-        reasons: list[Any] = [why]
-        if _ranks(self.group) > 1:
-            reasons = [None] * _ranks(self.group)
-            dist.all_gather_object(reasons, why, self.group)
-        first = next((reason for reason in reasons if reason), "")
-        if first:
-            raise ValueError(first if _rank(self.group) == 0 else f"could not {did}: the first rank says why")
+        check_agreement(did, {}, self.group, error=why)
 
     def _seal(self, folder: Path) -> None:
         """Write the SHA-256 of each file: the first rank does."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from quaver.torch.linear.layer import Quantizable
-from quaver.torch.state.agreement import exchange
+from quaver.torch.state.history.agreement import exchange
 
 
 def check_alike(model: nn.Module, mesh: Any = None) -> None:

@@ -20,7 +20,7 @@ from quaver.torch.parallel.context import gathering, heads, ring
 from quaver.torch.parallel.context.exchange import Across, Group
 from quaver.torch.parallel.context.parcels import spec_of
 from quaver.torch.parallel.context.sequence import Order, Sight
-from quaver.torch.state.agreement import check_agreement, facts_of
+from quaver.torch.state.history.agreement import check_agreement, facts_of
 from quaver.torch.state.recomputation import graph_task_id
 
 #: How ranks exchange keys and values, and what each rank computes.

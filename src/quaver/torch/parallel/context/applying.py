@@ -4,7 +4,6 @@ Everything else in a Transformer goes token by token, and needs nothing.
 """
 
 from collections.abc import Iterable
-from functools import cache
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from quaver.torch.parallel.context.sequence import Order
 from quaver.torch.parallel.tensor.joined import pieces
 from quaver.torch.parallel.tensor.layers import layout_of
 from quaver.torch.parallel.wire import gather
-from quaver.torch.state.agreement import check_agreement, facts_of
+from quaver.torch.state.history.agreement import check_agreement, facts_of
 from quaver.torch.state.recomputation import graph_task_id
 
 Layer = MultiheadAttention | LatentAttention
@@ -190,7 +189,6 @@ class Dropping:
         return x * kept * (1 / (1 - p) if p < 1 else 0.0)
 
 
-@cache
 def _in_parts(kind: Any, dropping: Dropping) -> Any:
     """The class of a dropout of a class whose tokens lie on ranks."""
 

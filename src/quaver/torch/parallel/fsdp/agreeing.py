@@ -26,9 +26,9 @@ from quaver.torch.parallel.fsdp.cutting import Rows, Side, sides
 from quaver.torch.parallel.fsdp.operands import ROWS, WHOLE, Agreed, Part, amaxes, part
 from quaver.torch.parallel.fsdp.units import Unit, held_parameters, local
 from quaver.torch.parallel.wire import agree
-from quaver.torch.state.agreement import check_agreement
 from quaver.torch.state.context import ambient
 from quaver.torch.state.history import amax
+from quaver.torch.state.history.agreement import check_agreement
 from quaver.torch.state.history.groups import new_group
 from quaver.torch.state.recomputation import graph_task_id
 

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from quaver.torch.parallel import traffic
 from quaver.torch.parallel.fsdp.units import Collectives, collectives
-from quaver.torch.state import agreement
-from quaver.torch.state.history import rolling
+from quaver.torch.state.history import agreement, rolling
 
 
 class Traffic(traffic.Sent):

@@ -23,7 +23,7 @@ from quaver.torch.operations.functional import quantize
 from quaver.torch.operations.ops import DTYPES
 from quaver.torch.parallel.traffic import awaited, during
 from quaver.torch.parallel.wire import Pending, agree
-from quaver.torch.state.agreement import check_agreement
+from quaver.torch.state.history.agreement import check_agreement
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from quaver.torch.operations.ops import DTYPES
 from quaver.torch.parallel.quantized.dispatch import why_no_spec
 from quaver.torch.parallel.quantized.journey import Arriving, Journey, Way, sent_back
 from quaver.torch.state import kept_weights
-from quaver.torch.state.agreement import check_agreement
 from quaver.torch.state.buffers import STATE
+from quaver.torch.state.history.agreement import check_agreement
 from quaver.torch.state.recomputation import graph_task_id
 
 

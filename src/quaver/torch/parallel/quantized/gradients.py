@@ -16,7 +16,7 @@ from quaver.core.numbers.formats import E4M3
 from quaver.core.spec import QuantSpec
 from quaver.torch.operations.ops import DTYPES
 from quaver.torch.parallel import wire
-from quaver.torch.state.agreement import check_agreement
+from quaver.torch.state.history.agreement import check_agreement
 
 #: 1.03 bytes an element: 51.6 % of bfloat16's.
 BLOCKS = QuantSpec(E4M3, (1, 128), "fp32")

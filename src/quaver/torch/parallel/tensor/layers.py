@@ -30,9 +30,9 @@ from quaver.torch.parallel.tensor.products.function import LinearInParts
 from quaver.torch.parallel.tensor.products.normed import Layer, NormedInParts
 from quaver.torch.parallel.tensor.tokens import bare, local_parameters, tokens_of
 from quaver.torch.parallel.tensor.words.loss import loss_over_ranks
-from quaver.torch.state.agreement import check_agreement, facts_of
 from quaver.torch.state.buffers import prepare
 from quaver.torch.state.context import ambient
+from quaver.torch.state.history.agreement import check_agreement, facts_of
 from quaver.torch.state.recomputation import graph_task_id
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from quaver.torch.model.reach.exchanging import PUT_ABOVE
 from quaver.torch.parallel import wire
-from quaver.torch.state.agreement import check_agreement, facts_of
+from quaver.torch.state.history.agreement import check_agreement, facts_of
 from quaver.torch.state.recomputation import graph_task_id
 
 #: What drops whole channels, or leaves no zeros: of their noise nothing is known here.

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from quaver.torch.state.agreement import check_agreement
 from quaver.torch.state.history import amax
+from quaver.torch.state.history.agreement import check_agreement
 from quaver.torch.state.history.groups import new_group
 from quaver.torch.state.layer import state_of
 

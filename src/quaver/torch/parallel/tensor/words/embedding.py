@@ -14,7 +14,7 @@ from quaver.torch.model.reach.exchanging import PUT_ABOVE
 from quaver.torch.parallel import wire
 from quaver.torch.parallel.tensor.tokens import Tokens, gathered
 from quaver.torch.parallel.tensor.words.loss import loss_over_ranks
-from quaver.torch.state.agreement import check_agreement, facts_of
+from quaver.torch.state.history.agreement import check_agreement, facts_of
 from quaver.torch.state.recomputation import graph_task_id
 
 

@@ -20,7 +20,7 @@ from quaver.torch.linear.gemms import is_given
 from quaver.torch.operations import ops
 from quaver.torch.parallel import wire
 from quaver.torch.parallel.tensor.products.function import of_sums, plain_product
-from quaver.torch.state.agreement import check_agreement, facts_of
+from quaver.torch.state.history.agreement import check_agreement, facts_of
 
 
 class Words(NamedTuple):

@@ -135,4 +135,4 @@ def _difference(every: Mapping[int, tuple[str, Mapping[str, str], str]], advice:
         lines[rank] = error or ("it fits" if errors else f"{where}: {said}" if len(wheres) > 1 else said)
     what = "; ".join(f"rank {rank}: {line}" for rank, line in lines.items())
     at = f" at {next(iter(wheres))}" if len(wheres) == 1 else ", which came to different calls"
-    return f"ranks differ{at}: {what}; {advice or 'give all ranks of the group the same'}"
+    return f"ranks differ{at}: {what}" + ("" if errors else f"; {advice or 'give all ranks of the group the same'}")
