@@ -228,7 +228,7 @@ def test_without_a_terminal_progress_is_lines(toml: Path, tmp_path: Path) -> Non
         warnings.simplefilter("ignore")
         assert not quaver("train", "--config", toml, "--steps", 63, "--resume", "--quiet").stderr
     compared = quaver("compare", "--config", toml, "--out", tmp_path / "all", "--recipes", "bf16", "--steps", 2)
-    assert "bf16 seed 0: step 2 of 2  loss" in compared.stderr, compared.output
+    assert "run 1 of 1, bf16 seed 0: step 2 of 2  loss" in compared.stderr, compared.output
 
 
 def test_a_change_of_the_recipe_is_said_where_it_comes(toml: Path, tmp_path: Path) -> None:

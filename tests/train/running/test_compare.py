@@ -16,12 +16,13 @@ from quaver.train.configuration.config import to_toml
 from quaver.train.data import frozen, tokens
 from quaver.train.files import lock
 from quaver.train.records import checkpoint
-from quaver.train.records.comparison import Comparison, Run, paired
+from quaver.train.records.comparison import Comparison, Run, interval_of, paired
 from quaver.train.records.metrics import read
 from quaver.train.running.compare import compare_runs
 from quaver.train.running.loop import run_training
 from quaver.train.showing import report
 from quaver.train.showing.plots import plot_comparison, plot_loss, spread
+from quaver.train.showing.progress import time_left
 from tests import forked
 from tests.train.conftest import MakeConfig
 
@@ -41,6 +42,30 @@ def test_the_pair_takes_the_seeds_spread_away(make_config: MakeConfig, tmp_path:
     row = Comparison(folder=tmp_path, runs=tuple(runs), jobs=1).row("mxfp8")
     assert row.difference == pytest.approx(0.02) and row.error == pytest.approx(0.01 / math.sqrt(3))
     assert row.loss == pytest.approx(2.12) and row.seeds == 3
+    assert row.interval == pytest.approx(4.303 * row.error, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("number", "t"), [(2, 12.706), (3, 4.303), (11, 2.228), (16, 2.131), (31, 2.042), (1001, 1.962)]
+)
+def test_an_interval_is_students(number: int, t: float) -> None:
+    assert interval_of(1.0, number) == pytest.approx(t, abs=0.01)
+
+
+def test_a_report_of_two_seeds_has_a_wide_interval_and_says_what_speeds_are(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    runs = [made_up("bf16", seed, 0, make_config) for seed in (0, 1)]
+    runs += [made_up("mxfp8", seed, 0.001 * (seed + 1), make_config) for seed in (0, 1)]
+    text = report.write_report(Comparison(folder=tmp_path, runs=tuple(runs), jobs=1), []).read_text()
+    assert "+0.0015 ± 0.0064" in text and "two seeds say little" in text
+    assert "exact emulation on a CPU" in text
+
+
+def test_the_time_left_is_what_the_steps_so_far_took() -> None:
+    assert time_left(60, 100, 400) == "about 3 min left"
+    assert time_left(10, 100, 400) == "about 30 s left"
+    assert time_left(10, 0, 400) == time_left(10, 400, 400) == ""
 
 
 def test_one_seed_has_no_error() -> None:
@@ -59,7 +84,7 @@ def test_a_failed_run_is_named_and_the_others_are_reported(make_config: MakeConf
     text = report.write_report(comparison, [picture]).read_text()
     assert "| mxfp8 | 2.1000 | +0.1000 one seed | +5.00 % |" in text
     assert "nvfp4 seed 0 failed: it ran away" in text and "| nvfp4" not in text
-    assert "no standard error" in text and "compare.png" in text
+    assert "no interval" in text and "compare.png" in text
 
 
 @pytest.mark.parametrize("names", [["bf16"], ["nvfp4"], []])

@@ -8,6 +8,7 @@ ranks under torchrun the one that met it says it, and the first one alone prints
 import functools
 import inspect
 import json
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -35,7 +36,7 @@ from quaver.train.running.interrupt import Interrupted
 from quaver.train.running.loop import folder_of, run_training
 from quaver.train.running.sampling import Sampling
 from quaver.train.showing import report
-from quaver.train.showing.progress import Lines, numbers
+from quaver.train.showing.progress import Lines, numbers, time_left
 
 app = typer.Typer(
     help="Train Transformers in FP8, MXFP8 and NVFP4, by exact emulation where the hardware cannot.",
@@ -220,13 +221,21 @@ def compare(
     with bars(quiet) as progress:
         tasks: dict[str, TaskID] = {}
         line: dict[str, Callable[[Record], None]] = {}
+        began = time.monotonic()
+        done_before, left = -1, ""
 
         def watch(runs: Sequence[Run]) -> None:
+            nonlocal done_before, left
             progress.start()
-            for run in runs:
+            done = sum(max(run.losses, default=0) for run in runs)
+            done_before = done if done_before < 0 else done_before
+            total = sum(run.config.steps for run in runs) - done_before
+            left = time_left(time.monotonic() - began, done - done_before, total)
+            for number, run in enumerate(runs, 1):
                 if run.label not in tasks:
-                    line[run.label] = lines(run.label, run.config, quiet)
-                    tasks[run.label] = progress.add_task(run.label, total=run.config.steps, start=False, numbers="")
+                    label = f"run {number} of {len(runs)}, {run.label}"
+                    line[run.label] = lines(label, run.config, quiet, lambda: left)
+                    tasks[run.label] = progress.add_task(label, total=run.config.steps, start=False, numbers="")
                 follow(progress, tasks[run.label], run)
                 for record in [record for record in run.records if "loss" in record][-1:]:
                     line[run.label](record)
@@ -396,11 +405,13 @@ def bars(quiet: bool) -> Iterator[Progress]:
                 progress.stop()
 
 
-def lines(label: str, config: TrainConfig, quiet: bool) -> Callable[[Record], None]:
+def lines(
+    label: str, config: TrainConfig, quiet: bool, left: Callable[[], str] = lambda: ""
+) -> Callable[[Record], None]:
     """What takes a run's records and says some of them, where there is no terminal for a bar."""
     if quiet or err.is_terminal:
         return lambda record: None
-    return Lines(label, config.steps, lambda line: tell(line, ""), parts_of(config))
+    return Lines(label, config.steps, lambda line: tell(line, ""), parts_of(config), left)
 
 
 def parts_of(config: TrainConfig) -> list[str]:

@@ -14,6 +14,8 @@ from quaver.train.configuration.config import TrainConfig
 from quaver.train.records.metrics import Record, losses, validation_losses
 
 BASELINE = "bf16"
+#: Student's t at 97.5 % for 1, 2, ... degrees of freedom: a 95 % interval is so many standard errors to either side.
+T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +60,8 @@ class Row:
     difference: float | None
     # Standard error of the difference over seeds (n - 1); None with a single seed.
     error: float | None
+    # Half of the difference's 95 % confidence interval; None with a single seed.
+    interval: float | None
     speed: float
 
 
@@ -93,13 +97,15 @@ class Comparison:
 
     def row(self, recipe: str) -> Row:
         runs = list(self.finished(recipe).values())
-        mean, error = paired([final(run) - final(baseline) for run, baseline in self.pairs(recipe)])
+        differences = [final(run) - final(baseline) for run, baseline in self.pairs(recipe)]
+        mean, error = paired(differences)
         return Row(
             recipe=recipe,
             seeds=len(runs),
             loss=statistics.fmean(final(run) for run in runs),
             difference=mean,
             error=error,
+            interval=None if error is None else interval_of(error, len(differences)),
             speed=statistics.fmean(run.speed for run in runs),
         )
 
@@ -114,3 +120,10 @@ def paired(differences: Sequence[float]) -> tuple[float | None, float | None]:
         return None, None
     error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else None
     return statistics.fmean(differences), error
+
+
+def interval_of(error: float, number: int) -> float:
+    """Half of the 95 % confidence interval of a mean, from its standard error over so many values."""
+    freedom = number - 1
+    # Beyond the table 1.96 + 2.5 / freedom is within 0.01 of Student's t.
+    return error * (T95[freedom - 1] if freedom <= len(T95) else 1.96 + 2.5 / freedom)

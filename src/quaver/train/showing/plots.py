@@ -146,9 +146,9 @@ def draw_difference(axes: Axes, comparison: Comparison, recipe: str) -> list[np.
 
 
 def final_label(row: Row) -> str:
-    """A recipe with its final validation difference."""
-    error = "" if row.error is None else f" ± {row.error:.4f}"
-    return f"{row.recipe}\n{row.difference:+.4f}{error}"
+    """A recipe with its final validation difference and its 95 % interval."""
+    interval = "" if row.interval is None else f" ± {row.interval:.4f}"
+    return f"{row.recipe}\n{row.difference:+.4f}{interval}"
 
 
 def frame(values: np.ndarray) -> tuple[float, float]:

@@ -27,6 +27,18 @@ def among_ranks(record: Record) -> str:
     return f"  {share:.0%} communication, {sent / 1e6:,.1f} MB a rank, rank {slowest} slowest"
 
 
+def time_left(seconds: float, done: int, total: int) -> str:
+    """How long the rest takes, as text; "" before anything is done.
+
+    Args:
+        seconds: that the steps done so far took.
+    """
+    if not done or done >= total:
+        return ""
+    left = seconds * (total - done) / done
+    return f"about {left / 60:.0f} min left" if left >= 90 else f"about {max(left, 1):.0f} s left"
+
+
 class Lines:
     """Says a run's first step that it sees, its last, one in so many between them, and the first under another recipe.
 
@@ -35,13 +47,22 @@ class Lines:
         steps: of the run in all.
         say: takes a line.
         parts: the recipes of a run that changes its own.
+        left: gives the time that all runs still take, as text.
     """
 
-    def __init__(self, label: str, steps: int, say: Callable[[str], None], parts: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        label: str,
+        steps: int,
+        say: Callable[[str], None],
+        parts: Sequence[str] = (),
+        left: Callable[[], str] = lambda: "",
+    ) -> None:
         self.label = label
         self.steps = steps
         self.say = say
         self.parts = parts
+        self.left = left
         self.part: int | None = None
         self.every = max(1, steps // PARTS)
         self.shown = 0
@@ -54,4 +75,6 @@ class Lines:
         if step <= self.shown or (step < self.due and step != self.steps and not changed):
             return
         self.shown, self.due, self.part = step, (step // self.every + 1) * self.every, part
-        self.say(f"{self.label}{': ' if self.label else ''}step {step} of {self.steps}  {numbers(record, self.parts)}")
+        label, left = f"{self.label}: " if self.label else "", self.left()
+        shown = f"{label}step {step} of {self.steps}  {numbers(record, self.parts)}"
+        self.say(f"{shown}  {left}" if left else shown)

@@ -9,10 +9,11 @@ from rich import box
 from rich.table import Table
 
 from quaver.train.files import whole_file
+from quaver.train.learning import frameworks
 from quaver.train.records.comparison import BASELINE, Comparison, Row
 
 TITLE = "Final validation loss, nats a token"
-COLUMNS = ("recipe", "loss", f"minus {BASELINE} ± std. error", "relative", "tokens/s")
+COLUMNS = ("recipe", "loss", f"minus {BASELINE}, 95 % interval", "relative", "tokens/s")
 
 
 def cells(row: Row, baseline: float | None) -> tuple[str, ...]:
@@ -22,11 +23,11 @@ def cells(row: Row, baseline: float | None) -> tuple[str, ...]:
         return (row.recipe, loss, "", "", speed)
     if row.difference is None or baseline is None:
         return (row.recipe, loss, f"no {BASELINE}", "", speed)
-    error = "one seed" if row.error is None else f"± {row.error:.4f}"
+    interval = "one seed" if row.interval is None else f"± {row.interval:.4f}"
     return (
         row.recipe,
         loss,
-        f"{row.difference:+.4f} {error}",
+        f"{row.difference:+.4f} {interval}",
         f"{100 * row.difference / baseline:+.2f} %",
         speed,
     )
@@ -60,9 +61,14 @@ def notes(comparison: Comparison) -> list[str]:
         f"the same initial weights and batches under every recipe{text}."
     ]
     if seeds == 1:
-        said.append("With one seed no standard error can be given; --seeds 3 shows what is chance.")
+        said.append("With one seed no interval can be given; --seeds 3 shows what is chance.")
     else:
-        said.append("A difference is paired by seed: its mean over seeds, and that mean's error (n - 1).")
+        said.append(
+            "A difference is paired by seed: its mean over seeds, and the 95 % confidence interval of that mean "
+            f"(Student's t over {seeds} seeds" + ("; two seeds say little)." if seeds == 2 else ").")
+        )
+    if frameworks.on_cpu(config):
+        said.append("Tokens/s of recipes are of exact emulation on a CPU, and say nothing of a GPU's speed.")
     if comparison.jobs > 1:
         said.append(f"Speeds are of {comparison.jobs} runs side by side; --jobs 1 times each alone.")
     return said
