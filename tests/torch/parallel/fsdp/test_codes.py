@@ -368,7 +368,7 @@ def not_finite(rank: int) -> None:
                 optimizer = optim.AdamW(net.parameters(), lr=1e-2, preset=preset)
                 losses_of(net, optimizer, range(1), alone)
                 p = net[0].weight
-                p.grad = of_parts(torch.zeros(p.shape, dtype=dtype), p)
+                p.grad = of_parts(torch.zeros(p.shape, dtype=p.grad_dtype), p)
                 place = layout.place(p)
                 if place.start[0] <= 299 < place.start[0] + place.part[0]:
                     # A row that the last rank has.
