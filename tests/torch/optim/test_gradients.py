@@ -4,6 +4,7 @@ import copy
 import io
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -255,6 +256,8 @@ def test_what_is_written_to_a_gradient_or_to_a_view_of_it_is_stepped() -> None:
         "elementwise": lambda g: g.mul_(torch.full((64, 192), 3.0)),
         "copy": lambda g: g.copy_(torch.full((64, 192), 3.0)),
         "out": lambda g: torch.add(g, 1.0, out=g),
+        "set data": lambda g: setattr(g, "data", torch.ones(64, 192)),
+        "numpy": lambda g: g.numpy().__setitem__(slice(0, 8), 0.0),
     }
     for name, write in writes.items():
         model, twin = model_of("none"), model_of("none")
@@ -285,8 +288,10 @@ def test_a_gradient_in_codes_is_copied_saved_and_moved() -> None:
     file.seek(0)
     assert torch.equal(torch.load(file, weights_only=False), value * 0.5)
     assert "QuantizedGradient(tensor(" in repr(gradient)
+    assert gradient.tolist() == (value * 0.5).tolist() and np.array_equal(np.asarray(gradient), (value * 0.5).numpy())
     model.to(torch.bfloat16)
     assert torch.equal(model[2].weight.grad, (value * 0.5).bfloat16())
+    assert torch.equal(model[2].weight.grad.float() + 0, (value * 0.5).bfloat16().float())
     model.to("cpu", torch.float32)
     optimizer.step()
 

@@ -141,6 +141,25 @@ class QuantizedGradient(Tensor):
         for at in range(0, data.shape[0], rows):
             yield codes.decode(data[at : at + rows], scale[at : at + rows], spec)
 
+    @property
+    def data(self) -> Tensor:
+        """As torch's: modules set it where they change dtype or device."""
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        own = self.contents
+        plain = values.decoded() if isinstance(values, QuantizedGradient) else values.detach()
+        own.value, own.codes, own.factor = plain, None, None
+        Tensor.data.__set__(self, QuantizedGradient(own, plain))  # type: ignore[attr-defined]
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """As torch's: what is written to the array is written to the gradient."""
+        return self.in_high_precision().numpy(force=force)
+
+    def tolist(self) -> Any:
+        return self.decoded().tolist()
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         spec = self.contents.spec
         return f"QuantizedGradient({self.decoded()!r}, {'bfloat16' if spec is None else spec.text})"
