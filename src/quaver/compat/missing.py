@@ -33,7 +33,7 @@ PYTORCH = {
     **dict.fromkeys(("CPLoadBalancingStrategy", "newton_schulz_tp", "CusolverMpCtx"), _COMMUNICATION),
     **dict.fromkeys(("QuantizerRole", "QuantizerRequest", "DelayedScalingRequest", "quantizer_factory"), _RECIPES),
     **dict.fromkeys(("interleave_glu_tensor", "deinterleave_glu_tensor"), "gate and value lie one after the other"),
-    **dict.fromkeys(("QuantizedTensor", "QuantizedTensorStorage", "Quantizer", "prepare_for_saving"), _CODES),
+    **dict.fromkeys(("QuantizedTensorStorage", "Quantizer", "prepare_for_saving"), _CODES),
     **dict.fromkeys(("restore_from_saved", "restore_from_func_ctx", "Float8Quantizer"), _CODES),
     **dict.fromkeys(("Float8CurrentScalingQuantizer", "MXFP8Quantizer", "Float8BlockQuantizer"), _CODES),
     **dict.fromkeys(("NVFP4Quantizer", "HybridQuantizer", "IdentityQuantizer", "Float8Tensor", "MXFP8Tensor"), _CODES),

@@ -85,3 +85,30 @@ def test_what_is_not_there_is_a_sentence() -> None:
     with pytest.raises(AttributeError, match=r"'make_graphed_callables': .*CapturedStep. captures"):
         te.make_graphed_callables  # noqa: B018
     assert not hasattr(te, "make_graphed_callables")
+
+
+def test_what_the_process_wide_state_says_is_autocasts() -> None:
+    state = te.FP8GlobalStateManager
+    assert not state.is_fp8_enabled() and not state.is_fp8_calibration() and not state.fp8_graph_capturing()
+    with te.autocast(recipe=recipe.MXFP8BlockScaling()):
+        assert state.is_fp8_enabled() and state.get_fp8_recipe() == recipe.MXFP8BlockScaling().recipe()
+        with te.autocast(enabled=False):
+            assert not state.is_fp8_enabled()
+    assert state.is_mxfp8_available() == (True, "")
+    assert state.get_fp8_recipe() == recipe.DelayedScaling().recipe()
+
+
+def test_rows_of_groups_are_padded_as_there() -> None:
+    sizes = {name: te.get_align_size_for_quantization(kind()) for name, kind in recipe.RECIPES.items()}
+    assert (
+        sizes.pop("MXFP8BlockScaling") == 32 and sizes.pop("NVFP4BlockScaling") == 128 and set(sizes.values()) == {16}
+    )
+
+
+def test_a_weight_of_codes_is_a_quantized_tensor() -> None:
+    with te.quantized_model_init(recipe=recipe.MXFP8BlockScaling()):
+        layer = te.Linear(32, 32)
+    assert isinstance(layer.weight, te.QuantizedTensor) and not isinstance(layer.bias, te.QuantizedTensor)
+    assert isinstance(qt.quantize(torch.ones(2, 32), quaver.recipes.mxfp8().fprop.a), te.QuantizedTensor)
+    with pytest.raises(TypeError, match=r"quaver\.torch\.quantize"):
+        te.QuantizedTensor()

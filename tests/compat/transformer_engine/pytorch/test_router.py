@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from quaver.compat.transformer_engine.pytorch.router import (
+    RoutingMapFormat,
     fused_compute_score_for_moe_aux_loss,
     fused_moe_aux_loss,
     fused_topk_with_score_function,
@@ -54,3 +55,21 @@ def test_the_balancing_loss() -> None:
     assert_close("loss", loss, expected, 1e-6)
     (g,) = torch.autograd.grad(loss, logits)
     assert g.any()
+
+
+@pytest.mark.parametrize("experts", [8, 11])
+def test_logits_of_a_batch_and_maps_of_bits(experts: int) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(2, 5, experts, requires_grad=True)
+    weights, chosen = fused_topk_with_score_function(logits, 3, False, None, None, None, "sigmoid", None)
+    assert weights.shape == logits.shape and torch.equal(chosen, weights.view(10, experts) > 0)
+    weights.sum().backward()
+    for form in ("bitmap_u8", "BITMAP_U8", 1, RoutingMapFormat.BITMAP_U8):
+        _, packed = fused_topk_with_score_function(logits, 3, False, None, None, None, "sigmoid", None, form)
+        assert packed.shape == (10, -(-experts // 8)) and packed.dtype is torch.uint8
+        bits = [[bool(packed[t, e // 8] >> (e % 8) & 1) for e in range(experts)] for t in range(10)]
+        assert torch.equal(torch.tensor(bits), chosen)
+    aux, _ = fused_compute_score_for_moe_aux_loss(logits, 3, "sigmoid", routing_map_format="bitmap_u8")
+    assert torch.equal(aux, packed)
+    with pytest.raises(ValueError, match="give 'bytemap' or 'bitmap_u8'"):
+        fused_topk_with_score_function(logits, 3, routing_map_format="bits")

@@ -6,12 +6,24 @@ from typing import Any
 import torch
 
 from quaver.compat.transformer_engine.common import recipe as recipes
+from quaver.torch.linear.stored.stored import CODES
 from quaver.torch.model.weights.quantized import quantized_init
+from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.state.context import autocast as ours
+from quaver.torch.state.context import in_force
 
-__all__ = ["autocast", "fp8_autocast", "fp8_model_init", "get_default_recipe", "is_bf16_available"]
+__all__ = [
+    "FP8GlobalStateManager",
+    "QuantizedTensor",
+    "autocast",
+    "fp8_autocast",
+    "fp8_model_init",
+    "get_default_recipe",
+    "is_bf16_available",
+]
 __all__ += ["is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available"]
 __all__ += ["quantized_model_init"]
+__all__ += ["get_align_size_for_quantization"]
 
 
 class autocast(ours):
@@ -84,3 +96,49 @@ def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
 
 
 is_mxfp8_available = is_fp8_block_scaling_available = is_nvfp4_available = is_bf16_available = is_fp8_available
+
+
+def get_align_size_for_quantization(recipe: Any) -> int:
+    """The number of rows that Transformer Engine pads each group of tokens to: 32 (MXFP8), 128 (NVFP4) or 16.
+
+    Groups of any size are taken here, so that padding to it is allowed and not needed.
+    """
+    spec = recipes.recipe_of(recipe).fprop.a
+    return 16 if spec is None else 128 if spec.two_level else 32 if spec.scale == "e8m0" else 16
+
+
+class FP8GlobalStateManager:
+    """What Transformer Engine's process-wide state says, read only: the innermost `autocast` has all of it here."""
+
+    @staticmethod
+    def is_fp8_enabled() -> bool:
+        recipe = in_force(None)
+        return recipe is not None and recipe.quantizes
+
+    @staticmethod
+    def get_fp8_recipe() -> Any:
+        """The recipe in force, a `quaver.Recipe`, else the device's default."""
+        return in_force(None) or recipes.recipe_of(get_default_recipe())
+
+    @staticmethod
+    def is_fp8_calibration() -> bool:
+        return False
+
+    @staticmethod
+    def fp8_graph_capturing() -> bool:
+        return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+    is_fp8_available = staticmethod(check_fp8_support)
+    is_mxfp8_available = is_nvfp4_available = is_fp8_block_scaling_available = is_fp8_available
+
+
+class _AnyOfCodes(type):
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, Quantized) or (isinstance(value, torch.Tensor) and value.dtype in CODES)
+
+
+class QuantizedTensor(metaclass=_AnyOfCodes):
+    """For `isinstance`: true of an operand and of a weight that exists only as codes; it makes nothing."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        raise TypeError("QuantizedTensor is for isinstance alone; quaver.torch.quantize(x, spec) makes an operand")
