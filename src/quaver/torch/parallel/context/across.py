@@ -1,6 +1,7 @@
 """Attention of a sequence that lies in parts on several ranks: one function, three ways."""
 
 import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -78,41 +79,27 @@ def attention(
     group = group_of(mesh)
     order = Order(dist.get_world_size(group), balanced)
     kind = ops.autocast_device(q)
-    if torch.is_autocast_enabled(kind):
-        narrow = torch.get_autocast_dtype(kind)
-        q, k, v = (x.to(narrow) if x.dtype in ops.DTYPES else x for x in (q, k, v))
+    q, k, v = _as_autocast(kind, q, k, v)
     spec, ends, error = None, None, ""
     try:
-        check_name("how", how, WAYS)
-        check_name("mask type", mask_type, MASKS)
-        check_window(mask_type, window)
-        check_chunk(chunk)
-        check_numbers(soft_cap, dropout)
+        _check_options(how, mask_type, window, chunk, soft_cap, dropout)
         spec = spec_of(quantized)
         wide, keys, _ = all_heads_first(layout, q, k, v)
         refuse(mask_type, mask is not None, bias is not None, dropout, how, recipe)
         _check_parts(wide.shape[2], keys.shape[2], order)
         if how == "all_to_all":
             check_heads_divide(wide.shape[1], keys.shape[1], order.ranks)
-        if alibi_slopes is not None and alibi_slopes.requires_grad:
-            raise ValueError("alibi_slopes want a gradient, which context parallelism does not give; detach them")
+        _check_slopes(alibi_slopes)
         ends = _ends(layout, cu_seqlens, wide.shape[2] * order.ranks)
-        if isinstance(sinks, str):
-            check_name("sinks", sinks, (OFF_BY_ONE,))
-            sinks = q.new_zeros(wide.shape[1], dtype=torch.float32)
+        sinks = _as_tensor(sinks, wide)
     except ValueError as raised:
         error = str(raised)
-    if graph_task_id() == -1:
-        # A recomputation repeats what was compared.
-        tensors = {"q": q, "k": k, "v": v, "alibi_slopes": alibi_slopes}
-        what: dict[str, Any] = {name: facts_of(x) for name, x in tensors.items()}
-        what |= {"sinks": facts_of(sinks) if isinstance(sinks, Tensor) else sinks, "gradients": torch.is_grad_enabled()}
-        what |= {"how": how, "balanced": balanced, "quantized": spec}
-        what |= {"layout": layout, "mask_type": mask_type, "window": window, "chunk": chunk, "cu_seqlens": ends}
-        what |= {"scale": scale, "soft_cap": soft_cap, "recipe": None if recipe is None else recipe.text}
-        check_agreement("attention across ranks", what, group, error=error)
-    elif error:
-        raise ValueError(error)
+    compared: dict[str, Any] = {"q": facts_of(q), "k": facts_of(k), "v": facts_of(v)}
+    compared |= {"alibi_slopes": facts_of(alibi_slopes), "how": how, "balanced": balanced, "quantized": spec}
+    compared |= {"sinks": facts_of(sinks) if isinstance(sinks, Tensor) else sinks, "mask_type": mask_type}
+    compared |= {"layout": layout, "window": window, "chunk": chunk, "cu_seqlens": ends, "scale": scale}
+    compared |= {"soft_cap": soft_cap, "recipe": None if recipe is None else recipe.text}
+    _compare(compared, group, error)
     left, right = bounds(mask_type, window)
     across = Across(group, order, 1 if layout == "bshd" else 0, spec)
     sight = Sight(left, right, chunk, alibi_slopes, ends)
@@ -122,6 +109,42 @@ def attention(
         options = {"layout": layout, "scale": scale, "soft_cap": soft_cap, "sinks": sinks}
         out: Tensor = WAYS[how](q, k, v, across, sight, **options, **more)
     return out
+
+
+def _as_autocast(kind: str, *tensors: Tensor) -> Iterator[Tensor]:
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return (x if dtype is None or x.dtype not in ops.DTYPES else x.to(dtype) for x in tensors)
+
+
+def _check_options(
+    how: str, mask_type: str, window: Window | None, chunk: int | None, soft_cap: float | None, dropout: float
+) -> None:
+    check_name("how", how, WAYS)
+    check_name("mask type", mask_type, MASKS)
+    check_window(mask_type, window)
+    check_chunk(chunk)
+    check_numbers(soft_cap, dropout)
+
+
+def _check_slopes(alibi_slopes: Tensor | None) -> None:
+    if alibi_slopes is not None and alibi_slopes.requires_grad:
+        raise ValueError("alibi_slopes want a gradient, which context parallelism does not give; detach them")
+
+
+def _as_tensor(sinks: str | Tensor | None, wide: Tensor) -> Tensor | None:
+    """Sinks given by a name as the tensor that they stand for; wide: queries, heads first."""
+    if not isinstance(sinks, str):
+        return sinks
+    check_name("sinks", sinks, (OFF_BY_ONE,))
+    return wide.new_zeros(wide.shape[1], dtype=torch.float32)
+
+
+def _compare(facts: Mapping[str, Any], group: Group, error: str) -> None:
+    """Raise the same ValueError on all ranks where they differ, or one has an error; once for a forward."""
+    if graph_task_id() == -1:
+        check_agreement("attention across ranks", {**facts, "gradients": torch.is_grad_enabled()}, group, error=error)
+    elif error:  # a recomputation repeats what was compared
+        raise ValueError(error)
 
 
 def group_of(mesh: DeviceMesh | Group | None) -> Group:
