@@ -9,8 +9,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 CASES = """
-import pytest, torch
-pytestmark = pytest.mark.gpu
+import torch
+from pytest import mark
+pytestmark = mark.gpu
 
 def lost(*_):
     raise RuntimeError("CUDA error: an illegal instruction was encountered\\nmore")

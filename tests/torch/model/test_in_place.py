@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM
 
 import quaver.torch as qt
 from benchmarks.cases.models.model_gradients import noise
@@ -18,6 +19,7 @@ from quaver.torch.model.fusing import ropes
 from quaver.torch.model.fusing.fused import Fused
 from quaver.torch.model.fusing.ropes import HALVES, Rope, tables
 from tests.close import assert_bitwise, assert_close
+from tests.torch.model import families
 from tests.torch.model.coverage import PAGE
 from tests.torch.model.families import tiny, tokens
 from tests.torch.model.in_place import FAMILIES, converted, model_of, step, written
@@ -43,6 +45,19 @@ def test_a_family_computes_what_transformers_computes(family: str) -> None:
         assert expected.keys() == got.keys()
         for name in expected:
             assert apart(got[name], expected[name]) <= FLOAT32, name
+
+
+@pytest.mark.parametrize("family", ["cohere2", "ministral3", "seed_oss"])
+def test_attention_of_more_families_is_placed_and_equal(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables of neighbours, a scale of queries by position, dropout of its own in the MLP."""
+    monkeypatch.setitem(families.FAMILIES, family, AutoModelForCausalLM)
+    plain = model_of(family, **({"residual_dropout": 0.0} if family == "seed_oss" else {}))
+    ours = copy.deepcopy(plain)
+    report = qt.convert(ours, "bf16", blocks=True)
+    assert all(row.block for row in report.blocks), str(report)
+    expected, got = step(plain), step(ours)
+    for name in expected:
+        assert apart(got[name], expected[name]) <= FLOAT32, name
 
 
 #: Every expert sees every token: where a rounding sends one elsewhere, two models differ by chance.

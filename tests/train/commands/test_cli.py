@@ -131,7 +131,7 @@ def test_a_misspelt_option_is_suggested(toml: Path) -> None:
 def test_compare_reports_and_names_its_pictures(toml: Path, tmp_path: Path) -> None:
     result = quaver("compare", "--config", toml, "--recipes", "mxfp8", "--steps", 2, "--quiet")
     assert result.exit_code == 0, result.output
-    assert "mxfp8" in result.stdout and "no standard error" in result.stdout
+    assert "mxfp8" in result.stdout and "no interval" in result.stdout
     assert result.stdout.splitlines()[-1] == f"picture: {tmp_path / 'run' / 'compare.png'}"
     assert (tmp_path / "run" / "report.md").exists()
 

@@ -213,28 +213,39 @@ def formula_of(module: Any) -> tuple[AttentionFormula | None, str]:
     if attends is None and rope is None:
         return None, f"its configuration asks for {EAGER} attention, and ours takes the place of {SDPA}"
     formula = AttentionFormula(name, held.get(name), rope, implementation, attends)
+    # Which matrix leads back to the features of the input: mostly the last one, Phi-3's first, of some none.
+    outs = [*reversed(_matrices(module)), None]
     try:
-        copied = [small(module, torch.float32, last) for last in (True, False)]
+        widths = {out: _widths(small(module, torch.float32, out)) for out in outs}
     except NotImplementedError as error:
         return None, str(error)
-    why = ""
-    for last, lies in itertools.product((True, False), (HALVES, PAIRS, ONCE, COMPLEX) if turns else (HALVES,)):
-        for width in _widths(copied[not last]):
-            why = _differs(module, forward, formula, _Case(last, lies, width))
+    # Tables lie as the function that turns was found to read them.
+    layouts = (rope.lies,) if rope is not None else (HALVES, PAIRS, ONCE, COMPLEX) if turns else (HALVES,)
+    reason = ""
+    for out, lies in itertools.product(outs, layouts):
+        for width in widths[out]:
+            why = _differs(module, forward, formula, _Case(out, lies, width))
             registry: _Registry = rebuilt(forward, formula).__globals__[REGISTRY]
             if not why and (formula.attends is None or registry.asked):
                 return formula, ""
             why = why or "it does not ask the registry how to attend"
             if "does not run" not in why:
                 return None, why
-    return None, why
+            # The first case is the usual one, whose reason says most.
+            reason = reason or why
+    return None, reason
+
+
+def _matrices(module: nn.Module) -> list[str]:
+    """The names of the matrices that it holds itself."""
+    return [name for name, part in module._modules.items() if sizes(part) is not None]
 
 
 class _Case(NamedTuple):
     """How a twin is made and called."""
 
-    #: Whether its last matrix leads back to the features of the input.
-    last: bool
+    #: The matrix that leads back to the features of the input, by name.
+    out: str | None
     #: How tables of rotary positions lie, and for how many features.
     lies: str
     width: int
@@ -256,7 +267,7 @@ def _differs(module: Any, forward: Any, formula: AttentionFormula, case: _Case) 
             return first_of(rebuilt(forward, formula)(copied, **named))
 
         why = differs(
-            lambda dtype: small(module, dtype, case.last),
+            lambda dtype: small(module, dtype, case.out),
             ours,
             lambda dtype: iter([(drawn((2, TOKENS, SMALL), dtype, 5),)]),
             theirs,
@@ -282,7 +293,7 @@ def _arguments(copied: Any, x: Tensor, mask: str, implementation: str, case: _Ca
         named["position_embeddings"] = tables(case.lies, case.width, TOKENS, x.dtype)
     for name, parameter in names.items():
         if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
-            named.setdefault(name, None)
+            named.setdefault(name, i[None] if name == "position_ids" else None)
     named.pop("self", None)
     return named
 
@@ -301,11 +312,11 @@ def _widths(copied: Any) -> list[int]:
     return list(dict.fromkeys([*(int(w * part) // 2 * 2 for w in whole[-1:]), *whole])) or [2]
 
 
-def small(module: Any, dtype: torch.dtype, last: bool) -> nn.Module:
+def small(module: Any, dtype: torch.dtype, out: str | None) -> nn.Module:
     """A twin of few features of input and output, whose heads are those of the module.
 
     Args:
-        last: whether the last matrix leads back to the features of the input.
+        out: the name of the matrix that leads back to the features of the input.
     Raises:
         NotImplementedError: what is inside cannot be made again.
     """
@@ -315,12 +326,11 @@ def small(module: Any, dtype: torch.dtype, last: bool) -> nn.Module:
         raise NotImplementedError("its buffers have no values yet")
     if not shapes:
         raise NotImplementedError("it holds no matrices")
-    wide = next(iter(shapes.values()))[0]
+    wide = next((size[0] for name, size in shapes.items() if name != out), 0)
     for i, (name, part) in enumerate(module._modules.items()):
         if name in shapes:
             k, n, bias = shapes[name]
-            is_last = last and name == list(shapes)[-1]
-            k, n = (k, SMALL) if is_last else (SMALL if k == wide else k, n)
+            k, n = (k, SMALL) if name == out else (SMALL if k == wide else k, n)
             parts[name] = linear(
                 drawn((n, k), dtype, 2 * i, scale=k**-0.5),
                 drawn((n,), dtype, 2 * i + 1, scale=0.3) if bias else None,

@@ -34,14 +34,19 @@ _thread = _Thread()
 
 @dataclass(frozen=True)
 class Rope:
-    """(q [B, H, S, D], k [B, G, S, D], cos, sin [B, S, R]) to both, turned: what a model's function computes."""
+    """(q [B, H, S, D], k [B, G, S, D], cos, sin [B, S, R]) to both, turned: what a model's function computes.
+
+    With unsqueeze_dim=2, as there, q and k are [B, S, H, D].
+    """
 
     #: How its tables lie, and which features are a pair.
     lies: str
     interleaved: bool
 
-    def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
         tables = self._remembered(cos, sin)
+        if unsqueeze_dim == 2:
+            return apply_rotary_to_both(q, k, *tables, self.interleaved)
         q, k = apply_rotary_to_both(q.transpose(1, 2), k.transpose(1, 2), *tables, self.interleaved)
         return q.transpose(1, 2), k.transpose(1, 2)
 
