@@ -268,8 +268,8 @@ def as_rows(parts: Parts, number: int = 0) -> Parts:
 
 
 def rows(t: Tensor, number: int = 0) -> Tensor:
-    """A tensor as a matrix, of so many rows if a number is given."""
-    if number:
+    """A tensor as a matrix, of so many rows if a number is given; one scale in all, [], stays."""
+    if number and t.dim():
         return t if t.dim() == 2 and t.shape[0] == number else in_rows(t).reshape(number, -1)
     if t.dim() == 2 or t.dim() == 0:
         return t
