@@ -100,6 +100,25 @@ def test_tied_weights_are_stepped_once_or_refused() -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_multiplied_beyond_its_range_is_skipped_or_raised(preset: str, bad: float) -> None:
+    for nonfinite in ("skip", "raise"):
+        model = model_of()
+        optimizer = optim.AdamW(model.parameters(), lr=1e-3, preset=preset, nonfinite=nonfinite)
+        loss_of(model, 2).backward()
+        weight = model[0].weight
+        weight.grad.mul_(1e38 if bad == float("inf") else bad).mul_(1e38)
+        before = [p.detach().clone() for p in model.parameters()]
+        if nonfinite == "raise":
+            with pytest.raises(ValueError, match=r"are not finite, .* nothing was changed"):
+                optimizer.step()
+        else:
+            optimizer.step()
+            assert int(optimizer.skipped) == 1
+        assert same([*model.parameters()], before)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_is_skipped_and_counted_or_raised(preset: str, bad: float) -> None:
     for nonfinite in ("skip", "raise"):
         model = model_of()

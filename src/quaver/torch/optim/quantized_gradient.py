@@ -108,6 +108,8 @@ class QuantizedGradient(Tensor):
     def finite(self) -> Tensor:
         """Whether it is: bool []. Codes of a block that is not have the scale NaN."""
         own = self.contents
+        if own.factor is not None:
+            return self.norm_of(float("inf")).isfinite()
         seen = own.value if own.value is not None else self.codes if own.spec is None else self.scale
         return seen.isfinite().all()
 
