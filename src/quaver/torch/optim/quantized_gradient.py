@@ -166,6 +166,10 @@ class QuantizedGradient(Tensor):
         spec = self.contents.spec
         return f"QuantizedGradient({self.decoded()!r}, {'bfloat16' if spec is None else spec.text})"
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as a plain tensor, which torch.load reads with weights_only=True."""
+        return self.decoded().__reduce_ex__(protocol)
+
     #: Results are plain tensors.
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
@@ -174,6 +178,20 @@ class QuantizedGradient(Tensor):
         handler, kwargs = HANDLERS.get(func.name().partition(".")[0]), kwargs or {}
         result = NotImplemented if handler is None else handler(*args, **kwargs)
         return _by_values(func, args, kwargs) if result is NotImplemented else result
+
+
+def _of_memory(name: str) -> Callable[..., Any]:
+    """A method that reads or writes memory and does not dispatch, on what stores the values in high precision."""
+
+    def method(self: QuantizedGradient, *args: Any, **kwargs: Any) -> Any:
+        result = getattr(self.in_high_precision(), name)(*args, **kwargs)
+        return self if result is self.value else result
+
+    return method
+
+
+for _name in ("apply_", "map_", "share_memory_"):
+    setattr(QuantizedGradient, _name, _of_memory(_name))
 
 
 def encoded(gradient: Tensor, spec: StateSpec) -> tuple[Tensor, Tensor]:
@@ -250,7 +268,9 @@ def _norms(gradients: Sequence[Tensor], order: Any = 2, dtype: Any = None) -> li
 
 
 def _is_number(other: Any) -> bool:
-    return not isinstance(other, Tensor) or (other.numel() == 1 and not isinstance(other, QuantizedGradient))
+    return not isinstance(other, Tensor) or (
+        other.numel() == 1 and other.dim() < 2 and not isinstance(other, QuantizedGradient)
+    )
 
 
 def _multiply(gradient: Any, other: Any) -> Any:
@@ -260,8 +280,8 @@ def _multiply(gradient: Any, other: Any) -> Any:
     return gradient
 
 
-def _divide(gradient: Any, other: Any) -> Any:
-    return _multiply(gradient, 1 / other) if _is_number(other) else NotImplemented
+def _divide(gradient: Any, other: Any, *, rounding_mode: str | None = None) -> Any:
+    return _multiply(gradient, 1 / other) if rounding_mode is None and _is_number(other) else NotImplemented
 
 
 def _of_each(name: str) -> Callable[..., None]:
