@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 import quaver.torch as qt
 from quaver.torch import optim
-from quaver.torch.optim import weights
+from quaver.torch.optim import codes, weights
 from quaver.torch.optim.loading.rules import key_of
 
 PAIRS = list(itertools.permutations(("float32", "exact", "balanced", "lean", "msamp"), 2))
@@ -101,6 +101,49 @@ def moment(optimizer: optim.Optimizer, p: Tensor, name: str) -> Tensor:
     way, state = optimizer.way(p, optimizer.param_groups[0]), optimizer.state[p]
     spec = way.moments[way.rule.names.index(name)]
     return optim.codes.decode(state[key_of(name, spec)], state.get(f"{name}_scale"), spec)
+
+
+@pytest.mark.parametrize(("before", "after"), [*PAIRS, *((name, name) for name in ("exact", "lean", "msamp"))])
+@pytest.mark.parametrize("kind", ["float32", "tensorwise"])
+def test_moments_of_small_weights_load_where_one_is_codes_and_the_other_not(kind: str, before: str, after: str) -> None:
+    """Tensors of fewer than 4096 elements are kept in float32 unless their weights are codes."""
+    saved: Any = None
+    for of, preset in ((kind, before), ("tensorwise" if kind == "float32" else "float32", after)):
+        layer = qt.Linear(32, 64, bias=False)
+        if of == "tensorwise":
+            qt.quantize_weights(layer, of)
+        p = layer.weight
+        optimizer = optim.AdamW([p], preset=preset)
+        if saved is None:
+            p.grad = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).to(p.grad_dtype or p.dtype)
+            gradient = p.grad.float()
+            optimizer.step()
+            saved = optimizer.state_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer.load_state_dict(saved)
+    state, group = optimizer.state[p], optimizer.param_groups[0]
+    assert {name: t.dtype for name, t in state.items()} == {
+        name: t.dtype for name, t in optimizer.first_state(p, group).items()
+    }
+    spec = optimizer.way(p, group).moments[0]
+    first = state[key_of("exp_avg", spec)]
+    first = codes.decode(first, state["exp_avg_scale"], spec) if spec.of.scaled else first.float()
+    assert float((first - 0.1 * gradient).norm() / (0.1 * gradient).norm()) < 0.1
+
+
+@pytest.mark.parametrize("damage", ["scales", "dtype"])
+def test_codes_without_scales_or_of_another_dtype_are_refused(damage: str) -> None:
+    layer = layer_of("float32")
+    optimizer = optim.AdamW(layer.parameters(), preset="lean")
+    run(layer, optimizer, 1)
+    state = copy.deepcopy(optimizer.state_dict())
+    if damage == "scales":
+        del state["state"][0]["exp_avg_scale"]
+    else:
+        state["state"][0]["exp_avg_codes"] = state["state"][0]["exp_avg_codes"].float()
+    with pytest.raises(ValueError, match=r"exp_avg was saved as .* is the file damaged"):
+        optimizer.load_state_dict(state)
 
 
 def test_eight_bits_become_sixteen_and_thirty_two_without_a_loss() -> None:

@@ -13,7 +13,7 @@ from quaver.core.states.presets import PRESETS, Preset
 from quaver.torch.linear.stored import storing
 from quaver.torch.optim import codes, weights
 from quaver.torch.optim.gradients.held import Gradients
-from quaver.torch.optim.loading import rules
+from quaver.torch.optim.loading import moments, rules
 from quaver.torch.optim.loading.converting import states_of
 from quaver.torch.optim.loading.earlier import written_by
 from quaver.torch.optim.loading.presets import packed, preset_of
@@ -164,7 +164,18 @@ class Kept(torch.optim.Optimizer):
         written: Preset | None,
         said: dict[str, int],
     ) -> None:
-        way, old = self.way(p, group), None if written is None else self.way(p, {**group, "preset": written})
+        way, old = self.way(p, group), None
+        if written is not None:
+            old = self.way(p, {**group, "preset": written})
+            specs = (written.first if signed else written.second for signed in way.rule.signed)
+            found = {name: saved.get(name + CODES, saved.get(name)) for name in way.rule.names}
+            old = replace(
+                old,
+                moments=tuple(
+                    was if kept is None else moments.spec_of(name, kept, saved.get(f"{name}_scale"), spec)
+                    for (name, kept), was, spec in zip(found.items(), old.moments, specs, strict=True)
+                ),
+            )
         keeping, tensors = layout.in_own_rows(p, way.keeping)
         before = None if old is None else replace(old, keeping=layout.in_own_rows(p, old.keeping)[0])
         weight = tuple(layout.rows(t) for t in tensors)

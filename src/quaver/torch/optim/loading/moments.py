@@ -10,11 +10,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quaver.core.states.codes import StateSpec
+from quaver.core.states.codes import FLOAT32, StateSpec
 from quaver.torch.optim import codes
 
 #: MS-AMP's dtypes stand for formats: torch had none of eight bits when it was written.
 MSAMP = {torch.uint8: torch.float8_e4m3fn, torch.int8: torch.float8_e5m2}
+
+
+def spec_of(name: str, saved: Any, scale: Any, spec: StateSpec) -> StateSpec:
+    """How a moment was written by a preset of ours whose spec is `spec`: a small one in float32, unless the weight was
+    codes at that time. Raises: ValueError, of what is neither."""
+    dtype = getattr(saved, "dtype", type(saved).__name__)
+    if dtype == codes.code_dtype(spec.of) and spec.of.scaled == (scale is not None):
+        return spec
+    if dtype is torch.float32 and scale is None:
+        return FLOAT32
+    raise ValueError(
+        f"{name} was saved as {dtype} {'without' if scale is None else 'with'} scales, and its preset keeps "
+        f"{spec.text}; nothing was loaded: is the file damaged?"
+    )
 
 
 def values(saved: Any, scale: Tensor | None, spec: StateSpec | None) -> Tensor:
