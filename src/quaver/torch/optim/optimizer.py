@@ -33,6 +33,7 @@ from quaver.torch.optim.rules.rule import Rule
 from quaver.torch.optim.stepping import layout, on_gpu, ranks, stacks
 from quaver.torch.optim.stepping.compiled import Compiled
 from quaver.torch.optim.stepping.pieces import Drawn, Outcome, begin
+from quaver.torch.state.history.agreement import check_agreement
 
 #: Parameters of more elements than this do not begin a step together: some are copies.
 TOGETHER = 1 << 24
@@ -79,6 +80,8 @@ class Optimizer(Kept):
         self._release: Release | None = None
         #: Weights of codes of which a rank knows the largest magnitude of its own rows alone.
         self._alone: set[Tensor] = set()
+        #: Whether ranks have compared their options.
+        self._compared = False
         self._warned = False
         self._resolution: list[float] = []
         defaults["seed"] = seed
@@ -99,7 +102,7 @@ class Optimizer(Kept):
         # A copy: of gradients and counts it has none, and a step in backward is asked for anew.
         self.gradients, self._release, self.counted = Gradients(), None, {}
         self._programs = Compiled() if self.compile else None
-        self._kernels, self._said, self._alone = {}, set(), set()
+        self._kernels, self._said, self._alone, self._compared = {}, set(), set(), False
         for group in self.param_groups:
             for p in group["params"]:
                 self._prepare(p, group)
@@ -168,6 +171,7 @@ class Optimizer(Kept):
         """
         for p in parameters:
             check_gradient(p)
+        self._compare_ranks(parameters)
         if self.nonfinite != "keep" and parameters:
             overflow = self._not_finite(parameters, overflow)
         if overflow is not None and overflow.is_cpu:
@@ -198,6 +202,29 @@ class Optimizer(Kept):
         for p in parameters:
             if storing.holds_codes(p) and (layer := storing.owner(p)) is not None:
                 record_versions(layer)
+
+    def _compare_ranks(self, parameters: list[Tensor]) -> None:
+        """Compare ranks that share parameters: options at the first step, gradients where a step communicates.
+
+        Raises:
+            ValueError: on all ranks.
+        """
+        every = [p for group in self.param_groups for p in group["params"]]
+        groups = list(dict.fromkeys(group for p in every for group in layout.groups(p)))
+        talks = self.nonfinite != "keep" or any(storing.holds_codes(p) for p in every)
+        if not groups or (self._compared and not talks):
+            return
+        stepping = {id(p) for p in parameters}
+        what: dict[str, Any] = {"nonfinite": self.nonfinite}
+        what["parameters with gradients"] = [i for i, p in enumerate(every) if id(p) in stepping] if talks else "any"
+        if not self._compared:
+            options = [
+                {name: value for name, value in group.items() if isinstance(value, str | int | float | tuple)}
+                for group in self.param_groups
+            ]
+            what |= {"optimizer": type(self).__name__, "options": options}
+        check_agreement("an optimizer's step", what, *groups)
+        self._compared = True
 
     def _not_finite(self, parameters: list[Tensor], overflow: Tensor | None) -> Tensor:
         """1 where a gradient is not finite, else 0, float32 []. Raises: ValueError, if that is asked."""
