@@ -46,18 +46,18 @@ def quantize_gradients(model: nn.Module, spec: QuantSpec = BLOCKS) -> nn.Module:
     if isinstance(model, DistributedDataParallel):
         model.register_comm_hook(_Wire(spec, model.process_group), _mean)
         return model
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    units = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     if not units:
         raise ValueError(
             f"{type(model).__name__} is neither wrapped by DistributedDataParallel nor sharded by fully_shard: do that "
             "first, then call quantize_gradients"
         )
-    for unit in units:
+    for name, unit in units:
         if not hasattr(unit, "set_custom_reduce_scatter"):
             raise ValueError(
                 f"fully_shard of torch {torch.__version__} takes no reduce-scatter of one's own: use a later torch"
             )
-        unit.set_custom_reduce_scatter(QuantizedReduceScatter(spec))
+        unit.set_custom_reduce_scatter(QuantizedReduceScatter(spec, name))
     return model
 
 
@@ -67,8 +67,9 @@ class QuantizedReduceScatter:
     #: What it sends is counted by the wire.
     counts_itself = True
 
-    def __init__(self, spec: QuantSpec = BLOCKS) -> None:
-        self.spec = spec
+    def __init__(self, spec: QuantSpec = BLOCKS, name: str = "") -> None:
+        #: Of the module whose gradients these are.
+        self.spec, self.name = spec, name
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -78,16 +79,17 @@ class QuantizedReduceScatter:
     ) -> None:
         """Write the sum, the mean or a multiple of the sum of every rank's input [ranks × n] into the output [n]."""
         scale = _scale_of_sum(op)
-        _check(input_tensor, self.spec, group)
+        _check(input_tensor, self.name or "the root", self.spec, group)
         total = wire.scatter_quantized_sums(input_tensor, self.spec, group)()
         if op == dist.ReduceOp.AVG:
             total /= dist.get_world_size(group)
         output_tensor.copy_(total if scale is None else total * scale)
 
 
-def _check(x: Tensor, spec: QuantSpec, group: Any) -> None:
-    """Raise on all ranks if they quantize other gradients, or by other specs."""
-    check_agreement("a sum of quantized gradients", {"gradients": (x.numel(), x.dtype), "spec": spec}, group)
+def _check(x: Tensor, of: str, spec: QuantSpec, group: Any) -> None:
+    """Raise on all ranks if they sum gradients of other modules, of another size, or by other specs."""
+    what = {"gradients of": of, "gradients": (x.numel(), x.dtype), "spec": spec}
+    check_agreement("a sum of quantized gradients", what, group)
 
 
 def _scale_of_sum(op: Any) -> Any:
@@ -116,7 +118,7 @@ class _Wire:
 def _mean(state: _Wire, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
     """The mean of a bucket over the ranks."""
     own, ranks = bucket.buffer(), dist.get_world_size(state.group)
-    _check(own, state.spec, state.group)
+    _check(own, f"bucket {bucket.index()}", state.spec, state.group)
     part = -(-own.numel() // ranks)
     whole = torch.nn.functional.pad(own, (0, part * ranks - own.numel()))
     mean = wire.scatter_quantized_sums(whole, state.spec, state.group)() / ranks
