@@ -193,9 +193,13 @@ class Model:
         Codes of an earlier forward serve it only within `micro_batches`.
 
         Raises:
-            ValueError: on all ranks, where one runs under another recipe or dtype, or without gradients.
+            ValueError: on all ranks, where one runs under another recipe or dtype, or has other gradients.
         """
         self.ended = self.ended or not self.steady
+        check_agreement("a forward after gather_quantized", self._facts(), self.group)
+
+    def _facts(self) -> dict[str, Any]:
+        """What ranks have alike in a forward."""
         layers: list[Any] = [weight.layer() for weight in self.weights]
         others = [
             f"{weight.name} {layer.recipe.text}"
@@ -204,16 +208,16 @@ class Model:
         ]
         device = "cpu" if self.weights[0].parameter is None else self.weights[0].parameter.device.type
         cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        recipe = ambient.now[0]
-        what = {
+        recipe, root = ambient.now[0], self.root()
+        return {
             "recipe of autocast": None if recipe is None else recipe.text,
             "recipes switched off": ambient.now[1],
             "recipes of layers": others or "those of gather_quantized",
             "dtype of torch.autocast": cast,
             "gradients": torch.is_grad_enabled(),
+            "frozen": [] if root is None else [name for name, p in root.named_parameters() if not p.requires_grad],
             "micro_batches": self.steady,
         }
-        check_agreement("a forward after gather_quantized", what, self.group)
 
     def _begin(self) -> None:
         root = self.root()
@@ -238,7 +242,7 @@ class Model:
         what = {w.name: f"{w.shape} cut along {w.across.axis} under {w.recipe.text}" for w in self.weights}
         check_agreement(
             "gather_quantized's first gather",
-            {"weights": len(what), **what},
+            {"weights": len(what), **what, **self._facts()},
             *groups,
             advice="build the model and convert it alike on all ranks before gather_quantized",
         )
