@@ -96,6 +96,9 @@ def column_and_row(rank: int) -> None:
     second_step("rank 0: .*gradients True.*; rank 1: .*gradients False", no_grad)
     second_step("rank 0: it fits; rank 1: .*its last axis must be 64", lambda net, x: torch.ones(32, 32))
     second_step("rank 0: it fits; rank 1: .*bfloat16", lambda net, x: x.detach().bfloat16())
+    # Not a ValueError on the rank that has it.
+    net, x = mlp(), torch.ones(32, 64)
+    refused("rank 0: it fits; rank 1: .*torch.func", lambda: torch.func.vmap(net)(x[None]) if rank else net(x))
 
 
 def other_styles_and_losses(rank: int) -> None:
@@ -112,6 +115,8 @@ def other_styles_and_losses(rank: int) -> None:
     targets = tokens + 30 * rank if rank else tokens
     refused("rank 1: .*label_smoothing", lambda: cross_entropy(x, tokens, mesh, label_smoothing=2.0 * rank))
     refused("rank 0: options .*; rank 1: options", lambda: cross_entropy(x, tokens, mesh, z_loss=1e-3 * rank))
+    unknown = "unknown" if rank else "mean"
+    refused("rank 1: no reduction 'unknown'", lambda: cross_entropy(x, tokens, mesh, reduction=unknown))
     assert targets.numel() and cross_entropy(x, tokens, mesh).isfinite()
 
 
@@ -162,6 +167,14 @@ def weights_gathered_as_codes(rank: int) -> None:
         torch.set_grad_enabled(not rank)
         refused("rank 0: gradients True; rank 1: gradients False", lambda: net(x))
         torch.set_grad_enabled(True)
+    # A frozen parameter, from the beginning on or later.
+    for first in (True, False):
+        net = model("mxfp8")
+        with qt.autocast("mxfp8"):
+            if not first:
+                net(x).sum().backward()
+            net[0].bias.requires_grad_(not rank)
+            refused(r"rank 0: frozen \[\]; rank 1: frozen \['0.bias'\]", lambda net=net: net(x))
 
 
 def gradients_by_other_specs(rank: int) -> None:
@@ -174,6 +187,43 @@ def gradients_by_other_specs(rank: int) -> None:
             (ValueError, RuntimeError), match="ranks differ at a sum of quantized gradients: rank 0: spec"
         ):
             model(torch.ones(8, 64)).sum().backward()
+
+
+def gradients_of_other_modules(rank: int) -> None:
+    """Of as many elements: they would be added up."""
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    for layer in net:
+        fully_shard(layer)
+    quantize_gradients(fully_shard(net))
+    x = torch.ones(8, 64)
+    net(x).sum().backward()
+    outputs = [layer(x).sum() for layer in net]
+    with pytest.raises((ValueError, RuntimeError), match="rank 0: gradients of 1; rank 1: gradients of 2"):
+        outputs[1 + rank].backward()
+
+
+def optimizers_of_parts(rank: int) -> None:
+    """Options on one rank, and a parameter without a gradient where a step communicates."""
+
+    def step(lr: float = 1e-3, nonfinite: str = "keep", lacks: bool = False) -> None:
+        net: Any = fully_shard(nn.Linear(64, 64))
+        optimizer = qt.optim.AdamW(net.parameters(), lr, nonfinite=nonfinite)
+        for _ in range(2):
+            net(torch.ones(8, 64)).sum().backward()
+            optimizer.step()
+        net.bias.grad = None if lacks else net.bias.grad
+        optimizer.step()
+
+    refused(
+        "an optimizer's step: rank 0: nonfinite keep.*rank 1: nonfinite skip",
+        lambda: step(nonfinite=("keep", "skip")[rank]),
+    )
+    refused("rank 0: options .*0.001.*rank 1: options .*0.002", lambda: step(1e-3 + 1e-3 * rank))
+    says = r"rank 0: parameters with gradients \[0, 1\]; rank 1: parameters with gradients \[0\]"
+    refused(says, lambda: step(nonfinite="skip", lacks=rank == 1))
+    # Nothing is communicated.
+    step(lacks=rank == 1)
 
 
 def sequences_in_parts(rank: int) -> None:
@@ -195,6 +245,8 @@ def sequences_in_parts(rank: int) -> None:
         frozen = k.detach() if rank else k
         refused("rank 0: k .* with a gradient; rank 1: k", lambda how=how, frozen=frozen: attend(k=frozen, how=how))
         refused("rank 0: it fits; rank 1: .*dropout", lambda how=how: attend(how=how, dropout=0.5 * rank))
+        unknown = "unknown" if rank else None
+        refused("rank 0: it fits; rank 1: no recipe 'unknown'", lambda how=how, to=unknown: attend(how=how, recipe=to))
         attend(how=how)
 
 
@@ -224,6 +276,9 @@ def dropout_of_a_sequence_in_parts(rank: int) -> None:
     assert_bitwise((cp.join(y) == 0), (expected == 0))
     torch.testing.assert_close(cp.join(y), expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(net.eval().first(x), x)
+    refused("rank 0: training True; rank 1: training False", lambda: net.train(rank == 0)(cp.cut(x)))
+    ends = [0, 16] if rank else None
+    refused("rank 0: it fits; rank 1: .*'tolist'", lambda: net.train().layer(cp.cut(x), cu_seqlens=ends))
 
 
 def gradients_that_some_ranks_lack(rank: int) -> None:
@@ -246,7 +301,8 @@ def gradients_that_some_ranks_lack(rank: int) -> None:
 
 CASES = [
     *(column_and_row, other_styles_and_losses, expert_parallelism, weights_gathered_as_codes),
-    *(gradients_by_other_specs, sequences_in_parts, dropout_of_a_sequence_in_parts, gradients_that_some_ranks_lack),
+    *(gradients_by_other_specs, gradients_of_other_modules, optimizers_of_parts, sequences_in_parts),
+    *(dropout_of_a_sequence_in_parts, gradients_that_some_ranks_lack),
 ]
 
 

@@ -75,13 +75,14 @@ def attention(
         by chunk and adds gradients rank by rank. Bounded: "ring", 1e-6 of the largest in float32. With `quantized`
         they are those of keys and values that were quantized and dequantized.
     """
-    recipe = None if recipe is None else recipes.get(recipe)
     group = group_of(mesh)
     order = Order(dist.get_world_size(group), balanced)
     kind = ops.autocast_device(q)
     q, k, v = _as_autocast(kind, q, k, v)
-    spec, ends, error = None, None, ""
+    spec, ends = None, None
+    error: str | Exception = ""
     try:
+        recipe = None if recipe is None else recipes.get(recipe)
         _check_options(how, mask_type, window, chunk, soft_cap, dropout)
         spec = spec_of(quantized)
         wide, keys, _ = all_heads_first(layout, q, k, v)
@@ -92,13 +93,14 @@ def attention(
         _check_slopes(alibi_slopes)
         ends = _ends(layout, cu_seqlens, wide.shape[2] * order.ranks)
         sinks = _as_tensor(sinks, wide)
-    except ValueError as raised:
-        error = str(raised)
+    except Exception as raised:
+        # Any kind: the other ranks wait.
+        error = raised
     compared: dict[str, Any] = {"q": facts_of(q), "k": facts_of(k), "v": facts_of(v)}
     compared |= {"alibi_slopes": facts_of(alibi_slopes), "how": how, "balanced": balanced, "quantized": spec}
     compared |= {"sinks": facts_of(sinks) if isinstance(sinks, Tensor) else sinks, "mask_type": mask_type}
     compared |= {"layout": layout, "window": window, "chunk": chunk, "cu_seqlens": ends, "scale": scale}
-    compared |= {"soft_cap": soft_cap, "recipe": None if recipe is None else recipe.text}
+    compared |= {"soft_cap": soft_cap, "recipe": getattr(recipe, "text", recipe)}
     _compare(compared, group, error)
     left, right = bounds(mask_type, window)
     across = Across(group, order, 1 if layout == "bshd" else 0, spec)
@@ -139,12 +141,12 @@ def _as_tensor(sinks: str | Tensor | None, wide: Tensor) -> Tensor | None:
     return wide.new_zeros(wide.shape[1], dtype=torch.float32)
 
 
-def _compare(facts: Mapping[str, Any], group: Group, error: str) -> None:
+def _compare(facts: Mapping[str, Any], group: Group, error: str | Exception) -> None:
     """Raise the same ValueError on all ranks where they differ, or one has an error; once for a forward."""
     if graph_task_id() == -1:
         check_agreement("attention across ranks", {**facts, "gradients": torch.is_grad_enabled()}, group, error=error)
-    elif error:  # a recomputation repeats what was compared
-        raise ValueError(error)
+    elif isinstance(error, Exception):  # a recomputation repeats what was compared
+        raise error
 
 
 def group_of(mesh: DeviceMesh | Group | None) -> Group:

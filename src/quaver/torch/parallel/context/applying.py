@@ -228,7 +228,9 @@ class _Placing:
     def __call__(self, layer: Layer, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
         x = args[0] if args else options["x"]
         ends = options.get("cu_seqlens")
-        where, error = type(layer).__name__, ""
+        where = type(layer).__name__
+        what: dict[str, Any] = {}
+        error: str | Exception = ""
         masked, bent = (options.get(name) is not None for name in ("mask", "bias"))
         try:
             refuse(layer.core.mask_type, masked, bent, 0.0, self.across.how, None, where)
@@ -238,13 +240,15 @@ class _Placing:
                 )
             if isinstance(ends, tuple):
                 raise ValueError(f"{where} attends to x itself, in parts; give one cu_seqlens, of the whole batch")
-        except ValueError as raised:
-            error = str(raised)
+            what = {"x": facts_of(x), "training": layer.training}
+            what["cu_seqlens"] = None if ends is None else ends.tolist()
+        except Exception as raised:
+            # Any kind: the other ranks wait.
+            error = raised
         if graph_task_id() == -1:
-            what = {"x": facts_of(x), "cu_seqlens": None if ends is None or error else ends.tolist()}
             check_agreement(f"{where} across ranks", what, self.across.group, error=error)
-        elif error:
-            raise ValueError(error)
+        elif isinstance(error, Exception):
+            raise error
         attend: Any = layer.core.attend
         attend.ends = ends
         placed = options.get("positions")

@@ -282,7 +282,7 @@ def _forward(
     mesh = _expert_mesh(entrance)
     group, number = mesh.get_group(), experts.experts * mesh.size()
     recipe = recipe_of(entrance, False)
-    why = ""
+    why: str | Exception = ""
     try:
         if recipe is not None and recipe.delayed is not None:
             raise ValueError(
@@ -290,8 +290,9 @@ def _forward(
                 "in one place: take one that scales as it goes, such as tensorwise, for experts on ranks"
             )
         x = experts.checked(x, indices, capacity, number)
-    except ValueError as error:
-        why = str(error)
+    except Exception as error:
+        # Any kind: the other ranks wait.
+        why = error
     spec = None if recipe is None else recipe.fprop.a
     dispatch, combine, gradients = (x.dtype if way is None else way for way in experts.ways_of_rows)
     if dispatch == "recipe":
@@ -311,8 +312,8 @@ def _forward(
     }
     if graph_task_id() == -1:
         check_agreement("experts on ranks", what, group, error=why)
-    elif why:
-        raise ValueError(why)
+    elif isinstance(why, Exception):
+        raise why
     journey = Journey.of(indices, number, experts.pad, capacity, group)
     arriving = Arriving(journey, dispatch, gradients)
     rows = experts.on_rows(arriving, (x,), journey.offsets)

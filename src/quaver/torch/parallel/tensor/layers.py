@@ -164,7 +164,7 @@ def _asked(layer: Any, input: Tensor) -> Asked:
     device = ops.autocast_device(input)
     casts = torch.is_autocast_enabled(device) and input.dtype in ops.DTYPES
     x = input.to(torch.get_autocast_dtype(device)) if casts else input
-    error = ""
+    error: str | Exception = ""
     try:
         if is_given(held):
             # By fully_shard, which has gathered it as codes.
@@ -176,8 +176,9 @@ def _asked(layer: Any, input: Tensor) -> Asked:
         why = "" if layout.column else why_partial(layer, name_of(layer), input)
         if why:
             raise ValueError(why)
-    except ValueError as raised:
-        error = str(raised)
+    except Exception as raised:
+        # Any kind: the other ranks wait.
+        error = raised
     if recipe is None or input.dtype not in ops.DTYPES:
         recipe = recipes.get("bf16")
     if isinstance(layer, Quantizable):
@@ -195,8 +196,8 @@ def _asked(layer: Any, input: Tensor) -> Asked:
             "recipe": recipe.text,
         }
         check_agreement(name, what, weight.device_mesh.get_group(), error=error)
-    elif error:
-        raise ValueError(error)
+    elif isinstance(error, Exception):
+        raise error
     if training and isinstance(layer, Quantizable) and layer._state.prepared is not recipe:
         prepare(layer, recipe)
     call = begin(layer, recipe, x, x.dtype, training)

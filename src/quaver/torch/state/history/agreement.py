@@ -41,7 +41,7 @@ class _HostGroups:
 
 
 def check_agreement(
-    where: str, what: Mapping[str, Any], *groups: Any, error: str = "", flag: bool = False, advice: str = ""
+    where: str, what: Mapping[str, Any], *groups: Any, error: str | Exception = "", flag: bool = False, advice: str = ""
 ) -> bool:
     """Raise the same ValueError on all ranks if they differ, or if one of them has an error.
 
@@ -50,21 +50,21 @@ def check_agreement(
         what: by name, what ranks must have alike: values whose text says all that matters.
         groups: process groups that are compared one after the other, such as those of a mesh's dimensions; none for
             the default group.
-        error: what is wrong on this rank.
+        error: what is wrong on this rank; an exception is raised as it is where all ranks have the same one.
         flag: this rank's vote.
         advice: what to do about a difference.
     Returns:
         Whether any rank has voted.
     Raises:
-        ValueError: on all ranks, with what each has; the error itself where all have the same one.
+        ValueError: on all ranks, with what each has.
     """
     if has_ranks(*groups):
         facts = {name: str(value) for name, value in what.items()}
-        every, flag = exchange(f"{where} {facts} {error}", (where, facts, error), groups or (None,), flag)
+        every, flag = exchange(f"{where} {facts} {error}", (where, facts, str(error)), groups or (None,), flag)
         if every is not None:
             raise ValueError(_difference(every, advice))
     if error:
-        raise ValueError(error)
+        raise error if isinstance(error, Exception) else ValueError(error)
     return flag
 
 

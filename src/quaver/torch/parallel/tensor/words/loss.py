@@ -149,13 +149,17 @@ def cross_entropy(
     """
     group = mesh.get_group() if hasattr(mesh, "get_group") else mesh
     rule = Rule(ignore_index, label_smoothing, z_loss, 0.0 if soft_cap is None else soft_cap)
-    check_name("reduction", reduction, REDUCTIONS)
     number = logits.shape[-1]
     words = Words(group, number * dist.get_rank(group), number * dist.get_world_size(group))
     why = _why_not(targets, [*logits.shape[:-1]], f"logits {tuple(logits.shape)} need", words, ignore_index)
     what = {"logits": facts_of(logits), "targets": facts_of(targets), "gradients": torch.is_grad_enabled()}
     what |= {"options": (*rule, reduction)}
-    check_agreement("cross_entropy", what, group, error=why or _why_no_rule(rule, soft_cap))
+    error: str | Exception = why or _why_no_rule(rule, soft_cap)
+    try:
+        check_name("reduction", reduction, REDUCTIONS)
+    except ValueError as raised:
+        error = raised
+    check_agreement("cross_entropy", what, group, error=error)
     labels = targets.reshape(-1).to(torch.int64)
     y: Tensor = _CrossEntropy.apply(logits.reshape(-1, number), labels, rule, words, reduction)
     return y.view(targets.shape) if reduction == "none" else y
