@@ -242,8 +242,9 @@ def replicas(rank: int) -> None:
         with Traffic(net) as ours, Seen(mesh.get_group("shards")) as torchs:
             step(net, optimizer, 1)
         assert ours.bytes["weights"] == torchs.bytes["gather"] > 0, name
-        # Every group has two ranks, so that torch's all-reduces are those of gradients and amaxes.
-        reduced = ours.bytes["gradients"] + ours.bytes["amaxes"] - torchs.bytes["scatter"]
+        # Every group has two ranks, so that torch's all-reduces are those of gradients, amaxes and headers.
+        sums = ours.bytes["gradients"] + ours.bytes["amaxes"] + ours.bytes["control"]
+        reduced = sums - torchs.bytes["scatter"]
         assert reduced == torchs.bytes["reduce"] > 0, name
 
 

@@ -210,7 +210,7 @@ class Optimizer(Kept):
             ValueError: on all ranks.
         """
         every = [p for group in self.param_groups for p in group["params"]]
-        groups = list(dict.fromkeys(group for p in every for group in layout.groups(p)))
+        groups = list(dict.fromkeys(group for p in every for group in layout.sharing(p)))
         talks = self.nonfinite != "keep" or any(storing.holds_codes(p) for p in every)
         if not groups or (self._compared and not talks):
             return

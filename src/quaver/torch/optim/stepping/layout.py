@@ -66,6 +66,12 @@ def groups(p: Tensor) -> tuple[Any, ...]:
     return tuple(p.device_mesh.get_group(over) for _, over in divided(p))  # type: ignore[attr-defined]
 
 
+def sharing(p: Tensor) -> tuple[Any, ...]:
+    """The process groups, replicas' too, of a parameter of which ranks have parts; none of another."""
+    mesh: Any = p.device_mesh if divided(p) else None  # type: ignore[attr-defined]
+    return () if mesh is None else tuple(mesh.get_group(over) for over in range(mesh.ndim) if mesh.size(over) > 1)
+
+
 def place(p: Tensor) -> Place:
     """Where this rank's part of a parameter lies in the whole."""
     start, stop = [0] * p.dim(), list(p.shape)

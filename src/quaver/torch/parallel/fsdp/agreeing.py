@@ -163,8 +163,8 @@ class Model:
         #: Whether the user has said that weights do not change.
         self.steady = False
         self._compared = False
-        #: The ranks among which fully_shard divides the weight that was gathered first.
-        self.group: Any = None
+        #: Of all ranks that have something of the weight that was gathered first, replicas too.
+        self.groups: tuple[Any, ...] = ()
         #: Process groups by their ranks.
         self._groups: dict[tuple[int, ...], Any] = {}
 
@@ -177,7 +177,7 @@ class Model:
         if not self._compared:
             self._begin()
             self._compare(weight, mesh)
-            self._compared, self.group = True, mesh.get_group()
+            self._compared = True
         backward = graph_task_id() != -1
         another = not backward and not self.steady and (self.in_backward or weight.forward == self.number)
         if self.ended or another or weight.state_of_writes() != weight.written:
@@ -196,7 +196,7 @@ class Model:
             ValueError: on all ranks, where one runs under another recipe or dtype, or has other gradients.
         """
         self.ended = self.ended or not self.steady
-        check_agreement("a forward after gather_quantized", self._facts(), self.group)
+        check_agreement("a forward after gather_quantized", self._facts(), *self.groups)
 
     def _facts(self) -> dict[str, Any]:
         """What ranks have alike in a forward."""
@@ -238,12 +238,12 @@ class Model:
     def _compare(self, weight: Weight, mesh: Any) -> None:
         """Refuse ranks that prepared different weights."""
         whole = getattr(weight.see(), "device_mesh", mesh)
-        groups = [whole.get_group(dim) for dim in range(whole.ndim)]
+        self.groups = tuple(whole.get_group(dim) for dim in range(whole.ndim))
         what = {w.name: f"{w.shape} cut along {w.across.axis} under {w.recipe.text}" for w in self.weights}
         check_agreement(
             "gather_quantized's first gather",
             {"weights": len(what), **what, **self._facts()},
-            *groups,
+            *self.groups,
             advice="build the model and convert it alike on all ranks before gather_quantized",
         )
 

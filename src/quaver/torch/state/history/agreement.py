@@ -59,8 +59,9 @@ def check_agreement(
         ValueError: on all ranks, with what each has.
     """
     if has_ranks(*groups):
+        why = str(error) or type(error).__name__ * isinstance(error, Exception)
         facts = {name: str(value) for name, value in what.items()}
-        every, flag = exchange(f"{where} {facts} {error}", (where, facts, str(error)), groups or (None,), flag)
+        every, flag = exchange(f"{where} {facts} {why}", (where, facts, why), groups or (None,), flag)
         if every is not None:
             raise ValueError(_difference(every, advice))
     if error:
