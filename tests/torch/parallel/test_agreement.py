@@ -1,5 +1,6 @@
 """Ranks that differ get the same error at the same call, also where they were alike before; none waits in vain."""
 
+import gc
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -28,6 +29,7 @@ from quaver.torch.parallel import (
     context_parallel,
     cross_entropy,
     exchange,
+    gather_again,
     gather_quantized,
     quantize_gradients,
 )
@@ -189,6 +191,25 @@ def gradients_by_other_specs(rank: int) -> None:
             model(torch.ones(8, 64)).sum().backward()
 
 
+def recipes_that_change(rank: int) -> None:
+    """One rank collects its garbage, what it has prepared before included, and another one does not."""
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(*(nn.Linear(64, 64) for _ in range(2)))
+    qt.convert(net, "mxfp8")
+    gather_quantized(net)
+    fully_shard(net)
+    x = torch.ones(8, 64)
+    gc.disable()
+    for recipe in ("tensorwise", "rowwise"):
+        net(x).sum().backward()
+        qt.convert(net, recipe)
+        gather_again(net)
+        if rank:
+            gc.collect()
+        net(x).sum().backward()
+    gc.enable()
+
+
 def gradients_of_other_modules(rank: int) -> None:
     """Of as many elements: they would be added up."""
     torch.manual_seed(0)
@@ -301,8 +322,14 @@ def gradients_that_some_ranks_lack(rank: int) -> None:
 
 CASES = [
     *(column_and_row, other_styles_and_losses, expert_parallelism, weights_gathered_as_codes),
-    *(gradients_by_other_specs, gradients_of_other_modules, optimizers_of_parts, sequences_in_parts),
-    *(dropout_of_a_sequence_in_parts, gradients_that_some_ranks_lack),
+    *(
+        gradients_by_other_specs,
+        recipes_that_change,
+        gradients_of_other_modules,
+        optimizers_of_parts,
+        sequences_in_parts,
+    ),
+    *(sequences_in_parts, dropout_of_a_sequence_in_parts, gradients_that_some_ranks_lack),
 ]
 
 

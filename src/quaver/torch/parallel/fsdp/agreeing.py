@@ -335,6 +335,14 @@ class _Open:
             model.open()
 
 
+def close(root: nn.Module) -> None:
+    """End what earlier preparations of a model compare: when garbage is collected differs between ranks."""
+    for module in root.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if isinstance(hook, _Open):
+                del module._forward_pre_hooks[key]
+
+
 @contextmanager
 def micro_batches(model: nn.Module) -> Iterator[None]:
     """Declare that a model's weights do not change within the block: its forwards reuse one quantization of them.

@@ -18,7 +18,7 @@ from quaver.torch.linear.layer import Linear
 from quaver.torch.linear.stored.stored import FOUR_BITS
 from quaver.torch.operations.ops import DTYPES
 from quaver.torch.parallel.alike.comparing import compare, lines_of
-from quaver.torch.parallel.fsdp.agreeing import Across, Model, Weight
+from quaver.torch.parallel.fsdp.agreeing import Across, Model, Weight, close
 from quaver.torch.parallel.fsdp.codes import shard_codes
 from quaver.torch.parallel.fsdp.cutting import sides
 from quaver.torch.parallel.fsdp.shards import Shard
@@ -103,6 +103,7 @@ def gather_again(
             part.reshard()
     units = {layer: unit for layer, name, unit in held_parameters(model) if name == "weight"}
     gathers, prepared = _agreed_on(model, recipe, skip, mesh, units)
+    close(model)
     weights = {weight.layer(): weight for weight in prepared.weights}
     for layer in [module for module in model.modules() if isinstance(module, Linear)]:
         weight, before = weights.get(layer), _prepared.get(layer)
