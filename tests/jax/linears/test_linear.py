@@ -100,6 +100,28 @@ def test_empty_operands_give_zeros(name: str, shape: Any) -> None:
     assert not grad_w.any() and not grad_x.any()
 
 
+@pytest.mark.parametrize("name", ["blockwise", "mxfp8", "nvfp4"])
+def test_gradients_export_with_a_symbolic_batch(name: str) -> None:
+    state = qj.state.init(name)
+    w = operands((1,), 48, 32)[1]
+
+    def loss(w: Array, state: Any, x: Array) -> Array:
+        return jnp.square(qj.linear(x, w, recipe=name, state=state)).sum()
+
+    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+    (batch,) = jax.export.symbolic_shape("batch")
+    types = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (w, state))
+    exported = jax.export.export(step)(*types, jax.ShapeDtypeStruct((batch, 48), jnp.float32))
+    for rows in (5, 33):
+        x = operands((rows,), 48, 32)[0]
+        (value, got), (expected_value, expected) = exported.call(w, state, x), step(w, state, x)
+        assert_close("loss", value, expected_value, 1e-6)
+        assert_close("gradient", got[0], expected[0], 1e-6)
+        assert jax.tree.structure(got[1]) == jax.tree.structure(expected[1])
+        for one, other in zip(jax.tree.leaves(got[1]), jax.tree.leaves(expected[1]), strict=True):
+            assert_bitwise(one, other)
+
+
 def _narrow() -> Iterator[Any]:
     """Every recipe in bf16; quick is one of each kind of block, and of high precision beside eight bits."""
     for name in recipes.RECIPES:

@@ -325,6 +325,34 @@ def test_convert_gives_every_layer_its_recipe_and_revert_takes_it_back() -> None
     assert qn.revert(model) == []
 
 
+@pytest.mark.parametrize("recipe", [DELAYED, "nvfp4"], ids=str)
+def test_an_unconverted_model_restores_the_plain_state_of_a_converted_one(recipe: Any) -> None:
+    def made(seed: int) -> Any:
+        keys = nnx.Rngs(seed)
+        layers = nnx.Linear(32, 32, rngs=keys), nnx.Dropout(0.0, rngs=keys), qn.DenseGeneral(32, 8, rngs=keys)
+        return nnx.Sequential(*layers)
+
+    model, plain = made(0), made(1)
+    qn.convert(model, recipe)
+    train_step(model, X)
+    saved = qn.plain_state(model)
+    assert jax.tree.structure(saved) == jax.tree.structure(nnx.state(plain))
+    nnx.update(plain, saved)
+    before = pure(model, qn.OverwriteWithGradient)
+    nnx.update(model, saved)
+    assert_same(pure(model, qn.OverwriteWithGradient), before)
+    qn.revert(model)
+    assert_bitwise(plain(X), model(X))
+
+
+def test_gradients_of_a_layer_without_its_state_name_the_call_to_make() -> None:
+    model = nnx.Sequential(nnx.Linear(32, 8, rngs=rngs()))
+    for recipe in (DELAYED, "nvfp4"):
+        qn.convert(model, recipe)
+        with pytest.raises(ValueError, match=r"quaver\.jax\.nnx\.value_and_grad.*TrainState"):
+            nnx.grad(squared)(model, X)
+
+
 def test_a_converted_layer_is_the_function_with_its_name() -> None:
     layer = module_of(lambda: nnx.Dict(up=nnx.Linear(32, 48, use_bias=False, rngs=rngs())))
     qn.convert(layer, "nvfp4", seed=5)

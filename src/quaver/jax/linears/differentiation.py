@@ -47,12 +47,20 @@ def differentiated_once(call: Call, x: Any, w: Any, bias: Any, state: State, per
     return without_derivative(call.where, (x, w, bias, state))
 
 
+#: How Flax's modules, which have the state, are differentiated.
+FLAX = (
+    "In Flax NNX call quaver.jax.nnx.value_and_grad(loss)(model, ...) instead of nnx.value_and_grad; in Flax Linen "
+    "differentiate with respect to all variables, as TrainState.create(params=variables, ...).apply_gradients takes "
+    "them."
+)
+
+
 def _refuse_repeated_noise(call: Call, state: State, perturbed: list[bool]) -> None:
     if "count" not in state:
         raise ValueError(
             f"{call.where}: recipe {call.recipe.name!r} rounds gradients at random and got no state, so every step "
             "would draw the same noise; pass state=quaver.jax.state.init(recipe) and differentiate with respect to it, "
-            "or take the recipe with stochastic_rounding=False"
+            f"or take the recipe with stochastic_rounding=False. {FLAX}"
         )
     if not any(perturbed[1:]):
         raise ValueError(
@@ -69,9 +77,9 @@ def _refuse_forgotten(call: Call, perturbed: list[bool]) -> None:
         raise ValueError(
             f"{call.where}: gradients are taken under recipe {call.recipe.name!r}, but not with respect to the layer's "
             "state, so the next step would know nothing of this one; differentiate with respect to both, "
-            "jax.value_and_grad(loss, argnums=(0, 1))(parameters, state): the state's gradient is its next value. If "
-            "the layer is to stay as it is, put jax.lax.stop_gradient around its weights, its bias and its state: the "
-            "gradient of x alone reads a history and leaves it alone"
+            "jax.value_and_grad(loss, argnums=(0, 1))(parameters, state): the state's gradient is its next value. "
+            f"{FLAX} If the layer is to stay as it is, put jax.lax.stop_gradient around its weights, its bias and its "
+            "state: the gradient of x alone reads a history and leaves it alone"
         )
     if perturbed[3] and call.uses.count > 1:
         raise ValueError(

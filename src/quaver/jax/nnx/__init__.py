@@ -9,7 +9,7 @@ if find_spec("flax") is None:
 from quaver.core.converting.conversion import Report
 from quaver.jax.blocks.options import Rope
 from quaver.jax.nnx.attention import DotProductAttention, MultiHeadAttention, RelativePositionBias
-from quaver.jax.nnx.conversion import convert, revert
+from quaver.jax.nnx.conversion import convert, plain_state, revert
 from quaver.jax.nnx.dense import DenseGeneral
 from quaver.jax.nnx.gradient import value_and_grad
 from quaver.jax.nnx.inject import DotGeneral, Einsum
@@ -35,6 +35,7 @@ __all__ = [
     "Rope",
     "TransformerLayer",
     "convert",
+    "plain_state",
     "revert",
     "value_and_grad",
 ]

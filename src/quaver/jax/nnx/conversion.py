@@ -22,7 +22,7 @@ from quaver.core.spec import Recipe
 from quaver.jax.blocks.attention.dot_product import refuse_quantized
 from quaver.jax.nnx.dense import DenseGeneral
 from quaver.jax.nnx.inject import DotGeneral, Einsum
-from quaver.jax.nnx.variable import LayerState
+from quaver.jax.nnx.variable import LayerState, OverwriteWithGradient
 
 
 def convert(
@@ -75,6 +75,15 @@ def convert(
 def revert(model: nnx.Module) -> list[str]:
     """Take out what `convert` put in; parameters stay, state of recipes goes. Returns the names."""
     return [name for name, layer, kind in _layers(model) if kind.take(layer)]
+
+
+def plain_state(model: nnx.Module) -> nnx.State[Any, Any]:
+    """`nnx.state(model)` without what recipes add: the state of the unconverted model, to save or publish.
+
+    `nnx.update` restores it into an unconverted model, and into a converted one, whose histories and counts it leaves.
+    """
+    state: nnx.State[Any, Any] = nnx.state(model, nnx.Not(OverwriteWithGradient))
+    return state
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@
 JAX has no 64-bit integers unless it is asked for them: products are put together from 16-bit halves.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -66,15 +68,17 @@ def philox4x32(counter: tuple[Array, Array, Array, Array], seed: int) -> tuple[A
     return c0, c1, c2, c3
 
 
-def product(a: Array, m: int) -> tuple[Array, Array]:
+def product(a: Array, m: Any) -> tuple[Array, Array]:
     """High and low word of a 32 × 32 bit product, from 16-bit halves: XLA does not compile `lax.mulhi` for shards."""
     sixteen, half = np.uint32(16), np.uint32(0xFFFF)
-    mh, ml = np.uint32(m >> 16), np.uint32(m & 0xFFFF)
+    # A symbolic dimension (`jax.export`) becomes an array.
+    m = np.uint32(m) if isinstance(m, int) else _word(m)
+    mh, ml = m >> sixteen, m & half
     ah, al = lax.shift_right_logical(a, sixteen), lax.bitwise_and(a, half)
     middle = lax.add(lax.mul(ah, ml), lax.shift_right_logical(lax.mul(al, ml), sixteen))
     other = lax.add(lax.mul(al, mh), lax.bitwise_and(middle, half))
     carried = lax.add(lax.shift_right_logical(middle, sixteen), lax.shift_right_logical(other, sixteen))
-    return lax.add(lax.mul(ah, mh), carried), lax.mul(a, np.uint32(m))
+    return lax.add(lax.mul(ah, mh), carried), lax.mul(a, m)
 
 
 def _word(x: Array | int) -> Array:

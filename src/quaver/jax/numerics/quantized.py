@@ -146,9 +146,16 @@ def over_blocks(x: Array, factor: Array, block: Block) -> Array:
 def blocked(x: Array, block: Block) -> Array:
     """A matrix that is not empty as [blocks of rows, rows, blocks of k, k], ragged edges padded with zeros."""
     rows, k = x.shape
-    br, bk = min(block[0] or rows, rows), min(block[1] or k, k)
+    br, bk = _within(block[0], rows), _within(block[1], k)
     nr, nk = -(-rows // br), -(-k // bk)
     return padded(x, nr * br - rows, nk * bk - k).reshape(nr, br, nk, bk)
+
+
+def _within(block: int | None, length: Any) -> Any:
+    """The length of a block on an axis. An axis of symbolic length (`jax.export`) is padded to whole blocks."""
+    if block is None:
+        return length
+    return min(block, length) if isinstance(length, int) else block
 
 
 def cut(x: Array, rows: int, k: int) -> Array:
