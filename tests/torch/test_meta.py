@@ -10,7 +10,6 @@ from torch import Tensor, nn
 import quaver.torch as qt
 from quaver import recipes
 from quaver.torch.linear.stored.stored import CODE_DTYPES
-from quaver.torch.state.layer import state_of
 from tests.close import assert_bitwise
 
 ALL = pytest.mark.parametrize("name", recipes.RECIPES)
@@ -34,15 +33,6 @@ def reset(net: nn.Module, seed: int = 0) -> None:
         layer.reset_parameters()
 
 
-def same_streams(net: nn.Module, other: nn.Module) -> None:
-    """The noise of two models from the same streams."""
-    for one, two in ((net[0], other[0]), (net[2], other[2])):  # type: ignore[index]
-        state_of(two).serial = state_of(one).serial
-        if two._buffers.get("count") is not None:
-            two.count[2] = state_of(one).serial
-        state_of(two).streams = None
-
-
 def step(net: nn.Module, name: str) -> dict[str, Tensor]:
     torch.manual_seed(7)
     for _ in range(2):
@@ -54,7 +44,6 @@ def step(net: nn.Module, name: str) -> dict[str, Tensor]:
 
 
 def assert_alike(net: nn.Module, other: nn.Module, name: str) -> None:
-    same_streams(net, other)
     one, two = step(net, name), step(other, name)
     assert list(one) == list(two)
     for key, value in one.items():
@@ -99,8 +88,8 @@ def test_load_state_dict_by_assignment(name: str, own: bool, quantized: bool, tr
 @ALL
 @pytest.mark.parametrize("own", [True, False])
 def test_a_checkpoint_of_plain_weights_by_assignment(name: str, own: bool) -> None:
-    here, later = model(None), model(name if own else None, "meta")
-    given = copy.deepcopy(here.state_dict())
+    here, later = model(name if own else None), model(name if own else None, "meta")
+    given = copy.deepcopy(qt.plain_state_dict(here))
     with warnings.catch_warnings():
         # That histories start fresh is said.
         warnings.simplefilter("ignore")

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 import quaver.torch as qt
 from quaver.torch import optim
 from quaver.torch.linear.plans import direct
-from quaver.torch.state.layer import state_of
 from tests.close import assert_bitwise
 from tests.torch.beside import another_thread
 from tests.torch.operations.test_selecting import Logged
@@ -122,15 +121,6 @@ def nodes(y: Tensor) -> list[str]:
     return names
 
 
-def twin(block: nn.Module) -> nn.Module:
-    """A copy that draws the same noise."""
-    other = copy.deepcopy(block)
-    for ours, theirs in zip(block.modules(), other.modules(), strict=True):
-        if "_state" in vars(ours):
-            state_of(theirs).serial = state_of(ours).serial
-    return other
-
-
 @pytest.mark.parametrize(
     ("name", "recipe", "kind"),
     [
@@ -143,8 +133,8 @@ def twin(block: nn.Module) -> nn.Module:
 def test_a_thread_that_compiles_changes_nothing_in_an_eager_one(name: str, recipe: str, kind: str) -> None:
     torch.manual_seed(0)
     block = BLOCKS[name](recipe)
-    alone = trained(twin(block), recipe, contextlib.nullcontext)
-    beside = trained(twin(block), recipe, lambda: another_thread(kind))
+    alone = trained(copy.deepcopy(block), recipe, contextlib.nullcontext)
+    beside = trained(copy.deepcopy(block), recipe, lambda: another_thread(kind))
     assert alone.keys() == beside.keys()
     for what, expected in alone.items():
         if isinstance(expected, Tensor) and not expected.is_meta:

@@ -1,5 +1,6 @@
 """A whole layer: its formula part by part, every option under every recipe, recomputation, caches, meta device."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from quaver import recipes
 from quaver.torch.blocks.transformer import drop_path
 from tests.close import assert_bitwise, assert_close
 from tests.pairs import pairs
-from tests.torch.blocks.twins import assert_same_training, twin
+from tests.torch.blocks.twins import assert_same_training
 
 #: One of each kind that a layer can be.
 KINDS: dict[str, dict[str, Any]] = {
@@ -168,7 +169,7 @@ def test_recomputing_repeats_the_dropout() -> None:
 @pytest.mark.parametrize("kind", ["Llama", "Gemma 2", "Falcon", "gpt-oss"])
 def test_layouts_agree(kind: str, layout: str) -> None:
     layer, x = make(kind), torch.randn(3, 9, 64)
-    other = twin(layer)
+    other = copy.deepcopy(layer)
     other.layout = other.attention.layout = other.attention.core.layout = layout
     if layout == "sbhd":
         y = other(x.transpose(0, 1)).transpose(0, 1)

@@ -8,20 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import quaver.torch as qt
-from quaver.torch.linear.layer import Linear
-from quaver.torch.state.layer import state_of
 from tests.close import assert_bitwise
 
 Run = Callable[[nn.Module, Tensor], Any]
-
-
-def twin(block: nn.Module) -> nn.Module:
-    """A copy that draws the same noise."""
-    other = copy.deepcopy(block)
-    for ours, theirs in zip(block.modules(), other.modules(), strict=True):
-        if isinstance(ours, Linear):
-            state_of(theirs).serial = state_of(ours).serial
-    return other
 
 
 def assert_same_training(
@@ -35,17 +24,20 @@ def assert_same_training(
         recipe: of an autocast around; None for none.
         inputs: one a step.
     """
-    blocks = [twin(block) for _ in runs]
+    blocks = [copy.deepcopy(block) for _ in runs]
     for step, value in enumerate(inputs):
         by_run = []
         leaves = [value.clone().requires_grad_(input_grad) for _ in runs]
-        with qt.autocast(recipe, enabled=recipe is not None):
-            outputs = [run(copied, x) for run, copied, x in zip(runs, blocks, leaves, strict=True)]
+        outputs: list[Any] = []
+        for run, copied, x in zip(runs, blocks, leaves, strict=True):
+            # One autocast each, as it numbers layers in the order of their first use.
+            with qt.autocast(recipe, enabled=recipe is not None):
+                outputs.append(run(copied, x))
         for copied, x, output in zip(blocks, leaves, outputs, strict=True):
-            outputs = output if isinstance(output, tuple) else (output,)
+            each = output if isinstance(output, tuple) else (output,)
             torch.manual_seed(step)
-            torch.autograd.backward(outputs, [torch.randn(y.shape).to(y.dtype) for y in outputs])
-            tensors = {f"output {i}": y.detach() for i, y in enumerate(outputs)}
+            torch.autograd.backward(each, [torch.randn(y.shape).to(y.dtype) for y in each])
+            tensors = {f"output {i}": y.detach() for i, y in enumerate(each)}
             if input_grad:
                 tensors["gradient of the input"] = x.grad
             tensors |= {f"gradient of {name}": p.grad for name, p in copied.named_parameters()}

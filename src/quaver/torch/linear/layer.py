@@ -6,7 +6,6 @@
 import copy
 import inspect
 import itertools
-import threading
 import warnings
 import weakref
 from typing import Any
@@ -30,25 +29,8 @@ from quaver.torch.state.buffers import STATE, match_state, outlast, prepare, sav
 from quaver.torch.state.context import ambient, in_force
 from quaver.torch.state.history import amax, steps
 from quaver.torch.state.layer import NEVER, LayerState, device_of, state_of
-from quaver.torch.state.noise import fresh_count, name_streams
+from quaver.torch.state.noise import assign_number, fresh_count, name_streams
 from quaver.torch.state.recomputation import graph_task_id
-
-
-class _Serials:
-    """Places in the order of construction."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.next = 0
-
-    def take(self, number: int = 1) -> int:
-        """The first of so many in a row."""
-        with self.lock:
-            first, self.next = self.next, self.next + number
-        return first
-
-
-serials = _Serials()
 
 
 def recipe_of(layer: "Quantizable", compiling: bool) -> Recipe | None:
@@ -64,6 +46,9 @@ def recipe_of(layer: "Quantizable", compiling: bool) -> Recipe | None:
             if state.last is not NEVER:
                 recipe = state.last
         state.last = recipe
+        if recipe is not None and state.serial is None and recipe.stochastic:
+            # Without gradients too: a reentrant checkpoint takes them in backward alone, after autocast.
+            assign_number(layer)
     return recipe
 
 
@@ -225,7 +210,7 @@ class Linear(Quantizable, nn.Linear):
         recipe: str | Recipe | None = None,
         seed: int = 0,
     ) -> None:
-        self.__dict__["_state"] = LayerState(serials.take())
+        self.__dict__["_state"] = LayerState()
         super().__init__(in_features, out_features, bias, device, dtype)
         self.seed = seed
         amax.register(self)

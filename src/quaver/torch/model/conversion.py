@@ -311,7 +311,7 @@ def _convert_layer(module: nn.Module, kind: Kind, recipe: Recipe, name: str, see
     module.__dict__.update(recipe=recipe, seed=seed, qualified_name=name)
     count = module._buffers.get("count")
     if count is not None:
-        # The noise goes by the name from here on, and no longer by the order of construction.
+        # The noise goes by the name from here on, and no longer by a number.
         count[..., 2] = fresh_count(module)[..., 2]
     amax.register(module)
     name_streams(module)

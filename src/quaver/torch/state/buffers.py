@@ -112,11 +112,13 @@ def take_state(layer: nn.Module, name: str, shape: tuple[int, ...], dtype: torch
 def _match_stream(layer: nn.Module, state_dict: Any, key: str) -> None:
     """Go on drawing from the stream that the checkpoint's layer drew from, unless it or this one goes by its name."""
     fresh = fresh_count(layer, state_dict[key].device)
-    if stream_of(fresh) < 0 or stream_of(state_dict[key]) < 0:
+    if layer.__dict__.get("qualified_name") is not None or stream_of(state_dict[key]) < 0:
         fresh[..., :2] = state_dict[key][..., :2]
         state_dict[key] = fresh
     else:
-        state_of(layer).serial = stream_of(state_dict[key])
+        state, first = state_of(layer), stream_of(state_dict[key])
+        # A rank of a mesh has the last of the matrices, and its serial is that of matrix 0.
+        state.serial = first - int(state.members[0]) if state.members else first
         streams(layer)
 
 

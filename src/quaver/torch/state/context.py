@@ -12,6 +12,7 @@ from quaver import recipes
 from quaver.core.spec import Recipe
 from quaver.torch.numerics.tracing import is_tracing
 from quaver.torch.state.history import rolling, steps
+from quaver.torch.state.noise import order
 from quaver.torch.state.recomputation import recomputing
 
 
@@ -77,6 +78,8 @@ class autocast(ContextDecorator):
 
     def __enter__(self) -> "autocast":
         before, entered = ambient.now, None
+        if before[2] == 0:
+            order.next = 0
         if before[2] == 0 and not recomputing():
             rolls = self.enabled and torch.is_grad_enabled()
             if not is_tracing():
@@ -90,6 +93,8 @@ class autocast(ContextDecorator):
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         ambient.now, entered = self._before.pop()
+        if ambient.now[2] == 0:
+            order.next = None
         if entered is not None:
             step, before = entered
             steps.leave(step)

@@ -27,9 +27,9 @@ class LayerState:
     )
 
     def __init__(
-        self, serial: int = 0, delayed: Recipe | None = None, copied: bool = False, family: Any = None
+        self, serial: int | None = None, delayed: Recipe | None = None, copied: bool = False, family: Any = None
     ) -> None:
-        #: Place in the order of construction, by which the noise of a layer without a name is told from others'.
+        #: The number of the noise of a layer without a name, None before its first use: `quaver.torch.state.noise`.
         self.serial = serial
         #: The recipe that the history is kept for.
         self.delayed = delayed
@@ -83,7 +83,7 @@ class LayerState:
 
 
 def _copy(
-    serial: int, delayed: Recipe | None, family: Any = None, pieces: Any = None, members: tuple[str, ...] = ()
+    serial: int | None, delayed: Recipe | None, family: Any = None, pieces: Any = None, members: tuple[str, ...] = ()
 ) -> LayerState:
     # The one object of a recipe, by which it is compared.
     state = LayerState(serial, None if delayed is None else recipes.get(delayed), copied=True, family=family)

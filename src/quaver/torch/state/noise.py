@@ -1,5 +1,6 @@
 """Stochastic rounding's state in a layer: which Philox stream an operand draws from, and how often it has drawn."""
 
+import threading
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,37 @@ from quaver.torch.numerics.philox import Noise
 from quaver.torch.numerics.tracing import is_tracing
 from quaver.torch.state import recomputation
 from quaver.torch.state.layer import device_of, state_of
+
+
+class _Order(threading.local):
+    def __init__(self) -> None:
+        #: The next number within this thread's outermost autocast, None outside of one. Dynamo guards on whether an
+        #: instance has it, so that it has it from the start.
+        self.next: int | None = None
+
+
+#: `autocast` begins and ends it.
+order = _Order()
+
+
+def assign_number(layer: nn.Module) -> None:
+    """Number a layer at its first use: in the order of use within the outermost autocast, 0 outside of one.
+
+    So a model that is built again draws the same noise. A stack takes a number for each of its matrices.
+    """
+    state = state_of(layer)
+    if state.serial is not None or layer.__dict__.get("qualified_name") is not None:
+        return
+    if order.next is None:
+        state.serial = 0
+    else:
+        state.serial = order.next
+        # On the ranks of a mesh the weight is the whole stack, `members` the rank's own.
+        weight: Any = layer.weight
+        order.next += weight.shape[0] if state.members else 1
+    count = layer._buffers.get("count")
+    if count is not None:
+        count[..., 2] = fresh_count(layer, count.device)[..., 2]
 
 
 def draw(layer: nn.Module, operand: str) -> Noise:
@@ -47,7 +79,7 @@ def drawn(layer: nn.Module, operand: str, by: Tensor | int = 1, first: int = 0) 
 
 
 def tensor_id(layer: nn.Module, operand: str) -> int:
-    """Which Philox stream: the crc32 of "module.operand" where convert knows the name, else by order of making."""
+    """Which Philox stream: the crc32 of "module.operand" where convert knows the name, else by `assign_number`."""
     return _numbers(layer)[operand]
 
 
@@ -72,6 +104,7 @@ def streams(layer: nn.Module) -> dict[str, Tensor]:
     kept = state.streams
     if kept is not None and is_tracing():
         return kept[1]
+    assign_number(layer)
     name, serial = source = layer.__dict__.get("qualified_name"), state.serial
     if kept is None or kept[0] != source:
         operands = [o + t for o in ("input", "weight", "grad_output") for t in ("", ".T")]
@@ -79,6 +112,7 @@ def streams(layer: nn.Module) -> dict[str, Tensor]:
         if state.members:
             numbers = {o: [*members_ids(name, serial, state.members, o)] for o in operands}
         elif name is None:
+            assert serial is not None
             numbers = {operand: 2 * serial + operand.endswith(".T") for operand in operands}
         else:
             numbers = {operand: named_id(name, operand) for operand in operands}
@@ -92,10 +126,11 @@ def named_id(name: str, operand: str) -> int:
     return zlib.crc32(f"{name}.{operand}".encode())
 
 
-def members_ids(name: str | None, serial: int, members: Sequence[str], operand: str) -> list[int]:
-    """The streams of members: those of layers of their names inside of this one, or made one after the other."""
+def members_ids(name: str | None, serial: int | None, members: Sequence[str], operand: str) -> list[int]:
+    """The streams of members: those of layers of their names inside of this one, or numbered one after the other."""
     if name is None:
-        return [2 * (serial + i) + operand.endswith(".T") for i in range(len(members))]
+        assert serial is not None
+        return [2 * (serial + int(member)) + operand.endswith(".T") for member in members]
     return [named_id(f"{name}.{member}".lstrip("."), operand) for member in members]
 
 
@@ -110,13 +145,14 @@ def name_streams(layer: nn.Module) -> None:
 
 
 def fresh_count(layer: nn.Module, device: Any = None) -> Tensor:
-    """Nothing quantized yet; the stream's number goes with it, or -1 where a name tells. On the weight's device."""
+    """Counts of 0 with the layer's number, or -1 if it has a name or no number yet. On the weight's device."""
     device = device_of(layer) if device is None else device
-    named, state = layer.__dict__.get("qualified_name") is not None, state_of(layer)
+    state = state_of(layer)
+    serial = None if layer.__dict__.get("qualified_name") is not None else state.serial
     if state.members:
-        rows = [[0, 0, -1 if named else state.serial + i] for i in range(len(state.members))]
+        rows = [[0, 0, -1 if serial is None else serial + int(member)] for member in state.members]
         return torch.tensor(rows, dtype=torch.int64, device=device)
-    return torch.tensor([0, 0, -1 if named else state.serial], dtype=torch.int64, device=device)
+    return torch.tensor([0, 0, -1 if serial is None else serial], dtype=torch.int64, device=device)
 
 
 def stream_of(count: Tensor) -> int:

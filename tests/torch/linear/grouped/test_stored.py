@@ -16,7 +16,6 @@ from quaver.core.states.codes import StateSpec
 from quaver.core.states.presets import Preset
 from quaver.torch import optim
 from quaver.torch.linear.stored import stored
-from quaver.torch.state.layer import state_of
 from tests.close import assert_bitwise, assert_close
 
 G, N, K, T = 3, 96, 64, 70
@@ -295,7 +294,6 @@ def test_frozen_codes_compile_with_eagers_bits(name: str, layout: str, recipe: b
     one = layer(name, layout, recipe=name if recipe else "rowwise")
     one.weight.requires_grad_(False)
     other = copy.deepcopy(one)
-    state_of(other).serial = state_of(one).serial
     compiled = torch.compile(lambda x, offsets: other(x, offsets), backend="aot_eager", fullgraph=True, dynamic=True)
     outputs = []
     for of in (one, compiled):
@@ -313,7 +311,6 @@ def test_frozen_codes_compile_with_eagers_bits(name: str, layout: str, recipe: b
 def test_a_gpus_way_takes_the_codes_too(name: str, layout: str) -> None:
     one = layer(name, layout, recipe=name)
     other = copy.deepcopy(one)
-    state_of(other).serial = state_of(one).serial
     with qt.only("reference"):
         expected = run(one, name)
     with qt.only("decoded"):

@@ -17,7 +17,7 @@ from quaver.core.text.given import instance
 from quaver.torch.linear.grouped.call import Product
 from quaver.torch.linear.grouped.matmul import OFFSETS, apply, check_codes, multiply
 from quaver.torch.linear.grouped.rows import Rows
-from quaver.torch.linear.layer import Quantizable, recipe_of, refuse_sharded, serials
+from quaver.torch.linear.layer import Quantizable, recipe_of, refuse_sharded
 from quaver.torch.linear.stored import stored, storing
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.numerics.tracing import is_tracing
@@ -71,7 +71,7 @@ class GroupedLinear(Quantizable):
                 raise ValueError(f"GroupedLinear: {name} is {size!r}; give a whole number, 0 or more")
         if layout not in ("nk", "kn"):
             raise ValueError(f"GroupedLinear: layout is {layout!r}; give 'nk' for [groups, N, K], or 'kn'")
-        self._begin(serials.take(groups), groups)
+        self._begin(None, groups)
         super().__init__()
         self.groups, self.in_features, self.out_features = groups, in_features, out_features
         self.layout, self.seed = layout, seed
@@ -89,7 +89,7 @@ class GroupedLinear(Quantizable):
         storing.begin(self)
         counting.register()
 
-    def _begin(self, serial: int, groups: int) -> None:
+    def _begin(self, serial: int | None, groups: int) -> None:
         self.__dict__["_state"] = LayerState(serial)
         self._state.members = tuple(map(str, range(groups)))
 

@@ -153,8 +153,6 @@ def _divide(layer: Any, mesh: Any, source: int | None) -> None:
     layer.groups = own
     state = layer._state
     state.members = state.members[first : first + own]
-    # A group without a name is told from others by its number.
-    state.serial += first
     kind: Any = type(layer)
     layer.__class__ = in_groups(kind)
 
