@@ -34,7 +34,7 @@ def per_element(cost: Layer) -> tuple[float, ...]:
     return tuple(cost.tensors[name].bytes / size for name, size in ELEMENTS.items())
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", BYTES)
 @pytest.mark.parametrize(("gpu", "column"), [("h200", 0), ("b200", 1)])
 def test_bytes_an_element_are_those_of_the_kernels(name: str, gpu: str, column: int) -> None:
     cost = ledger.layer(get(name), T, K, N, gpu)
