@@ -75,7 +75,7 @@ def test_layers_of_one_model_do_not_share_noise_under_autocast() -> None:
         model = built(build)
         trained(model, range(1))
         numbers = torch.cat([b[..., 2].reshape(-1) for n, b in model.named_buffers() if n.endswith("count")])
-        assert numbers.tolist() == list(range(len(numbers)))
+        assert numbers.min() == 0 and len(set(numbers.tolist())) == len(numbers)
 
 
 def test_compiled_code_draws_the_noise_of_eager_code() -> None:

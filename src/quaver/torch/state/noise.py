@@ -21,6 +21,8 @@ class _Order(threading.local):
         self.next: int | None = None
 
 
+#: Numbers for the matrices of a stack.
+STACK = 1 << 16
 #: `autocast` begins and ends it.
 order = _Order()
 
@@ -28,7 +30,8 @@ order = _Order()
 def assign_number(layer: nn.Module) -> None:
     """Number a layer at its first use: in the order of use within the outermost autocast, 0 outside of one.
 
-    So a model that is built again draws the same noise. A stack takes a number for each of its matrices.
+    So a model that is built again draws the same noise. A stack takes `STACK` numbers, the first
+    of them for its matrices.
     """
     state = state_of(layer)
     if state.serial is not None or layer.__dict__.get("qualified_name") is not None:
@@ -37,9 +40,8 @@ def assign_number(layer: nn.Module) -> None:
         state.serial = 0
     else:
         state.serial = order.next
-        # On the ranks of a mesh the weight is the whole stack, `members` the rank's own.
-        weight: Any = layer.weight
-        order.next += weight.shape[0] if state.members else 1
+        # A rank may have some of a stack's matrices only.
+        order.next += STACK if state.members else 1
     count = layer._buffers.get("count")
     if count is not None:
         count[..., 2] = fresh_count(layer, count.device)[..., 2]

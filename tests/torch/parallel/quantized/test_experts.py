@@ -166,7 +166,9 @@ def compared(recipe: str, lr: float = 0.5, **ways: Any) -> None:
     spec = recipes.get(recipe).fprop.a
     by_codes = ways.get("dispatch", "recipe") == "recipe" and moves(spec)
     net = Net(by_codes)
-    # A copy draws the noise of its original.
+    # A copy draws the noise of its original, once layers have their numbers.
+    with torch.no_grad(), qt.autocast(recipe):
+        net(chunks(ranks, 0)[0])
     one, many = Together(net, ranks, ways.get("combine")), divided(copy.deepcopy(net), **ways)
     for step in range(steps()):
         xs = chunks(ranks, step)
