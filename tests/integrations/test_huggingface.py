@@ -255,7 +255,7 @@ def test_the_state_of_another_run_is_refused(tmp_path: Path) -> None:
         (folder / "checkpoint-3").mkdir(parents=True)
         ScalingCallback().on_save(Arguments(folder), state, None, model)
     fresh = copy.deepcopy(other)
-    with pytest.raises(ValueError, match=r"is of other weights: it belongs to another run\. Give ScalingCallback"):
+    with pytest.raises(ValueError, match=r"is of other weights in 1 of 2 .*another run, give ScalingCallback"):
         ScalingCallback().on_train_begin(Arguments(tmp_path / "own"), state, None, fresh)
     assert_same(fresh, other)
     given = str(tmp_path / "other/checkpoint-3")

@@ -167,12 +167,11 @@ def _check_weights(model: nn.Module, saved: dict[str, str], step: int, path: Pat
     others = [name for name in own if saved.get(name, own[name]) != own[name]]
     if not others:
         return
-    if len(others) == len(own):
-        raise ValueError(f"training resumes at step {step}, and {path} is of other weights: {_OTHER_RUN}")
     names = ", ".join(others[:4]) + (f" and {len(others) - 4} more" if len(others) > 4 else "")
     raise ValueError(
-        f"training resumes at step {step}, and {len(others)} parameters of {len(own)} are not those that were saved: "
-        f"{names}. The Trainer does not load all names of the checkpoint, such as stacked experts. Make the model with "
+        f"training resumes at step {step}, and {path} is of other weights in {len(others)} of {len(own)} parameters: "
+        f"{names}. If it belongs to another run, give ScalingCallback(resume_from=the folder that you resume from). If "
+        "the Trainer did not load them, as it does not load stacked experts, make the model with "
         f"from_pretrained({str(path.parent)!r}), convert it, and resume with that"
     )
 

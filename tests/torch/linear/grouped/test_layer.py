@@ -118,7 +118,7 @@ def test_unnamed_layers_draw_and_remember_as_linears_made_in_their_place(recipe:
     each = [qt.Linear(K, N, recipe=recipe) for _ in range(G)]
     for i, single in enumerate(each):
         # A layer of its own recipe has number 0, wherever it stands.
-        single._state.serial = layer._state.serial + i
+        single._state.serial = (layer._state.serial or 0) + i
     for step in range(2):
         (x, g), (z, _) = rows(step), rows(step)
         with qt.autocast(recipe="bf16"):

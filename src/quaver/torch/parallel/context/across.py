@@ -88,28 +88,26 @@ def attention(
         wide, keys, _ = all_heads_first(layout, q, k, v)
         refuse(mask_type, mask is not None, bias is not None, dropout, how, recipe)
         _check_parts(wide.shape[2], keys.shape[2], order)
+        _check_slopes(alibi_slopes)
         if how == "all_to_all":
             check_heads_divide(wide.shape[1], keys.shape[1], order.ranks)
-        _check_slopes(alibi_slopes)
         ends = _ends(layout, cu_seqlens, wide.shape[2] * order.ranks)
         sinks = _as_tensor(sinks, wide)
-    except Exception as raised:
-        # Any kind: the other ranks wait.
+    except Exception as raised:  # of any kind: the other ranks wait
         error = raised
-    compared: dict[str, Any] = {"q": facts_of(q), "k": facts_of(k), "v": facts_of(v)}
-    compared |= {"alibi_slopes": facts_of(alibi_slopes), "how": how, "balanced": balanced, "quantized": spec}
+    compared: dict[str, Any] = {"q": facts_of(q), "k": facts_of(k), "v": facts_of(v), "recipe": recipe}
+    compared |= {"how": how, "balanced": balanced, "quantized": spec, "scale": scale, "soft_cap": soft_cap}
     compared |= {"sinks": facts_of(sinks) if isinstance(sinks, Tensor) else sinks, "mask_type": mask_type}
-    compared |= {"layout": layout, "window": window, "chunk": chunk, "cu_seqlens": ends, "scale": scale}
-    compared |= {"soft_cap": soft_cap, "recipe": getattr(recipe, "text", recipe)}
-    _compare(compared, group, error)
+    compared |= {"layout": layout, "window": window, "chunk": chunk, "alibi_slopes": facts_of(alibi_slopes)}
+    _compare(compared | {"cu_seqlens": ends}, group, error)
     left, right = bounds(mask_type, window)
     across = Across(group, order, 1 if layout == "bshd" else 0, spec)
     sight = Sight(left, right, chunk, alibi_slopes, ends)
     scale = (1 / math.sqrt(q.shape[-1]) if q.shape[-1] else 1.0) if scale is None else scale
-    more = {"recipe": recipe} if how == "all_to_all" else {}
+    options: dict[str, Any] = {"layout": layout, "scale": scale, "soft_cap": soft_cap, "sinks": sinks}
+    options |= {"recipe": recipe} if how == "all_to_all" else {}
     with torch.autocast(kind, enabled=False):
-        options = {"layout": layout, "scale": scale, "soft_cap": soft_cap, "sinks": sinks}
-        out: Tensor = WAYS[how](q, k, v, across, sight, **options, **more)
+        out: Tensor = WAYS[how](q, k, v, across, sight, **options)
     return out
 
 
@@ -144,7 +142,10 @@ def _as_tensor(sinks: str | Tensor | None, wide: Tensor) -> Tensor | None:
 def _compare(facts: Mapping[str, Any], group: Group, error: str | Exception) -> None:
     """Raise the same ValueError on all ranks where they differ, or one has an error; once for a forward."""
     if graph_task_id() == -1:
-        check_agreement("attention across ranks", {**facts, "gradients": torch.is_grad_enabled()}, group, error=error)
+        # A recipe's name does not tell its options.
+        recipe = getattr(facts["recipe"], "text", facts["recipe"])
+        what = {**facts, "recipe": recipe, "gradients": torch.is_grad_enabled()}
+        check_agreement("attention across ranks", what, group, error=error)
     elif isinstance(error, Exception):  # a recomputation repeats what was compared
         raise error
 

@@ -200,12 +200,9 @@ class Model:
 
     def _facts(self) -> dict[str, Any]:
         """What ranks have alike in a forward."""
-        layers: list[Any] = [weight.layer() for weight in self.weights]
-        others = [
-            f"{weight.name} {layer.recipe.text}"
-            for weight, layer in zip(self.weights, layers, strict=True)
-            if layer is not None and layer.recipe is not None and layer.recipe is not weight.recipe
-        ]
+        # A layer that was reverted has no recipe.
+        recipes = [(weight, getattr(weight.layer(), "recipe", None)) for weight in self.weights]
+        others = [f"{w.name} {own.text}" for w, own in recipes if own is not None and own is not w.recipe]
         device = "cpu" if self.weights[0].parameter is None else self.weights[0].parameter.device.type
         cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         recipe, root = ambient.now[0], self.root()
