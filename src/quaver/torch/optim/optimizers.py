@@ -128,7 +128,7 @@ class SGD(Optimizer):
 
 
 class Muon(Optimizer):
-    """Muon, of matrices and of stacks of them, [E, n, k], each of which steps alone.
+    """Muon, of matrices and of stacks [E, n, k], whose matrices are stepped one by one.
 
     A parameter group with `rule="adamw"` steps by AdamW, with `betas` and `eps`: embeddings, heads, norms, biases and
     weights of convolutions belong there. See `quaver.torch.optim.rules.muon`.

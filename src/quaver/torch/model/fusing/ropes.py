@@ -34,7 +34,7 @@ _thread = _Thread()
 
 @dataclass(frozen=True)
 class Rope:
-    """(q [B, H, S, D], k [B, G, S, D], cos, sin [B, S, R]) to both, turned: what a model's function computes.
+    """(q [B, H, S, D], k [B, G, S, D], cos, sin [B, S, R]) to both, rotated: what a model's function computes.
 
     With unsqueeze_dim=2, as there, q and k are [B, S, H, D].
     """

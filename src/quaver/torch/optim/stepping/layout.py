@@ -67,7 +67,7 @@ def groups(p: Tensor) -> tuple[Any, ...]:
 
 
 def sharing(p: Tensor) -> tuple[Any, ...]:
-    """The process groups, replicas' too, of a parameter of which ranks have parts; none of another."""
+    """The process groups of a sharded parameter, those of its replicas included; none of an unsharded one."""
     mesh: Any = p.device_mesh if divided(p) else None  # type: ignore[attr-defined]
     return () if mesh is None else tuple(mesh.get_group(over) for over in range(mesh.ndim) if mesh.size(over) > 1)
 

@@ -23,7 +23,7 @@ from quaver.torch.state.history.agreement import check_agreement
 from quaver.torch.state.history.groups import new_group
 from quaver.torch.state.layer import state_of
 
-#: What ranks that come to another call are told.
+#: The advice in the error of ranks that come to different calls.
 ROLLS = "the end of a step of delayed scaling"
 #: What stands for a group of this rank alone: nothing is reduced.
 ALONE = object()

@@ -104,8 +104,8 @@ def refusal(error: Exception, device: torch.device) -> str:
             torch.cuda.synchronize(device)
         except RuntimeError as lost:
             raise RuntimeError(
-                f"a probe of a GEMM lost the CUDA context of {device} ({why}): start the process again, and keep the "
-                "GEMM from being probed with quaver.torch.only(...) without 'native'"
+                f"a probe of a GEMM lost the CUDA context of {device} ({why}): start the process again, and run "
+                "it within quaver.torch.only('decoded'), which tries no native GEMM"
             ) from lost
     return why
 
