@@ -132,6 +132,23 @@ NEAR = {"float32": 1e-4, "exact": 0.01, "bnb8": 0.6, "torchao8": 0.6}
 
 
 @pytest.mark.parametrize("preset", optim.PRESETS)
+@pytest.mark.parametrize("make", [optim.Adam, optim.AdamW])
+def test_a_gradient_whose_square_is_beyond_float32_leaves_weights_finite(
+    make: type[optim.Optimizer], preset: str
+) -> None:
+    p = nn.Parameter(torch.zeros(4, 96))
+    optimizer = make([p], lr=1e-3, preset=preset)
+    for step in range(4):
+        gradient = torch.ones(4, 96)
+        if step == 0:
+            gradient[0, 5], gradient[1, 7] = 2e19, -1e38
+        p.grad = gradient.to(p.grad_dtype)
+        optimizer.step()
+    assert p.isfinite().all()
+    assert (p[2:] < 0).all()
+
+
+@pytest.mark.parametrize("preset", optim.PRESETS)
 @pytest.mark.parametrize("recipe", ["none", "bfloat16", "tensorwise", "rowwise", "blockwise", "mxfp8", "mxfp8 2d"])
 def test_every_preset_goes_where_float32_goes(recipe: str, preset: str) -> None:
     torch.manual_seed(0)

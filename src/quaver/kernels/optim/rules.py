@@ -8,6 +8,8 @@ ADAMW, ADAM, LION = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 SGD, NESTEROV = tl.constexpr(3), tl.constexpr(4)
 #: What a bound is raised by, above what float32 rounds; and the ulps of 1 by which a decay is.
 _ABOVE, _ULPS = tl.constexpr(1.0 + 2.0**-20), tl.constexpr(2.0**-22)
+#: The largest float32.
+_LARGEST = tl.constexpr(2.0**128 - 2.0**104)
 #: 1 + 1e-6 in float32.
 _BEYOND = tl.constexpr(1.00000095367431640625)
 
@@ -31,7 +33,8 @@ def adam(
         g = g + w * decay
     m = averaged(m, g, share1)
     # A NaN has no sign then, as a GPU has it, and is above all numbers.
-    v = averaged(v, tl.abs(g * g), share2)
+    # A square beyond float32 would be infinite, and infinity less infinity is NaN at the next step.
+    v = averaged(v, tl.minimum(tl.abs(g * g), _LARGEST, propagate_nan=tl.PropagateNan.ALL), share2)
     update = tl.div_rn(m * grow1, tl.sqrt_rn(v) * grow2 + eps)
     beyond = tl.abs(update) > limit * _BEYOND
     if CLAMP:

@@ -18,6 +18,9 @@ from torch import Tensor
 from quaver.torch.numerics.tracing import is_tracing
 from quaver.torch.optim.rules.rule import Stepped
 
+#: The largest float32.
+LARGEST = torch.finfo(torch.float32).max
+
 
 @dataclass(frozen=True)
 class Adam:
@@ -64,7 +67,8 @@ class Adam:
         if not self.decoupled:
             g = g + weight * decay
         m = averaged(m, g, share1)
-        v = averaged(v, g * g, share2)
+        # A square beyond float32 would be infinite, and infinity less infinity is NaN at the next step.
+        v = averaged(v, (g * g).clamp(max=LARGEST), share2)
         del g
         update = (m * grow1) / (root(v) * grow2 + eps)
         clamped = None
