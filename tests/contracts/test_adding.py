@@ -51,6 +51,35 @@ def matmul(*args, **options):
     return gemm.matmul(*args, **options)
 '''
     },
+    "Triton kernel": {
+        "src/quaver/kernels/fused/throwaway.py": '''"""A kernel that a test adds."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def throwaway(x, out, size, BM: tl.constexpr, BN: tl.constexpr):
+    """2 x to out, both of `size` elements. Exact."""
+    at = tl.program_id(0) * BM * BN + tl.arange(0, BM * BN)
+    tl.store(out + at, (tl.load(x + at, mask=at < size).to(tl.float32) * 2).to(out.dtype.element_ty), mask=at < size)
+''',
+        "src/quaver/torch/backends/gpu/fused/throwaway.py": '''"""What launches a kernel that a test adds."""
+
+import torch
+from torch import Tensor
+
+from quaver.kernels.fused import throwaway
+from quaver.torch.backends.gpu.launching.launch import launcher
+
+
+def doubled(x: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    tensors, numbers = (x, out), (x.numel(),)
+    launcher(throwaway.throwaway, (-(-x.numel() // 4096),), tensors, numbers, {"BM": 32, "BN": 128}, 4)(*tensors)
+    return out
+''',
+    },
     "rule of an optimizer": {
         "src/quaver/torch/optim/rules/throwaway.py": '''"""A rule that a test adds: SGD."""
 
@@ -101,6 +130,18 @@ LINES = {
             "src/quaver/torch/operations/ops.py",
             '        Impl("reference", reference.matmul),\n',
             '        Impl("throwaway", throwaway.matmul, throwaway.reason),\n',
+        ),
+    ],
+    "Triton kernel": [
+        (
+            "tests/kernels/cases.py",
+            "from quaver.torch.backends.gpu.gemms import dec",
+            "from quaver.torch.backends.gpu.fused import throwaway\n",
+        ),  # noqa: E501
+        (
+            "tests/kernels/cases.py",
+            "    *_convolutions(),\n]",
+            '    Case(name="throwaway", launch=lambda: throwaway.doubled(matrix())),\n',
         ),
     ],
     "GPU of the ledger": [
@@ -170,9 +211,6 @@ LINES = {
     ],
 }
 
-#: Its line is a row of what the gate compiles for GPUs, minutes for each architecture: tests/kernels has tests of it.
-COMPILED = "Triton kernel"
-
 #: Tests of whole tables; of others those that have a throw-away thing's name among their parameters run.
 TABLES = [
     "tests/recipes/test_recipes.py",
@@ -211,7 +249,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the tree with every throw-away thing in it."""
     copy = tmp_path_factory.mktemp("tree")
     for folder in ("src", "tests", "benchmarks"):
-        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__", "measured.json"))
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", copy)
     for files in FILES.values():
         for path, text in files.items():
@@ -238,12 +276,16 @@ def test_every_line_of_the_table_is_followed() -> None:
         (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## To add a thing")[2].partition("\n## ")[0]
     )
     things = re.findall(r"^\| ([^|]+) \|", text, re.MULTILINE)[1:]
-    assert set(LINES) | {COMPILED} == set(things) and set(FILES) <= set(LINES)
+    assert set(LINES) == set(things) and set(FILES) <= set(LINES)
 
 
 @pytest.mark.slow
 def test_throw_away_things_pass_the_tests_of_their_tables(tree: Path) -> None:
     run(tree, "-c", USED)
+    gate = ("-m", "tests.kernels.gate", "--only", "throwaway*")
+    assert "nothing wrong" in run(tree, *gate, "--update")
+    assert "nothing wrong" in run(tree, *gate, "--quick")
+    assert '"throwaway' in (tree / "tests/kernels/gate/ceilings.toml").read_text(encoding="utf-8")
     pytest_ = ("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider")
     run(tree, *pytest_, *TABLES)
     shown = run(tree, *pytest_, "-v", "-m", "not slow and not ranks", "-k", "throwaway", *NAMED)
