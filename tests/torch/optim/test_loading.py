@@ -4,6 +4,7 @@ import copy
 import io
 import itertools
 import warnings
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -282,6 +283,50 @@ def test_what_cannot_be_taken_up_is_named_and_nothing_is_loaded(case: str) -> No
     assert optimizer.param_groups == groups and optimizer.state[p].keys() == before.keys()
     assert all(torch.equal(value, before[name]) for name, value in optimizer.state[p].items())
     optimizer.step()
+
+
+DAMAGES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], Any], str]] = {
+    "no state": (lambda state, group: state.clear(), "parameter 0 has no exp_avg"),
+    "two steps": (lambda state, group: state.update(step=torch.ones(2)), "the step of parameter 0"),
+    "step is NaN": (lambda state, group: state.update(step=torch.tensor(float("nan"))), "the step of parameter 0"),
+    "step is negative": (lambda state, group: state.update(step=-3), "the step of parameter 0 is -3"),
+    "step is text": (lambda state, group: state.update(step="3"), "the step of parameter 0 is '3'"),
+    "fewer columns of scales": (
+        lambda state, group: state.update(exp_avg_scale=state["exp_avg_scale"][:, :1].clone()),
+        r"exp_avg_scale has shape \(136, 1\).*of shape \(136, 3\)",
+    ),
+    "fewer rows of scales": (
+        lambda state, group: state.update(exp_avg_sq_scale=state["exp_avg_sq_scale"][:3]),
+        r"exp_avg_sq_scale has shape \(3, 3\)",
+    ),
+    "scales are integers": (
+        lambda state, group: state.update(exp_avg_scale=state["exp_avg_scale"].int()),
+        "exp_avg_scale has .* dtype torch.int32",
+    ),
+    "residual is float": (lambda state, group: state.update(residual=state["residual"].float()), "residual has shape"),
+    "residual is short": (lambda state, group: state.update(residual=state["residual"][:3]), r"has shape \(3, 160\)"),
+    "betas": (lambda state, group: group.update(betas=(0.9,)), "betas of the state dict is"),
+    "lr": (lambda state, group: group.update(lr=None), "lr of the state dict is None"),
+}
+
+
+@pytest.mark.parametrize("preset", ["lean", "float32"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_state_dict_is_refused_by_name(damage: str, preset: str) -> None:
+    spoil, says = DAMAGES[damage]
+    starts = torch.randn(136, 160, generator=torch.Generator().manual_seed(0)).bfloat16()
+    optimizers = [optim.AdamW([nn.Parameter(starts.clone())], preset=kind) for kind in ("lean", preset)]
+    for optimizer in optimizers:
+        (p,) = optimizer.param_groups[0]["params"]
+        p.grad = gradients(1)[0].to(p.grad_dtype)
+        optimizer.step()
+    saved = copy.deepcopy(optimizers[0].state_dict())
+    spoil(saved["state"][0], saved["param_groups"][0])
+    with pytest.raises(ValueError, match=says):
+        optimizers[1].load_state_dict(saved)
+    for whole in ({}, {"state": [1], "param_groups": saved["param_groups"]}, {"state": saved["state"]}):
+        with pytest.raises(ValueError, match="a dict `state` and a list `param_groups`"):
+            optimizers[1].load_state_dict(whole)
 
 
 @pytest.mark.parametrize(

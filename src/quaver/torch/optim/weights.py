@@ -59,6 +59,16 @@ class Keeping:
         return kinds.get(self.kind, ("residual",))
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of what is kept beside the weight element by element; not of "plain"."""
+        return {
+            **{"remainder": torch.int16, "residual16": torch.int16, "residual8": torch.int8},
+            # Of earlier releases.
+            **{"parts16": torch.int16, "parts8": torch.int8},
+            **{"float32": torch.float32, "float16": torch.float16},
+        }[self.kind]
+
+    @property
     def whole(self) -> bool:
         """Whether a step needs the whole weight: a scale of all of it is measured."""
         return self.kind == "float16"
@@ -97,11 +107,10 @@ def first_states(keeping: Keeping, weight: Tensor, value: Tensor | None) -> tupl
         weight: as it is.
         value: float32 in high precision, if it is known.
     """
-    integers = {"remainder": torch.int16, "residual16": torch.int16, "residual8": torch.int8}
-    if keeping.kind in integers:
-        return (torch.zeros(weight.shape, dtype=integers[keeping.kind], device=weight.device),)
     if keeping.kind == "plain":
         return ()
+    if not keeping.dtype.is_floating_point:
+        return (torch.zeros(weight.shape, dtype=keeping.dtype, device=weight.device),)
     assert value is not None
     if keeping.kind == "float32":
         return (value.clone(),)

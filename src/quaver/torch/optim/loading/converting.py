@@ -10,7 +10,7 @@ from torch import Tensor
 from quaver.core.states.codes import StateSpec
 from quaver.torch.optim import codes, weights
 from quaver.torch.optim.loading import earlier, moments
-from quaver.torch.optim.loading.rules import CODES, key_of
+from quaver.torch.optim.loading.rules import CODES, DAMAGED, key_of
 from quaver.torch.optim.stepping import layout
 from quaver.torch.optim.stepping.pieces import Way
 from quaver.torch.optim.weights import Keeping
@@ -52,6 +52,8 @@ def _moment(
     p: Tensor, name: str, kept: Any, scale: Any, spec: StateSpec, before: StateSpec | None, rows_of: int
 ) -> dict[str, Tensor]:
     kept, scale = layout.local(kept), None if scale is None else layout.local(scale)
+    if before is not None and scale is not None:
+        moments.check_scales(name, kept, scale, before)
     own = layout.local(p)
     here, every = (layout.flat(t.shape, rows_of) for t in (own, p))
     # Other blocks are those of a release that did not flatten dimensions.
@@ -80,6 +82,12 @@ def _beside(
     if before is None or not all(name in saved for name in before.states):
         return {}
     tensors = [layout.local(saved[name]).to(p.device, copy=True) for name in before.states]
+    for name, tensor in zip(before.states[:1], tensors, strict=False):
+        if tensor.dtype != before.dtype or tensor.numel() != layout.local(p).numel():
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, and its parameter "
+                f"{tuple(layout.local(p).shape)} and {before.dtype}; {DAMAGED}"
+            )
     if not _same(keeping, before):
         held = (*weight, *(layout.rows(tensor) for tensor in tensors))
         if not _reads(before, p):

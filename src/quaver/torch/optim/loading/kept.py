@@ -130,6 +130,9 @@ class Kept(torch.optim.Optimizer):
 
     def _load(self, state_dict: Any) -> None:
         """`load_state_dict`, which may leave some of it loaded where it raises."""
+        missing = [name for name in ("state", "param_groups") if not isinstance(state_dict.get(name), dict | list)]
+        if missing or not isinstance(state_dict["state"], Mapping):
+            raise ValueError(f"a state dict has a dict `state` and a list `param_groups`; {rules.DAMAGED}")
         own, every = self.param_groups, state_dict["param_groups"]
         for mine, group in zip(own, every, strict=False):
             rules.check_group(group, mine)

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from quaver.core.states.codes import FLOAT32, StateSpec
 from quaver.torch.optim import codes
+from quaver.torch.optim.loading.rules import DAMAGED
+from quaver.torch.optim.stepping import layout
 
 #: MS-AMP's dtypes stand for formats: torch had none of eight bits when it was written.
 MSAMP = {torch.uint8: torch.float8_e4m3fn, torch.int8: torch.float8_e5m2}
@@ -27,8 +29,21 @@ def spec_of(name: str, saved: Any, scale: Any, spec: StateSpec) -> StateSpec:
         return FLOAT32
     raise ValueError(
         f"{name} was saved as {dtype} {'without' if scale is None else 'with'} scales, and its preset keeps "
-        f"{spec.text}; nothing was loaded: is the file damaged?"
+        f"{spec.text}; {DAMAGED}"
     )
+
+
+def check_scales(name: str, saved: Tensor, scale: Tensor, spec: StateSpec) -> None:
+    """Refuse scales that do not fit their codes. Raises: ValueError."""
+    # A release that did not flatten trailing dimensions had other blocks.
+    flat = [layout.flat(saved.shape, rows_of) for rows_of in range(max(saved.dim(), 1))]
+    shapes = {codes.scale_shape(shape, spec.block, spec.of.numbers) for shape in flat}
+    dtype = codes.SCALE_DTYPES[spec.scale]
+    if tuple(scale.shape) not in shapes or scale.dtype != dtype:
+        raise ValueError(
+            f"{name}_scale has shape {tuple(scale.shape)} and dtype {scale.dtype}, and codes {tuple(saved.shape)} of "
+            f"{spec.text} have scales of {dtype} of shape {' or '.join(map(str, sorted(shapes)))}; {DAMAGED}"
+        )
 
 
 def values(saved: Any, scale: Tensor | None, spec: StateSpec | None) -> Tensor:

@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from quaver.core.states.codes import StateSpec
 from quaver.torch.optim.refusals import TORCHS
 from quaver.torch.optim.rules import muon
@@ -21,6 +24,8 @@ MOMENTS = {
 }
 #: Of moments that are codes: under keys that torch does not use, so that it does not take codes for numbers.
 CODES = "_codes"
+#: How an error about a state dict that no optimizer writes ends.
+DAMAGED = "nothing was loaded: is the file damaged?"
 
 
 def key_of(moment: str, spec: StateSpec) -> str:
@@ -29,7 +34,12 @@ def key_of(moment: str, spec: StateSpec) -> str:
 
 
 def check_group(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Refuse a group of another rule, and options that are not honoured. Raises: ValueError."""
+    """Refuse a group of another rule, and options that are not honoured or no numbers. Raises: ValueError."""
+    for option, value in saved.items():
+        mine = own.get(option)
+        pair = option == "betas" and not (isinstance(value, tuple | list) and len(value) == 2)
+        if pair or (type(mine) is float and not isinstance(value, Tensor | int | float)):
+            raise ValueError(f"{option} of the state dict is {value!r}, and here {mine!r}; {DAMAGED}")
     theirs, ours = rule_of(saved), rule_of(own)
     if theirs and theirs != ours:
         raise ValueError(
@@ -61,6 +71,12 @@ def check_state(key: object, saved: Mapping[str, Any], rule: Rule) -> None:
     Args:
         key: of the parameter in the state dict.
     """
+    if not isinstance(saved, Mapping):
+        raise ValueError(f"the state of parameter {key} is of type {type(saved).__name__}, not a dict; {DAMAGED}")
+    step = 0.0 if saved.get("step") is None else saved["step"]
+    numbers = torch.as_tensor(step).numel() if isinstance(step, Tensor | int | float) else 0
+    if numbers != 1 or not 0 <= float(step) < float("inf"):
+        raise ValueError(f"the step of parameter {key} is {step!r}, not a number of steps; {DAMAGED}")
     name, held = type(rule).__name__, {key.removesuffix(CODES) for key, value in saved.items() if value is not None}
     others = [moment for moment in MOMENTS if moment in held and moment not in rule.names]
     if others:
@@ -71,4 +87,4 @@ def check_state(key: object, saved: Mapping[str, Any], rule: Rule) -> None:
     missing = [moment for moment in (*rule.names, "step") if moment not in held]
     # torch's SGD and Muon count no steps, and a buffer that is not there begins with the next gradient.
     if missing and name == "Adam":
-        raise ValueError(f"the state of parameter {key} has no {missing[0]}; nothing was loaded: is the file damaged?")
+        raise ValueError(f"the state of parameter {key} has no {missing[0]}; {DAMAGED}")
