@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from quaver.torch.blocks.attention.inputs.call import Call, scores_shape
 from quaver.torch.blocks.attention.inputs.masks import both, bounds, positions_of_keys
@@ -61,6 +60,9 @@ def _compiled() -> Callable[..., Tensor]:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
     """`attend`, as it is to be compiled."""
+    # Here, since torch 2.15 imports sympy with it, a quarter of a second.
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
     options: dict[str, Any] = {
         "score_mod": _score(q, k, call),
         "block_mask": _block_mask(q, k, call),
@@ -76,7 +78,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
     return (y * share.unsqueeze(-1)).to(q.dtype)
 
 
-def _block_mask(q: Tensor, k: Tensor, call: Call) -> BlockMask | None:
+def _block_mask(q: Tensor, k: Tensor, call: Call) -> Any:
+    """The blocks of scores that some query sees, or None if every query sees every key."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
     rules = _visible(q, k, call)
     if not rules:
         return None
