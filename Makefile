@@ -70,8 +70,9 @@ test-gpu:
 		--timeout 45 --timeout-method thread -p tests.gpu_context \
 		tests/gpu tests/kernels tests/torch/blocks/attention/implementations tests/torch/backends/gpu/gemms
 
-## Pairs of versions of torch and triton, each in processes that have them, as far as a machine without a GPU goes.
+## The suite under the oldest and newest Python, torch and jax, and pairs of torch and triton: docs/install.md.
 test-versions: $(VENV)/.dev
+	PYTHONPATH=src $(BIN)/python -m tests.versions.suites
 	PYTHONPATH=src $(BIN)/python -m tests.versions
 
 ## Train every recipe and a control on three seeds, and check the differences from bf16 (about an hour).

@@ -76,18 +76,13 @@ OPTIMIZED = (
     "tests/jax/test_compiled.py",
     "tests/jax/test_lowering.py",
 )
-#: XLA's options everywhere else, beside JAX_DISABLE_MOST_OPTIMIZATIONS: a layer compiles in a third of the time.
-QUICK = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
-#: And for programs of those files whose claim no optimizer could break.
-QUICKEST = QUICK | {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-
-
 #: The variable that holds the folder of the XLA programs of this run.
 PROGRAMS = "QUAVER_TESTS_PROGRAMS"
 #: The key of a report of what passed, in what workers send.
 PASSED = "passed"
-#: Raised inside torch by what torch itself does on the first compilation.
-TORCHS_OWN = "ignore:.torch.jit.script.*. is deprecated:DeprecationWarning"
+#: Raised inside torch by its own code on the first compilation or forward-mode derivative: a DeprecationWarning up to
+#: torch 2.13, a FutureWarning since.
+TORCHS_OWN = "ignore:.torch.jit.script.*. is deprecated"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -218,6 +213,8 @@ def compile_quickly() -> None:
     take each other's programs, and of their own those that `jit` of another function has compiled."""
     import jax
     from jax._src import compilation_cache, compiler, lru_cache
+
+    from tests.xla_options import QUICK
 
     share_contexts()
     lru_cache.LRUCache.put = put_at_once

@@ -79,7 +79,7 @@ def test_the_page_has_the_newest_results_of_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_every_case_runs_quickly_and_gives_finite_figures(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     # Users' processes interpret no kernel, so a CPU's benchmark may launch none.

@@ -137,7 +137,7 @@ LINES = {
             "tests/kernels/cases.py",
             "from quaver.torch.backends.gpu.gemms import dec",
             "from quaver.torch.backends.gpu.fused import throwaway\n",
-        ),  # noqa: E501
+        ),
         (
             "tests/kernels/cases.py",
             "    *_convolutions(),\n]",

@@ -19,9 +19,9 @@ import quaver.torch as qt
 from quaver.core.numbers.formats import E2M1, E4M3, E5M2, Format
 from quaver.core.numbers.rounding import decode, encode, round_to
 from quaver.core.spec import AttentionSpec, Delayed, GemmSpec, QuantSpec, Recipe
-from tests.conftest import QUICKEST
 from tests.contracts import drawn_specs
 from tests.contracts.drawn_specs import SIGNED, check_layer, check_operand, draw_recipe, own_format
+from tests.xla_options import QUICKEST
 
 #: A format that torch and JAX have no dtype for.
 E3M4 = Format(name="e3m4", bits=8, exponent_bits=3, mantissa_bits=4, bias=3, max=15.5)

@@ -19,8 +19,8 @@ from quaver.core.numbers.formats import E2M1, E4M3, E5M2, E8M0, Format
 from quaver.core.numbers.formats import FORMATS as FORMATS_BY_NAME
 from quaver.core.spec import QuantSpec
 from tests.close import assert_bitwise
-from tests.conftest import QUICKEST
 from tests.operands import SPECS, nasty
+from tests.xla_options import QUICKEST
 
 STREAM: dict[str, Any] = {"seed": 0x1234567890ABCDEF, "tensor_id": 0xDEADBEEF, "count": 3}
 #: What a jitted function takes these as.

@@ -18,8 +18,8 @@ from quaver.recipes import RECIPES
 from quaver.torch.state import counters
 from quaver.torch.state.layer import state_of
 from tests.close import assert_bitwise, assert_close
-from tests.conftest import QUICKEST
 from tests.operands import variants
+from tests.xla_options import QUICKEST
 
 T, K, N = 48, 80, 33
 #: Which operand a matrix is, by its shape; a rotated one is padded.

@@ -13,11 +13,9 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
-# Eight devices, and XLA's options of tests/conftest.py.
-os.environ["XLA_FLAGS"] = (
-    "--xla_force_host_platform_device_count=8 --xla_cpu_use_fusion_emitters=false"
-    " --xla_cpu_parallel_codegen_split_count=1"
-)
+from tests.xla_options import FLAGS
+
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {FLAGS}"
 
 import jax
 import jax.numpy as jnp

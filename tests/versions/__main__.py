@@ -1,4 +1,4 @@
-"""Try pairs of versions in processes that have them, and write the table of docs/limits.md: `python -m tests.versions`.
+"""Try pairs of torch and triton, and write their table in docs/install.md: `python -m tests.versions`.
 
 How they come there says `tests.versions.installing`.
 """
@@ -16,11 +16,11 @@ from benchmarks.gpu.ahead import hollow
 from benchmarks.measuring import stub_driver
 from tests.versions.installing import ROOT, environment, installed
 
-PAGE = ROOT / "docs" / "limits.md"
+PAGE = ROOT / "docs" / "install.md"
 BEGIN, END = "<!-- python -m tests.versions writes from here -->", "<!-- to here -->"
 #: torch and triton, the newest of each minor version at least once; a cache of kernels is made with the first, and
 #: `make test` runs 2.13.0 with 3.6.0.
-PAIRS = (("2.11.0", "3.6.0"), ("2.12.1", "3.7.1"), ("2.13.0", "3.8.0"), ("2.12.1", "3.9.0"), ("2.13.0", "3.9.0"))
+PAIRS = (("2.11.0", "3.6.0"), ("2.12.1", "3.7.1"), ("2.13.0", "3.9.0"), ("2.14.1", "3.8.0"), ("2.15.0", "3.9.0"))
 #: Of a check.
 SECONDS = 1200
 
@@ -110,7 +110,9 @@ def main(arguments: list[str]) -> int:
         rows.append([torch, triton, *cells])
     if not asked.only:
         text = PAGE.read_text()
-        PAGE.write_text(f"{text.split(BEGIN)[0]}{BEGIN}\n\n{table(rows)}\n\n{END}{text.split(END)[1]}")
+        PAGE.write_text(
+            f"{text.split(BEGIN)[0]}{BEGIN}\n\n{table(rows)}\n\n{END}{text.split(BEGIN)[1].split(END, 1)[1]}"
+        )
     print(table(rows))
     return int(any("fails" in cell or cell == "not finished" for row in rows for cell in row))
 

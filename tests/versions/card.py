@@ -4,13 +4,12 @@ What Triton compiles is looked for by the bytes of its library, and those differ
 card's Python is not to be had, the command runs in this one, and that is said.
 """
 
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from tests.versions.installing import ROOT, environment, installed, pip
+from tests.versions.installing import ROOT, environment, installed, new, pip, python
 
 #: What the rented machines have that this project knows of.
 PYTHON, TORCH, TRITON = "3.12", "2.11.0", "3.6.0"
@@ -20,28 +19,6 @@ NEEDS = (
     *("rich", "safetensors", "tokenizers", "typer", "matplotlib", "pytest", "pytest-timeout", "pytest-xdist"),
 )
 FOLDER = ROOT / ".versions"
-
-
-def pythons() -> Iterator[str]:
-    """Where one of that version may be: this one, on the path, pyenv's."""
-    if sys.version.startswith(f"{PYTHON}."):
-        yield sys.executable
-    if (named := shutil.which(f"python{PYTHON}")) is not None:
-        yield named
-    yield from map(str, sorted(Path.home().glob(f".pyenv/versions/{PYTHON}.*/bin/python")))
-
-
-def python() -> str | None:
-    """The first that answers, for pyenv names some that are not there."""
-    for path in pythons():
-        if subprocess.run([path, "-c", "import venv"], capture_output=True, check=False).returncode == 0:
-            return path
-    return None
-
-
-def new(base: str, place: Path) -> None:
-    """An environment of a Python there. Raises: CalledProcessError."""
-    subprocess.run([base, "-m", "venv", place], check=True)
 
 
 def prepared(base: str, folder: Path) -> tuple[Path, dict[str, str]]:
@@ -57,7 +34,7 @@ def prepared(base: str, folder: Path) -> tuple[Path, dict[str, str]]:
 def main(command: Sequence[str], folder: Path = FOLDER / "card") -> int:
     """Run the arguments of Python; returns the exit code."""
     wanted = f"Python {PYTHON}, torch {TORCH} and triton {TRITON}"
-    base, why = python(), f"no Python {PYTHON} is here"
+    base, why = python(PYTHON), f"no Python {PYTHON} is here"
     if base is not None:
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -6,8 +6,10 @@ PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu there is nothing to sta
 """
 
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.versions import stand_ins
@@ -17,9 +19,32 @@ ROOT = Path(__file__).parents[2]
 FOREIGN = ("TRITON_INTERPRET", "TRITON_CACHE_DIR", "VIRTUAL_ENV")
 
 
+def pythons(version: str) -> Iterator[str]:
+    """Where a Python of this version, such as "3.12", may be: this one, on the path, pyenv's."""
+    if sys.version.startswith(f"{version}."):
+        yield sys.executable
+    if (named := shutil.which(f"python{version}")) is not None:
+        yield named
+    yield from map(str, sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python")))
+
+
+def python(version: str) -> str | None:
+    """The first that answers, for pyenv names some that are not there."""
+    for path in pythons(version):
+        if subprocess.run([path, "-c", "import venv"], capture_output=True, check=False).returncode == 0:
+            return path
+    return None
+
+
+def new(base: str, place: Path) -> None:
+    """Make an environment of a Python there. Raises: CalledProcessError."""
+    subprocess.run([base, "-m", "venv", place], check=True)
+
+
 def pip(python: str | Path, *arguments: str | Path) -> None:
     """Install without the constraints of this checkout, which name one version of each. Raises: CalledProcessError."""
-    environment = {name: value for name, value in os.environ.items() if name != "PIP_CONSTRAINT"}
+    # Empty rather than absent, so that constraints of the machine's own do not hold either.
+    environment = os.environ | {"PIP_CONSTRAINT": os.devnull}
     subprocess.run([python, "-m", "pip", "install", "--quiet", *arguments], check=True, env=environment)
 
 

@@ -24,7 +24,7 @@ def link(base: str, place: Path) -> None:
 def where(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Says where the card's Python may be."""
     monkeypatch.setattr(card, "new", link)
-    return lambda *paths: monkeypatch.setattr(card, "pythons", lambda: iter(paths))
+    return lambda *paths: monkeypatch.setattr(installing, "pythons", lambda version: iter(paths))
 
 
 def test_without_its_python_a_command_runs_in_this_one_and_that_is_said(

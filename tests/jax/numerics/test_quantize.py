@@ -17,8 +17,8 @@ from quaver.jax.numerics.hadamard import rotate
 from quaver.jax.numerics.philox import uniform
 from tests import forked
 from tests.close import assert_bitwise
-from tests.conftest import QUICKEST
 from tests.operands import SPECS
+from tests.xla_options import QUICKEST
 
 every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 LINE, SQUARE = SPECS["mxfp8.fprop.a"], SPECS["delayed.fprop.a"]

@@ -11,8 +11,8 @@ import pytest
 from quaver.core.states import reference
 from quaver.core.states.codes import CODES, StateSpec
 from quaver.jax.numerics import states
-from tests.conftest import QUICKEST
 from tests.states import KINDS, drawn, every_spec
+from tests.xla_options import QUICKEST
 
 SHAPES = ((0, 5), (5, 0), (7,), (), (2, 64), (2, 3, 70))
 SPECS = [
