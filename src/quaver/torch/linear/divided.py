@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from quaver.torch.linear.layer import Linear
+from quaver.torch.operations.ops import without_autocast
 
 #: Rows of each parameter by name, or names of as many rows each; None leaves a weight whole.
 Split = Mapping[str, int] | Iterable[str] | None
@@ -20,7 +21,11 @@ class Divided(Linear):
 
     def _put_together(self, kind: str) -> Any:
         parts: Any = [p for name, p in self._parameters.items() if name.endswith(f"_{kind}") and p is not None]
-        return torch.cat(parts) if parts else None
+        if not parts:
+            return None
+        # torch.autocast to float16 concatenates nothing in bfloat16.
+        with without_autocast(parts[0].device.type):
+            return torch.cat(parts)
 
     weight = property(lambda self: self._put_together("weight"))
     bias = property(lambda self: self._put_together("bias"))

@@ -1,5 +1,6 @@
 """A layer of Transformer Engine's arguments computes what its documentation says, and trains as ours does."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -103,6 +104,35 @@ def test_the_bits_are_those_of_our_layer(recipe: str, fused: bool) -> None:
     of_query = theirs.self_attention.layernorm_qkv
     got = of_query.weight.grad if fused else of_query.query_weight.grad
     assert_bitwise(got[:64], ours.attention.qkv_proj.weight.grad[:64])
+
+
+NORMED: dict[str, Callable[..., Any]] = {
+    "LayerNorm": lambda **o: te.LayerNorm(64, **o),
+    "RMSNorm": lambda **o: te.RMSNorm(64, **o),
+    "LayerNormLinear": lambda **o: te.LayerNormLinear(64, 32, return_layernorm_output=True, **o),
+    "LayerNormMLP": lambda **o: te.LayerNormMLP(64, 96, return_layernorm_output=True, return_bias=True, **o),
+    "TransformerLayer": lambda **o: te.TransformerLayer(64, 96, 4, hidden_dropout=0.0, attention_dropout=0.0, **o),
+    "BERT": lambda **o: te.TransformerLayer(64, 96, 4, hidden_dropout=0.0, output_layernorm=True, **o),
+}
+
+
+@pytest.mark.parametrize("name", NORMED)
+def test_outputs_are_in_the_dtype_of_torchs_autocast(name: str) -> None:
+    """Its modules cast their input first: all that they return, and all that backward saves of it, is as narrow."""
+    recipe = MXFP8BlockScaling()
+    for dtype in (torch.bfloat16, torch.float16):
+        for params in (torch.float32, torch.bfloat16):
+            torch.manual_seed(0)
+            module, x = NORMED[name](params_dtype=params), torch.randn(5, 2, 64, requires_grad=True)
+            with torch.autocast("cpu", dtype), te.autocast(enabled="Norm" not in name, recipe=recipe):
+                y = module(x)
+            outputs = y if isinstance(y, tuple) else (y,)
+            assert [t.dtype for t in outputs] == [dtype] * len(outputs)
+            sum(t.float().square().sum() for t in outputs).backward()
+            assert x.grad.dtype is torch.float32 and x.grad.isfinite().all()
+            assert all(p.grad.dtype is params for p in module.parameters() if p.grad is not None)
+    # Outside a norm computes in its weight's dtype.
+    assert te.RMSNorm(64, params_dtype=torch.bfloat16)(torch.randn(5, 64)).dtype is torch.bfloat16
 
 
 def test_dropout_and_drop_path_act_in_training_alone() -> None:

@@ -10,7 +10,7 @@ from quaver.compat.transformer_engine.pytorch.attention.dot_product_attention im
 from quaver.compat.transformer_engine.pytorch.attention.multi_head_attention import MultiheadAttention
 from quaver.compat.transformer_engine.pytorch.module.layernorm import LayerNorm, RMSNorm
 from quaver.compat.transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
-from quaver.compat.transformer_engine.pytorch.module.parameters import Assembled
+from quaver.compat.transformer_engine.pytorch.module.parameters import Assembled, cast_to_autocast
 from quaver.core.options import shared, spreads
 from quaver.core.text.spelling import check_name
 from quaver.torch.blocks.transformer import drop_path
@@ -72,7 +72,7 @@ class TransformerLayer(Assembled):
         inference_params: Any = None, rotary_pos_emb: Any = None, **of_attention: Any,
     ) -> Tensor:  # fmt: skip
         """What else it takes: as `DotProductAttention`."""
-        x, again = hidden_states, {"checkpoint_core_attention": checkpoint_core_attention}
+        x, again = cast_to_autocast(hidden_states), {"checkpoint_core_attention": checkpoint_core_attention}
         own: Any = {"attn_mask_type": self_attn_mask_type, "window_size": window_size}
         own |= {"inference_params": inference_params, "rotary_pos_emb": rotary_pos_emb}
         attended = self.self_attention(x, attention_mask, **own, **again, **of_attention)

@@ -3,10 +3,12 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from quaver.compat.transformer_engine.pytorch.module.parameters import Stateless, place
+from quaver.compat.transformer_engine.pytorch.module.parameters import Stateless, cast_to_autocast, place
 from quaver.core.options import checks
 from quaver.torch.blocks.prologues import norm
+from quaver.torch.operations.ops import DTYPES, autocast_device
 
 
 class _Norm(Stateless, norm.Norm):
@@ -24,6 +26,13 @@ class _Norm(Stateless, norm.Norm):
         (features,) = (shape,) if isinstance(shape, int) else tuple(shape)
         like = {"device": place(device), "dtype": dtype or params_dtype}
         super().__init__(self.kind, features, eps, zero_centered=zero_centered_gamma, **like)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """norm(x) in torch.autocast's dtype where that is enabled, else in the weight's."""
+        weight, _ = self.affine()
+        if weight is not None and x.dtype in DTYPES and not torch.is_autocast_enabled(autocast_device(x)):
+            x = x.to(weight.dtype)
+        return super().forward(cast_to_autocast(x))
 
 
 class LayerNorm(_Norm):

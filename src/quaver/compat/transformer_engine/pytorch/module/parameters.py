@@ -13,6 +13,7 @@ from quaver.compat import extra_state
 from quaver.torch.blocks.renamed import Renamed
 from quaver.torch.model.weights.filling import fill
 from quaver.torch.model.weights.gradients import weight_gradients
+from quaver.torch.operations.ops import DTYPES, autocast_device
 
 #: What gives a weight its first values; None is the normal distribution here.
 Init = Callable[[Tensor], Any] | None
@@ -61,6 +62,14 @@ def place(device: Any) -> Any:
     return "cpu" if str(device).startswith("cuda") and not torch.cuda.is_available() else device
 
 
+def cast_to_autocast(x: Tensor) -> Tensor:
+    """x in torch.autocast's dtype where that is enabled: what Transformer Engine's modules compute in."""
+    device = autocast_device(x)
+    if torch.is_autocast_enabled(device) and x.dtype in DTYPES:
+        return x.to(torch.get_autocast_dtype(device))
+    return x
+
+
 class Module(Renamed):
     """Mixed into a block of ours: the parameters of its parts are its own, too, by Transformer Engine's names.
 
@@ -104,6 +113,9 @@ class Module(Renamed):
             ValueError: fp8_output or fp8_grad, which ask for codes.
         """
         refuse_codes(fp8_output, fp8_grad)
+        if "norm" in self._modules:
+            # A linear layer alone casts by itself, so that layers of one input share its codes.
+            inp = cast_to_autocast(inp)
         with self.takes:
             y: Any = super().forward(inp)
         y, *others = y if isinstance(y, tuple) else (y,)
