@@ -56,6 +56,10 @@ class Renamed(nn.Module):
         finally:
             self._borrow()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # The parts have the parameters, and know how codes are pickled.
+        return {**self.__dict__, "_parameters": {}}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._borrow()

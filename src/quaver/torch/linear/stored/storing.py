@@ -133,6 +133,13 @@ def store(layer: Any, spec: QuantSpec, keep_initial: bool = False) -> None:
     settle(layer)
 
 
+def narrow_gradient(layer: Any) -> None:
+    """Have the gradient of a layer's weight in `weight_dtype`, and not in float32, whenever the weight is codes."""
+    layer.__dict__["nominal_gradient"] = True
+    if layer.weight_spec is not None:
+        settle(layer)
+
+
 def restore(layer: Any) -> None:
     """Turn the codes into a weight of the dtype it had."""
     weight = layer.weight
@@ -332,15 +339,16 @@ def moved(layer: Any, fn: Any, apply: Any) -> None:
         layer._parameters["weight"] = part.with_bytes(weight, data)
         return
     data = data.view(dtype)
+    gradient = None
     if _takes(weight, data):
-        gradient = weight.grad
+        gradient, weight.grad = weight.grad, None
         weight.data = data
-        if gradient is not None:
-            weight.grad = gradient.to(data.device)
     else:
         weight = nn.Parameter(data, requires_grad=weight.requires_grad)
     layer._parameters["weight"] = weight
     settle(layer)
+    if gradient is not None:
+        weight.grad = gradient.to(data.device, weight.grad_dtype)
 
 
 #: Whether a parameter takes data of another tensor's kind; without that private name, those of its own device.
@@ -397,8 +405,9 @@ def settle(layer: Any) -> None:
     weight = layer._parameters["weight"]
     if weight is None or weight.dtype not in CODES:
         return
-    if weight.grad_dtype not in ops.DTYPES:
-        weight.grad_dtype = torch.float32
+    nominal = layer.__dict__["weight_dtype"] if layer.__dict__.get("nominal_gradient") else None
+    if nominal is not None or weight.grad_dtype not in ops.DTYPES:
+        weight.grad_dtype = nominal or torch.float32
     if not _hooked:
         _hooked.append(register_optimizer_step_pre_hook(_refuse_optimizer))
     _stored.add(layer)

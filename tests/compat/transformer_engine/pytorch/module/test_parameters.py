@@ -210,6 +210,36 @@ def test_weights_that_exist_only_as_codes(name: str) -> None:
         te.Linear(64, 64, parameters_split=SPLIT)
 
 
+@pytest.mark.parametrize("name", ["Linear", "LayerNormLinear", "LayerNormMLP, gated", "GroupedLinear"])
+def test_gradients_of_weights_in_codes_have_params_dtype(name: str) -> None:
+    """Whatever runs, and after copies, moves and loads; each is that of the same values in high precision."""
+
+    def gradients(module: Any, recipe: Any, casts: bool = False) -> list[Tensor]:
+        module.zero_grad()
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1), dtype=torch.bfloat16)
+        with te.autocast(enabled=recipe is not None, recipe=recipe), torch.autocast("cpu", enabled=casts):
+            y = module(x)
+        y.float().square().sum().backward()
+        return [p.grad for p in of(name, module).parameters() if p.dim() > 1 and p.grad is not None]
+
+    torch.manual_seed(0)
+    with te.quantized_model_init(recipe=MXFP8BlockScaling()):
+        module = MADE[name](params_dtype=torch.bfloat16)
+    plain = MADE[name](params_dtype=torch.bfloat16)
+    plain.load_state_dict(qt.plain_state_dict(module))
+    for recipe, casts in ((None, False), (MXFP8BlockScaling(), False), (MXFP8BlockScaling(), True)):
+        expected = gradients(plain, recipe, casts)
+        for one, other in zip(gradients(module, recipe, casts), expected, strict=True):
+            assert one.dtype is torch.bfloat16
+            assert_close("gradient", one, other, 1e-2)
+    loaded = pickle.loads(pickle.dumps(module))
+    loaded.load_state_dict(module.state_dict())
+    for other in (copy.deepcopy(module), loaded, copy.deepcopy(module).to_empty(device="meta").to_empty(device="cpu")):
+        assert {g.dtype for g in gradients(other, None)} == {torch.bfloat16}
+    module.float()
+    assert {p.grad.dtype for p in of(name, module).parameters() if p.grad is not None} == {torch.float32}
+
+
 def test_main_grad_and_gradients_that_wait() -> None:
     plain = te.LayerNormMLP(64, 96)
     run(plain, MXFP8BlockScaling())

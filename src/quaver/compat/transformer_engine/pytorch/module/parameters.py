@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from quaver.compat import extra_state
 from quaver.torch.blocks.renamed import Renamed
+from quaver.torch.linear.stored import storing
 from quaver.torch.model.weights.filling import fill
 from quaver.torch.model.weights.gradients import weight_gradients
 from quaver.torch.operations.ops import DTYPES, autocast_device
@@ -99,6 +100,8 @@ class Module(Renamed):
         self.__dict__.update(gemms=gemms, init_method=options.init_method)
         if options.main_grad or options.later:
             self.__dict__["taker"] = weight_gradients(main_grad=options.main_grad, later=options.later)
+        for name in gemms:
+            storing.narrow_gradient(self._modules[name])
         self.rename(names, gemms)
         self.fill()
 
