@@ -25,7 +25,8 @@ class Preset:
     second: StateSpec = FLOAT32
     #: Of weights that exist only in eight bits, one of `MASTERS`: what the step adds up in.
     codes: str = "float32"
-    #: Of bfloat16 weights: "remainder", the 16 bits that float32 has more; "residual8", eight of them; "none".
+    #: Of bfloat16 weights: "remainder", the 16 bits that float32 has more; "residual8", eight of them; "none";
+    #: "float16", a master with one scale, of float16 weights too, which have a float32 one unless this is "none".
     bfloat16: str = "remainder"
     #: Whether `codes` and float16 masters are rounded at random.
     stochastic: bool = False

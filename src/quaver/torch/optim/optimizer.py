@@ -144,6 +144,11 @@ class Optimizer(Kept):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._step()
+        return loss
+
+    def _step(self) -> None:
+        """`step` without torch's hooks around it, once gradients are there."""
         if hasattr(self, "grad_scale"):
             # A GradScaler's, None where unscale_ was called.
             check_scaler(self._release is not None)
@@ -160,7 +165,6 @@ class Optimizer(Kept):
             # As GradScaler leaves gradients of optimizers that know nothing of it.
             for p in parameters:
                 layout.local(p.grad).mul_(factor.to(p.grad.device))
-        return loss
 
     def _update(self, parameters: list[Tensor], factor: Tensor | None, overflow: Tensor | None = None) -> None:
         """Step some parameters.

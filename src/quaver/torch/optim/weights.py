@@ -3,7 +3,8 @@
     plain       float32, float16 or bfloat16 itself; bfloat16 may be rounded at random
     remainder   bfloat16, and the 16 bits that float32 has more (int16): together float32, bit by bit
     residual    codes of a GEMM, or bfloat16, and the bits that a longer mantissa has more (int8 or int16)
-    master      codes of a GEMM, or float16, and float32 beside them; codes, and float16 beside them
+    master      codes of a GEMM, or float16, and float32 beside them; codes, bfloat16 or float16, and float16 with one
+                scale beside them
 
 A weight is read as float32, and written from it. With a residual its magnitude is one whole number, the code's bits
 with 8 or 16 more below them, as bfloat16's are float32's: the code is that number rounded, and the residual what
@@ -69,6 +70,11 @@ class Keeping:
         }[self.kind]
 
     @property
+    def master(self) -> bool:
+        """Whether the weight has a float beside it that says it by itself."""
+        return self.kind in ("float32", "float16")
+
+    @property
     def whole(self) -> bool:
         """Whether a step needs the whole weight: a scale of all of it is measured."""
         return self.kind == "float16"
@@ -92,6 +98,8 @@ def keeping_of(p: Tensor, preset: Preset) -> Keeping:
         spec = owner.__dict__["weight_spec"]
         spec = replace(spec, block=spec.block[::-1]) if p.dim() == 3 and lies_turned(owner) else spec
         return Keeping(preset.codes, spec, preset.stochastic and preset.codes[:3] == "res")
+    if preset.bfloat16 == "float16" and p.dtype in (torch.bfloat16, torch.float16):
+        return Keeping("float16")
     if p.dtype is torch.bfloat16:
         if preset.bfloat16 == "none":
             return Keeping("plain", stochastic=True)
@@ -125,16 +133,15 @@ def read(keeping: Keeping, tensors: tuple[Tensor, ...]) -> Tensor:
         return tensors[0].float()
     if keeping.kind == "remainder":
         return worth(keeping, _bits(keeping, tensors[0]), tensors[1].int(), 16)
-    if keeping.kind == "float32":
-        weight, master = tensors[0], tensors[-1]
+    if keeping.master:
+        halved = keeping.kind == "float16"
+        weight, master = tensors[0], codes.decode(tensors[-2], tensors[-1], _MASTER16) if halved else tensors[-1]
         # Of codes nothing shows whether they were changed since the master was written.
         if keeping.spec is not None:
             return master
         # By bits: a compiler leaves a conversion out that only a comparison of numbers reads.
         same = master.to(weight.dtype).view(torch.int16) == weight.view(torch.int16)
         return torch.where(same, master, weight.float())
-    if keeping.kind == "float16":
-        return codes.decode(tensors[-2], tensors[-1], _MASTER16)
     value = worth(keeping, _bits(keeping, tensors[0]), tensors[-1].int(), BITS[tensors[-1].dtype])
     return value if keeping.spec is None else value * _spread_scales(keeping.spec, tensors[1], value)
 
@@ -193,8 +200,14 @@ def write(
         return ((bits - rest.int()) >> 16).to(torch.int16).view(torch.bfloat16), rest
     if keeping.kind[:8] == "residual":
         return _write_longer(keeping, weight, tensors, noise, amax)
-    if keeping.spec is None:
+    if keeping.spec is None and keeping.kind == "float32":
         return weight.to(tensors[0].dtype), weight
+    if keeping.spec is None:
+        master, master_scale = codes.encode(weight, _MASTER16)
+        # The weight follows from its master: rounded by itself it would differ at ties, as if it was written since.
+        value = codes.decode(master, master_scale, _MASTER16)
+        assert master_scale is not None
+        return value.to(tensors[0].dtype), master, master_scale
     q = reference.quantize(weight, keeping.spec, amax)
     scale = q.scale
     assert isinstance(scale, Tensor)

@@ -54,7 +54,7 @@ def _weight_fits(way: Way, own: Parts) -> bool:
     keeping = way.keeping
     if keeping.spec is None:
         half = own.weight[0].dtype is torch.bfloat16
-        return half and (keeping.kind != "plain" or keeping.stochastic)
+        return half and not keeping.master and (keeping.kind != "plain" or keeping.stochastic)
     longer = keeping.spec.format == E4M3 and keeping.kind[:8] == "residual"
     return longer and (keeping.spec.per_tensor if way.shared else _blocks_fit(keeping.spec, own.weight[0].shape))
 

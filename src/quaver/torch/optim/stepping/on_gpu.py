@@ -81,7 +81,7 @@ def _writes(spec: StateSpec, signed: bool) -> bool:
 def _of_weight(way: Way, weight: Tensor) -> str:
     keeping, spec = way.keeping, way.keeping.spec
     if spec is None:
-        whole = weight.dtype in FLOATS and keeping.kind != "float32"
+        whole = weight.dtype in FLOATS and not keeping.master
         return "" if whole else f"the kernel writes no {weight.dtype}, or none with a master"
     if weight.dim() == 3 and (spec.block[0] is None or weight.shape[1] % spec.block[0]):
         return "a matrix of its stack ends within a block, or has one scale of its own"
