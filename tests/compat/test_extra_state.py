@@ -100,6 +100,20 @@ def packed(state: Any, how: str = "bytes") -> Any:
 RECIPE = DelayedScaling(amax_history_len=LENGTH)
 
 
+def test_groups_have_their_own_in_one_weight_too(theirs: Any) -> None:
+    plains = [Plain(torch.randn(32, 64), torch.randn(32), seed) for seed in range(3)]
+    parts = {f"weight{i}": plain.weight for i, plain in enumerate(plains)}
+    saved = parts | {"_extra_state": packed(state_of(plains, theirs))}
+    several = te.GroupedLinear(3, 64, 32, bias=False)
+    one = te.GroupedLinear(3, 64, 32, bias=False, single_grouped_weight=True)
+    for layer in (several, one):
+        layer.load_state_dict(dict(saved))
+    for name in ("history", "factor"):
+        each = torch.stack([several.get_buffer(f"gemm{i}.{name}") for i in range(3)])
+        assert torch.equal(one.get_buffer(f"grouped.{name}"), each)
+    assert torch.equal(one.get_parameter("weight"), torch.stack([plain.weight for plain in plains]))
+
+
 @pytest.mark.parametrize("how", ["2.x", "1.x", "1.x, in a file"])
 def test_a_linear_layer_has_the_next_losses(how: str, theirs: Any) -> None:
     torch.manual_seed(0)

@@ -16,6 +16,7 @@ import quaver.torch as qt
 from quaver.compat.transformer_engine.common.recipe import DelayedScaling, MXFP8BlockScaling
 from tests.close import assert_bitwise, assert_close
 
+ONE = {"single_grouped_weight": True, "single_grouped_bias": True}
 SPLIT = {"query": 32, "key_": 16, "value": 16}
 MADE: dict[str, Callable[..., Any]] = {
     "Linear": lambda **o: te.Linear(64, 64, **o),
@@ -25,6 +26,8 @@ MADE: dict[str, Callable[..., Any]] = {
     "LayerNormMLP": lambda **o: te.LayerNormMLP(64, 96, **o),
     "LayerNormMLP, gated": lambda **o: te.LayerNormMLP(64, 96, activation="swiglu", normalization="RMSNorm", **o),
     "GroupedLinear": lambda **o: _Grouped(te.GroupedLinear(3, 64, 64, **o)),
+    "GroupedLinear, one": lambda **o: _Grouped(te.GroupedLinear(3, 64, 64, **ONE, **o)),
+    "GroupedLinear, one weight": lambda **o: _Grouped(te.GroupedLinear(3, 64, 64, single_grouped_weight=True, **o)),
 }
 EACH = pytest.mark.parametrize("name", MADE)
 NAMES = {
@@ -37,6 +40,8 @@ NAMES = {
     "LayerNormMLP": ["layer_norm_weight", "layer_norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias"],
     "LayerNormMLP, gated": ["layer_norm_weight", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias"],
     "GroupedLinear": [*(f"weight{i}" for i in range(3)), *(f"bias{i}" for i in range(3))],
+    "GroupedLinear, one": ["weight", "bias"],
+    "GroupedLinear, one weight": ["weight", "bias0", "bias1", "bias2"],
 }
 
 
@@ -53,7 +58,7 @@ class _Grouped(nn.Module):
 
 def of(name: str, module: Any) -> Any:
     """What has the names."""
-    return module.layer if name == "GroupedLinear" else module
+    return module.layer if name.startswith("GroupedLinear") else module
 
 
 def run(module: Any, recipe: Any = None) -> Tensor:
@@ -71,7 +76,7 @@ def test_parameters_and_state_have_its_names(name: str) -> None:
     module = of(name, MADE[name]())
     assert [n for n, _ in module.named_parameters()] == NAMES[name] == list(module.state_dict())
     # A weight of experts that gets no token keeps no gradient.
-    run(module if name != "GroupedLinear" else _Grouped(module), MXFP8BlockScaling())
+    run(_Grouped(module) if name.startswith("GroupedLinear") else module, MXFP8BlockScaling())
     without = {"weight1", "bias1"} if name == "GroupedLinear" else set()
     assert {n for n, p in module.named_parameters() if p.grad is None} in (set(), without)
     assert list(get_model_state_dict(module)) == NAMES[name]
@@ -190,13 +195,16 @@ def test_the_norms_output_is_given() -> None:
     assert bias.shape == (64,) and normalized.shape == x.shape
 
 
-@pytest.mark.parametrize("name", ["Linear", "LayerNormLinear", "LayerNormMLP, gated", "GroupedLinear"])
+CODES = ["Linear", "LayerNormLinear", "LayerNormMLP, gated", "GroupedLinear", "GroupedLinear, one weight"]
+
+
+@pytest.mark.parametrize("name", CODES)
 def test_weights_that_exist_only_as_codes(name: str) -> None:
     with te.quantized_model_init(recipe=MXFP8BlockScaling(), preserve_high_precision_init_val=True):
         module = MADE[name]()
     weights = [p for p in of(name, module).parameters() if p.dim() > 1]
     assert all(p.dtype is torch.float8_e4m3fn for p in weights)
-    first = qt.initial_value(next(m for m in module.modules() if isinstance(m, qt.Linear)))
+    first = qt.initial_value(next(m for m in module.modules() if isinstance(m, qt.Linear | qt.GroupedLinear)))
     assert first is not None and 0.018 < first.std() < 0.028
     y = run(module, MXFP8BlockScaling())
     module.to(torch.bfloat16)
@@ -210,7 +218,7 @@ def test_weights_that_exist_only_as_codes(name: str) -> None:
         te.Linear(64, 64, parameters_split=SPLIT)
 
 
-@pytest.mark.parametrize("name", ["Linear", "LayerNormLinear", "LayerNormMLP, gated", "GroupedLinear"])
+@pytest.mark.parametrize("name", CODES)
 def test_gradients_of_weights_in_codes_have_params_dtype(name: str) -> None:
     """Whatever runs, and after copies, moves and loads; each is that of the same values in high precision."""
 
@@ -238,6 +246,35 @@ def test_gradients_of_weights_in_codes_have_params_dtype(name: str) -> None:
         assert {g.dtype for g in gradients(other, None)} == {torch.bfloat16}
     module.float()
     assert {p.grad.dtype for p in of(name, module).parameters() if p.grad is not None} == {torch.float32}
+
+
+@pytest.mark.parametrize("recipe", [None, DelayedScaling(amax_history_len=4), MXFP8BlockScaling()])
+def test_one_weight_of_all_groups_computes_and_loads_what_several_do(recipe: Any) -> None:
+    """Checkpoints of either form go into the other, histories in an `_extra_state` too."""
+    several, whole, packed = (MADE[name]() for name in ("GroupedLinear", "GroupedLinear, one", CODES[-1]))
+    with torch.no_grad():
+        for p in several.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    saved = {n: p.detach().clone() for n, p in several.layer.named_parameters()}
+    whole.layer.load_state_dict(saved)
+    packed.layer.load_state_dict(whole.layer.state_dict() | {"bias": whole.layer.bias.detach()[:, None]})
+    back = MADE["GroupedLinear"]()
+    back.layer.load_state_dict(packed.layer.state_dict())
+    back.layer.load_state_dict(whole.layer.state_dict())
+    outputs = [run(module, recipe) for module in (several, whole, packed, back)]
+    assert_bitwise(outputs[3], outputs[0])
+    for y in outputs[1:3]:
+        assert_close("output", y, outputs[0], 1e-6)
+    for kind, form in (("weight", "whole"), ("bias", "whole"), ("weight", "packed")):
+        grad = getattr({"whole": whole, "packed": packed}[form].layer, kind).grad
+        for i, part in enumerate(grad):
+            expected = getattr(several.layer, f"{kind}{i}").grad
+            assert_close(kind, part, torch.zeros_like(part) if expected is None else expected, 1e-5)
+    # A GPU's numbers of tokens are not read, and leading axes stay.
+    y = whole.layer(torch.ones(2, 4, 64), torch.tensor([3, 0, 5]))
+    assert y.shape == (2, 4, 64)
+    with pytest.raises(ValueError, match="3 numbers that add up to 8 tokens"):
+        whole.layer(torch.ones(8, 64), [3, 5])
 
 
 def test_main_grad_and_gradients_that_wait() -> None:
@@ -277,6 +314,8 @@ def test_what_it_refuses() -> None:
         (lambda: te.Linear(64, 64, parameters_split={"a": 3}), "parameters_split has 3 rows and the weight 64"),
         (lambda: setattr(te.Linear(8, 8), "linear", nn.Linear(8, 8)), "replace the module itself"),
         (lambda: te.GroupedLinear(2, 8, 8, return_bias=True), "return_bias is not there"),
+        (lambda: te.GroupedLinear(2, 8, 8, single_grouped_bias=True), "give single_grouped_weight=True"),
+        (lambda: te.GroupedLinear(2, 8, 8, use_grouped_tensor=False, **ONE), "use_grouped_tensor=False excludes"),
         (lambda: te.GroupedLinear(2, 8, 8)(torch.zeros(4, 8), [1, 2]), "2 numbers that add up to 4 tokens"),
     ):
         with pytest.raises(ValueError, match=sentence):

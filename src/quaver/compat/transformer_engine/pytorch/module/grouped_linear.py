@@ -6,31 +6,77 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quaver.compat import extra_state
 from quaver.compat.transformer_engine.pytorch.module.parameters import Common, Module
 from quaver.core.options import spreads
 from quaver.torch.blocks.norm_linear import Parts
+from quaver.torch.linear.grouped.layer import GroupedLinear as Stack
 from quaver.torch.linear.layer import Linear
+from quaver.torch.numerics.tracing import is_tracing
+from quaver.torch.operations.ops import DTYPES, without_autocast
+
+
+class _Packed(Stack):
+    """A stack whose biases lie in parameters `bias0` and so on, and are put together in each forward."""
+
+    def _packed(self) -> Tensor:
+        with without_autocast(self.weight.device.type):
+            return torch.stack([p for name, p in self._parameters.items() if name.startswith("bias") and p is not None])
+
+    bias = property(_packed)  # type: ignore[assignment]
+
+    def reset_parameters(self) -> None:
+        """The module that it is a part of does."""
 
 
 class GroupedLinear(Module, Parts):
     """A linear layer for each run of tokens, with parameters `weight0`, `bias0` and so on, one GEMM after the other.
 
-    `quaver.torch.grouped_matmul` has one GEMM of all where the weights are one tensor.
+    Args:
+        single_grouped_weight: one parameter `weight` [num_gemms, out_features, in_features], and grouped GEMMs, for
+            which no GPU is asked how many tokens each group has. Checkpoints of both forms load in both.
+        single_grouped_bias: one parameter `bias` [num_gemms, out_features], beside such a weight.
+        use_grouped_tensor: False excludes these two; grouped GEMMs are there where the weight is one.
+    Raises:
+        ValueError: options that exclude one another, return_bias, several ranks.
     """
 
     @spreads(Common)
     def __init__(
-        self, num_gemms: int, in_features: int, out_features: int, *, parallel_mode: str | None = None, **others: Any
-    ) -> None:
+        self, num_gemms: int, in_features: int, out_features: int, *, parallel_mode: str | None = None,
+        single_grouped_weight: bool = False, single_grouped_bias: bool = False, use_grouped_tensor: bool | None = None,
+        **others: Any,
+    ) -> None:  # fmt: skip
         super().__init__()
-        options, names = Common(**others), tuple(f"gemm{i}" for i in range(num_gemms))
+        options = Common(**others)
         self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
+        self.single_grouped_weight, self.single_grouped_bias = single_grouped_weight, single_grouped_bias
         if options.return_bias:
             raise ValueError("return_bias is not there: GroupedLinear adds its biases")
-        for name in names:
-            setattr(self, name, Linear(in_features, out_features, options.bias, **options.like))
+        if single_grouped_bias and not single_grouped_weight:
+            raise ValueError("single_grouped_bias stands beside one weight: give single_grouped_weight=True, too")
+        if single_grouped_weight and use_grouped_tensor is False:
+            raise ValueError("single_grouped_weight needs grouped GEMMs, which use_grouped_tensor=False excludes")
+        names = tuple(f"gemm{i}" for i in range(num_gemms))
         own = {f"{key}{i}": (name, key) for key in ("weight", "bias") for i, name in enumerate(names)}
+        if single_grouped_weight:
+            names = ("grouped",)
+            self.grouped = Stack(num_gemms, in_features, out_features, options.bias, **options.like)
+            own = {key: ("grouped", key) for key in ("weight", "bias")}
+            if options.bias and not single_grouped_bias:
+                own = {"weight": ("grouped", "weight")} | self._divide_biases()
+        else:
+            for name in names:
+                setattr(self, name, Linear(in_features, out_features, options.bias, **options.like))
         self.lend(options, names, own)
+
+    def _divide_biases(self) -> dict[str, tuple[str, str]]:
+        """Have the biases of a stack in parameters of their own; returns where they are."""
+        whole: Any = self.grouped._parameters.pop("bias")
+        for i, bias in enumerate(whole):
+            self.grouped.register_parameter(f"bias{i}", nn.Parameter(bias.detach().clone()))
+        self.grouped.__class__ = _Packed
+        return {f"bias{i}": ("grouped", f"bias{i}") for i in range(self.num_gemms)}
 
     def forward(  # type: ignore[override]
         self, inp: Tensor, m_splits: Sequence[int] | Tensor, is_first_microbatch: bool | None = None
@@ -41,15 +87,45 @@ class GroupedLinear(Module, Parts):
             ValueError: numbers that do not add up to the tokens.
         """
         rows = inp.reshape(-1, self.in_features)
-        splits = m_splits.tolist() if isinstance(m_splits, Tensor) else list(m_splits)
-        if len(splits) != self.num_gemms or sum(splits) != rows.shape[0]:
-            raise ValueError(
-                f"m_splits is {splits}: give {self.num_gemms} numbers that add up to {rows.shape[0]} tokens"
-            )
+        if self.single_grouped_weight and isinstance(m_splits, Tensor) and (is_tracing() or not m_splits.is_cpu):
+            # Nothing waits for the device here, so that nothing checks its numbers either.
+            splits, offsets = [], m_splits.cumsum(0, dtype=torch.int32)
+        else:
+            splits = m_splits.tolist() if isinstance(m_splits, Tensor) else list(m_splits)
+            if len(splits) != self.num_gemms or sum(splits) != rows.shape[0]:
+                raise ValueError(
+                    f"m_splits is {splits}: give {self.num_gemms} numbers that add up to {rows.shape[0]} tokens"
+                )
+            offsets = torch.tensor(splits, device="cpu").cumsum(0, dtype=torch.int32).to(rows.device)
         layers: list[Any] = [self._modules[name] for name in self.gemms]
         with self.takes:
-            parts = [layer(part) for layer, part in zip(layers, rows.split(splits), strict=True)]
-        return torch.cat(parts).view(*inp.shape[:-1], self.out_features)
+            if self.single_grouped_weight:
+                y = layers[0](rows, offsets)
+            else:
+                y = torch.cat([layer(part) for layer, part in zip(layers, rows.split(splits), strict=True)])
+        return y.view(*inp.shape[:-1], self.out_features)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        for kind in ("weight", "bias"):
+            whole, parts = prefix + kind, [f"{prefix}{kind}{i}" for i in range(self.num_gemms)]
+            given = [state_dict[name] for name in (whole, *parts) if name in state_dict]
+            if not given or given[0].dtype not in DTYPES:
+                # Codes have scales by other names, which are missing then.
+                continue
+            if kind == "bias" and whole in state_dict:
+                # There [num_gemms, 1, out_features] too.
+                state_dict[whole] = state_dict[whole].flatten(1)
+            if kind in self.lent and whole not in state_dict and len(given) == self.num_gemms:
+                state_dict[whole] = torch.stack([state_dict.pop(name) for name in parts])
+            elif f"{kind}0" in self.lent and whole in state_dict and len(given) == 1:
+                state_dict.update(zip(parts, state_dict.pop(whole), strict=False))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _recorded(self, state: Any, where: str) -> list[dict[str, Tensor]]:
+        if state is None or not self.single_grouped_weight:
+            return super()._recorded(state, where)
+        each = extra_state.histories(state, where, self.num_gemms)
+        return [{name: torch.stack([one[name] for one in each]) for name in each[0]}] if each else []
 
 
 class Fp8Padding(nn.Module):

@@ -152,10 +152,13 @@ class Module(Renamed):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         where = f"{prefix}_extra_state"
         state = extra_state.read(state_dict.pop(where, None), where)
-        of_layers = [] if state is None else extra_state.histories(state, where, len(self.gemms))
-        for part, buffers in zip(self.gemms, of_layers, strict=False):
+        for part, buffers in zip(self.gemms, self._recorded(state, where), strict=False):
             state_dict.update({f"{prefix}{part}.{name}": value for name, value in buffers.items()})
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _recorded(self, state: Any, where: str) -> list[dict[str, Tensor]]:
+        """What an `_extra_state` says of each part of `gemms`, by the names of our buffers."""
+        return [] if state is None else extra_state.histories(state, where, len(self.gemms))
 
 
 class Assembled(nn.Module):
