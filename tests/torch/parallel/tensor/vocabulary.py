@@ -299,6 +299,24 @@ def hard_logits(rank: int) -> None:
         assert none.isnan() if reduction == "mean" else none == 0
 
 
+def saved_for_backward(rank: int) -> None:
+    """The logits themselves, whose memory the gradient may take, and some numbers a token."""
+    logits = torch.randn(64, WORDS, generator=generator(0)).bfloat16()
+    targets = torch.randint(WORDS, (64,), generator=generator(1))
+    saved, grads = dict[int, int](), []
+    for overwrite in (False, True):
+        ours = logits.chunk(RANKS, 1)[rank].clone().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: saved.update({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()}) or t, lambda t: t
+        ):
+            saved.clear()
+            loss = cross_entropy(ours, targets, mesh(), label_smoothing=0.1, overwrite=overwrite)
+        assert ours.data_ptr() in saved and sum(saved.values()) <= ours.nbytes + 64 * 16 + 16
+        grads += torch.autograd.grad(loss, ours)
+        assert (grads[-1].data_ptr() == ours.data_ptr()) is overwrite
+    assert_bitwise(grads[1], grads[0])
+
+
 def as_torch_loss_parallel(rank: int) -> None:
     """torch's own loss of sharded logits takes what a Column gives, as a DTensor."""
     head, x, targets = head_and_batch(torch.float32)
@@ -474,6 +492,7 @@ CASES = [
     no_rank_has_all_logits,
     quantized_heads,
     hard_logits,
+    saved_for_backward,
     as_torch_loss_parallel,
     a_tied_head_stays_tied,
     bad_vocabularies,

@@ -23,7 +23,7 @@ class _Packed(Stack):
         with without_autocast(self.weight.device.type):
             return torch.stack([p for name, p in self._parameters.items() if name.startswith("bias") and p is not None])
 
-    bias = property(_packed)  # type: ignore[assignment]
+    bias = property(_packed)
 
     def reset_parameters(self) -> None:
         """The module that it is a part of does."""
@@ -86,10 +86,10 @@ class GroupedLinear(Module, Parts):
         Raises:
             ValueError: numbers that do not add up to the tokens.
         """
-        rows = inp.reshape(-1, self.in_features)
+        rows, splits = inp.reshape(-1, self.in_features), list[int]()
         if self.single_grouped_weight and isinstance(m_splits, Tensor) and (is_tracing() or not m_splits.is_cpu):
             # Nothing waits for the device here, so that nothing checks its numbers either.
-            splits, offsets = [], m_splits.cumsum(0, dtype=torch.int32)
+            offsets = m_splits.cumsum(0, dtype=torch.int32)
         else:
             splits = m_splits.tolist() if isinstance(m_splits, Tensor) else list(m_splits)
             if len(splits) != self.num_gemms or sum(splits) != rows.shape[0]:

@@ -115,7 +115,7 @@ def _places(targets: Tensor, number: int, words: Words) -> tuple[Tensor, Tensor]
 def _told(z: Tensor, targets: Tensor, rule: Rule, words: Words) -> Shared:
     """The losses, in the order of ranks."""
     own = of_rank(z, targets, rule, words)
-    told = wire.gather(own[None], 0, words.group)()
+    told = own[None] if z.shape[1] == words.whole else wire.gather(own[None], 0, words.group)()
     return together(told, targets, rule, words)
 
 
@@ -130,6 +130,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     soft_cap: float | None = None,
     reduction: str = "mean",
+    overwrite: bool = False,
 ) -> Tensor:
     """Cross entropy of a `Column` head's logits, of which each rank has those of its words.
 
@@ -141,8 +142,11 @@ def cross_entropy(
         targets: integers [...] among all V words, the same on every rank.
         mesh: the mesh of one dimension that the head lies on, or its group of processes; None for all.
         ignore_index, label_smoothing, z_loss, soft_cap, reduction: as `quaver.torch.linear_cross_entropy`.
+        overwrite: write the gradient into the memory of the logits, which nothing may read after backward, and which
+            has one backward.
     Returns:
-        float32 scalar, or [...] for "none"; the same on every rank. The gradient is of this rank's logits.
+        float32 scalar, or [...] for "none"; the same on every rank. The gradient is of this rank's logits, and all that
+        is saved for it are they and three numbers a token.
     Raises:
         ValueError: shapes or options that do not fit; on a CPU a target that is no word.
     Exact: the bits of one process that takes the logits in as many parts. Bounded: 1e-6 of F.cross_entropy of all.
@@ -153,15 +157,36 @@ def cross_entropy(
     words = Words(group, number * dist.get_rank(group), number * dist.get_world_size(group))
     why = _why_not(targets, [*logits.shape[:-1]], f"logits {tuple(logits.shape)} need", words, ignore_index)
     what = {"logits": facts_of(logits), "targets": facts_of(targets), "gradients": torch.is_grad_enabled()}
-    what |= {"options": (*rule, reduction)}
-    error: str | Exception = why or _why_no_rule(rule, soft_cap)
+    what |= {"options": (*rule, reduction, overwrite)}
+    error: str | Exception = why or _why_no_rule(rule, soft_cap) or _why_no_memory(logits, overwrite)
     try:
         check_name("reduction", reduction, REDUCTIONS)
     except ValueError as raised:
         error = raised
     check_agreement("cross_entropy", what, group, error=error)
+    return _of_logits(logits, targets, rule, words, reduction, overwrite)
+
+
+def cross_entropy_of_all(
+    logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float, reduction: str, overwrite: bool = False
+) -> Tensor:
+    """`cross_entropy` in one process, of the logits [..., V] of all words.
+
+    Raises:
+        ValueError: shapes or options that do not fit; on a CPU a target that is no word.
+    """
+    rule, words = Rule(ignore_index, label_smoothing, 0.0, 0.0), Words(None, 0, logits.shape[-1])
+    why = _why_not(targets, [*logits.shape[:-1]], f"logits {tuple(logits.shape)} need", words, ignore_index)
+    why = why or _why_no_rule(rule, None) or _why_no_memory(logits, overwrite)
+    if why:
+        raise ValueError(why)
+    return _of_logits(logits, targets, rule, words, reduction, overwrite)
+
+
+def _of_logits(logits: Tensor, targets: Tensor, rule: Rule, words: Words, reduction: str, overwrite: bool) -> Tensor:
+    """The losses of what has been checked."""
     labels = targets.reshape(-1).to(torch.int64)
-    y: Tensor = _CrossEntropy.apply(logits.reshape(-1, number), labels, rule, words, reduction)
+    y: Tensor = _CrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), labels, rule, words, reduction, overwrite)
     return y.view(targets.shape) if reduction == "none" else y
 
 
@@ -183,28 +208,40 @@ def _why_no_rule(rule: Rule, soft_cap: float | None) -> str:
     )
 
 
+def _why_no_memory(logits: Tensor, overwrite: bool) -> str:
+    """Why a gradient cannot be written over logits, or ""."""
+    if not overwrite or logits.is_contiguous():
+        return ""
+    return f"logits {tuple(logits.shape)} with strides {logits.stride()} are to be overwritten: give contiguous ones"
+
+
 class _CrossEntropy(torch.autograd.Function):
-    """Keeps the logits, and two numbers a token."""
+    """Saves the logits, the targets, and two numbers a token."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, rule: Rule, words: Words, reduction: str) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, rule: Rule, words: Words, reduction: str, overwrite: bool
+    ) -> Tensor:
         z, _ = bent(logits, rule)
         shared = _told(z, targets, rule, words)
         count = (targets != rule.ignore_index).sum() if reduction == "mean" else None
         ctx.save_for_backward(logits, targets, shared.top, shared.log_total, count)
-        ctx.facts = rule, words, reduction
+        ctx.facts = rule, words, reduction, overwrite
         return _reduced(shared.losses, count, reduction)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g: Tensor) -> Any:
         logits, targets, top, log_total, count = ctx.saved_tensors
-        rule, words, reduction = ctx.facts
+        rule, words, reduction, overwrite = ctx.facts
         z, tangent = bent(logits, rule)
-        z = z.clone() if z is logits else z
+        z = z.clone() if z is logits and not overwrite else z
         scales = g if reduction == "none" else (g if count is None else g / count.clamp(min=1)).expand(top.shape)
         d = gradient(z, tangent, Shared(top, log_total, top), targets, scales, rule, words)
-        return d.to(logits.dtype), None, None, None, None
+        if overwrite:
+            # The version that this makes is what a second backward stops at.
+            d = d if d is logits else logits.copy_(d)
+        return d.to(logits.dtype), None, None, None, None, None
 
 
 def _reduced(losses: Tensor, count: Tensor | None, reduction: str) -> Tensor:
