@@ -68,13 +68,14 @@ _STYLES = "`quaver.torch.parallel` has `Column`, `Row` and `Sequence`, which con
 #: Names of `torchao.float8` and of its files.
 TORCHAO = {
     "FP8Granularity": "granularities of inference are not there; `ScalingGranularity` is that of training",
-    "Float8TypeConfig": "formats are torch's dtypes, AMD's are not there",
-    "type_config": "formats are torch's dtypes, AMD's are not there",
+    **dict.fromkeys(
+        ("Float8TypeConfig", "type_config"), "`e4m3_dtype` and `e5m2_dtype` are torch's; AMD's are not there"
+    ),
     "tensor_already_casted_to_fp8": _CODES,
     "matmul_with_hp_or_float8_args": "`quaver.torch.linear` multiplies under a recipe",
     **dict.fromkeys(("Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput"), _STYLES),
     **dict.fromkeys(("Float8TrainingTensor", "WeightWithDynamicFloat8CastTensor", "GemmInputRole"), _CODES),
-    **dict.fromkeys(("ScaledMMConfig", "LinearMMConfig", "choose_scaled_mm_config"), _CODES),
+    "choose_scaled_mm_config": _CODES,
     **dict.fromkeys(("hp_tensor_and_scale_to_float8", "hp_tensor_to_float8_dynamic"), _CODES),
     **dict.fromkeys(("get_maybe_axiswise_dim", "NoopFwToFloat8BwDynamic"), _CODES),
     **dict.fromkeys(("amax_to_scale", "tensor_to_amax", "tensor_to_scale", "to_fp8_saturated"), _CODES),

@@ -130,8 +130,8 @@ def revert(model: nn.Module) -> list[str]:
     return names
 
 
-#: Attributes that convert adds to a layer.
-OWN = ("recipe", "seed", "qualified_name", "_state")
+#: Attributes that convert adds to a layer, and one that torchao's call of it does.
+OWN = ("recipe", "seed", "qualified_name", "_state", "linear_mm_config")
 
 
 LITTLE = (

@@ -96,6 +96,18 @@ def test_enums_of_torchaos_own_are_taken():
     assert of_name == Float8LinearConfig.from_recipe_name("rowwise")
 
 
+def test_a_configuration_has_the_dtypes_that_torchaos_has():
+    assert (ours.e4m3_dtype, ours.e5m2_dtype) == (theirs.e4m3_dtype, theirs.e5m2_dtype)
+    for name in (None, *(name.value for name in theirs.Float8LinearRecipeName)):
+        one, other = (
+            module.Float8LinearConfig() if name is None else module.Float8LinearConfig.from_recipe_name(name)
+            for module in (ours, theirs)
+        )
+        for field in (*ours.SECOND, *ours.SECOND.values()):
+            assert getattr(one, field).short_str() == getattr(other, field).short_str(), (name, field)
+            assert getattr(one, field).target_dtype is getattr(other, field).target_dtype
+
+
 def test_layers_print_casts_as_torchao_does():
     kinds = [(c, d) for c, d in zip(casts(ours), casts(theirs), strict=True) if c.target_dtype is not None]
     assert [c.short_str() for c, _ in kinds] == [d.short_str() for _, d in kinds]

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -87,15 +88,45 @@ def test_a_layer_is_made_of_another():
     assert [isinstance(m, Float8Linear) for m in swapped] == [False, False, True]
 
 
+def test_layers_have_the_settings_of_gemms_that_torchaos_have():
+    """By its classes' fields, of a converted layer, one that is made of another, and after revert no longer."""
+    options = {"emulate": True, "pad_inner_dim": True}
+    made = []
+    for module in (ours, theirs):
+        gemms = {
+            "gemm_config_output": module.Float8GemmConfig(),
+            "gemm_config_grad_weight": module.Float8GemmConfig(True),
+        }
+        config = module.Float8LinearConfig(**gemms, **options)
+        kind = Float8Linear if module is ours else theirs.float8_linear.Float8Linear
+        converted = module.convert_to_float8_training(net(), config=config)
+        made += [
+            (converted[0].linear_mm_config, kind.from_float(nn.Linear(16, 16), config).linear_mm_config, converted)
+        ]
+    assert made[0][:2] == made[1][:2]
+    assert isinstance(made[0][0], ours.LinearMMConfig) and made[0][0]._fields == made[1][0]._fields
+    assert ours.LinearMMConfig() == theirs.LinearMMConfig() and ours.ScaledMMConfig() == theirs.ScaledMMConfig()
+    copied = copy.deepcopy(made[0][2])
+    assert copied[2].linear_mm_config == made[0][0]
+    qt.revert(copied)
+    assert not hasattr(copied[2], "linear_mm_config")
+
+
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
-def test_the_filter_by_size_is_torchaos(name):
-    given, expected = (module._auto_filter_for_recipe(name, ["output"]) for module in (ours, theirs))
+@pytest.mark.parametrize("by_name", [False, True])
+def test_the_filter_by_size_is_torchaos(name, by_name):
+    given, expected = (
+        partial(getattr(module.float8_linear_utils, f"_auto_filter_for_{name}"), filter_fqns=["output"])
+        if by_name
+        else module._auto_filter_for_recipe(name, filter_fqns=["output"])
+        for module in (ours, theirs)
+    )
     sizes = (512, 1024, 1040, 2048, 2056, 4096, 4112, 8192)
     with torch.device("meta"):
         for k, n in itertools.product(sizes, sizes):
             for fqn in ("w1", "layers.0.output"):
                 layer = nn.Linear(k, n, bias=False)
-                assert given(layer, fqn) == expected(layer, fqn), (k, n, fqn)
+                assert given(layer, fqn) is expected(layer, fqn), (k, n, fqn)
     assert not given(nn.GELU(), "act")
     with pytest.raises(ValueError, match="no thresholds"):
         ours._auto_filter_for_recipe("rowwise_with_gw_hp", [])

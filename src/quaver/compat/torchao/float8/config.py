@@ -6,7 +6,7 @@ tensor, or for each row along the axis that the GEMM sums over.
 
 import enum
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -16,7 +16,9 @@ from quaver.core.numbers.formats import E4M3, E5M2
 from quaver.core.spec import GemmSpec, QuantSpec, Recipe, ScaleKind
 from quaver.core.text.spelling import suggest
 
-FORMATS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
+#: torchao's names of the two formats, as they are anywhere but on AMD's MI300.
+e4m3_dtype, e5m2_dtype = torch.float8_e4m3fn, torch.float8_e5m2
+FORMATS = {e4m3_dtype: E4M3, e5m2_dtype: E5M2}
 
 
 class ScalingType(enum.Enum):
@@ -73,7 +75,7 @@ class CastConfig:
 
     def short_str(self) -> str:
         """As torchao's layers print a cast."""
-        dtype = "e5m2" if self.target_dtype is torch.float8_e5m2 else "e4m3"
+        dtype = "e5m2" if self.target_dtype is e5m2_dtype else "e4m3"
         return f"{self.scaling_type.short_str()}_{self.scaling_granularity.short_str()}_{dtype}"
 
 
@@ -98,7 +100,7 @@ class Float8LinearConfig:
 
     Three options are there to be typed: `pad_inner_dim`, since sizes are padded where a GEMM needs it;
     `emulate`, since what a device lacks is emulated anyway; `force_recompute_fp8_weight_in_bwd`, which torchao ignores.
-    Configurations that are given to several operands stay as they are.
+    A cast that is given stays as it is; the configuration has one with the operand's `target_dtype` in its place.
 
     Raises:
         ValueError: operands of one GEMM of which one alone is cast, two dtypes of one tensor, weights with a scale a
@@ -126,14 +128,17 @@ class Float8LinearConfig:
 
     def __post_init__(self) -> None:
         for operand, other in SECOND.items():
-            if getattr(self, other) is None:
-                object.__setattr__(self, other, getattr(self, operand))
-            first, second = getattr(self, operand), getattr(self, other)
-            if (first.target_dtype or second.target_dtype) is not (second.target_dtype or first.target_dtype):
+            first: CastConfig = getattr(self, operand)
+            second: CastConfig = getattr(self, other) or first
+            default = e5m2_dtype if operand == "cast_config_grad_output" else e4m3_dtype
+            dtype = first.target_dtype or second.target_dtype or default
+            if second.target_dtype not in (None, dtype):
                 raise ValueError(
                     f"{operand} casts to {first.target_dtype} and {other} to {second.target_dtype}; give both one "
                     "target_dtype"
                 )
+            for name, cast in ((operand, first), (other, second)):
+                object.__setattr__(self, name, replace(cast, target_dtype=dtype))
         for gemm, (a, b) in GEMMS.items():
             if getattr(self, a).scaling_type is not getattr(self, b).scaling_type:
                 raise ValueError(f"{gemm} multiplies what {a} and {b} cast; cast both, or disable both")
@@ -203,14 +208,9 @@ def recipe_of(config: Float8LinearConfig) -> Recipe:
         cast: CastConfig = getattr(config, name)
         if cast.scaling_type is ScalingType.DISABLED:
             return None
-        of_gradient = "grad_output" in name
-        given = cast.target_dtype
-        for operand, other in SECOND.items():
-            if name in (operand, other):
-                given = given or getattr(config, operand).target_dtype or getattr(config, other).target_dtype
-        default = torch.float8_e5m2 if of_gradient else torch.float8_e4m3fn
+        assert cast.target_dtype is not None
         rows = 1 if cast.scaling_granularity is ScalingGranularity.AXISWISE else None
-        return QuantSpec(FORMATS[given or default], (rows, None), scale)
+        return QuantSpec(FORMATS[cast.target_dtype], (rows, None), scale)
 
     def gemm(name: str) -> GemmSpec:
         a, b = GEMMS[name]
@@ -230,4 +230,4 @@ def _name(config: Float8LinearConfig) -> str:
 __all__ = ["CastConfig", "Float8GemmConfig", "Float8LinearConfig", "Float8LinearRecipeName"]
 __all__ += ["ScalingGranularity", "ScalingType"]
 
-__getattr__ = unknown(__name__, __all__, TORCHAO)
+__getattr__ = unknown(__name__, (*__all__, "e4m3_dtype", "e5m2_dtype"), TORCHAO)

@@ -7,6 +7,7 @@ from torch import nn
 
 from quaver.compat.missing import TORCHAO, unknown
 from quaver.compat.torchao.float8.config import Float8LinearConfig, recipe_of
+from quaver.compat.torchao.float8.float8_training_tensor import linear_mm_config
 from quaver.torch.linear.layer import Linear
 
 
@@ -26,7 +27,7 @@ class Float8Linear(Linear, metaclass=_Converted):
 
     def __init__(self, *args: Any, config: Float8LinearConfig, **kwargs: Any) -> None:
         super().__init__(*args, recipe=recipe_of(config), **kwargs)
-        self.config = config
+        self.config, self.linear_mm_config = config, linear_mm_config(config)
 
     @classmethod
     def from_float(cls, mod: nn.Linear, config: Float8LinearConfig | None = None) -> "Float8Linear":

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,7 @@ from torch import nn
 from quaver import rules
 from quaver.compat.torchao.float8.config import Float8LinearConfig, Float8LinearRecipeName, recipe_of
 from quaver.compat.torchao.float8.float8_linear import Float8Linear
+from quaver.compat.torchao.float8.float8_training_tensor import linear_mm_config
 from quaver.core.spec import Recipe
 from quaver.torch.model.conversion import convert
 from quaver.torch.parallel.fsdp.gathering import gather_quantized
@@ -43,7 +45,7 @@ def convert_to_float8_training(
         module_filter_fn: of a module and its name: whether to convert it. None converts all, output heads too.
         config: None is tensorwise.
     Returns:
-        The same module.
+        The same module. Its layers have torchao's `linear_mm_config`.
     Raises:
         ValueError: what `quaver.torch.convert` and `quaver.torch.parallel.gather_quantized` refuse.
     Exact: codes and scales are torchao's wherever torchao's logarithm rounds a power of two right. Bounded: outputs,
@@ -66,7 +68,8 @@ def convert_to_float8_training(
             return "left out by module_filter_fn"
         return ""
 
-    convert(module, recipe_of(config), skip=left, head=True)
+    for name in convert(module, recipe_of(config), skip=left, head=True).converted:
+        modules[name].__dict__["linear_mm_config"] = linear_mm_config(config)
     # Without a group of processes there is no fully_shard to gather weights.
     if config.enable_fsdp_float8_all_gather and dist.is_initialized():
         gather_quantized(module)
@@ -80,16 +83,25 @@ def _auto_filter_for_recipe(recipe: str | Float8LinearRecipeName, filter_fqns: S
         ValueError: a recipe for which torchao has no thresholds.
     """
     name = recipe if isinstance(recipe, str) else recipe.value
-    small = rules.auto_filter_small_kn(name)
-    of_name = recipe_of(Float8LinearConfig.from_recipe_name(name))
+    rules.auto_filter_small_kn(name)
+    return partial(_is_large, recipe=name, filter_fqns=filter_fqns)
 
-    def large(module: nn.Module, fqn: str) -> bool:
-        if not isinstance(module, nn.Linear) or any(part in fqn for part in filter_fqns):
-            return False
-        n, k = module.weight.shape
-        return not small(fqn, k, n, of_name)
 
-    return large
+def _is_large(mod: nn.Module, fqn: str, filter_fqns: Sequence[str], recipe: str) -> bool:
+    if not isinstance(mod, nn.Linear) or any(part in fqn for part in filter_fqns):
+        return False
+    n, k = mod.weight.shape
+    return not rules.auto_filter_small_kn(recipe)(fqn, k, n, recipe_of(Float8LinearConfig.from_recipe_name(recipe)))
+
+
+def _auto_filter_for_tensorwise(mod: nn.Module, fqn: str, filter_fqns: Sequence[str]) -> bool:
+    """`_auto_filter_for_recipe("tensorwise", filter_fqns)` of a module and its name."""
+    return _is_large(mod, fqn, filter_fqns, "tensorwise")
+
+
+def _auto_filter_for_rowwise(mod: nn.Module, fqn: str, filter_fqns: Sequence[str]) -> bool:
+    """`_auto_filter_for_recipe("rowwise", filter_fqns)` of a module and its name."""
+    return _is_large(mod, fqn, filter_fqns, "rowwise")
 
 
 __all__ = ["Float8Linear", "convert_to_float8_training", "swap_linear_layers"]
