@@ -62,14 +62,32 @@ def test_logits_of_a_batch_and_maps_of_bits(experts: int) -> None:
     torch.manual_seed(0)
     logits = torch.randn(2, 5, experts, requires_grad=True)
     weights, chosen = fused_topk_with_score_function(logits, 3, False, None, None, None, "sigmoid", None)
-    assert weights.shape == logits.shape and torch.equal(chosen, weights.view(10, experts) > 0)
+    assert weights.shape == logits.shape and torch.equal(chosen, weights > 0)
     weights.sum().backward()
     for form in ("bitmap_u8", "BITMAP_U8", 1, RoutingMapFormat.BITMAP_U8):
         _, packed = fused_topk_with_score_function(logits, 3, False, None, None, None, "sigmoid", None, form)
-        assert packed.shape == (10, -(-experts // 8)) and packed.dtype is torch.uint8
-        bits = [[bool(packed[t, e // 8] >> (e % 8) & 1) for e in range(experts)] for t in range(10)]
-        assert torch.equal(torch.tensor(bits), chosen)
-    aux, _ = fused_compute_score_for_moe_aux_loss(logits, 3, "sigmoid", routing_map_format="bitmap_u8")
-    assert torch.equal(aux, packed)
+        assert packed.shape == (2, 5, -(-experts // 8)) and packed.dtype is torch.uint8
+        bits = [[bool(row[e // 8] >> (e % 8) & 1) for e in range(experts)] for row in packed.view(10, -1)]
+        assert torch.equal(torch.tensor(bits), chosen.view(10, experts))
+    aux, scores = fused_compute_score_for_moe_aux_loss(logits, 3, "sigmoid", routing_map_format="bitmap_u8")
+    assert torch.equal(aux, packed) and scores.shape == logits.shape
     with pytest.raises(ValueError, match="give 'bytemap' or 'bitmap_u8'"):
         fused_topk_with_score_function(logits, 3, routing_map_format="bits")
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64])
+def test_indices_of_the_chosen_experts_are_written_in_the_place_of_a_map(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(2, 5, 8, requires_grad=True)
+    others = (False, None, None, None, "sigmoid", None)
+    expected, chosen = fused_topk_with_score_function(logits, 3, *others)
+    indices = torch.full((10, 3), -1, dtype=dtype)
+    weights, given = fused_topk_with_score_function(logits, 3, *others, topk_indices=indices)
+    assert given is indices and torch.equal(weights, expected)
+    named = torch.zeros(10, 8, dtype=torch.bool).scatter(1, indices.long(), True)
+    assert torch.equal(named, chosen.view(10, 8)) and (named.sum(1) == 3).all()
+    (g,), (h,) = (torch.autograd.grad(w.square().sum(), logits) for w in (weights, expected))
+    assert torch.equal(g, h)
+    for wrong in (indices[:, :2], indices.float()):
+        with pytest.raises(ValueError, match=r"give int16, int32 or int64 \[10, 3\]"):
+            fused_topk_with_score_function(logits, 3, *others, topk_indices=wrong)

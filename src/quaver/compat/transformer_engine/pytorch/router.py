@@ -1,6 +1,7 @@
 """Transformer Engine's functions of routers over `quaver.torch.route`."""
 
 import enum
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,9 +13,9 @@ from quaver.torch.blocks.experts.routing import Routing, route
 class RoutingMapFormat(enum.IntEnum):
     """How a routing map is stored."""
 
-    #: bool [tokens, experts].
+    #: bool [..., experts].
     BYTEMAP = 0
-    #: uint8 [tokens, ceil(experts / 8)], expert e is bit e % 8 of byte e // 8.
+    #: uint8 [..., ceil(experts / 8)], expert e is bit e % 8 of byte e // 8.
     BITMAP_U8 = 1
 
 
@@ -22,12 +23,23 @@ def fused_topk_with_score_function(
     logits: Tensor, topk: int, use_pre_softmax: bool = False, num_groups: int | None = None,
     group_topk: int | None = None, scaling_factor: float | None = None, score_function: str = "softmax",
     expert_bias: Tensor | None = None, routing_map_format: str | int = RoutingMapFormat.BYTEMAP,
+    topk_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Weights of the logits' shape [..., experts], 0 of an expert that a token has not chosen, and the routing map.
 
+    Args:
+        topk_indices: integers [tokens, topk], into which the chosen experts are written: given in the place of the map.
     Raises:
-        ValueError: as `quaver.torch.route`; an unknown format of the map.
+        ValueError: as `quaver.torch.route`; an unknown format of the map, indices of another shape or dtype.
     """
+    tokens = logits.numel() // max(logits.shape[-1], 1)
+    if topk_indices is not None and (
+        topk_indices.shape != (tokens, topk) or topk_indices.dtype not in (torch.int16, torch.int32, torch.int64)
+    ):
+        raise ValueError(
+            f"topk_indices is {topk_indices.dtype} {tuple(topk_indices.shape)}; give int16, int32 or int64 "
+            f"[{tokens}, {topk}]"
+        )
     routing = route(
         logits.reshape(-1, logits.shape[-1]),
         topk,
@@ -39,15 +51,19 @@ def fused_topk_with_score_function(
         scale=1.0 if scaling_factor is None else scaling_factor,
     )
     weights = torch.zeros_like(routing.logits).scatter(1, routing.indices, routing.weights)
-    return weights.to(logits.dtype).view(logits.shape), _routing_map(routing, routing_map_format)
+    weights = weights.to(logits.dtype).view(logits.shape)
+    if topk_indices is not None:
+        return weights, topk_indices.copy_(routing.indices)
+    return weights, _routing_map(routing, routing_map_format, logits.shape[:-1])
 
 
 def fused_compute_score_for_moe_aux_loss(
     logits: Tensor, topk: int, score_function: str, routing_map_format: str | int = RoutingMapFormat.BYTEMAP
 ) -> tuple[Tensor, Tensor]:
-    """The routing map of the experts that each token would choose, and scores [tokens, experts] that add up to 1."""
+    """The routing map of the experts that each token would choose, and scores of the logits' shape that add up to 1."""
     routing = route(logits.reshape(-1, logits.shape[-1]), topk, scores=score_function)
-    return _routing_map(routing, routing_map_format), routing.probabilities
+    scores = routing.probabilities.view(logits.shape)
+    return _routing_map(routing, routing_map_format, logits.shape[:-1]), scores
 
 
 def fused_moe_aux_loss(
@@ -58,13 +74,15 @@ def fused_moe_aux_loss(
     return of_experts.sum() * (coeff * num_experts / (topk * total_num_tokens**2))
 
 
-def _routing_map(routing: Routing, form: str | int) -> Tensor:
+def _routing_map(routing: Routing, form: str | int, lead: Sequence[int]) -> Tensor:
+    """Which experts each token has chosen, in a format: [*lead, experts] or [*lead, bytes]."""
     try:
         kind = RoutingMapFormat[form.upper()] if isinstance(form, str) else RoutingMapFormat(form)
     except (KeyError, ValueError):
         raise ValueError(f"routing_map_format is {form!r}; give 'bytemap' or 'bitmap_u8'") from None
     chosen = torch.zeros_like(routing.logits, dtype=torch.bool).scatter(1, routing.indices, True)
     if kind is RoutingMapFormat.BYTEMAP:
-        return chosen
+        return chosen.view(*lead, chosen.shape[1])
     bits = pad(chosen, (0, -chosen.shape[1] % 8)).unflatten(1, (-1, 8)).to(torch.uint8)  # [T, bytes, 8]
-    return (bits << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(2, dtype=torch.uint8)
+    packed = (bits << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(2, dtype=torch.uint8)
+    return packed.view(*lead, packed.shape[1])
