@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quaver.compat.transformer_engine.common.recipe import MXFP8BlockScaling
 from quaver.compat.transformer_engine.pytorch import Linear, quantized_model_init
@@ -180,15 +181,32 @@ def test_groups_count_steps_and_state_dicts_load_both_ways(capturable: bool) -> 
         other.load_state_dict(forms["remainders"])
 
 
-def test_a_groups_count_is_that_of_parameters_whose_first_gradient_is_late() -> None:
-    """Transformer Engine corrects the bias of all by the group's steps."""
+class Fills(TorchDispatchMode):
+    """Counts what is filled with a number."""
+
+    number = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += "fill_" in str(function)
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_a_groups_count_is_that_of_parameters_whose_first_gradient_is_late(capturable: bool) -> None:
+    """Transformer Engine corrects the bias of all by the group's steps; a count that agrees is not written again."""
     p, late = (nn.Parameter(torch.zeros(64, 64)) for _ in range(2))
-    optimizer = te.FusedAdam([p, late], 1e-2)
+    optimizer = te.FusedAdam([p, late], 1e-2, capturable=capturable)
     for i in range(10):
         p.grad, late.grad = torch.ones(64, 64), torch.ones(64, 64) if i == 9 else None
         optimizer.step()
     expected = 1e-2 * (0.1 / (1 - 0.9**10)) / (0.001 / (1 - 0.999**10)) ** 0.5
     assert -late.mean().item() == pytest.approx(expected, rel=1e-5)
+    with Fills() as fills:
+        optimizer.step()
+    assert not fills.number
+    optimizer.param_groups[0]["step"] = 0
+    optimizer.step()
+    assert [int(optimizer.state[q]["step"]) for q in (p, late)] == [1, 1]
 
 
 def test_what_is_not_there_is_a_sentence() -> None:

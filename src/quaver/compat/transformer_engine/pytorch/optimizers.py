@@ -75,6 +75,8 @@ class FusedAdam(Adam):
         preset = Preset(name="FusedAdam", first=first, second=second, codes=codes, bfloat16=masters, clamp=False)
         self.decoupled, self.capturable, self.use_decoupled_grad = adam_w_mode, capturable, use_decoupled_grad
         self.set_grad_none = set_grad_none
+        #: Parameters that the last step stepped, and their groups' counts after it.
+        self._agreeing: dict[Tensor, Any] = {}
         # Where steps are counted on the host, GradScaler decides about them there.
         self._step_supports_amp_scaling = capturable
         super().__init__(params, lr, betas, eps, weight_decay, preset=preset)
@@ -82,6 +84,11 @@ class FusedAdam(Adam):
     def __getstate__(self) -> dict[str, Any]:
         names = ("decoupled", "capturable", "use_decoupled_grad", "set_grad_none", "_step_supports_amp_scaling")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Of a load too.
+        self._agreeing = {}
+        super().__setstate__(state)
 
     def _step(self) -> None:
         if self.use_decoupled_grad and hasattr(self, "grad_scale"):
@@ -92,22 +99,30 @@ class FusedAdam(Adam):
         for group in self.param_groups:
             group["step"] = self._count(group.get("step", 0), group)
         with self._gradients_in_place():
-            for group in self.param_groups:
-                for p in group["params"]:
-                    if p.grad is not None:
-                        if not self.state[p]:
-                            self.state[p] = self.first_state(p, group)
-                        self.state[p]["step"].fill_(group["step"].squeeze() if self.capturable else group["step"])
+            stepping = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+            for p, group in stepping:
+                if not self.state[p]:
+                    self.state[p] = self.first_state(p, group)
+                if not self._agrees(p, group["step"]):
+                    self.state[p]["step"].fill_(group["step"].squeeze() if self.capturable else group["step"])
             super()._step()
         overflow, _ = self._scaling()
         for group in self.param_groups:
             # In place: a graph counts at each replay.
             group["step"] += 1 if overflow is None else (overflow == 0).to(group["step"])
+        self._agreeing = {p: group["step"] for p, group in stepping}
+
+    def _agrees(self, p: Tensor, steps: Any) -> bool:
+        """Whether a parameter's own count is known to be its group's, with which it has gone on since."""
+        known = self._agreeing.get(p)
+        return known is steps if self.capturable else known == steps
 
     def _count(self, steps: Any, group: dict[str, Any]) -> Any:
         """A number of steps as a group has it."""
         if not self.capturable:
             return int(steps)
+        if isinstance(steps, Tensor) and steps.shape == (1,) and steps.dtype is torch.int32:
+            return steps
         device = group["params"][0].device if group["params"] else "cpu"
         return torch.as_tensor(steps, dtype=torch.int32, device=device).reshape(1)
 
