@@ -123,6 +123,42 @@ def test_a_capture_loads_no_kernel_and_gives_the_gradients_of_eager_steps(
             assert torch.equal(gradient, expected), number
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "mxfp8", "nvfp4"])
+@pytest.mark.filterwarnings("ignore:.*decoded operands:UserWarning")
+def test_steps_compiled_to_cuda_graphs_are_the_eager_ones(recipe: str) -> None:
+    """torch.compile(mode="reduce-overhead") warms up, records and replays; other work fills the memory that it frees,
+    and an eager layer reads the output, which is the same tensor in each step."""
+    torch.compiler.reset()
+    placed: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
+    trunk = nn.Sequential(qt.Linear(128, 256, **placed), nn.ReLU(), qt.Linear(256, 128, **placed))
+    model = nn.ModuleDict({"trunk": trunk, "head": qt.Linear(128, 64, **placed)})
+    twin = copy.deepcopy(model)
+    compiled = torch.compile(model["trunk"], mode="reduce-overhead")
+
+    def step(model: nn.ModuleDict, trunk: Any, x: torch.Tensor) -> list[torch.Tensor]:
+        model.zero_grad()
+        leaf = x.clone().requires_grad_()
+        with qt.autocast(recipe):
+            y = model["head"](trunk(leaf))
+        y.float().square().sum().backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        results = [t.detach().clone() for t in (y, leaf.grad, *gradients, *model.buffers()) if t is not None]
+        with torch.no_grad():
+            for p, gradient in zip(model.parameters(), gradients, strict=True):
+                p -= 1e-3 * gradient
+        return results
+
+    for number in range(5):
+        x = torch.randn(64, 128, generator=torch.Generator().manual_seed(number)).to("cuda", torch.bfloat16)
+        torch.compiler.cudagraph_mark_step_begin()
+        results = step(model, compiled, x)  # type: ignore[arg-type]
+        fillings = [torch.full((1 << size,), torch.nan, device="cuda") for size in range(4, 22)]
+        expected = step(twin, twin["trunk"], x)  # type: ignore[arg-type]
+        del fillings
+        for i, (one, other) in enumerate(zip(results, expected, strict=True)):
+            assert torch.equal(one, other), f"step {number}, tensor {i}"
+
+
 @pytest.mark.parametrize("preset", ["lean", "balanced", "exact", "float32"])
 @pytest.mark.parametrize("rule", [optim.AdamW, optim.Lion])
 def test_captured_steps_of_an_optimizer_are_the_eager_ones(preset: str, rule: Any) -> None:

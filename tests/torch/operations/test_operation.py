@@ -138,6 +138,8 @@ def test_a_compiler_sees_one_operator_that_runs_the_implementation_of_eager_mode
     calls = [node.target for node in graphs[0].graph.nodes if node.op == "call_function"]
     assert any("quaver.test_shift" in str(target) for target in calls), calls
     torch.library.opcheck(torch.ops.quaver.test_shift, (x, 1.0))
+    # Of CUDA graphs, too: what it makes at its first call must not lie in a graph's memory.
+    assert torch.Tag.cudagraph_unsafe in torch.ops.quaver.test_shift.default.tags
 
 
 def test_every_operator_is_an_operation_and_importing_them_imports_no_triton() -> None:

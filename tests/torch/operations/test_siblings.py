@@ -353,6 +353,37 @@ def test_a_tensor_that_a_program_holds_is_quantized_at_each_layer(
     alike(scenario, counted, 0, monkeypatch)
 
 
+@KINDS
+def test_an_output_that_is_the_same_object_in_each_step_is_quantized_anew(
+    name: str, counted: Counts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch.compile(mode="reduce-overhead") returns it: filled by a replay, which moves no version."""
+    layers = [qt.Linear(32, 16, recipe=name) for _ in range(2)]
+
+    def scenario() -> list[Tensor]:
+        own, output, results = copy.deepcopy(layers), torch.zeros(16, 32), []
+
+        class Replayed(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor) -> Tensor:
+                output.detach().numpy()[...] = x.detach().numpy()
+                return output
+
+            @staticmethod
+            def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+                return gradients[0]
+
+        for scale in (1.0, 2.0, 3.0):
+            h = Replayed.apply(inputs(torch.float32, 16, 32).mul_(scale).requires_grad_())
+            assert h is output and h._version == 0
+            outputs = [layer(h) for layer in own]
+            sum(y.square().sum() for y in outputs).backward()
+            results += [y.detach() for y in outputs]
+        return [*results, *(t for layer in own for t in state(layer))]
+
+    alike(scenario, counted, None, monkeypatch)
+
+
 # Modes.
 
 

@@ -152,8 +152,7 @@ def enter(setup: Setup, x: Sequence[Tensor | None], keeps: bool) -> Entrance:
         q = quantize(call, amax.INPUT, "input", y, a)
     note(calls[1:], q)
     if source is not None and facts:
-        noted = siblings.thread.last = siblings.Quantization(source, siblings.free)
-        noted.facts, noted.by, noted.operands = facts, setup.recipe, (q, turned)
+        noted = siblings.remember(source, facts, setup.recipe, (q, turned))
     return Entrance(calls, output, y, shape, dtype, q, turned, saved, noted)
 
 

@@ -119,7 +119,10 @@ class Operation(Generic[R]):
         #: What a compiler sees.
         self.operator: Callable[..., Any] = self.eager
         if fake is not None:
-            _library.define(schema)
+            # Under torch.compile(mode="reduce-overhead") Inductor runs operators with this tag outside of its CUDA
+            # graphs. Ours cache workspaces, which would be memory of a graph's pool that later replays overwrite, and
+            # probe GEMMs and note amaxes by way of the host, which no replay does.
+            _library.define(schema, tags=torch.Tag.cudagraph_unsafe)
             _library.impl(self.name, kernel or self.eager, "CompositeExplicitAutograd")
             torch.library.register_fake(f"quaver::{self.name}", partial(_faked, fake), lib=_library)
             self.operator = getattr(torch.ops.quaver, self.name)

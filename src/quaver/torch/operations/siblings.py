@@ -3,7 +3,9 @@
 Each thread knows which tensor it quantized last and what became of it. A layer that is given that very tensor next,
 unwritten and by an equal spec, takes what there is, and backward keeps it once. The tensor is held weakly, and where
 it dies what became of it is freed. Only what autograd has computed is taken so: a tensor that a program holds and
-fills, such as a buffer of inputs, may be written in ways that leave no trace (`.numpy()`, a CUDA graph replayed).
+fills, such as a buffer of inputs, may be written in ways that leave no trace (`.numpy()`, a CUDA graph replayed). A
+tensor of autograd's may be another one's memory too: `torch.compile(mode="reduce-overhead")` returns the same object in
+each step, with the same version, whose graph node alone is new. So the node is marked, and only a marked one counts.
 """
 
 import operator
@@ -20,7 +22,7 @@ from quaver.core.spec import Recipe
 class Quantization(weakref.ref[Tensor]):
     """What a tensor, to which this refers weakly, was quantized to, and by what that is recognized."""
 
-    __slots__ = ("by", "facts", "operands")
+    __slots__ = ("by", "facts", "mark", "operands")
 
     #: The version and address of the tensor, the factor, the stream and whatever else must be the same.
     facts: tuple[Any, ...]
@@ -29,6 +31,12 @@ class Quantization(weakref.ref[Tensor]):
     #: What fprop reads, and what wgrad reads where that is another quantization, None before it is needed. None once
     #: the tensor has died.
     operands: Any
+    #: What the tensor's graph node has under `MARK`.
+    mark: object
+
+
+#: A key of a graph node's metadata.
+MARK = "quaver.torch.operations.siblings"
 
 
 class _Thread(threading.local):
@@ -45,7 +53,20 @@ def lookup(x: Tensor, facts: tuple[Any, ...], by: Any, like: Callable[[Any, Any]
     last = thread.last
     if last is None or last() is not x or last.facts != facts:
         return None
+    node: Any = x.grad_fn
+    if node is None or node.metadata.get(MARK) is not last.mark:
+        return None
     return last if last.by is by or like(last.by, by) else None
+
+
+def remember(x: Tensor, facts: tuple[Any, ...], by: Any, operands: Any) -> Quantization:
+    """Note what this thread has quantized last: a tensor that has a graph node."""
+    last = thread.last = Quantization(x, free)
+    last.facts, last.by, last.operands, last.mark = facts, by, operands, object()
+    node: Any = x.grad_fn
+    if node is not None:
+        node.metadata[MARK] = last.mark
+    return last
 
 
 #: Of a `Quantization` whose tensor has died, in whichever thread.

@@ -20,7 +20,6 @@ from quaver.torch.numerics.quantized import of_host
 from quaver.torch.operations import ops, siblings
 from quaver.torch.operations.derivatives import NO_DOUBLE_BACKWARD, first_derivative
 from quaver.torch.operations.ops import any_autocast_enabled
-from quaver.torch.operations.siblings import Quantization, free
 from quaver.torch.state import counters, kept_weights
 from quaver.torch.state.context import ambient
 from quaver.torch.state.history import amax, steps
@@ -201,8 +200,7 @@ class Run:
         facts: tuple[Any, ...] = x._version, x.data_ptr(), factor
         if step.gpu is not None:
             facts = *facts, raw_stream(step.gpu)
-        thread = siblings.thread
-        last = thread.last
+        last = siblings.thread.last
         if last is not None and last() is x:
             last = siblings.lookup(x, facts, step, Step.quantizes_as)
             if last is not None:
@@ -211,10 +209,8 @@ class Run:
                 return operands, kept or self.turned(x, operands)
         operands = self.entered(x, weight)
         kept = self.turned(x, operands)
-        thread.last = last = Quantization(x, free)
-        last.facts, last.by = facts, step
         # Where wgrad reads x as it is, that would be held.
-        last.operands = operands, kept if step.turns else None
+        siblings.remember(x, facts, step, (operands, kept if step.turns else None))
         return operands, kept
 
     def turned(self, x: Tensor, operands: Operands) -> tuple[Tensor, Scale]:

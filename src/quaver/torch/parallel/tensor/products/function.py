@@ -139,8 +139,7 @@ def _enter(call: Call, ranks: Ranks, y: Tensor, keeps: bool, overlaps: bool) -> 
         kept = call.turned(y, q)[0] if keeps else None
         entered = _Entered(cache(ranks.gather("input", q)), kept, WholeOfWgrad())
         if source is not None and facts:
-            noted = siblings.thread.last = siblings.Quantization(source, siblings.free)
-            noted.facts, noted.by, noted.operands = facts, call.recipe, (entered, q)
+            siblings.remember(source, facts, call.recipe, (entered, q))
     entered.of_wgrad.users += keeps
     result: _Entered = entered
     return result
