@@ -9,12 +9,15 @@ from torch import Tensor, nn
 import quaver.torch as qt
 from quaver import recipes
 from quaver.torch import optim
+from quaver.torch.backends.gpu import stepping
 from quaver.torch.backends.gpu.launching import device
+from quaver.torch.backends.gpu.launching.written import CrossStream
 from quaver.torch.optim import optimizer as optimizer_file
 from quaver.torch.optim.stepping import on_gpu
 from quaver.torch.optim.stepping.pieces import Parts, Way, begin
 from tests.torch.backends.gpu.launch_counts import _Kernels, _Operations
 from tests.torch.backends.gpu.pretend import Driver, as_on_a_gpu
+from tests.torch.backends.gpu.streams import GPU, stand_in
 
 #: What a step of torch's own operations may be, however many parameters there are: counts of steps put together, the
 #: rule's numbers of them, and these put together.
@@ -189,6 +192,34 @@ def test_steps_in_backward_go_by_the_kernel(outstanding: int) -> None:
         both.append(all_of(model, optimizer))
     for name, value in both[1].items():
         assert same(both[0][name], value), name
+
+
+def test_a_step_on_another_stream_waits_for_the_table_of_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the memory of a table that is replaced waits for the streams that read it."""
+    streams = stand_in(monkeypatch)
+    monkeypatch.setattr(stepping, "CrossStream", lambda tensors, _: CrossStream(tensors, GPU))
+    model = model_of()
+    optimizer = optim.AdamW(model.parameters(), preset="lean")
+
+    def step(stream: int) -> tuple[list[tuple[Any, ...]], set[int]]:
+        streams.now, streams.log = stream, []
+        with device.asking("triton"):
+            optimizer.step()
+        (stepper,) = optimizer._kernels.values()
+        made = stepper._table, stepper._work, *stepper._chunks.values()
+        return streams.log, {t.data_ptr() for t in made if t is not None}
+
+    backward(model, 0)
+    assert step(1)[0] == [("recorded", 1)]
+    assert step(1)[0] == []
+    log, made = step(2)
+    assert log[0] == ("waits", 2, 1) and streams.keeps(2) == made
+    assert step(2)[0] == []
+    optimizer.zero_grad()
+    backward(model, 1)
+    log, _ = step(3)
+    assert [entry[:2] for entry in log if entry[0] != "keeps"] == [("waits", 3), ("recorded", 3)]
+    assert streams.keeps(3) == made
 
 
 def test_a_step_that_is_skipped_changes_and_counts_nothing() -> None:

@@ -19,6 +19,7 @@ from quaver.kernels.optim.step import step
 from quaver.kernels.optim.step_of_blocks import step_of_blocks
 from quaver.torch.backends.gpu.launching import capture
 from quaver.torch.backends.gpu.launching.passes import Launch, Pass, Passes
+from quaver.torch.backends.gpu.launching.written import CrossStream
 from quaver.torch.backends.gpu.quantizing.codes import integers
 
 #: Blocks that a program takes at once, and how often: 16 elements a thread. Where each element is looked for by itself,
@@ -246,6 +247,8 @@ class Stepping:
         self._table: Tensor | None = None
         self._chunks: dict[Form, Tensor] = {}
         self._work: Tensor | None = None
+        #: These three as the stream that made them has them.
+        self._made: CrossStream | None = None
         #: What the rows of a capture go to.
         self._pinned: Tensor | None = None
         #: What captured graphs read.
@@ -281,6 +284,8 @@ class Stepping:
         if self._pinned is None and device.type == "cuda":
             # A capture may allocate none.
             self._pinned = torch.empty((len(rows), FIELDS), dtype=torch.int64, device="cpu", pin_memory=True)
+        if self._made is not None:
+            self._made.ready()
         if alike and words == self._words:
             return
         if not alike:
@@ -292,6 +297,8 @@ class Stepping:
             self._pinned = None if self._pinned is None or len(self._pinned) != len(rows) else self._pinned
         self._words, self._forms = words, forms
         self._table = _host(words).to(device, non_blocking=True)
+        assert self._work is not None
+        self._made = CrossStream((self._table, self._work, *self._chunks.values()), device)
 
     def _capture(self, words: list[list[int]], alike: bool) -> None:
         """Have the rows copied by the graph, from memory that stays.
@@ -310,7 +317,7 @@ class Stepping:
         table.copy_(host, non_blocking=True)
         self._captured += [host, table, self._work, *self._chunks.values()]
         # What runs later makes its own: the graph reads these at each replay.
-        self._table, self._pinned, self._words, self._forms = table, None, [], []
+        self._table, self._pinned, self._made, self._words, self._forms = table, None, None, [], []
 
 
 def launch(

@@ -3,7 +3,6 @@
 Streams are stood in for here; `tests/gpu/test_layers.py` has the same on a card.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,43 +11,15 @@ from torch import Tensor, nn
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.torch.backends.gpu.launching import capture, written
+from quaver.torch.backends.gpu.launching import written
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.state import kept_weights
-
-GPU = torch.device("cuda", 0)
-
-
-class Streams:
-    """The current stream, and what was asked of all of them, in order."""
-
-    def __init__(self) -> None:
-        self.now = 1
-        self.log: list[tuple[Any, ...]] = []
-
-    def handle(self, device: torch.device) -> int:
-        assert device == GPU
-        return self.now
-
-    def current(self, device: torch.device) -> "Streams":
-        self.handle(device)
-        return self
-
-    def record_event(self) -> tuple[str, int]:
-        self.log.append(("recorded", self.now))
-        return "event", self.now
-
-    def wait_event(self, event: tuple[str, int]) -> None:
-        self.log.append(("waits", self.now, event[1]))
+from tests.torch.backends.gpu.streams import GPU, Streams, stand_in
 
 
 @pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
-    stand_in = Streams()
-    monkeypatch.setattr(capture, "stream_of", stand_in.handle)
-    monkeypatch.setattr(torch.cuda, "current_stream", stand_in.current)
-    monkeypatch.setattr(Tensor, "record_stream", lambda t, s: stand_in.log.append(("keeps", s.now, t.data_ptr())))
-    yield stand_in
+def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    return stand_in(monkeypatch)
 
 
 def kept(recipe: str) -> tuple[nn.Module, nn.Parameter, Any, kept_weights.Entry]:

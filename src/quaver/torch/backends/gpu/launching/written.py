@@ -1,6 +1,7 @@
-"""What one stream of a GPU has written and keeps, read on others."""
+"""What is written on one stream of a GPU and read on others."""
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,6 +12,36 @@ from quaver.torch.numerics.groups import Stack
 from quaver.torch.numerics.quantized import Quantized
 
 
+class CrossStream:
+    """Tensors that the current stream of a GPU has just written, to be read on any of its streams.
+
+    Off a GPU nothing is asked of streams. Nor while a CUDA graph is captured, which begins when the device is idle.
+
+    Args:
+        tensors: all of one device.
+    """
+
+    __slots__ = ("_event", "_streams", "_tensors", "device")
+
+    def __init__(self, tensors: Iterable[Tensor], device: torch.device) -> None:
+        self.device, self._tensors = device, list(tensors)
+        self._event: Any = None
+        if device.type == "cuda" and not capture.capturing(device):
+            self._event = torch.cuda.current_stream(device).record_event()
+            #: Handles of the streams that need not wait.
+            self._streams = {capture.stream_of(device)}
+
+    def ready(self) -> None:
+        """Have the current stream wait for the writing; freed memory waits for what this stream has queued by then."""
+        if self._event is None or capture.stream_of(self.device) in self._streams or capture.capturing(self.device):
+            return
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_event(self._event)
+        for tensor in self._tensors:
+            tensor.record_stream(stream)
+        self._streams.add(capture.stream_of(self.device))
+
+
 class Written:
     """An entry of `quaver.torch.state.kept_weights` as the current stream has just written it.
 
@@ -18,13 +49,14 @@ class Written:
     implementation makes of them later, such as a transpose, belongs to the stream that makes it.
     """
 
-    __slots__ = ("device", "event", "quantized", "readers", "stream")
+    __slots__ = ("device", "memory", "quantized", "readers", "stream")
 
     def __init__(self, entry: Any, device: torch.device) -> None:
         self.device = device
         self.stream = capture.stream_of(device)
-        self.event = torch.cuda.current_stream(device).record_event()
         self.quantized = _copied(entry.quantized)
+        whole = self.quantized.whole if isinstance(self.quantized, Stack) else self.quantized
+        self.memory = CrossStream(_tensors(whole), device)
         #: Entries of other streams, by handle.
         self.readers: dict[int, Any] = {}
 
@@ -39,11 +71,7 @@ class Written:
         return reader
 
     def _reader(self, entry: Any) -> Any:
-        stream = torch.cuda.current_stream(self.device)
-        stream.wait_event(self.event)
-        for tensor in _tensors(self.quantized.whole if isinstance(self.quantized, Stack) else self.quantized):
-            # Else its memory could be given away while this stream still reads it.
-            tensor.record_stream(stream)
+        self.memory.ready()
         return type(entry)(_copied(self.quantized), entry.window, entry.spec, entry.factor)
 
     def free(self) -> None:
