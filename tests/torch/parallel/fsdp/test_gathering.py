@@ -19,14 +19,16 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import quaver.torch as qt
 from quaver import recipes
+from quaver.torch.backends.gpu.launching.written import CrossStream
 from quaver.torch.parallel import check_alike, gather_quantized
 from quaver.torch.parallel.fsdp import agreeing, shards, units
 from tests import two_ranks
+from tests.torch.backends.gpu.streams import GPU, stand_in
 from tests.torch.parallel.fsdp.live import Live
 from tests.torch.parallel.fsdp.test_operands import RECIPES
 from tests.torch.parallel.fsdp.training import (
@@ -675,6 +677,58 @@ def parts_without_a_common_root(rank: int) -> None:
         compare(lambda name=name: converted(name), use, name)
 
 
+def rows_on_the_cpu(rank: int) -> None:
+    """All ranks refuse them before anything travels, also if one alone has them."""
+    for offloads in ((0, 1), (1,)):
+        net = converted("mxfp8")
+        gather_quantized(net)
+        sharded(net, offload_policy=CPUOffloadPolicy(pin_memory=False) if rank in offloads else OffloadPolicy())
+        with pytest.raises(ValueError, match=r"0 is gathered as codes.*CPUOffloadPolicy keeps its rows on the CPU"):
+            net(torch.ones(4, 32))
+
+
+def streams_of_gathers(rank: int) -> None:
+    """Codes and scales of a rank's rows are written on the stream that asks first, and read on two; streams are stood
+    in for."""
+    with pytest.MonkeyPatch.context() as patch:
+        streams = stand_in(patch)
+        for name in ("tensorwise", "mxfp8", "nvfp4"):
+            net: Any = converted(name)
+            gather_quantized(net)
+            sharded(net)
+            patch.setattr(agreeing, "CrossStream", lambda tensors, _: CrossStream(tensors, GPU))
+            mesh, shard = net[0].weight.device_mesh, net[0].weight.to_local()
+
+            def gather(stream: int, mesh: Any = mesh, shard: Any = shard) -> tuple[Any, Any]:
+                streams.now = stream
+                return shard.fsdp_pre_all_gather(mesh)
+
+            def read(sent: Any) -> set[int]:
+                """Addresses of what a layer reads of this rank's own, and not of what travelled."""
+                given: list[Any] = [x for joint in sent.joints for x in (joint.own.common, joint.own.tensor_factor)]
+                given += [joint.amax for joint in sent.joints]
+                return {t.data_ptr() for t in given if isinstance(t, Tensor)}
+
+            with qt.parallel.micro_batches(net):
+                inputs, sent = gather(2)
+                assert ("waits", 2, 2) not in streams.log and not streams.keeps(2)
+                streams.now = 1
+                shard.fsdp_post_all_gather([shards._gather(t, mesh) for t in inputs], sent, torch.float32)
+                assert ("waits", 1, 2) in streams.log and read(sent) <= streams.keeps(1)
+                # A gather on the stream that computes reads the same codes.
+                again, _ = gather(1)
+                codes = {t.data_ptr() for t in inputs}
+                assert {t.data_ptr() for t in again} == codes <= streams.keeps(1)
+            streams.log.clear()
+            with qt.parallel.micro_batches(net):
+                inputs, _ = gather(1)
+                again, _ = gather(2)
+                assert ("waits", 2, 1) in streams.log, "codes that the stream that computes has written"
+                assert {t.data_ptr() for t in again} == {t.data_ptr() for t in inputs} <= streams.keeps(2)
+            streams.log.clear()
+            patch.setattr(agreeing, "CrossStream", CrossStream)
+
+
 def reverted(rank: int) -> None:
     """A layer that fully_shard has put a class above is given its own back, below it; one without values says so."""
     x = torch.randn(8, 32, generator=torch.Generator().manual_seed(rank))
@@ -715,6 +769,7 @@ OPTIONS: list[Callable[[int], None]] = [
     *(recipes_of_an_autocast, frozen_weights, one_rank_of_a_mesh, names_of_torch_that_are_gone, compiled),
     *(a_torch_with_one_group_a_module, loops_without_an_optimizer),
     *(written_and_moved, parts_without_a_common_root, reverted, parts_of_columns),
+    *(rows_on_the_cpu, streams_of_gathers),
 ]
 CASES: dict[int, list[Case]] = {
     2: [

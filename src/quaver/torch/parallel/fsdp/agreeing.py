@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from quaver.core.spec import Recipe
+from quaver.torch.backends.gpu.launching.written import CrossStream
 from quaver.torch.model.conversion import RollHistories
 from quaver.torch.numerics.quantized import Given
 from quaver.torch.parallel.fsdp.cutting import Rows, Side, sides
-from quaver.torch.parallel.fsdp.operands import ROWS, WHOLE, Agreed, Part, amaxes, part
+from quaver.torch.parallel.fsdp.operands import ROWS, WHOLE, Agreed, Joint, Part, amaxes, part, whole
 from quaver.torch.parallel.fsdp.units import Unit, held_parameters, local
 from quaver.torch.parallel.wire import agree
 from quaver.torch.state.context import ambient
@@ -76,7 +77,7 @@ class Weight:
         self.parameter: Any = None
         #: By side.
         self.agreed: dict[str, Agreed] = {}
-        self.parts: dict[str, tuple[Any, Part]] = {}
+        self.parts: dict[str, tuple[Any, Part, CrossStream]] = {}
         #: Passes that were asked for an operand which their gather had not brought: from then on both travel.
         self.wants_both: set[str] = set()
         #: The number of the agreement that a forward's gather belongs to.
@@ -138,15 +139,28 @@ class Weight:
         return factors[amax.WEIGHT], factors[amax.WEIGHT]
 
     def part(self, side: Side, rows: Rows, key: float, factor: Given) -> Part:
-        """This rank's part of an operand, quantized once while an agreement lasts."""
+        """This rank's part of an operand, quantized once while an agreement lasts.
+
+        fully_shard asks for it on its copy-in stream, and for some gathers on the stream that computes.
+        """
         x = self.values()
         assert x is not None
+        self.model.amaxes.ready()
         seen = self.model.number, key, x.data_ptr() if self.unit is None or self.unit.dtype is None else 0
         kept = self.parts.get(side.name)
         if kept is None or kept[0] != seen:
             done = part(x, side, rows, self.agreed[side.name], factor)
-            kept = self.parts[side.name] = seen, done
+            written = CrossStream([t for t in done if isinstance(t, Tensor)], x.device)
+            kept = self.parts[side.name] = seen, done, written
+        kept[2].ready()
         return kept[1]
+
+    def joint(self, name: str, mesh: Any, key: float, factor: Given) -> Joint:
+        """How the parts of all ranks make an operand, by its name."""
+        side, rows = self.side(name), self.rows(mesh)
+        own = self.part(side, rows, key, factor)
+        written = self.model.amaxes, self.parts[side.name][2]
+        return Joint(side, self.shape, rows, own, whole(self.agreed[side.name]), written)
 
 
 class Model:
@@ -158,6 +172,8 @@ class Model:
         #: The number of the agreement that lasts, and whether a forward of the root or an optimizer has ended it.
         self.number = 0
         self.ended = True
+        #: What ranks agreed on, as the stream that agreed has it.
+        self.amaxes = CrossStream((), torch.device("cpu"))
         #: Whether a backward has read operands of this agreement.
         self.in_backward = False
         #: Whether the user has said that weights do not change.
@@ -234,13 +250,20 @@ class Model:
 
     def _compare(self, weight: Weight, mesh: Any) -> None:
         """Refuse ranks that prepared different weights."""
-        whole = getattr(weight.see(), "device_mesh", mesh)
-        self.groups = tuple(whole.get_group(dim) for dim in range(whole.ndim))
+        over = getattr(weight.see(), "device_mesh", mesh)
+        self.groups = tuple(over.get_group(dim) for dim in range(over.ndim))
+        offloaded = next((w.name for w in self.weights if w.unit is not None and w.unit.offloads), None)
+        error = (
+            f"{offloaded} is gathered as codes, which are made on the device that computes, and CPUOffloadPolicy keeps "
+            "its rows on the CPU: give fully_shard no offload_policy, or leave the layer out with "
+            "gather_quantized(model, skip=[...])"
+        )
         what = {w.name: f"{w.shape} cut along {w.across.axis} under {w.recipe.text}" for w in self.weights}
         check_agreement(
             "gather_quantized's first gather",
             {"weights": len(what), **what, **self._facts()},
             *self.groups,
+            error="" if offloaded is None else error,
             advice="build the model and convert it alike on all ranks before gather_quantized",
         )
 
@@ -269,6 +292,8 @@ class Model:
         for group, entries in by_group.items():
             if entries:
                 self._agree_on(entries, group, cut.get(group), _device(asking))
+        agreed = [bits for weight in self.weights for each in weight.agreed.values() for bits in each.values()]
+        self.amaxes = CrossStream(agreed, agreed[0].device if agreed else torch.device("cpu"))
 
     def _agree_on(self, entries: Sequence[_Entry], group: Any, cut: Weight | None, device: torch.device) -> None:
         """The amaxes of weights that fully_shard divides over one group, as far as they are not this rank's alone."""

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quaver.torch.backends.gpu.launching.written import CrossStream
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.hadamard import rotate
 from quaver.torch.numerics.quantized import Given, Quantized, pack, storage
@@ -180,6 +181,8 @@ class Joint:
     own: Part
     #: The largest magnitude of the weight, where it is known.
     amax: Tensor | None
+    #: All of these, which another stream may have written.
+    written: Sequence[CrossStream] = ()
 
     def operand(self, gathered: Sequence[Tensor], place: Tensor | None = None) -> Quantized:
         """The whole operand, a view of what was gathered.
@@ -188,6 +191,8 @@ class Joint:
             gathered: codes of all ranks, one after the other, and their scales if they travel.
             place: uint8 in the shape of `room`, where scales are put in order; None takes a new one.
         """
+        for each in self.written:
+            each.ready()
         side, own, n = self.side, self.own, self.rows.all
         data = gathered[0].view(-1, own.codes.shape[1])[:n].view(storage(side.spec.format))
         scale = own.common

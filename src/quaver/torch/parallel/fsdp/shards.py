@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from quaver.core.spec import Recipe
 from quaver.torch.numerics.quantized import Quantized, make_wrapper_subclass
 from quaver.torch.parallel.fsdp.agreeing import Weight
-from quaver.torch.parallel.fsdp.operands import Joint, room, whole
+from quaver.torch.parallel.fsdp.operands import Joint, room
 from quaver.torch.parallel.traffic import during
 from quaver.torch.state.history import amax
 from quaver.torch.state.recomputation import graph_task_id
@@ -139,7 +139,7 @@ class Shard(Tensor):
             unit.check(weight.name)
         key, factor = weight.factor()
         names = _travelling(weight)
-        joints = [_joint(weight, name, mesh, key, factor) for name in names]
+        joints = [weight.joint(name, mesh, key, factor) for name in names]
         inputs = [t for joint in joints for t in (joint.own.codes, joint.own.scales) if t is not None]
         shapes = [t.shape for t in inputs]
         if unit is not None and shapes != weight.sent:
@@ -277,7 +277,7 @@ class GatheredWeight(Gathered):
         if held.sent.key != written:
             held.operands.clear()
         factor = None if call.factors is None else call.factors[1]
-        joint = _joint(weight, name, held.sent.mesh, written, factor)
+        joint = weight.joint(name, held.sent.mesh, written, factor)
         held.sent = held.sent._replace(key=written)
         with torch.no_grad():
             own = [t for t in (joint.own.codes, joint.own.scales) if t is not None]
@@ -306,12 +306,6 @@ def _travelling(weight: Weight) -> list[str]:
     if weight.unit is None or not weight.unit.for_one_pass or reader in weight.wants_both:
         return ["fprop", "dgrad"]
     return ["dgrad" if reader == "backward" else "fprop"]
-
-
-def _joint(weight: Weight, name: str, mesh: Any, key: float, factor: Any) -> Joint:
-    side, rows = weight.side(name), weight.rows(mesh)
-    own = weight.part(side, rows, key, factor)
-    return Joint(side, weight.shape, rows, own, whole(weight.agreed[side.name]))
 
 
 def _rooms(weight: Weight, mesh: Any, device: torch.device) -> dict[str, Tensor | None]:

@@ -30,6 +30,11 @@ class Unit:
             return self._group.post_forward_mesh_info is not None
         return self.in_backward and bool(self._group.reshard_after_backward)
 
+    @property
+    def offloads(self) -> bool:
+        """Whether the part on this rank lies on the CPU, by CPUOffloadPolicy."""
+        return bool(getattr(self._parameter, "offload_to_cpu", False))
+
     def check(self, name: str) -> None:
         """Refuse what no gather of codes does. Raises: ValueError, which names the layer."""
         if self._group._use_post_forward_mesh:
