@@ -129,7 +129,8 @@ def test_steps_compiled_to_cuda_graphs_are_the_eager_ones(recipe: str) -> None:
     """torch.compile(mode="reduce-overhead") warms up, records and replays; other work fills the memory that it frees,
     and an eager layer reads the output, which is the same tensor in each step."""
     torch.compiler.reset()
-    placed: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
+    # Of their own, so that histories and counts are there before the first graph, which would hold them.
+    placed: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda", "recipe": recipe, "bias": False}
     trunk = nn.Sequential(qt.Linear(128, 256, **placed), nn.ReLU(), qt.Linear(256, 128, **placed))
     model = nn.ModuleDict({"trunk": trunk, "head": qt.Linear(128, 64, **placed)})
     twin = copy.deepcopy(model)
