@@ -15,13 +15,17 @@ import torch.distributed as dist
 from torch.autograd import forward_ad
 
 import quaver
+from quaver.torch.numerics import versions
 from quaver.torch.operations import derivatives, ops
 from quaver.torch.operations.derivatives import forward_level
 from quaver.torch.parallel.tensor.products import overlapping
 from quaver.torch.state import kept_weights, recomputation
 from quaver.torch.state.history import groups
 
-C = ("_are_functorch_transforms_active", "_current_graph_task_id", "_is_any_autocast_enabled")
+C = (
+    *("_are_functorch_transforms_active", "_current_graph_task_id", "_is_any_autocast_enabled"),
+    "_is_cached_tensor",
+)
 
 
 @pytest.fixture(params=["as it is", "without"])
@@ -115,6 +119,19 @@ def test_autocast_is_seen_with_and_without(names: tuple[Callable[..., Any], bool
         assert any_autocast_enabled()
         with torch.autocast("cpu", enabled=False):
             assert not any_autocast_enabled()
+
+
+def test_an_output_that_cuda_graphs_write_to_again_has_no_version(names: tuple[Callable[..., Any], bool]) -> None:
+    given, present = names
+    is_replayed = given(versions, "is_replayed")
+    x = torch.ones(2)
+    torch._C._set_cached_tensors_enabled(True)
+    torch._C._add_cached_tensor(x)
+    try:
+        assert is_replayed(x) is present and not is_replayed(x.clone())
+    finally:
+        torch._C._remove_cached_tensor(x)
+        torch._C._set_cached_tensors_enabled(False)
 
 
 def test_forward_mode_is_seen() -> None:
