@@ -108,7 +108,7 @@ def gelu_exact(x, limit, alpha):
 def gelu_exact_backward(g, x, limit, alpha):
     outside = beyond(tl.abs(x))
     below = tl.where(x < 0.0, outside, 1.0 - outside)
-    return g * tl.fma(x * _DENSITY, tl.exp2(_FALL * x * x), below)
+    return g * tl.fma(x * _DENSITY, tl.exp2(x * _FALL * x), below)
 
 
 @triton.jit
