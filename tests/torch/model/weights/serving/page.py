@@ -15,7 +15,7 @@ from torch import Tensor
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.torch.model.weights.serving.exporting import FORMATS, Exported
+from quaver.torch.model.weights.serving.exporting import Exported
 from tests.torch.model.weights.serving.served import HELD
 
 PAGE = Path(__file__).parents[5] / "docs" / "guides" / "serving.md"
@@ -54,7 +54,7 @@ def exported() -> Iterator[tuple[str, str, Exported | None]]:
         if recipe == "bf16":
             continue
         model, ids = trained(recipe), text()[-4:]
-        for format in FORMATS:
+        for format in HELD:
             if recipe not in HELD[format]:
                 yield recipe, format, None
                 continue
@@ -65,7 +65,7 @@ def exported() -> Iterator[tuple[str, str, Exported | None]]:
 
 def row(recipe: str, format: str, result: Exported | None) -> str:
     if result is None:
-        can = [f"`{other}`" for other in FORMATS if recipe in HELD[other]]
+        can = [f"`{other}`" for other in HELD if recipe in HELD[other]]
         return f"| `{recipe}` | `{format}` | refused: {', '.join(can)} | | | | |"
     assert result.check is not None
     (name,) = {name for name, _ in result.layers}

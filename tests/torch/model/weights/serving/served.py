@@ -36,7 +36,7 @@ def dense(folder: Path) -> dict[str, Tensor]:
     return {prefix.rstrip("."): reader.decoded(prefix).dense() for prefix in reader.quantized()}
 
 
-#: By format: recipes, with what the format calls their weights; all others are refused.
+#: By format of matrices: recipes, with what the format calls their weights; all others are refused.
 HELD: dict[str, dict[str, str]] = {
     "compressed-tensors": {
         "delayed": "float-quantized",

@@ -18,14 +18,13 @@ from quaver import recipes
 from quaver.core import reference
 from quaver.torch.model.weights.serving.checking import divergence, log_probabilities, served
 from quaver.torch.model.weights.serving.decoding import Reader
-from quaver.torch.model.weights.serving.exporting import FORMATS
 from quaver.torch.model.weights.serving.operands import FUSED, take_apart
 from tests.close import assert_bitwise
 from tests.torch.model.families import tiny
 from tests.torch.model.weights.serving.page import PAGE
 from tests.torch.model.weights.serving.served import HELD, WIDTH, dense, model, tokens
 
-PAIRS = [(recipe, format) for format in FORMATS for recipe in HELD[format]]
+PAIRS = [(recipe, format) for format in HELD for recipe in HELD[format]]
 QUANTIZED = ("1", "3", "4")
 
 
@@ -57,11 +56,11 @@ def test_files_hold_what_fprop_consumes(recipe: str, format: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("recipe", [recipe for recipe in recipes.RECIPES if recipe != "bf16"])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", HELD)
 def test_what_a_format_cannot_hold_is_refused_with_those_that_can(recipe: str, format: str, tmp_path: Path) -> None:
     if recipe in HELD[format]:
         return
-    can = [other for other in FORMATS if recipe in HELD[other]]
+    can = [other for other in HELD if recipe in HELD[other]]
     with pytest.raises(ValueError, match=re.escape(f"{format!r} cannot hold the codes of 1")) as error:
         qt.export(model(recipe), tmp_path / "out", format=format, calibrate=tokens())
     assert f"use format={' or '.join(map(repr, can))}" in str(error.value)
@@ -285,7 +284,7 @@ def test_two_models_and_threads_of_training_stay_apart(tmp_path: Path) -> None:
 def test_the_page_has_every_recipe_in_every_format() -> None:
     lines = PAGE.read_text().splitlines()
     for recipe in recipes.RECIPES:
-        for format in FORMATS if recipe != "bf16" else ():
+        for format in HELD if recipe != "bf16" else ():
             (row,) = [line for line in lines if line.startswith(f"| `{recipe}` | `{format}` |")]
             assert f"| {HELD[format].get(recipe, 'refused')}: " in row
             # Of weights nothing differs.
@@ -406,7 +405,7 @@ def test_a_weight_of_zeros_fits_any_scale_of_the_tensor(tmp_path: Path) -> None:
     assert qt.export(trained, tmp_path / "out", check=torch.randn(4, WIDTH)).check.weights.largest == 0.0
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", HELD)
 @pytest.mark.parametrize("mixed", ["by name", "by rule", "two recipes"])
 def test_different_schemes_for_what_servers_fuse_are_refused(format: str, mixed: str, tmp_path: Path) -> None:
     trained = Fused({"q_proj": 1.0, "k_proj": 1.0, "v_proj": 1.0, "o_proj": 1.0})

@@ -21,7 +21,7 @@ from quaver.torch.linear.layer import Quantizable
 from quaver.torch.linear.stored.stored import CODE_DTYPES
 from quaver.torch.model.weights.serving.decoding import Decoded, Reader
 from quaver.torch.model.weights.serving.layouts import Inputs, Scheme
-from quaver.torch.model.weights.serving.operands import Held
+from quaver.torch.model.weights.serving.operands import Held, lies_transposed
 from quaver.torch.numerics.quantized import pack
 from quaver.torch.numerics.rounding import encode
 from quaver.torch.state import counters
@@ -209,7 +209,7 @@ def served(held: Sequence[Held], reader: Reader) -> Iterator[None]:
             one = each[0]
             weights = [joined([reader.decoded(piece.prefix) for piece in part.pieces]) for part in each]
             spec = one.spec
-            if one.expert is None and spec.format.name in CODE_DTYPES:
+            if not one.of_experts and spec.format.name in CODE_DTYPES:
                 _put_codes(one.layer, weights[0], spec)
             else:
                 _put_values(one, [weight.dense() for weight in weights])
@@ -270,7 +270,10 @@ def _put_values(one: Held, dense: Sequence[Tensor]) -> None:
     """Have a layer's weight be the values of codes, which quantize to themselves."""
     given = one.layer._parameters[one.last]
     assert given is not None
-    value = dense[0] if one.expert is None else torch.stack(list(dense))
+    value = torch.cat(list(dense))
+    if one.of_experts:
+        value = value.unflatten(0, (-1, one.rows))
+        value = value.transpose(1, 2).contiguous() if lies_transposed(one.layer) else value
     one.layer._parameters[one.last] = nn.Parameter(value.to(given.device, given.dtype), requires_grad=False)
 
 
@@ -284,7 +287,7 @@ def read_as(one: Held, scheme: Scheme) -> Recipe:
     if reads is None:
         return HIGH
     fprop = GemmSpec(reads, scheme.weight)
-    if scheme.static and reads.per_tensor and one.expert is None:
+    if scheme.static and reads.per_tensor and not one.of_experts:
         backward = GemmSpec(reads, reads)
         return Recipe(f"read as {scheme.name}", fprop, fprop, backward, delayed=Delayed(length=1))
     return Recipe(f"read as {scheme.name}", fprop, _NOTHING, _NOTHING)

@@ -6,9 +6,10 @@ each format's page says. Readers of the formats' own projects are held to it bit
     compressed-tensors  codes × weight_scale; of four bits with two scales codes × (weight_scale / weight_global_scale)
     deepseek            codes × weight_scale_inv of their 128 × 128
     modelopt            codes × weight_scale; of four bits with two scales codes × (weight_scale × weight_scale_2)
+    mxfp4               blocks × scales, the rows of all experts below one another
 
-Source: OCP Microscaling Formats 1.0, sections 5.3 and 5.4; the formats' sources that `compressed_tensors`, `deepseek`
-and `modelopt` beside this name.
+Source: OCP Microscaling Formats 1.0, sections 5.3 and 5.4; the formats' sources that `compressed_tensors`, `deepseek`,
+`modelopt` and `mxfp4` beside this name.
 """
 
 import json
@@ -39,6 +40,15 @@ class Decoded:
         return self.values * stretched(self.scales, tuple(self.values.shape))
 
 
+#: What the name of a weight's scales ends with, by `quant_method`.
+SCALES = {
+    "compressed-tensors": "weight_scale",
+    "fp8": "weight_scale_inv",
+    "modelopt": "weight_scale",
+    "mxfp4": "_scales",
+}
+
+
 class Reader:
     """A folder that holds a model in one of the formats.
 
@@ -50,8 +60,8 @@ class Reader:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         self.config: dict[str, Any] = config["quantization_config"]
         self.method = self.config["quant_method"]
-        if self.method not in ("compressed-tensors", "fp8", "modelopt"):
-            raise ValueError(f"{folder} has quant_method {self.method!r}; known: compressed-tensors, fp8, modelopt")
+        if self.method not in SCALES:
+            raise ValueError(f"{folder} has quant_method {self.method!r}; known: {', '.join(SCALES)}")
         self.folder = folder
         index = folder / "model.safetensors.index.json"
         if index.exists():
@@ -71,8 +81,8 @@ class Reader:
         return tensor
 
     def quantized(self) -> list[str]:
-        """What stands before "weight" in the names of quantized weights."""
-        suffix = "weight_scale_inv" if self.method == "fp8" else "weight_scale"
+        """What stands before "weight" in the names of quantized weights, of stacks before "_blocks"."""
+        suffix = SCALES[self.method]
         return [name.removesuffix(suffix) for name in self.where if name.endswith(suffix)]
 
     def decoded(self, prefix: str) -> Decoded:
@@ -84,6 +94,10 @@ class Reader:
 
 def decoded(tensors: Mapping[str, Tensor], method: str) -> Decoded:
     """A layer's weight from its tensors by the names that they have in a format."""
+    if method == "mxfp4":
+        blocks, stored = tensors["_blocks"].flatten(0, -3), tensors["_scales"].flatten(0, -2)
+        values = E2M1[torch.stack([blocks & 15, blocks >> 4], -1).flatten(1).long()]
+        return Decoded(values, E8M0[stored.long()], stored)
     codes = tensors["weight_packed"] if "weight_packed" in tensors else tensors["weight"]
     if method == "fp8":
         return Decoded(E4M3[codes.view(torch.uint8).long()], tensors["weight_scale_inv"])

@@ -36,10 +36,11 @@ from quaver.torch.model.weights.serving.layouts import (
     with_one_factor,
 )
 from quaver.torch.model.weights.serving.modelopt import MODELOPT
+from quaver.torch.model.weights.serving.mxfp4 import MXFP4
 from quaver.torch.model.weights.serving.operands import Held, Parts, fused_groups, take_apart, unwrapped
 from quaver.torch.numerics.quantized import Quantized
 
-FORMATS: dict[str, FileFormat] = {f.name: f for f in (COMPRESSED_TENSORS, DEEPSEEK, MODELOPT)}
+FORMATS: dict[str, FileFormat] = {f.name: f for f in (COMPRESSED_TENSORS, DEEPSEEK, MODELOPT, MXFP4)}
 #: Bytes of tensors in a file.
 SHARD_BYTES = 5_000_000_000
 
@@ -90,7 +91,7 @@ def export(
         model: converted, or of `quaver.torch` layers, inside the autocast that it trains under; of any size, on one
             device or several, not in parts on ranks.
         folder: a new one, or an empty one; it appears whole or not at all.
-        format: "compressed-tensors", "deepseek" or "modelopt".
+        format: "compressed-tensors", "deepseek", "modelopt", or for the experts of GPT-OSS "mxfp4".
         check: inputs of the model, a tensor, a tuple or a dict: the files are read again, and the divergence of the
             next token's distribution from the model's own forward is reported.
         calibrate: inputs that tell the largest magnitude of each layer's input, for formats that store its scale.
@@ -147,15 +148,22 @@ def _scheme(kind: FileFormat, one: Held, known: Inputs) -> Scheme:
         ValueError: it cannot.
     """
     try:
-        return kind.scheme(layout_of(one.spec), one.spec, known)
+        return _fit(kind, one, known)
     except Unfit as error:
         raise _refused(kind, one, known, error) from error
+
+
+def _fit(kind: FileFormat, one: Held, known: Inputs) -> Scheme:
+    if kind.stacked != bool(one.stack):
+        holds = "stacks of experts as one tensor alone" if kind.stacked else "no stack of experts as one tensor"
+        raise Unfit(f"it holds {holds}")
+    return kind.scheme(layout_of(one.spec), one.spec, known)
 
 
 def _refused(kind: FileFormat, one: Held, known: Inputs, error: Unfit) -> ValueError:
     others = [other.name for other in FORMATS.values() if other is not kind and _holds(other, one, known)]
     way = f"use format={' or '.join(map(repr, others))}" if others else "no format of another name holds it either"
-    layer = one.name.removesuffix(".weight")
+    layer = one.module_name
     return ValueError(
         f"{kind.name!r} cannot hold the codes of {layer}: {error}; {way}, or write it in high precision with "
         f"high_precision=[{layer!r}]"
@@ -164,7 +172,7 @@ def _refused(kind: FileFormat, one: Held, known: Inputs, error: Unfit) -> ValueE
 
 def _holds(kind: FileFormat, one: Held, known: Inputs) -> bool:
     try:
-        kind.scheme(layout_of(one.spec), one.spec, known)
+        _fit(kind, one, known)
     except Unfit:
         return False
     return True
@@ -227,7 +235,7 @@ def _write(files: Writing, kind: FileFormat, one: Held, scheme: Scheme, known: I
             raise _refused(kind, one, known, error) from error
         _prove(piece.prefix, part, tensors, kind)
         for suffix, tensor in tensors.items():
-            files.add(piece.prefix + suffix, tensor)
+            files.add(piece.prefix + suffix, tensor.unflatten(0, (one.stack, -1)) if one.stack else tensor)
     dtype = one.layer.weight_dtype or one.layer.get_parameter(one.last).dtype
     return q.shape[0] * q.shape[1] * dtype.itemsize
 

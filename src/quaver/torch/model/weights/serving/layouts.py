@@ -90,6 +90,7 @@ class FileFormat:
         tensors: (operand, scheme, inputs) to the tensors of a layer, by what follows the layer's name.
         configuration: (schemes by name of the layer, names of matrices in high precision) to what config.json says.
         beside: the same to the contents of further JSON files, by name.
+        stacked: whether it holds stacks of experts as one tensor, and nothing else; False for matrices.
     """
 
     def __init__(
@@ -100,9 +101,10 @@ class FileFormat:
         tensors: Callable[[Quantized, Scheme, Inputs], dict[str, Tensor]],
         configuration: Callable[[Mapping[str, Scheme], list[str]], dict[str, Any]],
         beside: Callable[[Mapping[str, Scheme], list[str]], dict[str, Any]] = lambda schemes, left: {},
+        stacked: bool = False,
     ) -> None:
         self.name, self.readers, self.scheme, self.tensors = name, readers, scheme, tensors
-        self.configuration, self.beside = configuration, beside
+        self.configuration, self.beside, self.stacked = configuration, beside, stacked
 
 
 def layout_of(spec: QuantSpec) -> Layout:

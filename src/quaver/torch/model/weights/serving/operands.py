@@ -4,6 +4,7 @@ Operands come from the very function that fprop calls. Names are those of the un
 transformers says itself what these are, and cuts stacked experts apart.
 """
 
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,9 +18,11 @@ from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch.linear.gemms import begin, is_given, quantized_weight
 from quaver.torch.linear.layer import Linear, Quantizable
 from quaver.torch.linear.stored import stored
-from quaver.torch.model.reach import experts
 from quaver.torch.model.reach.heads import wrappers
-from quaver.torch.model.weights.serving.layouts import Inputs
+from quaver.torch.model.reach.kinds import kind_of
+from quaver.torch.model.reach.stacks import Alike
+from quaver.torch.model.weights.serving.layouts import Inputs, row_scales
+from quaver.torch.model.weights.serving.stacks import STACKS, layers_of
 from quaver.torch.model.weights.state_dicts import ADDED
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import ops
@@ -46,8 +49,11 @@ class Held:
     layer: Quantizable
     #: What the layer runs under; None where its weight is codes and no recipe is in force.
     recipe: Recipe | None
-    #: Of stacked experts, whose matrix it is.
+    #: Of stacked experts, whose matrix it is, and which member of the layer's state.
     expert: int | None = None
+    member: int = 0
+    #: The number of experts whose matrices lie below one another, where a format holds them as one tensor; else 0.
+    stack: int = 0
     #: Where its rows go.
     pieces: list[Piece] = field(default_factory=list)
 
@@ -65,19 +71,34 @@ class Held:
         return spec
 
     @property
+    def of_experts(self) -> bool:
+        """Whether the parameter is a stack of experts' matrices."""
+        return self.expert is not None or self.stack > 0
+
+    @property
+    def module_name(self) -> str:
+        """The layer's name in the model."""
+        return self.name.rpartition(".")[0]
+
+    @property
     def rows(self) -> int:
         """Features of the output."""
-        if self.expert is None:
+        if not self.of_experts:
             return int(self.layer.out_features)  # type: ignore[arg-type]
-        return int(self.layer.get_parameter(self.last).shape[1])
+        return int(upright(self.layer, self.last).shape[1])
 
     @torch.no_grad()
     def operand(self) -> Quantized:
-        """The codes and scales [N, K] that fprop's GEMM consumes."""
+        """The codes and scales [N, K] that fprop's GEMM consumes; of a stack [E N, K]."""
         weight: Tensor = self.layer.get_parameter(self.last)
-        if self.expert is not None:
+        if self.of_experts:
             assert self.recipe is not None and self.recipe.fprop.b is not None
-            return ops.QUANTIZE(weight[self.expert].detach(), self.recipe.fprop.b)
+            matrices, spec = upright(self.layer, self.last).detach(), self.recipe.fprop.b
+            if self.expert is not None:
+                return ops.QUANTIZE(matrices[self.expert].contiguous(), spec, None, self._factor(amax.WEIGHT))
+            each = [ops.QUANTIZE(matrix.contiguous(), spec).upright() for matrix in matrices]
+            scales, shape = torch.cat([row_scales(q) for q in each]), (self.stack * self.rows, matrices.shape[2])
+            return Quantized(torch.cat([q.data for q in each]), scales, replace(spec, block=(1, spec.block[1])), shape)
         if self.recipe is None or self.recipe.fprop.b is None:
             return stored.codes(self.layer, weight)
         dtype = self.layer.weight_dtype or weight.dtype
@@ -87,11 +108,26 @@ class Held:
     def inputs(self, seen: Mapping[nn.Module, float]) -> Inputs:
         """What is known of the layer's input."""
         spec = None if self.recipe is None else self.recipe.fprop.a
-        scale = None
-        if spec is not None and self.recipe is not None and self.recipe.delayed is not None:
-            factor = float(self.layer.get_buffer("factor")[amax.INPUT])
-            scale = 1.0 / factor if factor else None
-        return Inputs(spec=spec, scale=scale, amax=seen.get(self.layer))
+        factor = None if spec is None else self._factor(amax.INPUT)
+        return Inputs(spec=spec, scale=None if factor is None else 1.0 / factor, amax=seen.get(self.layer))
+
+    def _factor(self, operand: int) -> float | None:
+        """The encode factor of delayed scaling, where a history has set one."""
+        factors = self.layer._buffers.get("factor")
+        if factors is None or self.recipe is None or self.recipe.delayed is None:
+            return None
+        return float((factors if factors.dim() == 1 else factors[self.member])[operand]) or None
+
+
+def upright(module: Any, name: str) -> Tensor:
+    """A stack of experts' matrices as [E, N, K], whichever way it lies."""
+    weight: Tensor = module.get_parameter(name)
+    return weight.transpose(1, 2) if lies_transposed(module) else weight
+
+
+def lies_transposed(module: Any) -> bool:
+    """Whether a module's stacks are [E, K, N]."""
+    return bool(getattr(module, "is_transposed", isinstance(module, Alike)))
 
 
 @dataclass
@@ -103,7 +139,7 @@ class Parts:
     plain: dict[str, Tensor]
     #: Layers and experts that train quantized and are written in high precision, and why.
     left: dict[str, str]
-    #: Linear layers in high precision, by the names of the checkpoint.
+    #: Linear layers in high precision, by the names of the checkpoint, and experts, by those that servers ask for.
     matrices: list[str]
     #: The modules of `left`.
     left_layers: list[Quantizable]
@@ -155,7 +191,10 @@ def take_apart(model: nn.Module, high_precision: Sequence[str]) -> Parts:
         for name, module in _named(model)
         if isinstance(module, nn.Linear) and (f"{name}.weight" in plain or f"{name}.weight" in dropped)
     ]
-    return _renamed(_writer(model), Parts(held, plain, left, matrices, left_layers))
+    of_held = {one.name for one in held}
+    stacks = {f"{name}.{matrix}": module for name, module in _named(model) for matrix in _stacks(module)}
+    parts = Parts(held, plain, left, matrices, left_layers)
+    return _renamed(model, parts, {name: module for name, module in stacks.items() if name not in of_held})
 
 
 #: What stands in the names of modules that torch has wrapped in place, and not in those of their state.
@@ -185,16 +224,13 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def _of(module: Quantizable, name: str, recipe: Recipe | None) -> list[Held]:
     """The weights of a layer, or of its experts."""
-    if experts.is_stack(module):
-        if module.is_transposed:
-            raise _unfit(
-                name, module, "its experts lie stacked and transposed in checkpoints, where no format has codes"
-            )
-        names = experts.matrices(module)
-        for matrix in names:
-            _check(f"{name}.{matrix}", module.get_parameter(matrix))
+    names = _stacks(module)
+    for matrix in names:
+        _check(f"{name}.{matrix}", module.get_parameter(matrix))
+    if names:
         count = module.get_parameter(names[0]).shape[0]
-        return [Held(f"{name}.{matrix}", module, recipe, expert) for matrix in names for expert in range(count)]
+        each = itertools.product(names, range(count))
+        return [Held(f"{name}.{matrix}", module, recipe, e, number) for number, (matrix, e) in enumerate(each)]
     if not isinstance(module, Linear):
         raise _unfit(name, module, "no format has codes for a layer of this kind")
     if "weight" not in module._parameters:
@@ -205,6 +241,13 @@ def _of(module: Quantizable, name: str, recipe: Recipe | None) -> list[Held]:
     key = f"{name}.weight".lstrip(".")
     _check(key, module.weight)
     return [Held(key, module, recipe)]
+
+
+def _stacks(module: nn.Module) -> Sequence[str]:
+    """The names of a module's parameters that are stacks of experts' matrices."""
+    kind = kind_of(module)
+    names = () if kind is None else kind.stacks(module)
+    return names if all(module._parameters.get(name) is not None for name in names) else ()
 
 
 def _unfit(name: str, module: nn.Module, why: str) -> ValueError:
@@ -277,33 +320,92 @@ def _writer(model: nn.Module) -> Writer:
     return lambda state: dict(revert(model, state))
 
 
-def _renamed(to_checkpoint: Writer, parts: Parts) -> Parts:
+def _renamed(model: nn.Module, parts: Parts, stacks: Mapping[str, nn.Module]) -> Parts:
     """The parts by the names of the checkpoint.
 
     Of held weights the writer is given numbers of rows in their place: what it makes of them says whose rows go where.
+
+    Args:
+        stacks: the modules of stacks of experts in high precision, by the names of these.
     """
+    to_checkpoint, family = _writer(model), str(getattr(getattr(model, "config", None), "model_type", ""))
     by_name: dict[str, list[Held]] = {}
     for one in parts.held:
         by_name.setdefault(one.name, []).append(one)
+    held: list[Held] = []
     for name, each in by_name.items():
         rows = each[0].rows
-        numbers = torch.arange(len(each) * rows, dtype=torch.int64, device="cpu")
-        shape = (rows, 1) if each[0].expert is None else (len(each), rows, 1)
-        for key, part in to_checkpoint({name: numbers.view(shape)}).items():
+        count = len(each) if each[0].of_experts else 0
+        for key, part in to_checkpoint({name: _numbers(rows, count, each[0].layer)}).items():
+            if count and part.dim() == 3:
+                each = _of_stack(each, key, family)
+                break
             flat = part.flatten()
             first, last = int(flat[0]), int(flat[-1])
             whole = part.dim() == 2 and bool((flat.diff() == 1).all()) and first // rows == last // rows
             if not whole or not key.endswith("weight"):
                 raise ValueError(
                     f"{name} becomes {key} in the model's checkpoint, which holds no rows of one matrix: write it in "
-                    f"high precision with high_precision=[{name.rpartition('.')[0]!r}]"
+                    f"high precision with high_precision=[{each[0].module_name!r}]"
                 )
             piece = Piece(key.removesuffix("weight"), first % rows, last % rows + 1)
             each[first // rows].pieces.append(piece)
+        held += each
     row = torch.zeros((1, 1), dtype=torch.float32, device="cpu")
     matrices: Iterable[str] = to_checkpoint({f"{name}.weight": row for name in parts.matrices})
     names = [name.removesuffix(".weight") for name in matrices]
-    return replace(parts, plain=to_checkpoint(parts.plain), matrices=names)
+    for name, module in stacks.items():
+        module_name, _, parameter = name.rpartition(".")
+        experts, rows, _ = upright(module, parameter).shape
+        names += _asked_for(to_checkpoint({name: _numbers(rows, experts, module)}), family, module_name)
+    return replace(parts, held=held, plain=to_checkpoint(parts.plain), matrices=list(dict.fromkeys(names)))
+
+
+def _numbers(rows: int, experts: int, module: nn.Module) -> Tensor:
+    """The numbers of the rows of a matrix, or of a stack in the layout that its parameter has."""
+    if not experts:
+        return torch.arange(rows, dtype=torch.int64, device="cpu").view(rows, 1)
+    numbers = torch.arange(experts * rows, dtype=torch.int64, device="cpu").view(experts, rows, 1)
+    return numbers.transpose(1, 2) if lies_transposed(module) else numbers
+
+
+def _of_stack(each: list[Held], key: str, family: str) -> list[Held]:
+    """The matrices of a stack that a checkpoint holds as one tensor of this name, with the names that servers read.
+
+    Raises:
+        ValueError: no server that is known reads codes there.
+    """
+    one, served = each[0], STACKS.get(family)
+    if served is not None and served.pieces is None:
+        return [replace(one, expert=None, stack=len(each), pieces=[Piece(key, 0, len(each) * one.rows)])]
+    layers = () if served is None else layers_of(served, key)
+    if not layers:
+        raise ValueError(
+            f"{one.module_name} ({type(one.layer).__name__}) trains quantized, its experts are one tensor {key} in "
+            f"checkpoints of {family or 'this model'}, and no server is known that reads codes of it: write it in high "
+            f"precision with high_precision=[{one.module_name!r}]; what is served then differs from what is trained "
+            "there"
+        )
+    part = one.rows // len(layers)
+    for expert, matrix in enumerate(each):
+        matrix.pieces += [Piece(f"{n.format(expert)}.", i * part, (i + 1) * part) for i, n in enumerate(layers)]
+    return each
+
+
+def _asked_for(parted: Mapping[str, Tensor], family: str, module_name: str) -> list[str]:
+    """The names by which servers ask whether a stack of experts is in high precision.
+
+    Args:
+        parted: the stack as the checkpoint has it.
+    """
+    served, names = STACKS.get(family), []
+    for key, part in parted.items():
+        layers = () if served is None else layers_of(served, key)
+        if part.dim() == 3 and layers:
+            names += [layer.format(expert) for expert in range(part.shape[0]) for layer in layers]
+        else:
+            names.append(module_name if part.dim() == 3 else key.removesuffix(".weight"))
+    return names
 
 
 def hold(layer: Quantizable, q: Quantized) -> None:
