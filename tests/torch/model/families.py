@@ -62,6 +62,12 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "zamba2": {"n_mamba_heads": 4, "mamba_headdim": 32, "mamba_d_state": 16, "mamba_ngroups": 2, "chunk_size": 8}
     | {"adapter_rank": 16, "layers_block_type": ["linear_attention", "hybrid"], "use_mem_rope": True}
     | {"attention_hidden_size": 128, "attention_head_dim": 64, "hybrid_layer_ids": [1]},
+    "falcon_h1": {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_ssm": 128, "mamba_n_groups": 2, "mamba_d_state": 16}
+    | {"mamba_chunk_size": 8},
+    "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16}
+    | {"mamba_chunk_size": 8, "layer_types": ["linear_attention", "full_attention"]},
+    "qwen3_5_moe_text": {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 32}
+    | {"linear_value_head_dim": 32, "layer_types": ["linear_attention", "full_attention"]},
 }
 CAUSAL = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "gpt_neox", "falcon"),
@@ -78,6 +84,8 @@ FAMILIES = {
     **dict.fromkeys(MASKED, AutoModelForMaskedLM),
     **dict.fromkeys(SEQ2SEQ, AutoModelForSeq2SeqLM),
 }
+#: Families that the tables of the documentation do not list.
+OTHERS = dict.fromkeys(("falcon_h1", "granitemoehybrid", "qwen3_5_moe_text"), AutoModelForCausalLM)
 
 
 def tiny(family: str, **more: Any) -> Any:
@@ -101,7 +109,7 @@ def tiny(family: str, **more: Any) -> Any:
     with warnings.catch_warnings(), torch.random.fork_rng():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
-        return FAMILIES[family].from_config(config)
+        return (FAMILIES | OTHERS)[family].from_config(config)
 
 
 def tokens(seed: int = 0) -> torch.Tensor:

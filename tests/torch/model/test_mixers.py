@@ -274,8 +274,12 @@ def test_when_the_modules_own_forward_runs_all_the_same(monkeypatch: pytest.Monk
     mixer.time_step_limit = (0.0, 1.0)
     assert theirs(), "an attribute of its own"
     mixer.time_step_limit = (0.0, float("inf"))
+    numbers = torch.zeros(2, 9, dtype=torch.int32)
+    assert not theirs(seq_idx=numbers)
+    handle = mixer.norm.register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match="keep packed sequences apart"):
-        mixer(x, seq_idx=torch.zeros(2, 9, dtype=torch.int32))
+        mixer(x, seq_idx=numbers)
+    handle.remove()
     handle = mixer.in_proj.register_forward_hook(lambda *_: ran.append(1))
     mixer(x)
     assert ran, "hooks on the projections run in our block"

@@ -1,5 +1,6 @@
 """Which modules of a model our blocks compute in place: each kind is tried, and what came of it is a row."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from quaver.torch.model.fusing import attentions, losses, mlps, norms
 from quaver.torch.model.fusing.fused import OF_ALL, Fused, fixed
 from quaver.torch.model.fusing.mixers import formula as formulas
 from quaver.torch.model.fusing.mixers.calling import CalledMixer, calls_its_layers
+from quaver.torch.model.fusing.mixers.packing import PackedInputs
 from quaver.torch.model.reach.exchanging import bare_class, exchange, give_back, read_of_class
 
 
@@ -121,7 +123,26 @@ def _place(modules: Sequence[tuple[nn.Module, str, str]], blocks: Blocks) -> lis
             kind._compared = read_of_class(kind._original, kind._formula)
             why = part.in_the_way(module, formula)
         rows.append(Placed(name, bare_class(module).__name__, "" if formula is None else str(formula), why))
+    _complete_packed_inputs([module for module, _, _ in modules])
     return rows
+
+
+def _complete_packed_inputs(modules: Sequence[nn.Module]) -> None:
+    """Have models around mixers of ours complete what tells packed sequences apart."""
+    for module in modules:
+        _forget_packed_inputs(module)
+        kind: Any = bare_class(module)
+        kind = getattr(kind, "_original", kind)
+        is_model = hasattr(module, "config") and "input_ids" in inspect.signature(kind.forward).parameters
+        if is_model and any(isinstance(part, formulas.FusedMixer) for part in module.modules()):
+            module.register_forward_pre_hook(PackedInputs(kind), with_kwargs=True)
+
+
+def _forget_packed_inputs(module: nn.Module) -> None:
+    for key, hook in list(module._forward_pre_hooks.items()):
+        if isinstance(hook, PackedInputs):
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def have_mixers_call(modules: Sequence[nn.Module]) -> None:
@@ -136,6 +157,7 @@ def have_mixers_call(modules: Sequence[nn.Module]) -> None:
 def take_away(model: nn.Module) -> None:
     """Give every module that a block computes its own class back."""
     for module in model.modules():
+        _forget_packed_inputs(module)
         if isinstance(module, Fused):
             give_back(module)
 

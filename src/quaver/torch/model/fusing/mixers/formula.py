@@ -21,6 +21,7 @@ from quaver.torch.linear.projections import is_bare, project
 from quaver.torch.model.fusing.comparing import buffers_of, drawn, linear, of_block, twin, why_not, wide
 from quaver.torch.model.fusing.fused import Named, changed, fixed, patched, stands_aside, untold
 from quaver.torch.model.fusing.mixers.calling import CalledMixer, with_functions
+from quaver.torch.model.fusing.mixers.packing import cu_seqlens_of, last_starts
 from quaver.torch.model.fusing.mixers.reading import WHOLE, is_mixer, original_class
 from quaver.torch.model.reach.exchanging import bare_class
 from quaver.torch.model.reach.same import differentiated
@@ -28,8 +29,8 @@ from quaver.torch.model.reach.same import differentiated
 #: Parts and parameters of a mixer, and the attributes that say its sizes.
 PARTS, PARAMETERS = ("in_proj", "conv1d", "out_proj"), ("A_log", "D", "dt_bias")
 SIZES = ("num_heads", "head_dim", "n_groups", "ssm_state_size")
-#: Arguments of a forward that tell sequences laid end to end apart.
-PACKED = ("seq_idx", "cu_seqlens")
+#: What Falcon-H1 multiplies the input of its first projection by, a number, and the output, a buffer.
+FACTOR, FACTORS = "ssm_in_multiplier", "mup_vector"
 
 
 @dataclass(frozen=True)
@@ -52,27 +53,51 @@ class MixerFormula:
         first = "norm before the gate" if self.norm.norm_before_gate else "norm after the gate"
         return f"Mamba-2, {first}" + f" in {self.norm.groups} groups" * (self.norm.groups > 1)
 
-    def of(self, module: nn.Module, x: Tensor, mask: Tensor | None = None, cache: Any = None) -> Tensor:
+    def of(
+        self,
+        module: nn.Module,
+        x: Tensor,
+        mask: Tensor | None = None,
+        cache: Any = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
         """The mixer of x [B, S, dim] by a module's parts.
 
         Args:
             mask: [B, S], 0 where a token is padding.
             cache: of transformers, to which the last tokens and states are given.
+            cu_seqlens: int [sequences + 1], where sequences of the B · S tokens begin and end: each begins anew.
         """
         parts: Any = module._modules
-        projected = parts["in_proj"](_masked(x, mask))
+        x = _masked(x, mask)
+        factor, features = getattr(module, FACTOR, 1), module._buffers.get(FACTORS)
+        projected = parts["in_proj"](x if factor == 1 else x * factor)
+        projected = projected if features is None else projected * features
         channels, heads = self.sizes.channels, self.sizes.heads
         z, mixed, dt = projected.split((heads * self.sizes.head_dim, channels, heads), -1)
         weight, bias = parts["conv1d"].weight.squeeze(1), parts["conv1d"].bias
-        convolved = _masked(causal_conv1d(mixed, weight, bias, activation=self.activation), mask)
-        y, last = scanned(convolved, dt, module._parameters, self.sizes, self.dt_limit)
+        tokens, steps = (mixed, dt) if cu_seqlens is None else (mixed.flatten(0, 1), dt.flatten(0, 1))
+        convolved = causal_conv1d(tokens, weight, bias, activation=self.activation, cu_seqlens=cu_seqlens)
+        convolved = _masked(convolved.view(mixed.shape), mask).view(tokens.shape)
+        y, last = scanned(convolved, steps, module._parameters, self.sizes, self.dt_limit, cu_seqlens=cu_seqlens)
+        y = y.view(z.shape)
         if cache is not None:
+            if cu_seqlens is not None:
+                mixed, last = _of_last(mixed, last, cu_seqlens)
             layer: Any = module.layer_idx
             cache.update_conv_state(mixed.transpose(1, 2), layer, conv_kernel_size=weight.shape[1])
             cache.update_recurrent_state(last, layer_idx=layer)
         if self.norm is None:
             return project(SWIGLU, (z, y), (parts["out_proj"],))[0]
         return project(self.norm, (y, z, parts["norm"].weight), (parts["out_proj"],))[0]
+
+
+def _of_last(mixed: Tensor, states: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens [B, S, channels] and the state of each row's last sequence, other tokens 0."""
+    batch, length = mixed.shape[:2]
+    last, starts = last_starts(cu_seqlens, batch, length)
+    places = torch.arange(batch * length, dtype=torch.int64, device=mixed.device).view(batch, length, 1)
+    return mixed.masked_fill(places < starts[:, None, None], 0), states[last]
 
 
 class FusedMixer(CalledMixer):
@@ -83,13 +108,13 @@ class FusedMixer(CalledMixer):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         formula = self._formula
         x, cache, mask = _given(args, kwargs)
-        if x is None or not _is_empty(cache, self) or any(kwargs.get(name) is not None for name in PACKED):
+        if x is None or not _is_empty(cache, self):
             return super().forward(*args, **kwargs)
         if patched(self) or changed(self.__dict__, formula.attributes) or stands_aside(self, x):
             return super().forward(*args, **kwargs)
         if in_the_way(self, formula):
             return super().forward(*args, **kwargs)
-        return formula.of(self, x, mask, cache)
+        return formula.of(self, x, mask, cache, cu_seqlens_of(x, kwargs))
 
 
 def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
@@ -145,8 +170,9 @@ def formula_of(module: Any) -> tuple[MixerFormula | None, str]:
     """What a mixer computes, or None and why it is left alone."""
     if why := untold(module.__dict__):
         return None, why
-    if module._buffers:
-        return None, f"it has a buffer {next(iter(module._buffers))!r}, and nothing would tell that it was written to"
+    for name in module._buffers:
+        if name != FACTORS:
+            return None, f"it has a buffer {name!r}, and nothing would tell that it was written to"
     forward = original_class(module).forward
     plain = with_functions(forward, _plain_functions(forward), False)
     reasons = []
@@ -260,6 +286,9 @@ def small(module: Any, dtype: torch.dtype) -> nn.Module:
         parts[name]._buffers.update(buffers_of(part))
     own = {n: drawn(p.shape, dtype, 50 + i, -0.5, 0.5) for i, (n, p) in enumerate(module._parameters.items())}
     copied = twin(module, original_class(module), parts, own)
+    like = module._parameters["dt_bias"].dtype
+    for n, b in module._buffers.items():
+        copied._buffers[n] = None if b is None else drawn(b.shape, dtype if b.dtype is like else b.dtype, 70, 1.0, 0.2)
     if "chunk_size" in copied.__dict__:
         copied.__dict__["chunk_size"] = CHUNK
     return copied
