@@ -11,7 +11,7 @@ from quaver.torch.blocks.mlp import MLP
 from quaver.torch.blocks.state_space.layer import Mamba2Layer
 from quaver.torch.blocks.state_space.mamba2 import Mamba2
 from quaver.torch.model.fusing import mlps
-from quaver.torch.model.fusing.mixers.formula import MixerFormula, formula_of, is_mamba2
+from quaver.torch.model.fusing.mixers.formula import FACTORS, MixerFormula, formula_of, is_mamba2
 from quaver.torch.model.huggingface.calling import attribute
 from quaver.torch.model.huggingface.choices import Choices, distance
 from quaver.torch.model.huggingface.parts import fill, linear_of, norm_of
@@ -82,6 +82,8 @@ def formula_in(layer: nn.Module) -> MixerFormula:
     """
     mixer = next(module for module in (layer, *layer.children()) if is_mamba2(module))
     formula, why = formula_of(mixer)
+    if FACTORS in mixer._buffers:
+        formula, why = None, f"it multiplies what in_proj gives by {FACTORS}"
     if formula is None:
         raise ValueError(f"{type(mixer).__name__} computes nothing that a Mamba2 does: {why}")
     return formula

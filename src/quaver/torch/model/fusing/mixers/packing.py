@@ -129,13 +129,13 @@ class PackedInputs:
 
 def numbers_of(ids: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
     """The number of each token's sequence [B, S], of whichever argument tells it; None where a row is one sequence."""
-    numbers, positions = kwargs.get(NUMBERS), kwargs.get("position_ids")
-    if numbers is not None:
-        return numbers
     ends = next((kwargs[name] for name in ENDS if kwargs.get(name) is not None), None)
     if ends is not None:
         places = torch.arange(ids.shape[1], dtype=ends.dtype, device=ids.device)
         return torch.searchsorted(ends[1:].to(ids.device), places, right=True)[None].int()
+    numbers, positions = kwargs.get(NUMBERS), kwargs.get("position_ids")
+    if numbers is not None:
+        return numbers
     # As transformers tells packed positions from others.
     packed = isinstance(positions, Tensor) and positions.dim() == 2 and kwargs.get("attention_mask") is None
     if not packed or positions.shape[1] < 2:  # type: ignore[union-attr]
