@@ -135,6 +135,22 @@ def test_a_cache_goes_on_with_the_last_sequence() -> None:
     assert_close("the next token", steps[0], steps[1], 2e-6)
 
 
+def test_training_after_inference_and_a_write_to_seq_idx() -> None:
+    model = model_of("mamba2").backbone
+    qt.convert(model, "bf16", blocks=True)
+    x, numbers = torch.randn(1, 12, 64), torch.tensor([[0] * 7 + [1] * 5])
+    with torch.inference_mode():
+        expected = model(inputs_embeds=x, seq_idx=numbers)[0]
+    y = model(inputs_embeds=x, seq_idx=numbers)[0]
+    y.sum().backward()
+    assert_close("in training", y.detach(), expected.clone(), 2e-6)
+    numbers[:, 3:] = 5
+    assert_close(
+        "other places", model(inputs_embeds=x, seq_idx=numbers)[0][0, :3], model(inputs_embeds=x[:, :3])[0][0], 2e-6
+    )
+    assert not torch.equal(model(inputs_embeds=x, seq_idx=numbers)[0], y)
+
+
 def test_what_transformers_would_mix_is_refused() -> None:
     model = model_of("bamba")
     qt.convert(model, "bf16", blocks=True)

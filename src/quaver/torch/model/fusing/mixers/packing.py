@@ -52,7 +52,9 @@ def cu_seqlens_of(x: Tensor, given: Mapping[str, Any]) -> Tensor | None:
         return _ends_of(numbers)
     known = _ends.get(numbers)
     if known is None or known[0] != numbers._version:
-        known = _ends[numbers] = numbers._version, _ends_of(numbers)
+        # Training may read what inference mode has made first.
+        with torch.inference_mode(False):
+            known = _ends[numbers] = numbers._version, _ends_of(numbers)
     cached: Tensor = known[1]
     return cached
 
