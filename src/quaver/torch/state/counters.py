@@ -47,8 +47,8 @@ class Counters:
         self._names = {id(module): name for name, module in model.named_modules()}
         self.table: dict[str, dict[str, Counts]] = defaultdict(lambda: defaultdict(Counts))
 
-    def note(self, layer: nn.Module, operand: str, x: Tensor, q: Quantized) -> None:
-        """Add up one operand; x is what was quantized, before a Hadamard."""
+    def note(self, layer: nn.Module, operand: str, x: Tensor, q: Quantized, parameter: str = "weight") -> None:
+        """Add up one operand of the product with a parameter; x is what was quantized, before a Hadamard."""
         name = self._names.get(id(layer))
         if name is None or is_tracing():
             return

@@ -125,7 +125,7 @@ class Call:
     def note(self, operand: str, x: Tensor, q: Quantized) -> None:
         """Count an operand of one group, or of several."""
         if counters.active.counters is not None and isinstance(self.owner, Product) and not recomputation.replaying():
-            counters.active.counters.note(self.owner.layer, operand, x, q)
+            counters.active.counters.note(self.owner.layer, operand, x, q, self.owner.name)
 
 
 def begin(

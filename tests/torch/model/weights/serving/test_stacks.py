@@ -162,6 +162,24 @@ def test_scales_of_delayed_scaling_are_each_experts_own(family: str, tmp_path: P
     assert float(tensors[name]) == 1.0 / float(experts.factor[4 + 1, 0])
 
 
+@pytest.mark.parametrize("family", ["mixtral", "llama4_text"])
+def test_calibration_tells_the_inputs_of_each_product_of_experts(family: str, tmp_path: Path) -> None:
+    trained = tiny(family)
+    qt.convert(trained, quaver.Rules({"*.experts": "nvfp4", "*": None}))
+    with torch.no_grad():
+        for name, parameter in trained.named_parameters():
+            if name.endswith("experts.gate_up_proj"):
+                parameter.mul_(16)
+    qt.export(trained, tmp_path / "out", calibrate=tokens())
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    first, second = ("w1", "w2") if family == "mixtral" else ("gate_proj", "down_proj")
+    one, two = (
+        next(v for n, v in tensors.items() if n.endswith(f"experts.0.{name}.input_global_scale"))
+        for name in (first, second)
+    )
+    assert float(one) != float(two)
+
+
 @pytest.mark.parametrize("by", ["rule", "name"])
 @pytest.mark.parametrize(
     ("family", "name"),

@@ -146,8 +146,8 @@ def divergence(p: Tensor, q: Tensor) -> Divergence:
 
 
 @contextmanager
-def watching_inputs(model: nn.Module) -> Iterator[dict[nn.Module, float]]:
-    """Inside, the largest magnitude of the inputs of each quantized layer."""
+def watching_inputs(model: nn.Module) -> Iterator[dict[tuple[nn.Module, str], float]]:
+    """Inside, the largest magnitude of what each quantized layer multiplies by each of its parameters."""
     watch, before = _Inputs(), counters.active.counters
     counters.active.counters = watch  # type: ignore[assignment]
     try:
@@ -160,11 +160,12 @@ class _Inputs:
     """Stands in the place of counters, which are shown each tensor that is quantized."""
 
     def __init__(self) -> None:
-        self.seen: dict[nn.Module, float] = {}
+        self.seen: dict[tuple[nn.Module, str], float] = {}
 
-    def note(self, layer: nn.Module, operand: str, x: Tensor, q: Any) -> None:
+    def note(self, layer: nn.Module, operand: str, x: Tensor, q: Any, parameter: str = "weight") -> None:
         if operand == "input" and x.numel():
-            self.seen[layer] = max(self.seen.get(layer, 0.0), float(x.detach().abs().max()))
+            key = layer, parameter
+            self.seen[key] = max(self.seen.get(key, 0.0), float(x.detach().abs().max()))
 
 
 # The weights of the files in the places of the model's.

@@ -119,7 +119,7 @@ def export(
             )
     model = unwrapped(model)
     parts = take_apart(model, high_precision)
-    seen: Mapping[nn.Module, float] = {}
+    seen: Mapping[tuple[nn.Module, str], float] = {}
     if calibrate is not None:
         with evaluating(model), watching_inputs(model) as seen:
             run(model, calibrate)

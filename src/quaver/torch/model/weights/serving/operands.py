@@ -105,11 +105,11 @@ class Held:
         call = begin(self.layer, self.recipe, torch.empty((0, 0), dtype=dtype, device=weight.device), dtype, False)
         return quantized_weight(call, weight, "fprop", self.recipe.fprop.b)
 
-    def inputs(self, seen: Mapping[nn.Module, float]) -> Inputs:
+    def inputs(self, seen: Mapping[tuple[nn.Module, str], float]) -> Inputs:
         """What is known of the layer's input."""
         spec = None if self.recipe is None else self.recipe.fprop.a
         factor = None if spec is None else self._factor(amax.INPUT)
-        return Inputs(spec=spec, scale=None if factor is None else 1.0 / factor, amax=seen.get(self.layer))
+        return Inputs(spec=spec, scale=None if factor is None else 1.0 / factor, amax=seen.get((self.layer, self.last)))
 
     def _factor(self, operand: int) -> float | None:
         """The encode factor of delayed scaling, where a history has set one."""
