@@ -506,3 +506,30 @@ def test_a_layer_with_a_recipe_of_its_own_rolls_without_autocast() -> None:
         y.square().sum().backward()
         z.square().sum().backward()
     assert layer.history[1:].all() and layer.factor.all()
+
+
+def test_a_step_begins_while_another_thread_makes_a_layers_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(layer: nn.Module) -> None:
+        with qt.autocast(RECIPE):
+            layer(torch.ones(2, 16)).sum().backward()
+
+    other, failed = qt.Linear(16, 16), []
+    train(other)
+    register = nn.Module.register_buffer
+
+    def step_of_another() -> None:
+        try:
+            train(other)
+        except Exception as error:
+            failed.append(error)
+
+    def interrupted(self: nn.Module, name: str, *args: Any, **options: Any) -> None:
+        if name == "factor":
+            thread = threading.Thread(target=step_of_another)
+            thread.start()
+            thread.join()
+        register(self, name, *args, **options)
+
+    monkeypatch.setattr(nn.Module, "register_buffer", interrupted)
+    train(qt.Linear(16, 16))
+    assert not failed

@@ -116,11 +116,13 @@ def newest_row(history: Tensor) -> Tensor:
 
 
 def layers() -> list[nn.Module]:
-    """Every layer alive that has a history, in order of construction."""
+    """Every layer alive that has a history and its factors, in order of construction."""
     if not _histories:
         return []
     alive = [ref() for ref in list(_layers.values())]
-    return [layer for layer in alive if layer is not None and layer._buffers.get("history") is not None]
+    # In another thread a layer may be between its two buffers.
+    buffers = [(layer, layer._buffers) for layer in alive if layer is not None]
+    return [layer for layer, own in buffers if own.get("history") is not None and own.get("factor") is not None]
 
 
 def saved_factors(layer: nn.Module) -> Any:
