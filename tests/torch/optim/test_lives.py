@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 import quaver.torch as qt
 from quaver.torch import optim
 from quaver.torch.linear.stored import storing
-from quaver.torch.linear.stored.stored import check_gradient
+from quaver.torch.linear.stored.stored import check_gradient, dequantized
 from quaver.torch.numerics import philox
 from quaver.torch.optim import weights
 from quaver.torch.optim.quantized_gradient import QuantizedGradient
@@ -271,3 +271,50 @@ def test_a_thread_that_compiles_refuses_no_other_threads_gradient(monkeypatch: p
     monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
     assert torch.compiler.is_compiling()
     check_gradient(weight)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+@pytest.mark.parametrize("preset", ["float32", "msamp", "balanced", "lean"])
+@pytest.mark.parametrize("way", ["load_state_dict", "set_weight", "state_dict before the first step"])
+def test_a_step_goes_on_from_weights_that_were_written_since_the_last_one(way: str, preset: str, recipe: str) -> None:
+    """As after a rollback to another checkpoint: masters, and largest magnitudes of weights, were those of before."""
+    torch.manual_seed(0)
+    model = nn.Sequential(qt.Linear(160, 192), nn.GELU(), qt.Linear(192, 64))
+    qt.quantize_weights(model, recipe)
+    layers: list[Any] = [model[0], model[2]]
+    large = copy.deepcopy(model)
+    for layer in (large[0], large[2]):
+        layer.set_weight(8 * dequantized(layer, layer.weight, torch.float32))  # type: ignore[operator, arg-type]
+    optimizer = optim.AdamW(model.parameters(), lr=1e-4, preset=preset)
+    if way == "state_dict before the first step":
+        optimizer.state_dict()
+    else:
+        train(model, optimizer, 1)
+    if way == "set_weight":
+        for layer, other in zip(layers, (large[0], large[2]), strict=True):
+            layer.set_weight(dequantized(other, other.weight, torch.float32))  # type: ignore[arg-type]
+    else:
+        model.load_state_dict(large.state_dict())
+    before = [dequantized(layer, layer.weight, torch.float32) for layer in layers]
+    train(model, optimizer, 2)
+    for layer, was in zip(layers, before, strict=True):
+        # Half a step of a code is a sixteenth of it.
+        assert ((dequantized(layer, layer.weight, torch.float32) - was).abs() <= was.abs() / 8 + 1e-3).all()
+
+
+@pytest.mark.parametrize("preset", ["float32", "balanced"])
+def test_codes_that_are_swapped_out_and_back_lose_nothing(preset: str) -> None:
+    """As an average of weights is swapped in for an evaluation."""
+    model, other = model_of(), model_of()
+    runs = []
+    for swaps in (False, True):
+        again = copy.deepcopy(model)
+        optimizer = optim.AdamW(again.parameters(), lr=1e-4, preset=preset)
+        for seed in range(3):
+            train(again, optimizer, seed)
+            if swaps:
+                own = copy.deepcopy(again.state_dict())
+                again.load_state_dict(other.state_dict())
+                again.load_state_dict(own)
+        runs.append([*optimizer.state[again[0].weight].values(), *(p.view(torch.int8) for p in again.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))

@@ -32,7 +32,7 @@ from quaver.torch.optim.refusals import (
 from quaver.torch.optim.rules.rule import Rule
 from quaver.torch.optim.stepping import layout, on_gpu, ranks, stacks
 from quaver.torch.optim.stepping.compiled import Compiled
-from quaver.torch.optim.stepping.pieces import Drawn, Outcome, begin
+from quaver.torch.optim.stepping.pieces import Drawn, Outcome, Way, begin
 from quaver.torch.state.history.agreement import check_agreement
 
 #: Parameters of more elements than this do not begin a step together: some are copies.
@@ -80,6 +80,8 @@ class Optimizer(Kept):
         self._release: Release | None = None
         #: Weights of codes of which a rank knows the largest magnitude of its own rows alone.
         self._alone: set[Tensor] = set()
+        #: Of weights of codes: what `layout.versions` was after the last step.
+        self._stepped: dict[Tensor, Any] = {}
         #: Whether ranks have compared their options.
         self._compared = False
         self._warned = False
@@ -102,7 +104,7 @@ class Optimizer(Kept):
         # A copy: of gradients and counts it has none, and a step in backward is asked for anew.
         self.gradients, self._release, self.counted = Gradients(), None, {}
         self._programs = Compiled() if self.compile else None
-        self._kernels, self._said, self._alone, self._compared = {}, set(), set(), False
+        self._kernels, self._said, self._alone, self._stepped, self._compared = {}, set(), set(), {}, False
         for group in self.param_groups:
             for p in group["params"]:
                 self._prepare(p, group)
@@ -206,6 +208,26 @@ class Optimizer(Kept):
         for p in parameters:
             if storing.holds_codes(p) and (layer := storing.owner(p)) is not None:
                 record_versions(layer)
+                self._stepped[p] = layout.versions(p)
+
+    def _follow_writes(self, p: Tensor, way: Way) -> None:
+        """Have a master, or the largest magnitudes, follow writes to a weight of codes since the last step, such as by
+        `load_state_dict`."""
+        if not self._written(p):
+            return
+        state = self.state[p]
+        if way.keeping.master:
+            keeping, codes = layout.in_own_rows(p, way.keeping)
+            held = [layout.local(state[name]) for name in way.keeping.states]
+            for old, new in zip(held, weights.followed(keeping, (*codes, *map(layout.rows, held))), strict=True):
+                old.copy_(new.view(old.shape))
+        elif way.predicts and "amax" in state:
+            # In place: a graph reads it.
+            layout.local(state["amax"]).copy_(layout.local(self._amax(p, way, self.parts_of_weight(p, way))))
+
+    def _written(self, p: Tensor) -> bool:
+        """Whether a weight of codes was written to since this optimizer stepped it, or may have been."""
+        return storing.holds_codes(p) and self._stepped.get(p) != layout.versions(p)
 
     def _compare_ranks(self, parameters: list[Tensor]) -> None:
         """Compare ranks that share parameters: options at the first step, gradients where a step communicates.
@@ -221,6 +243,7 @@ class Optimizer(Kept):
         stepping = {id(p) for p in parameters}
         what: dict[str, Any] = {"nonfinite": self.nonfinite}
         what["parameters with gradients"] = [i for i, p in enumerate(every) if id(p) in stepping] if talks else "any"
+        what["weights written since the last step"] = [i for i, p in enumerate(every) if self._written(p)]
         if not self._compared:
             options = [
                 {name: value for name, value in group.items() if isinstance(value, str | int | float | tuple)}
@@ -295,6 +318,8 @@ class Optimizer(Kept):
         for _, p in own:
             if not self.state[p]:
                 self.state[p] = self.first_state(p, group)
+            if storing.holds_codes(p):
+                self._follow_writes(p, self.way(p, group))
         rule = self.rule(group, preset_of(group["preset"]))
         self._check_rate(group, [p for _, p in own])
         left = self._for_kernels(group, rule, own, factor, taken)

@@ -146,6 +146,18 @@ def read(keeping: Keeping, tensors: tuple[Tensor, ...]) -> Tensor:
     return value if keeping.spec is None else value * _spread_scales(keeping.spec, tensors[1], value)
 
 
+def followed(keeping: Keeping, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The master beside codes after a write to these: itself within half a step of its code, else the code's value."""
+    spec, master = keeping.spec, read(keeping, tensors)
+    assert spec is not None
+    field = ((_bits(keeping, tensors[0]) & 0x7F) >> spec.format.mantissa_bits).clamp_(min=1)
+    half = (field - (spec.format.bias + spec.format.mantissa_bits + 1) + 127 << 23).view(torch.float32)
+    value = values(spec, tensors[0], tensors[1])
+    # A scale that is no power of two rounds, and a float16 master has eleven bits.
+    near = (master - value).abs() <= scaled(spec, tensors[1], half) * (1 + 2.0**-6)
+    return first_states(keeping, tensors[0], torch.where(near, master, value))
+
+
 def worth(keeping: Keeping, code: Tensor, rest: Tensor, more: int) -> Tensor:
     """What a code and its residual of so many bits are, int32 each: float32, a multiple of the code's scale. Exact;
     below a code of 0, which a pruning mask writes over a residual, there is nothing."""

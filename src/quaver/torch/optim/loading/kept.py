@@ -36,6 +36,8 @@ class Kept(torch.optim.Optimizer):
     statistics: bool
     #: Weights of codes of which a rank knows the largest magnitude of its own rows alone.
     _alone: set[Tensor]
+    #: Of weights of codes: what `layout.versions` was after the last step.
+    _stepped: dict[Tensor, Any]
 
     def rule(self, group: Mapping[str, Any], preset: Preset) -> Rule:
         """The formula of a group."""
@@ -188,6 +190,7 @@ class Kept(torch.optim.Optimizer):
         self.state[p]["step"] = first["step"] + state["step"].to(first["step"].device)
         self.state[p].pop("amax", None)
         self._know_amax(p, way)
+        self._stepped.pop(p, None)
         if lost:
             said[lost] = said.get(lost, 0) + 1
         if old is None or old.moments != way.moments or old.keeping != way.keeping:

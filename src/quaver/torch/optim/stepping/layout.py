@@ -194,6 +194,14 @@ def weight_of(p: Tensor, way: Way) -> list[Tensor]:
     return weight
 
 
+def versions(p: Tensor) -> list[tuple[int, int]]:
+    """(address, version) of a weight of codes and of its scales: others after a write that autograd sees."""
+    owner = storing.owner(p)
+    scale = None if owner is None else owner._buffers["weight_scale"]
+    tensors = [t for t in (local(p), scale) if t is not None]
+    return [(t.data_ptr(), -1 if t.is_inference() else t._version) for t in tensors]
+
+
 def block_rows(part: Place, height: int) -> slice:
     """The rows of blocks that a part of a matrix has something of."""
     start, stop = part.start[0], part.start[0] + part.part[0]
