@@ -276,3 +276,44 @@ def test_zeros_and_empty_parameters_step(preset: str) -> None:
             p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
         optimizer.step()
     assert torch.equal(zero.detach(), torch.ones(80, 80))
+
+
+@pytest.mark.parametrize("preset", ["float32", "balanced"])
+def test_a_momentum_that_is_turned_on_later_begins_with_the_next_gradient(preset: str) -> None:
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.randn(64, 80))
+    q = nn.Parameter(p.detach().clone())
+    ours, theirs = optim.SGD([p], lr=0.1, preset=preset), torch.optim.SGD([q], lr=0.1)
+    for momentum in (0.0, 0.0, 0.9, 0.9, 0.0, 0.9):
+        for optimizer in (ours, theirs):
+            optimizer.param_groups[0].update(momentum=momentum, dampening=0.3)
+        p.grad, q.grad = (torch.randn(64, 80, generator=torch.Generator().manual_seed(1)) for _ in range(2))
+        ours.step()
+        theirs.step()
+    tolerance = 2e-6 if preset == "float32" else 2e-2
+    torch.testing.assert_close(p, q, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("change", ["shape", "dtype", "preset"])
+@pytest.mark.parametrize("preset", ["float32", "lean", "msamp", "bnb8"])
+def test_a_state_of_another_shape_dtype_or_preset_is_refused_before_anything_steps(change: str, preset: str) -> None:
+    torch.manual_seed(0)
+    first, other = nn.Parameter(torch.randn(80)), nn.Parameter(torch.randn(64, 80))
+    optimizer = optim.AdamW([first, other], preset=preset)
+    first.grad, other.grad = torch.ones(80), torch.ones(64, 80)
+    optimizer.step()
+    if change == "shape":
+        other.data = other.data[:1].clone()
+    elif change == "dtype":
+        other.data = other.data.bfloat16()
+    else:
+        optimizer.param_groups[0]["preset"] = "flashoptim"
+    other.grad = torch.ones_like(other)
+    saved, before = optimizer.state_dict(), first.detach().clone()
+    with pytest.raises(ValueError, match=r"of a parameter of shape \(.*, 80\).*changed after the state was made"):
+        optimizer.step()
+    assert torch.equal(first, before)
+    if change == "dtype":
+        with pytest.warns(UserWarning, match="begins anew"):
+            optimizer.load_state_dict(saved)
+        optimizer.step()

@@ -175,8 +175,13 @@ class Optimizer(Kept):
             factor: of their gradients, float32 [].
             overflow: not 0 where nothing may change.
         """
+        chosen = {id(p) for p in parameters}
         for p in parameters:
             check_gradient(p)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if id(p) in chosen and self.state.get(p):
+                    self._check_state(p, group)
         self._compare_ranks(parameters)
         if self.nonfinite != "keep" and parameters:
             overflow = self._not_finite(parameters, overflow)
@@ -185,7 +190,7 @@ class Optimizer(Kept):
                 return
             overflow = None
         keep = None if overflow is None else overflow.reshape(()) == 0
-        chosen, number, taken = {id(p) for p in parameters}, 0, on_gpu.Launches(self._kernels)
+        number, taken = 0, on_gpu.Launches(self._kernels)
         begun: list[tuple[int, Mapping[str, Any], ranks.Stepping]] = []
         for group in self.param_groups:
             own = [(number + i, p) for i, p in enumerate(group["params"]) if id(p) in chosen]

@@ -231,6 +231,37 @@ class Kept(torch.optim.Optimizer):
             state["amax"] = self._amax(p, way, tuple(layout.rows(t) for t in (*layout.weight_of(p, way), *beside)))
         return state
 
+    def _check_state(self, p: Tensor, group: Mapping[str, Any]) -> None:
+        """Begin moments that the rule had no use for so far, and refuse a state that is not this parameter's.
+
+        Raises:
+            ValueError: a moment, its scales or what is kept beside the weight has another shape or dtype, or is missing.
+        """
+        state = self.state[p]
+        way, own = self.way(p, group), tuple(layout.local(p).shape)
+        if not any(name in state or name + CODES in state for name in way.rule.names):
+            # Steps count from there: the first one of a momentum differs.
+            first = self.first_state(p, group)
+            state.update({name: first[name] for name in first if name not in way.keeping.states or name not in state})
+        flat = layout.flat(own, layout.leading(p, way.rule.whole))
+        expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for name, spec in zip(way.rule.names, way.moments, strict=True):
+            expected[key_of(name, spec)] = own, codes.code_dtype(spec.of)
+            if spec.of.scaled:
+                scales = codes.scale_shape(flat, spec.block, spec.of.numbers)
+                expected[f"{name}_scale"] = scales, codes.SCALE_DTYPES[spec.scale]
+        for name in way.keeping.states[:1]:
+            expected[name] = own, way.keeping.dtype
+        for name, (shape, dtype) in expected.items():
+            held = None if name not in state else layout.local(state[name])
+            if held is None or (tuple(held.shape), held.dtype) != (shape, dtype):
+                found = "is missing" if held is None else f"has shape {tuple(held.shape)} and dtype {held.dtype}"
+                raise ValueError(
+                    f"{name} of a parameter of shape {tuple(p.shape)} and {p.dtype} {found}, where {dtype} of shape "
+                    f"{shape} was expected: the parameter or its group's preset changed after the state was made. Take "
+                    "state_dict() before such a change and load it after it, or begin anew by `del optimizer.state[p]`"
+                )
+
 
 def groups_of(params: Any) -> Any:
     """Parameter groups of a model: embeddings are kept in float32; what is no model stays as it is."""
