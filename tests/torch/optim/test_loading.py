@@ -486,3 +486,31 @@ def test_torchs_functions_read_an_optimizer_that_has_not_stepped(preset: str, re
     assert all(each["step"] == 0 for each in state["state"].values())
     set_optimizer_state_dict(model, optimizer, state)
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("preset", ["float32", "lean"])
+def test_hooks_around_state_dicts_see_and_change_whole_ones(preset: str) -> None:
+    def optimizer_of() -> optim.Optimizer:
+        p = nn.Parameter(torch.ones(64, 80))
+        optimizer = optim.AdamW([p], preset=preset)
+        p.grad = torch.ones(64, 80)
+        optimizer.step()
+        return optimizer
+
+    def replace_steps(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        states = {key: {**state, "step": torch.tensor(100.0)} for key, state in state_dict["state"].items()}
+        return {**state_dict, "state": states}
+
+    first, second = optimizer_of(), optimizer_of()
+    saved: list[Any] = []
+    first.register_state_dict_post_hook(lambda _, state_dict: saved.append(state_dict["param_groups"][0]["preset"]))
+    seen: list[float] = []
+    second.register_load_state_dict_pre_hook(replace_steps)
+    second.register_load_state_dict_post_hook(
+        lambda own: seen.extend(float(state["step"]) for state in own.state.values())
+    )
+    state_dict = first.state_dict()
+    second.load_state_dict(state_dict)
+    assert saved == [state_dict["param_groups"][0]["preset"]]
+    assert seen == [100.0]
+    assert [float(state["step"]) for state in second.state.values()] == [100.0]

@@ -105,14 +105,12 @@ class Kept(torch.optim.Optimizer):
         if not len(self.state) and all(p.grad is None for p in parameters):
             # Room for what torch.distributed.checkpoint loads.
             self.state.update({p: self._begun(p) for p in parameters})
-        state = super().state_dict()
-        for group in state["param_groups"]:
-            group["preset"] = packed(group["preset"])
-        # torch's SGD begins a buffer anew that it does not find: at one without elements its step fails.
-        for key, own in state["state"].items():
-            if f"momentum_buffer{CODES}" in own:
-                state["state"][key] = {**own, "momentum_buffer": torch.empty(0, dtype=torch.float32, device="cpu")}
-        return state
+        # Before hooks of the user's, which see what is saved.
+        handle = self.register_state_dict_post_hook(_packed_groups, prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Take up a state dict of any preset, of torch.optim, torchao.optim or MS-AMP; load the model before it.
@@ -132,15 +130,43 @@ class Kept(torch.optim.Optimizer):
 
     def _load(self, state_dict: Any) -> None:
         """`load_state_dict`, which may leave some of it loaded where it raises."""
-        missing = [name for name in ("state", "param_groups") if not isinstance(state_dict.get(name), dict | list)]
-        if missing or not isinstance(state_dict["state"], Mapping):
-            raise ValueError(f"a state dict has a dict `state` and a list `param_groups`; {rules.DAMAGED}")
-        own, every = self.param_groups, state_dict["param_groups"]
-        for mine, group in zip(own, every, strict=False):
-            rules.check_group(group, mine)
-        said = [group.get("preset") for group in every]
-        before = [None if preset is None else written_by(preset) for preset in said]
-        super().load_state_dict({**state_dict, "state": {}})
+        taken: dict[str, Any] = {}
+        own, lost = self.param_groups, dict[str, int]()
+
+        def check(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+            missing = [name for name in ("state", "param_groups") if not isinstance(state_dict.get(name), dict | list)]
+            if missing or not isinstance(state_dict["state"], Mapping):
+                raise ValueError(f"a state dict has a dict `state` and a list `param_groups`; {rules.DAMAGED}")
+            for mine, group in zip(own, state_dict["param_groups"], strict=False):
+                rules.check_group(group, mine)
+            said = [group.get("preset") for group in state_dict["param_groups"]]
+            taken.update(state_dict, before=[None if preset is None else written_by(preset) for preset in said])
+            return {**state_dict, "state": {}}
+
+        def take(_: torch.optim.Optimizer) -> None:
+            self._take(taken, own, lost)
+
+        # Behind and before hooks of the user's: these see whole state dicts, and states that are loaded.
+        handles = [
+            self.register_load_state_dict_pre_hook(check),
+            self.register_load_state_dict_post_hook(take, prepend=True),
+        ]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()
+        for sentence, number in lost.items():
+            warnings.warn(f"{number} parameters: {sentence}", stacklevel=3)
+
+    def _take(self, taken: Mapping[str, Any], own: list[dict[str, Any]], lost: dict[str, int]) -> None:
+        """Complete loaded groups, and convert states.
+
+        Args:
+            taken: a state dict, and under `before` the presets that wrote it.
+            own: the groups before.
+            lost: sentences to warn of, and of how many parameters; added to.
+        """
         for group, mine in zip(self.param_groups, own, strict=True):
             group["preset"] = mine["preset"]
             for name, value in (self.defaults | {"rule": mine["rule"]} if "rule" in mine else self.defaults).items():
@@ -152,14 +178,11 @@ class Kept(torch.optim.Optimizer):
                 steady = () if "max_momentum" in group else tuple(group["betas"])
                 group.setdefault("steady_betas", steady)
             check_group(type(self).__name__, group)
-        lost: dict[str, int] = {}
-        for group, saved, written in zip(self.param_groups, every, before, strict=True):
+        for group, saved, written in zip(self.param_groups, taken["param_groups"], taken["before"], strict=True):
             for p, key in zip(group["params"], saved["params"], strict=True):
-                if key in state_dict["state"]:
-                    rules.check_state(key, state_dict["state"][key], self.rule(group, self.preset(p, group)))
-                    self._load_state(p, group, state_dict["state"][key], written, lost)
-        for sentence, number in lost.items():
-            warnings.warn(f"{number} parameters: {sentence}", stacklevel=3)
+                if key in taken["state"]:
+                    rules.check_state(key, taken["state"][key], self.rule(group, self.preset(p, group)))
+                    self._load_state(p, group, taken["state"][key], written, lost)
 
     def _load_state(
         self,
@@ -235,7 +258,7 @@ class Kept(torch.optim.Optimizer):
         """Begin moments that the rule had no use for so far, and refuse a state that is not this parameter's.
 
         Raises:
-            ValueError: a moment, its scales or what is kept beside the weight has another shape or dtype, or is missing.
+            ValueError: a moment, its scales or what is kept beside the weight has another shape or dtype, or none.
         """
         state = self.state[p]
         way, own = self.way(p, group), tuple(layout.local(p).shape)
@@ -261,6 +284,16 @@ class Kept(torch.optim.Optimizer):
                     f"{shape} was expected: the parameter or its group's preset changed after the state was made. Take "
                     "state_dict() before such a change and load it after it, or begin anew by `del optimizer.state[p]`"
                 )
+
+
+def _packed_groups(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Have a state dict name presets as plain data."""
+    for group in state["param_groups"]:
+        group["preset"] = packed(group["preset"])
+    # torch's SGD begins a buffer anew that it does not find: at one without elements its step fails.
+    for key, own in state["state"].items():
+        if f"momentum_buffer{CODES}" in own:
+            state["state"][key] = {**own, "momentum_buffer": torch.empty(0, dtype=torch.float32, device="cpu")}
 
 
 def groups_of(params: Any) -> Any:
