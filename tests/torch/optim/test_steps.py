@@ -208,6 +208,22 @@ def test_a_step_in_backward_is_clipped_by_the_norm_of_the_step_before() -> None:
             torch.testing.assert_close(p.detach().float(), r.detach().float(), rtol=1e-5, atol=1e-7)
 
 
+def test_a_step_in_backward_clips_what_was_frozen_when_it_was_asked_for() -> None:
+    """And gradients that are assigned: none of these are seen in backward."""
+    p, q, r = (nn.Parameter(torch.zeros(8)) for _ in range(3))
+    q.requires_grad_(False)
+    optimizer = optim.SGD([p, q, r], lr=1.0, preset="float32")
+    optimizer.step_in_backward(max_norm=1e-3)
+    q.requires_grad_(True)
+    for _ in range(2):
+        before = [t.detach().clone() for t in (p, q, r)]
+        (p.sum() + q.sum()).backward()
+        r.grad = torch.ones(8)
+        optimizer.step()
+        moved = torch.cat([t.detach() - was for t, was in zip((p, q, r), before, strict=True)])
+    assert float(moved.norm()) == pytest.approx(1e-3, rel=1e-3)
+
+
 def test_what_needs_all_gradients_is_refused_where_steps_are_taken_in_backward() -> None:
     model = model_of()
     optimizer = optim.AdamW(model.parameters(), nonfinite="skip")

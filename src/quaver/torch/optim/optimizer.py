@@ -155,13 +155,17 @@ class Optimizer(Kept):
             # A GradScaler's, None where unscale_ was called.
             check_scaler(self._release is not None)
         overflow, factor = self._scaling()
-        if self._release is not None:
-            self._release.end()
         parameters = [p for group in self.param_groups for p in group["params"]]
         check_replaced(parameters)
         parameters = [p for p in parameters if p.grad is not None]
         for p in parameters:
             self.gradients.convert(p)
+        if self._release is not None:
+            # What was frozen when `step_in_backward` was called, or assigned, waits for nothing else.
+            for p in parameters:
+                self._release.arrived(p)
+            self._release.end()
+            parameters = []
         self._update(parameters, factor, overflow)
         if factor is not None:
             # As GradScaler leaves gradients of optimizers that know nothing of it.
@@ -248,7 +252,9 @@ class Optimizer(Kept):
         stepping = {id(p) for p in parameters}
         what: dict[str, Any] = {"nonfinite": self.nonfinite}
         what["parameters with gradients"] = [i for i, p in enumerate(every) if id(p) in stepping] if talks else "any"
-        what["weights written since the last step"] = [i for i, p in enumerate(every) if self._written(p)]
+        what["weights written since the last step"] = [
+            i for i, p in enumerate(every) if id(p) in stepping and self._written(p)
+        ]
         if not self._compared:
             options = [
                 {name: value for name, value in group.items() if isinstance(value, str | int | float | tuple)}
