@@ -181,8 +181,8 @@ def test_a_small_gradient_added_many_times_is_not_rounded_away() -> None:
 
 @pytest.mark.parametrize("weights", ["none", "tensorwise", "bfloat16"])
 @pytest.mark.parametrize("preset", ["lean", "msamp"])
-@pytest.mark.parametrize("order", [2.0, 1.0, float("inf")])
-def test_clip_grad_norm_sees_and_scales_every_gradient(order: float, preset: str, weights: str) -> None:
+@pytest.mark.parametrize("order", [2.0, 1.0, "inf"])
+def test_clip_grad_norm_sees_and_scales_every_gradient(order: Any, preset: str, weights: str) -> None:
     every: tuple[Any, ...] = (None, True, False, "optimizer")
     for foreach in every:
         model, twin = (model_of("none" if weights == "bfloat16" else weights) for _ in range(2))

@@ -274,7 +274,15 @@ def test_gradients_that_were_forgotten_are_not_stepped_after_backward() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"lr": -1.0}, {"betas": (1.0, 0.9)}, {"eps": -1.0}, {"weight_decay": float("nan")}, {"seed": 1.5}]
+    "wrong",
+    [
+        {"lr": -1.0},
+        {"lr": torch.tensor(-1.0)},
+        {"betas": (1.0, 0.9)},
+        {"eps": -1.0},
+        {"weight_decay": float("nan")},
+        {"seed": 1.5},
+    ],
 )
 def test_numbers_that_no_rule_is_meant_for_are_refused(wrong: dict[str, Any]) -> None:
     p = nn.Parameter(torch.zeros(2, 2))

@@ -50,7 +50,10 @@ def check_group(name: str, group: Mapping[str, Any]) -> None:
         if isinstance(value, Tensor):
             if value.numel() != 1:
                 raise ValueError(f"{name} was given {option} of shape {tuple(value.shape)}; give one element")
-        elif not value >= 0:
+            if not value.is_cpu:
+                # Reading it would wait for the device.
+                continue
+        if not value >= 0:
             raise ValueError(f"{name} was given {option}={value!r}; give 0 or more")
     for index, beta in enumerate(group.get("betas", ())):
         if not 0 <= beta < 1:

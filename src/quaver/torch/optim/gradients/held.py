@@ -127,7 +127,7 @@ class Gradients:
     def clip(self, parameters: Iterable[Tensor], largest: float, order: float) -> Tensor:
         """Multiply gradients so that their norm is at most `largest`; returns the norm before, float32 []."""
         parameters = list(parameters)
-        norm = self.norm(parameters, order)
+        norm = self.norm(parameters, float(order))
         self.hold_to(parameters, largest, norm)
         return norm
 
