@@ -27,6 +27,7 @@ from quaver.core.spec import Recipe
 from quaver.core.states.presets import PRESETS
 from quaver.torch import optim
 from quaver.torch.linear.stored import storing
+from quaver.torch.linear.stored.stored import dequantized
 from quaver.torch.optim.stepping import layout
 from quaver.torch.parallel import Checkpoint, agree_histories, gather_quantized
 from tests import two_ranks
@@ -293,6 +294,31 @@ def torchs_own_state_dicts(rank: int) -> None:
         assert_bitwise(layout.local(value), layout.local(ours[key]), key)
     expected = losses_of(net, optimizer, range(2, 4), alone=False)
     assert losses_of(other, fresh, range(2, 4), alone=False) == expected
+
+
+def rolls_back(name: str, preset: str, sizes: tuple[int, int, int] = SIZES) -> Case:
+    """To weights of another run, larger ones, while the optimizer goes on."""
+
+    def case(rank: int) -> None:
+        dtype = torch.bfloat16 if PRESETS[preset].gradient == "bfloat16" else torch.float32
+        ends = []
+        for alone in (True, False):
+            net, other = network(name, sizes, dtype), network(name, sizes, dtype)
+            for layer in (other[0], other[2]):
+                layer.set_weight(8 * dequantized(layer, layer.weight, torch.float32))
+            net, other = (net, other) if alone else (on_ranks(net), on_ranks(other))
+            optimizer = optim.AdamW(net.parameters(), lr=1e-3, preset=preset)
+            losses = losses_of(net, optimizer, range(2), alone)
+            set_model_state_dict(net, get_model_state_dict(other))
+            losses += losses_of(net, optimizer, range(2, 4), alone)
+            ends.append((net, losses, everything(net, optimizer)))
+        says = f"{name}, {preset}, {sizes}"
+        assert ends[1][1] == ends[0][1], says
+        # Of weights eight times as large and two steps.
+        assert ends[0][2]["0.weight"].float().mul(ends[0][2]["0.weight_scale"].max()).abs().max() > 0.5, says
+        assert_parts(ends[1][0], ends[1][2], ends[0][2], says)
+
+    return case
 
 
 def made_on_meta(rank: int) -> None:
@@ -572,6 +598,7 @@ CASES: dict[int, list[Case]] = {
         learns("tensorwise", "lean", micro=2),
         learns("mxfp8", "lean", steps=2, reshard_after_forward=False),
         *(goes_on("tensorwise", "lean"), goes_on("blockwise", "balanced")),
+        *(rolls_back("tensorwise", "balanced"), rolls_back("blockwise", "float32")),
         *SPECIAL,
     ],
     3: [
@@ -584,6 +611,7 @@ CASES: dict[int, list[Case]] = {
         learns("rowwise", "lean", optim.SGD, steps=2),
         learns("tensorwise", "exact", steps=2),
         learns("blockwise", "coat", optim.Adam, steps=2),
+        rolls_back("tensorwise", "lean", LOW),
     ],
     4: [
         *(learns(name, "lean", steps=2) for name in ("tensorwise", "blockwise", "mxfp8, 2-D", "mxfp8")),
