@@ -207,6 +207,10 @@ def test_a_groups_count_is_that_of_parameters_whose_first_gradient_is_late(captu
     optimizer.param_groups[0]["step"] = 0
     optimizer.step()
     assert [int(optimizer.state[q]["step"]) for q in (p, late)] == [1, 1]
+    # In place, where it is a tensor.
+    optimizer.param_groups[0]["step"] += 6
+    optimizer.step()
+    assert [int(optimizer.state[q]["step"]) for q in (p, late)] == [8, 8]
 
 
 def test_what_is_not_there_is_a_sentence() -> None:

@@ -75,8 +75,8 @@ class FusedAdam(Adam):
         preset = Preset(name="FusedAdam", first=first, second=second, codes=codes, bfloat16=masters, clamp=False)
         self.decoupled, self.capturable, self.use_decoupled_grad = adam_w_mode, capturable, use_decoupled_grad
         self.set_grad_none = set_grad_none
-        #: Parameters that the last step stepped, and their groups' counts after it.
-        self._agreeing: dict[Tensor, Any] = {}
+        #: Parameters that the last step stepped, and their groups' counts after it, by `_seen`.
+        self._agreeing: dict[Tensor, tuple[Any, int | None]] = {}
         # Where steps are counted on the host, GradScaler decides about them there.
         self._step_supports_amp_scaling = capturable
         super().__init__(params, lr, betas, eps, weight_decay, preset=preset)
@@ -110,12 +110,12 @@ class FusedAdam(Adam):
         for group in self.param_groups:
             # In place: a graph counts at each replay.
             group["step"] += 1 if overflow is None else (overflow == 0).to(group["step"])
-        self._agreeing = {p: group["step"] for p, group in stepping}
+        self._agreeing = {p: _seen(group["step"]) for p, group in stepping}
 
     def _agrees(self, p: Tensor, steps: Any) -> bool:
         """Whether a parameter's own count is known to be its group's, with which it has gone on since."""
-        known = self._agreeing.get(p)
-        return known is steps if self.capturable else known == steps
+        number, version = self._agreeing.get(p, (None, None))
+        return (number is steps if self.capturable else number == steps) and version == _seen(steps)[1]
 
     def _count(self, steps: Any, group: dict[str, Any]) -> Any:
         """A number of steps as a group has it."""
@@ -193,6 +193,11 @@ class FusedAdam(Adam):
         for group in self.param_groups:
             if "step" in group:
                 group["step"] = self._count(group["step"], group)
+
+
+def _seen(steps: Any) -> tuple[Any, int | None]:
+    """A group's count and, of a tensor, its version, which a write in place moves."""
+    return steps, steps._version if isinstance(steps, Tensor) and not steps.is_inference() else None
 
 
 #: How Transformer Engine's state dicts have states.
