@@ -279,6 +279,7 @@ def test_gradients_that_were_forgotten_are_not_stepped_after_backward() -> None:
         {"lr": -1.0},
         {"lr": torch.tensor(-1.0)},
         {"betas": (1.0, 0.9)},
+        {"betas": (0.9,)},
         {"eps": -1.0},
         {"weight_decay": float("nan")},
         {"seed": 1.5},

@@ -55,7 +55,10 @@ def check_group(name: str, group: Mapping[str, Any]) -> None:
                 continue
         if not value >= 0:
             raise ValueError(f"{name} was given {option}={value!r}; give 0 or more")
-    for index, beta in enumerate(group.get("betas", ())):
+    betas = group.get("betas", (0.0, 0.0))
+    if len(betas) != 2:
+        raise ValueError(f"{name} was given betas={betas!r}; give two numbers")
+    for index, beta in enumerate(betas):
         if not 0 <= beta < 1:
             raise ValueError(f"{name} was given betas[{index}]={beta!r}; give 0 or more, below 1")
     if not isinstance(group["seed"], int):
