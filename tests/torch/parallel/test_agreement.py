@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -227,7 +227,7 @@ def gradients_of_other_modules(rank: int) -> None:
 def optimizers_of_parts(rank: int) -> None:
     """Options on one rank, and a parameter without a gradient where a step communicates."""
 
-    def step(lr: float = 1e-3, nonfinite: str = "keep", lacks: bool = False) -> None:
+    def step(lr: float | Tensor = 1e-3, nonfinite: str = "keep", lacks: bool = False) -> None:
         net: Any = fully_shard(nn.Linear(64, 64))
         optimizer = qt.optim.AdamW(net.parameters(), lr, nonfinite=nonfinite)
         for _ in range(2):
@@ -241,6 +241,7 @@ def optimizers_of_parts(rank: int) -> None:
         lambda: step(nonfinite=("keep", "skip")[rank]),
     )
     refused("rank 0: options .*0.001.*rank 1: options .*0.002", lambda: step(1e-3 + 1e-3 * rank))
+    refused("rank 0: options .*0.001.*rank 1: options .*0.002", lambda: step(torch.tensor(1e-3 + 1e-3 * rank)))
     says = r"rank 0: parameters with gradients \[0, 1\]; rank 1: parameters with gradients \[0\]"
     refused(says, lambda: step(nonfinite="skip", lacks=rank == 1))
     # Nothing is communicated.

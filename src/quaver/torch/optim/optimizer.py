@@ -256,11 +256,13 @@ class Optimizer(Kept):
             i for i, p in enumerate(every) if id(p) in stepping and self._written(p)
         ]
         if not self._compared:
+            # Scales of codes travel in the order of parameters, whatever their names.
+            in_codes = [f"{part.name_of_codes}.weight" for part in map(storing.divided, every) if part is not None]
             options = [
-                {name: value for name, value in group.items() if isinstance(value, str | int | float | tuple)}
+                {name: _option(value) for name, value in group.items() if name != "params"}
                 for group in self.param_groups
             ]
-            what |= {"optimizer": type(self).__name__, "options": options}
+            what |= {"optimizer": type(self).__name__, "options": options, "weights in codes": in_codes}
         check_agreement("an optimizer's step", what, *groups)
         self._compared = True
 
@@ -478,6 +480,13 @@ class Optimizer(Kept):
             )
         parameters = [p for group in self.param_groups for p in group["params"]]
         return self.gradients.clip(parameters, max_norm, norm_type)
+
+
+def _option(value: Any) -> Any:
+    """An option of a group as ranks compare it: a tensor on a GPU, which a host would wait for, by its shape alone."""
+    if not isinstance(value, Tensor):
+        return value if isinstance(value, str | int | float | tuple) else type(value).__name__
+    return value.tolist() if value.is_cpu else tuple(value.shape)
 
 
 def _finish(waiting: list[Callable[[], object]]) -> int:

@@ -573,6 +573,17 @@ def a_backward_that_fails(rank: int) -> None:
     assert again == losses_of(net2, optimizer2, range(1, 3), alone=False)
 
 
+def weights_in_another_order(rank: int) -> None:
+    """Ranks would write the scales of one weight to another one of its shape."""
+    net = on_ranks(network("mxfp8", (96, 96, 96)))
+    parameters = list(net.parameters())
+    optimizer = optim.AdamW(parameters[::-1] if rank else parameters, lr=1e-2, preset="lean")
+    net(torch.ones(4, 96)).sum().backward()
+    says = r"rank 0: weights in codes \['0.weight', '2.weight'\]; rank 1: weights in codes \['2.weight', '0.weight'\]"
+    with pytest.raises(ValueError, match=says):
+        optimizer.step()
+
+
 def a_step_that_one_rank_skips(rank: int) -> None:
     """The other one says what it asked for in vain."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
@@ -589,7 +600,7 @@ def a_step_that_one_rank_skips(rank: int) -> None:
 SPECIAL: list[Case] = [
     *(bytes_and_collectives, a_rank_holds_its_rows, torchs_own_state_dicts, made_on_meta, policies),
     *(frozen_beside_learning, not_finite, other_readers, called_by(qt.checkpoint), weights_that_a_rank_does_not_use),
-    *(wrong_hands, two_models, a_backward_that_fails, short_rows_of_floats),
+    *(wrong_hands, two_models, a_backward_that_fails, short_rows_of_floats, weights_in_another_order),
 ]
 CASES: dict[int, list[Case]] = {
     2: [

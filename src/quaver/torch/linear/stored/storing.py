@@ -56,6 +56,10 @@ class Divided(Protocol):
     def layer_of_codes(self) -> "nn.Module | None":
         """The layer whose weight they are."""
 
+    @property
+    def name_of_codes(self) -> str:
+        """The layer's name in its model."""
+
     def as_bytes(self, parameter: Tensor) -> Tensor:
         """The codes as uint8, of the same memory, which lie as their parameter does."""
 

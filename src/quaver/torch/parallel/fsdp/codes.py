@@ -113,6 +113,12 @@ class LearningCodes(CodeShard):
         layer: nn.Module | None = of.layer()
         return layer
 
+    @property
+    def name_of_codes(self) -> str:
+        of: Any = self.weight
+        name: str = of.name
+        return name
+
     def as_bytes(self, parameter: Tensor) -> Tensor:
         data = self.plain.detach().view(torch.uint8)
         return _lying_as(parameter, data) if isinstance(parameter, DTensor) else data
