@@ -460,6 +460,24 @@ def bad_input(rank: int) -> None:
     dist.barrier()
     refused("it has no digests.: load another", lambda: Checkpoint(model, optimizer).load(damaged))
     refused("could not be written .*: save elsewhere", lambda: Checkpoint(model, optimizer).save(unsealed))
+    file = two_ranks.folder() / "file"
+    if rank == 0:
+        file.touch()
+        shutil.copytree(folder, unsealed, dirs_exist_ok=True)
+        (unsealed / "digests.json").unlink()
+        max(unsealed.glob("*.distcp")).unlink()
+        (damaged / "digests.json").unlink()
+        (damaged / ".metadata").write_bytes(b"nothing")
+    dist.barrier()
+    failed = "could not save into .*, rank 0 has failed: .*Error: "
+    refused(failed, lambda: Checkpoint(model, optimizer).save(file / "within"))
+    refused(failed, lambda: Checkpoint(model, optimizer).async_save(file / "within").result())
+    refused("could not load .*No such file.*distcp", lambda: Checkpoint(model).load(unsealed))
+    refused("could not load .*UnpicklingError", lambda: Checkpoint(model, optimizer).load(damaged))
+    some = Checkpoint(model, optimizer) if rank else Checkpoint(model, others={"loader": Stateful(0)})
+    for do in (some.save, some.async_save, some.load):
+        says = r"rank 0: optimizers none, others \['loader'\]; rank 1: optimizers some, others \[\]; give Checkpoint"
+        refused(says, lambda do=do: do(bare if do == some.load else file))
     assert not optimizer.state
     assert_same(everything((model, optimizer)), before, "after errors")
 

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -119,12 +120,14 @@ class Checkpoint:
         """Write a checkpoint into a folder that all ranks see, and return when it is whole.
 
         Raises:
-            ValueError: on all ranks: a checkpoint is in the folder, the state cannot be taken on one rank, or digests
-                of the files could not be written.
+            ValueError: on all ranks: a checkpoint is in the folder, one rank has no optimizer or `others` of its own,
+                the state cannot be taken on one rank, or the files or digests of them could not be written.
         """
         self._wait_for_writing()
-        self._check(_why_not_into(Path(folder)), f"save into {folder}")
-        dcp.save(self.state_dict(), checkpoint_id=folder, process_group=self.group)
+        self._check(_why_not_into(Path(folder)), f"save into {folder}", self._parts())
+        state = self.state_dict()
+        with _one_error(f"save into {folder}"):
+            dcp.save(state, checkpoint_id=folder, process_group=self.group)
         why = ""
         try:
             self._seal(Path(folder))
@@ -143,10 +146,11 @@ class Checkpoint:
             A future that is done when the checkpoint is whole, with the error if there was one. Wait for it before
             the program ends. The next save or load of this `Checkpoint` waits for it.
         Raises:
-            ValueError: on all ranks: a checkpoint is in the folder, or the state cannot be taken on one rank.
+            ValueError: on all ranks: a checkpoint is in the folder, one rank has no optimizer or `others` of its own,
+                or the state cannot be taken on one rank.
         """
         self._wait_for_writing()
-        self._check(_why_not_into(Path(folder)), f"save into {folder}")
+        self._check(_why_not_into(Path(folder)), f"save into {folder}", self._parts())
         if self._apart is None and dist.is_available() and dist.is_initialized():
             ranks = dist.get_process_group_ranks(self.group)
             self._apart = new_group(ranks, backend="gloo", use_local_synchronization=self.group is not None)
@@ -159,7 +163,8 @@ class Checkpoint:
 
         def seal(of_torch: Any) -> None:
             try:
-                of_torch.result()
+                with _one_error(f"save into {folder}"):
+                    of_torch.result()
                 self._seal(Path(folder))
             except BaseException as error:
                 whole.set_exception(error)
@@ -185,9 +190,14 @@ class Checkpoint:
         self._wait_for_writing()
         where = Path(folder)
         why = f"{where} has no whole checkpoint ({INDEX} is not there): give another folder"
-        self._check("" if (where / INDEX).exists() else why, f"load {where}")
+        self._check("" if (where / INDEX).exists() else why, f"load {where}", self._parts())
         self._check(_damage(where, _rank(self.group), _ranks(self.group)), f"load {where}")
-        saved = dcp.FileSystemReader(where).read_metadata().state_dict_metadata
+        with self._on_all_ranks(f"load {where}"):
+            metadata = dcp.FileSystemReader(where).read_metadata()
+            for name in sorted({place.relative_path for place in metadata.storage_data.values()}):
+                # Before anything is loaded. Raises: FileNotFoundError, with the name.
+                (where / name).stat()
+        saved = metadata.state_dict_metadata
         agree_histories(self.model)
         before = self._held_states()
         try:
@@ -201,7 +211,8 @@ class Checkpoint:
         if self._take_state(saved):
             whole = self._state()
         asked = {name: _room(name, value, saved) for name, value in whole.items() if _holds(saved, name)}
-        dcp.load(asked, checkpoint_id=where, process_group=self.group)
+        with _one_error(f"load {where}"):
+            dcp.load(asked, checkpoint_id=where, process_group=self.group)
         with self._on_all_ranks(f"load {where}"):
             self._set({**{name: value for name, value in whole.items() if not _may_lack(name)}, **asked})
         self._forget({_of_parameter(name) for name in whole if name not in saved and _is_unused(saved, name)})
@@ -297,9 +308,14 @@ class Checkpoint:
         else:
             self._check("", did)
 
-    def _check(self, why: str, did: str) -> None:
-        """Raise a ValueError on all ranks if one of them has a reason."""
-        check_agreement(did, {}, self.group, error=why)
+    def _parts(self) -> dict[str, Any]:
+        """What all ranks save or none does."""
+        return {"optimizers": "some" if self.optimizers else "none", "others": sorted(self.others)}
+
+    def _check(self, why: str, did: str, what: Mapping[str, Any] | None = None) -> None:
+        """Raise a ValueError on all ranks if one of them has a reason, or something else of `what`."""
+        advice = "give Checkpoint optimizers and others on all ranks or on none"
+        check_agreement(did, what or {}, self.group, error=why, advice=advice)
 
     def _seal(self, folder: Path) -> None:
         """Write the SHA-256 of each file: the first rank does."""
@@ -309,6 +325,16 @@ class Checkpoint:
         unnamed = folder / f"{DIGESTS}.tmp"
         unnamed.write_text(json.dumps({"sha256": digests}, indent=1) + "\n", encoding="utf-8")
         os.replace(unnamed, folder / DIGESTS)
+
+
+@contextmanager
+def _one_error(did: str) -> Iterator[None]:
+    """Raise a ValueError in the place of torch's error, which all ranks have: it is no Exception, and of many lines."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (why, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        raise ValueError(f"could not {did}, rank {rank} has failed: {type(why).__name__}: {why}") from error
 
 
 def _copied(value: Any) -> Any:
