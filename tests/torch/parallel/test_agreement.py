@@ -4,13 +4,16 @@ import gc
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -26,6 +29,8 @@ from quaver.torch.parallel import (
     Sequence,
     Splits,
     Vocabulary,
+    agree_histories,
+    check_alike,
     context_parallel,
     cross_entropy,
     exchange,
@@ -179,6 +184,60 @@ def weights_gathered_as_codes(rank: int) -> None:
             refused(r"rank 0: frozen \[\]; rank 1: frozen \['0.bias'\]", lambda net=net: net(x))
 
 
+def other_calls(rank: int) -> None:
+    """One rank alone prepares a model, agrees on histories, or runs its first forward without delayed scaling."""
+
+    def model(recipe: str) -> Any:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        qt.convert(net, recipe)
+        gather_quantized(net)
+        for layer in net:
+            fully_shard(layer)
+        return fully_shard(net)
+
+    x = torch.ones(8, 64)
+    net = model("mxfp8")
+    net(x).sum().backward()
+    qt.convert(net, "rowwise")
+    says = "different calls: rank 0: a forward after gather_quantized; rank 1: the comparison of models by"
+    refused(says, lambda: gather_again(net) if rank else net(x))
+    net = model("delayed")
+    torch.set_grad_enabled(not rank)
+    refused("different calls: rank 0: the end of a step .*; rank 1: gather_quantized's first gather", lambda: net(x))
+    torch.set_grad_enabled(True)
+    net = nn.Linear(64, 64)
+    qt.convert(net, "delayed")
+    net = DistributedDataParallel(net)
+
+    def step() -> None:
+        with qt.autocast("delayed"):
+            net(x).sum().backward()
+
+    step()
+    says = "different calls: rank 0: the end of a step of delayed scaling; rank 1: agree_histories"
+    refused(says, lambda: agree_histories(net) if rank else step())
+    # As many bytes are reduced as a header has: maxima of two layers.
+    net = mlp("delayed")
+    net(x).sum().backward()
+    says = "different calls: rank 0: .* outside of qt.autocast; rank 1: the end of a step of delayed scaling;"
+
+    def within() -> None:
+        with qt.autocast("delayed") if rank else nullcontext():
+            net(x)
+
+    refused(says, within)
+
+
+def in_vain(rank: int) -> None:
+    """A rank that waits for one that does not come says at what. The last one, since a group has timed out."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=0.5))
+    if rank == 0:
+        says = "this rank came to the comparison of models .* and waited for the others in vain .*call it on all ranks"
+        with pytest.raises(RuntimeError, match=says):
+            check_alike(nn.Linear(4, 4), DeviceMesh.from_group(group, "cpu"))
+
+
 def gradients_by_other_specs(rank: int) -> None:
     for wrap in (fully_shard, DistributedDataParallel):
         torch.manual_seed(0)
@@ -330,7 +389,7 @@ CASES = [
         optimizers_of_parts,
         sequences_in_parts,
     ),
-    *(sequences_in_parts, dropout_of_a_sequence_in_parts, gradients_that_some_ranks_lack),
+    *(other_calls, dropout_of_a_sequence_in_parts, gradients_that_some_ranks_lack, in_vain),
 ]
 
 

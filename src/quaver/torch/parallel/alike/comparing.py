@@ -15,6 +15,9 @@ from torch import nn
 from quaver.torch.linear.layer import Quantizable
 from quaver.torch.state.history.agreement import exchange
 
+#: The call, in an error of ranks of which some make another one.
+WHERE = "the comparison of models by check_alike or gather_quantized"
+
 
 def check_alike(model: nn.Module, mesh: Any = None) -> None:
     """Refuse ranks that have built different models: other order, names, shapes, dtypes or recipes.
@@ -55,15 +58,15 @@ def compare(lines: Sequence[str], mesh: Any = None, refused: str = "") -> None:
         return
     text = "\n".join(lines)
     groups = (None,) if mesh is None else tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
-    every, _ = exchange(refused or text, (refused, zlib.compress(text.encode())), groups)
+    every, _ = exchange(WHERE, refused or text, zlib.compress(text.encode()), groups, error=refused)
     if refused or every is None:
         return
-    stopped = next((rank for rank in sorted(every) if every[rank][0]), None)
+    stopped = next((rank for rank in sorted(every) if every[rank][1]), None)
     if stopped is not None:
-        raise ValueError(f"rank {stopped} cannot go on: {every[stopped][0]}")
+        raise ValueError(f"rank {stopped} cannot go on: {every[stopped][1]}")
     first = min(every)
-    others = [rank for rank in sorted(every) if every[rank][1] != every[first][1]]
-    one, other = (zlib.decompress(every[rank][1]).decode().split("\n") for rank in (first, others[0]))
+    others = [rank for rank in sorted(every) if every[rank][0] != every[first][0]]
+    one, other = (zlib.decompress(every[rank][0]).decode().split("\n") for rank in (first, others[0]))
     a, b = next((a, b) for a, b in zip_longest(one, other, fillvalue="nothing more") if a != b)
     more = f", and {len(others) - 1} more ranks differ from it" if len(others) > 1 else ""
     raise ValueError(

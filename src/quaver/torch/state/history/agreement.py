@@ -61,9 +61,9 @@ def check_agreement(
     if has_ranks(*groups):
         why = str(error) or type(error).__name__ * isinstance(error, Exception)
         facts = {name: str(value) for name, value in what.items()}
-        every, flag = exchange(f"{where} {facts} {why}", (where, facts, why), groups or (None,), flag)
+        every, flag = exchange(where, f"{facts} {why}", facts, groups or (None,), flag, why)
         if every is not None:
-            raise ValueError(_difference(every, advice))
+            raise ValueError(_difference(where, every, advice))
     if error:
         raise error if isinstance(error, Exception) else ValueError(error)
     return flag
@@ -82,32 +82,48 @@ def facts_of(x: Tensor | None) -> str:
     return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}{' with a gradient' if x.requires_grad else ''}"
 
 
-def exchange(text: str, shown: Any, groups: tuple[Any, ...], flag: bool = False) -> tuple[dict[int, Any] | None, bool]:
+def exchange(
+    where: str, text: str, shown: Any, groups: tuple[Any, ...], flag: bool = False, error: str = ""
+) -> tuple[dict[int, tuple[Any, str]] | None, bool]:
     """Compare a text among ranks.
 
     Args:
+        where: the call.
         shown: what this rank tells of itself where texts differ; pickled.
+        error: why this rank cannot go on; part of the text.
     Returns:
-        What every rank has shown, by rank of the default group, None where texts are equal; and whether any rank has
-        voted.
+        What every rank has shown and its error, by rank of the default group, None where texts are equal; and whether
+        any rank has voted.
+    Raises:
+        ValueError: on all ranks, where they came to different calls.
+        RuntimeError: another rank does not come here.
     """
-    bits = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+    bits = int.from_bytes(hashlib.blake2b(f"{where} {text}".encode(), digest_size=7).digest(), "big")
     hosts = [_on_host(group) for group in groups]
     device = torch.device("cpu" if dist.is_gloo_available() else "cuda")
     # The largest digest is the smallest where all are one.
     header = torch.tensor([bits, -bits, flag], dtype=torch.int64, device=device)
     for group in hosts:
         with watched.by(header, group):
-            dist.all_reduce(header, dist.ReduceOp.MAX, group)
+            try:
+                dist.all_reduce(header, dist.ReduceOp.MAX, group)
+            except RuntimeError as failed:
+                raise RuntimeError(
+                    f"this rank came to {where} and waited for the others in vain ({failed}): one of them has ended, "
+                    "or makes other calls, so see its error, and call it on all ranks alike"
+                ) from failed
     largest, smallest, voted = header.tolist()
     if largest == -smallest:
         return None, bool(voted)
-    known = {dist.get_rank(): shown}
+    known = {dist.get_rank(): (where, shown, error)}
     for group in hosts:
         every: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(every, known, group)
         known = {rank: value for each in every for rank, value in each.items()}
-    return known, bool(voted)
+    if len({call for call, _, _ in known.values()}) > 1:
+        lines = "; ".join(f"rank {rank}: {known[rank][2] or known[rank][0]}" for rank in sorted(known))
+        raise ValueError(f"ranks came to different calls: {lines}; have all ranks make the same calls in one order")
+    return {rank: (facts, why) for rank, (_, facts, why) in known.items()}, bool(voted)
 
 
 def _on_host(group: Any) -> Any:
@@ -124,16 +140,16 @@ def _on_host(group: Any) -> Any:
     return _HostGroups.of[name]
 
 
-def _difference(every: Mapping[int, tuple[str, Mapping[str, str], str]], advice: str) -> str:
+def _difference(where: str, every: Mapping[int, tuple[Mapping[str, str], str]], advice: str) -> str:
     """An error of ranks whose headers differ."""
-    wheres = {where for where, _, _ in every.values()}
-    lines, errors = {}, any(error for _, _, error in every.values())
-    names = list(dict.fromkeys(name for _, facts, _ in every.values() for name in facts))
-    differ = [name for name in names if len({facts.get(name) for _, facts, _ in every.values()}) > 1]
+    lines, errors = {}, any(error for _, error in every.values())
+    names = list(dict.fromkeys(name for facts, _ in every.values() for name in facts))
+    differ = [name for name in names if len({facts.get(name) for facts, _ in every.values()}) > 1]
     for rank in sorted(every):
-        where, facts, error = every[rank]
+        facts, error = every[rank]
         said = ", ".join(f"{name} {facts.get(name, 'unknown')}" for name in differ[:SHOWN])
-        lines[rank] = error or ("it fits" if errors else f"{where}: {said}" if len(wheres) > 1 else said)
+        lines[rank] = error or ("it fits" if errors else said)
     what = "; ".join(f"rank {rank}: {line}" for rank, line in lines.items())
-    at = f" at {next(iter(wheres))}" if len(wheres) == 1 else ", which came to different calls"
-    return f"ranks differ{at}: {what}" + ("" if errors else f"; {advice or 'give all ranks of the group the same'}")
+    return f"ranks differ at {where}: {what}" + (
+        "" if errors else f"; {advice or 'give all ranks of the group the same'}"
+    )

@@ -23,8 +23,9 @@ from quaver.torch.state.history.agreement import check_agreement
 from quaver.torch.state.history.groups import new_group
 from quaver.torch.state.layer import state_of
 
-#: The advice in the error of ranks that come to different calls.
-ROLLS = "the end of a step of delayed scaling"
+#: The calls, in the error of ranks that come to different ones.
+ROLLS, AGREES = "the end of a step of delayed scaling", "agree_histories"
+FORWARD = f"{ROLLS} by a forward outside of qt.autocast"
 #: What stands for a group of this rank alone: nothing is reduced.
 ALONE = object()
 #: A layer as other ranks know it: its stage, name, class and features.
@@ -65,17 +66,17 @@ _lock = threading.RLock()
 _known: _Known | None = None
 
 
-def group_of(layers: Sequence[nn.Module], told: Any, asks: bool = False) -> Any:
+def group_of(layers: Sequence[nn.Module], told: Any, where: str) -> Any:
     """The group over which layers are reduced: the one that was told, else that of the ranks with the same layers.
 
-    Where none was told, all ranks of the default group come here with their own layers, which may be none. They
-    communicate once for each set of layers.
+    Where none was told, all ranks of the default group come here with their own layers, which may be none, and ask one
+    another first if one has layers of which it has told nothing: where it has, others may have come here with theirs
+    before, as a stage without layers does with each model.
 
     Args:
         layers: of this rank.
         told: a process group, or None.
-        asks: whether ranks ask one another first if one has layers of which it has told nothing: where it has, others
-            may have come here with theirs before, as a stage without layers does with each model.
+        where: the call, for the error of a rank that comes to another one.
     Returns:
         A process group, None for the default one, or `ALONE`.
     """
@@ -84,8 +85,7 @@ def group_of(layers: Sequence[nn.Module], told: Any, asks: bool = False) -> Any:
     with _lock:
         known = _of_world()
         numbers = tuple(amax.number_of(layer) for layer in layers)
-        new = numbers not in known.groups
-        if check_agreement(ROLLS, {}, flag=new) if asks else new:
+        if check_agreement(where, {}, flag=numbers not in known.groups):
             every = _told_by_all(layers)
             if not any(every):
                 # One may have layers the next time, and tells of them.

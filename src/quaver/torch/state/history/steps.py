@@ -164,11 +164,11 @@ def _reduce(group: Any, step: Step, recipe: Recipe | None = None) -> None:
         rolling.reduce_agreed(agreed, layers)
 
 
-def _reduce_alike(layers: Sequence[nn.Module], group: Any, asks: bool = False) -> None:
+def _reduce_alike(layers: Sequence[nn.Module], group: Any, where: str) -> None:
     """Reduce maxima of layers that no rank has collected over the group that was given, else over the ranks that have
     them."""
     if rolling.has_ranks(group):
-        group = alike.group_of(layers, group, asks)
+        group = alike.group_of(layers, group, where)
         if group is not alike.ALONE:
             rolling.reduce(alike.ordered(layers), group)
 
@@ -219,7 +219,7 @@ def agree(layers: Sequence[nn.Module]) -> None:
         groups.setdefault(None if known is None else known.group, []).append(layer)
     # Ranks whose layers come in another order reduce the same group at the same time, or they wait for one another.
     for group in sorted(groups, key=lambda group: "" if group is None else str(group.group_name)):
-        _reduce_alike(groups[group], group, asks=True)
+        _reduce_alike(groups[group], group, alike.AGREES)
     for layer in own:
         state_of(layer).agreed = amax.newest_row(layer.history).flatten().tolist()
 
@@ -421,7 +421,7 @@ def roll_root(layers: Sequence[nn.Module]) -> None:
         refuse_stage(layer)
     if rolling.has_ranks(None):
         rolling.refuse_join()
-    _reduce_alike(layers, step.group)
+    _reduce_alike(layers, step.group, alike.FORWARD)
     with _lock:
         _roll_copied(layers)
         for layer in layers:
