@@ -59,7 +59,18 @@ class ContextParallel:
         return self.order.cut(x, dim, self.rank)
 
     def join(self, x: Tensor, dim: int = 1) -> Tensor:
-        """The whole, on every rank, of what each has a part of; no gradient goes through it. Exact."""
+        """The whole, on every rank, of what each has a part of; no gradient goes through it. Exact.
+
+        Raises:
+            ValueError: on all ranks: they have other shapes or dtypes, or a part that is not of whole chunks.
+        """
+        tokens, chunks = x.shape[dim], len(self.order.of(self.rank))
+        error = (
+            f"x has {tokens} tokens (dimension {dim} of {list(x.shape)}), which are not those of {chunks} chunks: join "
+            "a rank's whole part, as cut gives it, and leave tokens out of the result"
+        )
+        what = {"x": facts_of(x.detach()), "dim": dim}
+        check_agreement("ContextParallel.join", what, self.group, error=error if tokens % chunks else "")
         given = x.detach().unsqueeze(0)
         whole = gather(given.view(torch.uint8) if x.dtype is torch.bool else given, 0, self.group)()
         return self.order.join(whole.view(x.dtype).unbind(0), dim)
