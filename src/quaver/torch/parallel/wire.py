@@ -242,18 +242,24 @@ def gather_quantized(x: Tensor, spec: QuantSpec, group: Any = None) -> Pending:
     return finish
 
 
+def check_gradient_spec(spec: Any) -> int:
+    """The elements of a block of gradients. Raises: ValueError, of a spec in which they do not travel."""
+    block = spec.block[1] if isinstance(spec, QuantSpec) else None
+    if block is None or spec.block[0] != 1 or spec.rounding != "nearest" or spec.two_level or spec.hadamard:
+        raise ValueError(
+            f"gradients travel in blocks of one row, rounded to nearest, and this is {spec!r}: give a QuantSpec such "
+            "as QuantSpec(quaver.E4M3, (1, 128))"
+        )
+    return block
+
+
 #: Of rows as bytes: the spec, the columns, the dtype and bytes of a row's codes, and the dtype of its scales.
 Layout = tuple[QuantSpec, int, torch.dtype, int, torch.dtype]
 
 
 def _as_bytes(rows: Tensor, spec: QuantSpec) -> tuple[Tensor, Layout]:
     """Rows [m, n], quantized, as uint8 [m, bytes]: codes, and the scales after them."""
-    block = spec.block[1]
-    if spec.block[0] != 1 or block is None or spec.rounding != "nearest" or spec.two_level or spec.hadamard:
-        raise ValueError(
-            f"gradients travel in blocks of one row, rounded to nearest, and this is {spec}: give one such as "
-            "QuantSpec(quaver.E4M3, (1, 128))"
-        )
+    block = check_gradient_spec(spec)
     columns = -(-rows.shape[1] // block) * block
     q = quantize(torch.nn.functional.pad(rows, (0, columns - rows.shape[1])).contiguous(), spec).plain()
     assert isinstance(q.scale, Tensor)

@@ -154,8 +154,13 @@ def sizes_on_a_device_and_what_is_wrong(rank: int) -> None:
         assert splits.received == tuple(i + rank for i in range(ranks))
         assert splits.back.back == splits
     # All ranks raise where one of them is wrong.
-    for wrong in ([2] * (ranks - 1) + [1], [-1] + [2] * (ranks - 1), [2] * (ranks + 1)):
-        first = "must add up" if len(wrong) == ranks else "give one for each rank"
+    for wrong, first in (
+        ([2] * (ranks - 1) + [1], "must add up"),
+        ([-1] + [2] * (ranks - 1), "must add up"),
+        ([2] * (ranks + 1), "give one for each rank"),
+        (None, "is no sequence of numbers"),
+        (["two"] * ranks, "is no sequence of numbers"),
+    ):
         with pytest.raises(ValueError, match=first if rank == 0 else r"ranks \[0\] of the group sent other rows"):
             Splits.of(wrong if rank == 0 else [2] * ranks, 2 * ranks)
     x, even = torch.randn(2 * ranks, 64), Splits.even(2)

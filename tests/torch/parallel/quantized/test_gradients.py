@@ -98,6 +98,10 @@ def other_specs_are_refused(rank: int) -> None:
     for spec in (QuantSpec(E4M3), QuantSpec(E4M3, (128, 128)), replace(SPECS[0], rounding="stochastic")):
         with pytest.raises(ValueError, match="blocks of one row, rounded to nearest"):
             wire.scatter_quantized_sums(torch.ones(256), spec)
+    model = DistributedDataParallel(nn.Linear(2, 2))
+    for wrong in (QuantSpec(E4M3), "mxfp8", recipes.get("mxfp8"), None):
+        with pytest.raises(ValueError, match="blocks of one row, rounded to nearest"):
+            gradients.quantize_gradients(model, wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="pad it"):
         wire.scatter_quantized_sums(torch.ones(3), SPECS[0])
     with pytest.raises(ValueError, match="neither wrapped by DistributedDataParallel nor sharded"):

@@ -54,15 +54,18 @@ class Splits:
             ValueError: on all ranks, if one of them has numbers that are not of its rows.
         """
         ranks = dist.get_world_size(group)
-        if isinstance(sent, Tensor):
-            own = sent.detach().to(torch.int64)
-        else:
-            own = torch.tensor(list(sent), dtype=torch.int64, device=_device(group))
         why = ""
+        try:
+            if isinstance(sent, Tensor):
+                own = sent.detach().to(torch.int64)
+            else:
+                own = torch.tensor(list(sent), dtype=torch.int64, device=_device(group))
+        except (TypeError, ValueError, RuntimeError):
+            # The other ranks would wait for this one.
+            own, why = torch.empty(0, dtype=torch.int64, device=_device(group)), f"{sent!r} is no sequence of numbers"
         if own.shape != (ranks,):
-            why = (
-                f"{ranks} ranks get rows, and {tuple(own.shape)} is the shape of their numbers: give one for each rank"
-            )
+            why = why or f"{tuple(own.shape)} is the shape of their numbers"
+            why = f"{ranks} ranks get rows, and {why}: give one for each rank"
             own = torch.full((ranks,), -1, dtype=torch.int64, device=own.device)
         # What is wrong on one rank all of them learn, in the place of a number.
         own = torch.where((own.min() < 0) | (own.sum() != rows), -1, own)

@@ -33,10 +33,11 @@ def quantize_gradients(model: nn.Module, spec: QuantSpec = BLOCKS) -> nn.Module:
     Returns:
         The model.
     Raises:
-        ValueError: a model that is neither, a parameter of another dtype, or a torch whose fully_shard takes no
-            reduce-scatter of one's own.
+        ValueError: a model that is neither, another spec, a parameter of another dtype, or a torch whose fully_shard
+            takes no reduce-scatter of one's own.
     Exact: the float32 sum of the quantized parts; a NaN or an infinity of any rank makes its block NaN on all.
     """
+    wire.check_gradient_spec(spec)
     wide = next((name for name, p in model.named_parameters() if p.requires_grad and p.dtype not in DTYPES), None)
     if wide is not None:
         raise ValueError(
