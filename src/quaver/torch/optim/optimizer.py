@@ -82,8 +82,8 @@ class Optimizer(Kept):
         self._alone: set[Tensor] = set()
         #: Of weights of codes: what `layout.versions` was after the last step.
         self._stepped: dict[Tensor, Any] = {}
-        #: Whether ranks have compared their options.
-        self._compared = False
+        #: How many groups' options ranks have compared.
+        self._compared = 0
         self._warned = False
         self._resolution: list[float] = []
         defaults["seed"] = seed
@@ -104,7 +104,7 @@ class Optimizer(Kept):
         # A copy: of gradients and counts it has none, and a step in backward is asked for anew.
         self.gradients, self._release, self.counted = Gradients(), None, {}
         self._programs = Compiled() if self.compile else None
-        self._kernels, self._said, self._alone, self._stepped, self._compared = {}, set(), set(), {}, False
+        self._kernels, self._said, self._alone, self._stepped, self._compared = {}, set(), set(), {}, 0
         for group in self.param_groups:
             for p in group["params"]:
                 self._prepare(p, group)
@@ -239,7 +239,8 @@ class Optimizer(Kept):
         return storing.holds_codes(p) and self._stepped.get(p) != layout.versions(p)
 
     def _compare_ranks(self, parameters: list[Tensor]) -> None:
-        """Compare ranks that share parameters: options at the first step, gradients where a step communicates.
+        """Compare ranks that share parameters: options at the first step, gradients and groups that were added later
+        where a step communicates.
 
         Raises:
             ValueError: on all ranks.
@@ -255,7 +256,7 @@ class Optimizer(Kept):
         what["weights written since the last step"] = [
             i for i, p in enumerate(every) if id(p) in stepping and self._written(p)
         ]
-        if not self._compared:
+        if self._compared != len(self.param_groups):
             # Scales of codes travel in the order of parameters, whatever their names.
             in_codes = [f"{part.name_of_codes}.weight" for part in map(storing.divided, every) if part is not None]
             options = [
@@ -264,7 +265,7 @@ class Optimizer(Kept):
             ]
             what |= {"optimizer": type(self).__name__, "options": options, "weights in codes": in_codes}
         check_agreement("an optimizer's step", what, *groups)
-        self._compared = True
+        self._compared = len(self.param_groups)
 
     def _not_finite(self, parameters: list[Tensor], overflow: Tensor | None) -> Tensor:
         """1 where a gradient is not finite, else 0, float32 []. Raises: ValueError, if that is asked."""

@@ -582,6 +582,13 @@ def weights_in_another_order(rank: int) -> None:
     says = r"rank 0: weights in codes \['0.weight', '2.weight'\]; rank 1: weights in codes \['2.weight', '0.weight'\]"
     with pytest.raises(ValueError, match=says):
         optimizer.step()
+    # Of groups that come later, too.
+    optimizer = optim.AdamW([net[0].bias], lr=1e-2, preset="lean")
+    optimizer.step()
+    for layer in (net[2], net[0]) if rank else (net[0], net[2]):
+        optimizer.add_param_group({"params": [layer.weight]})
+    with pytest.raises(ValueError, match=says):
+        optimizer.step()
 
 
 def a_step_that_one_rank_skips(rank: int) -> None:
