@@ -40,6 +40,8 @@ class Kind(NamedTuple):
 def _linear_why_not(module: nn.Linear) -> str:
     if isinstance(module, Linear) or computes_a_linear(module):
         return ""
+    if hasattr(module._parameters.get("weight"), "device_mesh"):
+        return "its weight lies in parts already: call convert before parallelize_module"
     return f"{type(module).__name__} has a forward of its own"
 
 
