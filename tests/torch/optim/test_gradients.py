@@ -13,7 +13,7 @@ import quaver.torch as qt
 from benchmarks.measuring.memory import peak
 from quaver.torch import optim
 from quaver.torch.optim import codes
-from quaver.torch.optim.quantized_gradient import QuantizedGradient, encoded
+from quaver.torch.optim.quantized_gradient import QuantizedGradient, encode_in_chunks
 
 SPEC = optim.StateSpec(code="e4m3", block=128)
 LEAN = optim.PRESETS["lean"]
@@ -70,17 +70,17 @@ def test_codes_of_a_gradient_that_is_taken_in_pieces_are_those_of_the_whole(
             cases[name] = whole.clone()
             cases[name].view(-1, shape[-1])[2, 7] = value
     cases["columns first"] = whole.mT.contiguous().mT
-    monkeypatch.setattr("quaver.torch.optim.quantized_gradient.PIECE", 1000)
+    monkeypatch.setattr("quaver.torch.optim.quantized_gradient.CPU_CHUNK", 1000)
     for name, gradient in cases.items():
         want, scale = codes.encode(gradient.float(), spec)
-        data, scales = encoded(gradient, spec)
+        data, scales = encode_in_chunks(gradient, spec)
         assert scale is not None and data.is_contiguous() and scales.dtype == scale.dtype, name
         assert torch.equal(data, want) and torch.equal(scales.nan_to_num(-1.0), scale.nan_to_num(-1.0)), name
 
 
 def test_a_gradient_becomes_codes_in_the_memory_of_a_piece() -> None:
     gradients = [torch.randn(rows, 1024) for rows in (512, 2048)]
-    few, many = (peak(lambda g=g: encoded(g, SPEC)).bytes - g.numel() for g in gradients)  # type: ignore[misc]
+    few, many = (peak(lambda g=g: encode_in_chunks(g, SPEC)).bytes - g.numel() for g in gradients)  # type: ignore[misc]
     assert many < few * 1.05
 
 

@@ -17,7 +17,7 @@ from quaver.torch.optim.gradients.release import Release
 from quaver.torch.optim.loading.beginning import States
 from quaver.torch.optim.loading.kept import Kept, groups_of
 from quaver.torch.optim.loading.presets import preset_of
-from quaver.torch.optim.quantized_gradient import quantized
+from quaver.torch.optim.quantized_gradient import local_quantized
 from quaver.torch.optim.refusals import (
     check_gradient,
     check_group,
@@ -399,7 +399,7 @@ class Optimizer(Kept):
 
     def _factor(self, p: Tensor, factor: Tensor | None) -> Tensor | None:
         """What a parameter's gradient is multiplied by, float32 [] on its device, given that of all of them."""
-        held = quantized(p.grad)
+        held = local_quantized(p.grad)
         own = None if held is None else held.contents.factor
         return factor if own is None else own if factor is None else own * factor
 

@@ -1,12 +1,14 @@
-"""A gradient stored in fewer bits that stays in `p.grad`: a tensor of the gradient's dtype to all who read it.
+"""`QuantizedGradient`: a tensor subclass that stores `p.grad` as codes and scales, or as bfloat16.
 
-`torch.nn.utils.clip_grad_norm_`, GradScaler, DDP and trainers work on `p.grad`, so codes and scales, or bfloat16
-numbers, must stay there:
+Its dtype is that of the gradient, so `torch.nn.utils.clip_grad_norm_`, GradScaler, DDP and trainers work on it:
 
-    read                          decodes, into a temporary; norms decode some rows at a time
-    multiplied by one number      the number is stored, and the step multiplies by it: exact
-    added to, if bfloat16         the sum is bfloat16
-    changed otherwise, or viewed  stored in high precision from then on, such as the sum with a second backward's
+    operation                                   what happens
+    read                                        decode into a temporary tensor; norms decode a chunk of rows at a time
+    multiply or divide in place by one number   store the number; the optimizer step multiplies by it (exact)
+    add in place, stored as bfloat16            add in bfloat16
+    any other write, or a view                  dequantize in place: the values are a plain tensor from then on
+
+Gradients that accumulate over several backwards are such a write.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,28 +24,28 @@ from quaver.core.states.codes import StateSpec
 from quaver.torch.numerics.quantized import make_wrapper_subclass
 from quaver.torch.optim import codes
 
-#: Elements that are encoded at once, and decoded where a norm is taken: on a CPU, and where launches cost more.
-PIECE, LAUNCHED = 1 << 16, 1 << 22
+#: Elements a chunk, for encoding and for norms. Chunks are larger on GPUs, where each one costs launches.
+CPU_CHUNK, GPU_CHUNK = 1 << 16, 1 << 22
 
 
 @dataclass
 class Contents:
-    """What a gradient is stored as; shared by all tensors that alias it."""
+    """The storage of a gradient; aliases of the gradient share it."""
 
-    #: Of codes; None: the numbers are bfloat16.
+    #: The format of the codes; None for bfloat16.
     spec: StateSpec | None
-    #: Codes and scales, or bfloat16 numbers; None where it is stored in high precision.
+    #: (codes, scale), or (bfloat16 tensor,); None once dequantized in place.
     codes: tuple[Tensor, ...] | None
-    #: What decoded values are multiplied by, float32 []; None: 1.
+    #: A pending multiplier of the decoded values, float32 []; None for 1.
     factor: Tensor | None = None
-    #: The gradient in high precision, in place of codes.
+    #: The plain tensor once dequantized in place, else None.
     value: Tensor | None = None
-    #: Whether it was set to zero in place, so that the next backward's gradient is encoded again.
+    #: Whether it was zeroed in place; the optimizer then quantizes the next backward's gradient again.
     zeroed: bool = False
 
 
 class QuantizedGradient(Tensor):
-    """A gradient stored in fewer bits. Its dtype and shape are those of the values it stands for."""
+    """A gradient stored in fewer bits, with the dtype and shape of the gradient."""
 
     contents: Contents
 
@@ -54,34 +56,45 @@ class QuantizedGradient(Tensor):
         return self
 
     @classmethod
-    def of(cls, gradient: Tensor, spec: StateSpec | None, shape: tuple[int, ...] | None = None) -> "QuantizedGradient":
-        """Store a gradient in high precision as codes of a shape (None: its own), or as bfloat16."""
+    def from_tensor(
+        cls, gradient: Tensor, spec: StateSpec | None, shape: tuple[int, ...] | None = None
+    ) -> "QuantizedGradient":
+        """Quantize a gradient.
+
+        Args:
+            gradient: in high precision.
+            spec: the format of the codes; None stores bfloat16.
+            shape: the shape of the codes, whose last dimension the blocks run along; None for the gradient's shape.
+        """
         if spec is None:
             return cls(Contents(None, (gradient.to(torch.bfloat16),)), gradient)
-        return cls(Contents(spec, encoded(gradient if shape is None else gradient.reshape(shape), spec)), gradient)
+        matrix = gradient if shape is None else gradient.reshape(shape)
+        return cls(Contents(spec, encode_in_chunks(matrix, spec)), gradient)
 
     @property
     def codes(self) -> Tensor:
+        """The codes, or the bfloat16 tensor; only before dequantization in place."""
         assert self.contents.codes is not None
         return self.contents.codes[0]
 
     @property
     def scale(self) -> Tensor:
+        """The scales of the codes; only before dequantization in place, and not for bfloat16."""
         assert self.contents.codes is not None
         return self.contents.codes[1]
 
     @property
     def value(self) -> Tensor | None:
-        """The gradient in high precision, where it is stored so; else None."""
+        """The plain tensor, if the gradient was dequantized in place; else None."""
         return self.contents.value
 
     def tensors(self) -> list[Tensor]:
-        """All that it is stored in."""
+        """The tensors that hold the gradient: codes, scale, factor, plain tensor, as far as there are any."""
         own = self.contents
         return [t for t in (*(own.codes or ()), own.factor, own.value) if t is not None]
 
-    def decoded(self) -> Tensor:
-        """Its values, of its dtype: a new tensor, or what stores them in high precision."""
+    def dequantize(self) -> Tensor:
+        """The gradient as a plain tensor: a new one, or `value` if it was dequantized in place."""
         own = self.contents
         if own.value is not None:
             return own.value
@@ -89,48 +102,50 @@ class QuantizedGradient(Tensor):
         values = values if own.factor is None else values * own.factor
         return values.to(self.dtype).reshape(self.shape).contiguous()
 
-    def in_high_precision(self) -> Tensor:
-        """Its values, as which it is stored from now on: what is written to them is written to it."""
+    def dequantize_(self) -> Tensor:
+        """Dequantize in place, and return the plain tensor, which shares its memory with the gradient from now on."""
         own = self.contents
-        own.value, own.codes, own.factor = self.decoded(), None, None
+        own.value, own.codes, own.factor = self.dequantize(), None, None
         return own.value
 
     def multiply_by(self, number: Tensor | float) -> None:
-        """Multiply by one number; exact, as decoded values are multiplied in float32."""
+        """Multiply in place by one number. Exact: decoded values are multiplied in float32."""
         own = self.contents
         if own.value is not None:
             own.value.mul_(number)
             return
-        # Compiled steps read the bits of float32 [].
+        # Compiled steps read the factor as float32 [], whatever the dtype and shape of the number.
         factor = torch.as_tensor(number, dtype=torch.float32, device=self.device).detach().reshape(())
         own.factor = factor.clone() if own.factor is None else own.factor * factor
 
-    def finite(self) -> Tensor:
-        """Whether it is: bool []. Codes of a block that is not have the scale NaN."""
+    def all_finite(self) -> Tensor:
+        """Whether all elements are finite, bool []."""
         own = self.contents
         if own.factor is not None:
             return self.norm_of(float("inf")).isfinite()
-        seen = own.value if own.value is not None else self.codes if own.spec is None else self.scale
-        return seen.isfinite().all()
+        # A block with a NaN or an infinity is encoded with the scale NaN, so scales tell without decoding.
+        checked = own.value if own.value is not None else self.codes if own.spec is None else self.scale
+        return checked.isfinite().all()
 
     def zero(self) -> None:
-        """Set it to zero in place."""
+        """Set all elements to zero in place."""
         own = self.contents
         for tensor in self.tensors():
             tensor.zero_()
         own.factor, own.zeroed = None, True
 
     def norm_of(self, order: float) -> Tensor:
-        """Its norm, float32 [], decoded some rows at a time."""
+        """The vector norm, float32 []; decodes a chunk of rows at a time."""
         own = self.contents
         if own.value is not None:
             return norm_of(own.value, order)
-        norms = [norm_of(piece, order) for piece in self._pieces()]
+        norms = [norm_of(chunk, order) for chunk in self._decode_in_chunks()]
         norms = norms or [torch.zeros((), dtype=torch.float32, device=self.device)]
         whole = torch.linalg.vector_norm(torch.stack(norms), order)
         return whole if own.factor is None else whole * own.factor.abs()
 
-    def _pieces(self) -> Iterator[Tensor]:
+    def _decode_in_chunks(self) -> Iterator[Tensor]:
+        """Values without the factor, a chunk of rows at a time; at once where rows have no scales of their own."""
         data, spec = self.codes, self.contents.spec
         if spec is None:
             yield data
@@ -139,85 +154,86 @@ class QuantizedGradient(Tensor):
         if data.dim() < 2 or spec.block is None:
             yield codes.decode(data, scale, spec)
             return
-        rows = max((PIECE if data.is_cpu else LAUNCHED) // max(prod(data.shape[1:]), 1), 1)
+        rows = max((CPU_CHUNK if data.is_cpu else GPU_CHUNK) // max(prod(data.shape[1:]), 1), 1)
         for at in range(0, data.shape[0], rows):
             yield codes.decode(data[at : at + rows], scale[at : at + rows], spec)
 
     @property
     def data(self) -> Tensor:
-        """As torch's: modules set it where they change dtype or device."""
+        """As `Tensor.data`; `nn.Module.to` assigns to it."""
         return Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
     @data.setter
     def data(self, values: Tensor) -> None:
         own = self.contents
-        plain = values.decoded() if isinstance(values, QuantizedGradient) else values.detach()
+        plain = values.dequantize() if isinstance(values, QuantizedGradient) else values.detach()
         own.value, own.codes, own.factor = plain, None, None
         Tensor.data.__set__(self, QuantizedGradient(own, plain))  # type: ignore[attr-defined]
 
     def numpy(self, *, force: bool = False) -> Any:
-        """As torch's: what is written to the array is written to the gradient."""
-        return self.in_high_precision().numpy(force=force)
+        """As `Tensor.numpy`: the array shares memory with the gradient, so this dequantizes in place."""
+        return self.dequantize_().numpy(force=force)
 
     def tolist(self) -> Any:
-        return self.decoded().tolist()
+        return self.dequantize().tolist()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         spec = self.contents.spec
-        return f"QuantizedGradient({self.decoded()!r}, {'bfloat16' if spec is None else spec.text})"
+        return f"QuantizedGradient({self.dequantize()!r}, {'bfloat16' if spec is None else spec.text})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as a plain tensor, which torch.load reads with weights_only=True."""
-        return self.decoded().__reduce_ex__(protocol)
+        return self.dequantize().__reduce_ex__(protocol)
 
-    #: Results are plain tensors.
+    #: Results of operations are plain tensors, not instances of this class.
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         handler, kwargs = HANDLERS.get(func.name().partition(".")[0]), kwargs or {}
         result = NotImplemented if handler is None else handler(*args, **kwargs)
-        return _by_values(func, args, kwargs) if result is NotImplemented else result
+        return _run_on_plain_tensors(func, args, kwargs) if result is NotImplemented else result
 
 
-def _of_memory(name: str) -> Callable[..., Any]:
-    """A method that reads or writes memory and does not dispatch, on what stores the values in high precision."""
+def _dequantizing_method(name: str) -> Callable[..., Any]:
+    """A Tensor method that accesses memory without `__torch_dispatch__`: dequantize in place, then call it."""
 
     def method(self: QuantizedGradient, *args: Any, **kwargs: Any) -> Any:
-        result = getattr(self.in_high_precision(), name)(*args, **kwargs)
+        result = getattr(self.dequantize_(), name)(*args, **kwargs)
         return self if result is self.value else result
 
     return method
 
 
 for _name in ("apply_", "map_", "share_memory_"):
-    setattr(QuantizedGradient, _name, _of_memory(_name))
+    setattr(QuantizedGradient, _name, _dequantizing_method(_name))
 
 
-def encoded(gradient: Tensor, spec: StateSpec) -> tuple[Tensor, Tensor]:
-    """Codes and scales of a gradient [..., K], some rows at a time: what that needs besides is as large as a piece.
+def encode_in_chunks(gradient: Tensor, spec: StateSpec) -> tuple[Tensor, Tensor]:
+    """Codes and scales of a gradient [..., K]; temporary memory is that of one chunk of rows.
 
-    Exact: the bits of all rows at once.
+    Exact: the same bits as `codes.encode` of the whole gradient.
     """
-    size, count = PIECE if gradient.is_cpu else LAUNCHED, gradient.numel()
+    size, count = CPU_CHUNK if gradient.is_cpu else GPU_CHUNK, gradient.numel()
     if gradient.dim() < 2 or count <= size:
         data, scale = codes.encode(gradient.float(), spec)
         assert scale is not None
-        # Of rows that are no whole blocks codes lie among what filled these.
+        # Where K is no multiple of the block the codes are a view of a padded tensor; drop the padding.
         return data.contiguous(), scale
-    pieces = gradient.flatten(0, -2).split(max(size // gradient.shape[-1], 1))
-    top = None
+    chunks = gradient.flatten(0, -2).split(max(size // gradient.shape[-1], 1))
+    amax = None
     if spec.block is None:
-        top = torch.stack([codes.block_amax(piece.float(), None) for piece in pieces]).amax(0)
+        # One scale for the whole tensor needs the amax of all chunks first.
+        amax = torch.stack([codes.block_amax(chunk.float(), None) for chunk in chunks]).amax(0)
     data = torch.empty(gradient.shape, dtype=codes.code_dtype(spec.of), device=gradient.device)
     shape = codes.scale_shape(gradient.shape, spec.block, spec.of.numbers)
     scales = torch.empty(shape, dtype=codes.SCALE_DTYPES[spec.scale], device=gradient.device)
     at = 0
-    for piece in pieces:
-        own, scale = codes.encode(piece.float(), spec, amax=top)
+    for chunk in chunks:
+        chunk_codes, scale = codes.encode(chunk.float(), spec, amax=amax)
         assert scale is not None
-        rows = slice(at, at + piece.shape[0])
-        data.flatten(0, -2)[rows] = own
+        rows = slice(at, at + chunk.shape[0])
+        data.flatten(0, -2)[rows] = chunk_codes
         if spec.block is None:
             scales.copy_(scale)
         else:
@@ -227,18 +243,18 @@ def encoded(gradient: Tensor, spec: StateSpec) -> tuple[Tensor, Tensor]:
 
 
 def norm_of(x: Tensor, order: float) -> Tensor:
-    """A norm, float32 []; of nothing, as a rank without rows has it, 0."""
+    """The vector norm of a tensor, float32 []; 0 for an empty one, such as a shard without rows."""
     return torch.linalg.vector_norm(x if x.numel() else x.new_zeros(1), order, dtype=torch.float32)
 
 
-def quantized(gradient: Tensor | None) -> QuantizedGradient | None:
-    """A gradient that is stored as codes, this rank's part; None of any other."""
-    own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-    return own if isinstance(own, QuantizedGradient) and own.value is None else None
+def local_quantized(gradient: Tensor | None) -> QuantizedGradient | None:
+    """The gradient, or its local shard of a DTensor, if it is stored as codes or bfloat16; None for any other."""
+    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return local if isinstance(local, QuantizedGradient) and local.value is None else None
 
 
 def unwrapped(gradient: Tensor) -> Tensor:
-    """A plain tensor for a gradient in high precision; one stored as codes is itself."""
+    """The plain tensor of a `QuantizedGradient` that was dequantized in place; any other gradient as it is."""
     return gradient.value if isinstance(gradient, QuantizedGradient) and gradient.value is not None else gradient
 
 
@@ -284,17 +300,19 @@ def _divide(gradient: Any, other: Any, *, rounding_mode: str | None = None) -> A
     return _multiply(gradient, 1 / other) if rounding_mode is None and _is_number(other) else NotImplemented
 
 
-def _of_each(name: str) -> Callable[..., None]:
-    """An operation of `torch._foreach_...` as one on each gradient, with one argument for all, or one for each."""
+def _foreach(name: str) -> Callable[..., None]:
+    """A handler of `torch._foreach_<name>` that calls the Tensor method on each gradient.
 
-    def every(gradients: Sequence[Tensor], *others: Any) -> None:
-        each = (
-            zip(*others, strict=False) if others and isinstance(others[0], (list, tuple)) else [others] * len(gradients)
-        )
-        for gradient, other in zip(gradients, each, strict=True):
-            getattr(gradient, name)(*other)
+    The further arguments are shared by all gradients, or lists with one entry for each.
+    """
 
-    return every
+    def handler(gradients: Sequence[Tensor], *others: Any) -> None:
+        listed = others and isinstance(others[0], (list, tuple))
+        arguments = zip(*others, strict=False) if listed else [others] * len(gradients)
+        for gradient, own in zip(gradients, arguments, strict=True):
+            getattr(gradient, name)(*own)
+
+    return handler
 
 
 def _add(gradient: Any, other: Any, *, alpha: Any = 1) -> Any:
@@ -303,7 +321,7 @@ def _add(gradient: Any, other: Any, *, alpha: Any = 1) -> Any:
         return NotImplemented
     if own.factor is not None:
         own.codes, own.factor = ((own.codes[0] * own.factor).to(torch.bfloat16),), None
-    # What is added is rounded first, as where gradients are bfloat16 themselves.
+    # Round the other summand first, as where both gradients are bfloat16 tensors.
     other = other.to(torch.bfloat16) if isinstance(other, Tensor) else other
     own.codes[0].add_(other, alpha=alpha)
     return gradient
@@ -315,42 +333,43 @@ def _zero(gradient: QuantizedGradient) -> QuantizedGradient:
 
 
 def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
-    """GradScaler's: multiply gradients, and say whether one is not finite."""
+    """GradScaler's unscale: multiply gradients by `inverse`, and set `found_inf` to 1 if one is not finite."""
     for gradient in gradients:
-        finite = gradient.finite() if isinstance(gradient, QuantizedGradient) else gradient.isfinite().all()
+        finite = gradient.all_finite() if isinstance(gradient, QuantizedGradient) else gradient.isfinite().all()
         found_inf.masked_fill_(~finite, 1.0)
         gradient.mul_(inverse)
 
 
-def _by_values(func: Any, args: Any, kwargs: Any) -> Any:
-    """An operation on the values of gradients; those that it writes to, or gives views of, are then stored as these."""
+def _run_on_plain_tensors(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation on dequantized gradients; dequantize in place those that it writes to or returns views of."""
     schema = func._schema
     views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-    # What other namespaces write to they do not always say, as collectives.
-    shares = views or func.namespace != "aten"
+    # Schemas outside aten, such as those of collectives, do not always declare what they write to.
+    may_write = views or func.namespace != "aten"
     written: dict[int, QuantizedGradient] = {}
 
-    def value_of(gradient: Any, writes: bool) -> Any:
-        if not isinstance(gradient, QuantizedGradient):
-            return gradient
-        value = gradient.in_high_precision() if writes or shares else gradient.decoded()
+    def plain(value: Any, writes: bool) -> Any:
+        if not isinstance(value, QuantizedGradient):
+            return value
+        tensor = value.dequantize_() if writes or may_write else value.dequantize()
         if writes:
-            written[id(value)] = gradient
-        return value
+            written[id(tensor)] = value
+        return tensor
 
-    def of_argument(argument: Any, value: Any) -> Any:
+    def plain_argument(argument: Any, value: Any) -> Any:
         writes = argument.alias_info is not None and argument.alias_info.is_write
-        return [value_of(t, writes) for t in value] if isinstance(value, (list, tuple)) else value_of(value, writes)
+        return [plain(t, writes) for t in value] if isinstance(value, (list, tuple)) else plain(value, writes)
 
     named = {argument.name: argument for argument in schema.arguments}
     result = func(
-        *(of_argument(argument, value) for argument, value in zip(schema.arguments, args, strict=False)),
-        **{name: of_argument(named[name], value) for name, value in kwargs.items()},
+        *(plain_argument(argument, value) for argument, value in zip(schema.arguments, args, strict=False)),
+        **{name: plain_argument(named[name], value) for name, value in kwargs.items()},
     )
+    # An in-place operation returns its gradient, not the tensor within.
     return written.get(id(result), result)
 
 
-#: Operations on gradients that are stored as codes; what they give NotImplemented for goes by values.
+#: Operations that work on codes, by name. A handler that returns NotImplemented leaves it to `_run_on_plain_tensors`.
 HANDLERS: dict[str, Callable[..., Any]] = {
     "aten::detach": _alias,
     "aten::alias": _alias,
@@ -363,5 +382,5 @@ HANDLERS: dict[str, Callable[..., Any]] = {
     "aten::div_": _divide,
     "aten::zero_": _zero,
     "aten::_amp_foreach_non_finite_check_and_unscale_": _unscale,
-    **{f"aten::_foreach_{name}": _of_each(name) for name in ("mul_", "div_", "zero_")},
+    **{f"aten::_foreach_{name}": _foreach(name) for name in ("mul_", "div_", "zero_")},
 }

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quaver.core.states.codes import StateSpec
-from quaver.torch.optim.quantized_gradient import QuantizedGradient, norm_of, quantized
+from quaver.torch.optim.quantized_gradient import QuantizedGradient, local_quantized, norm_of
 from quaver.torch.optim.refusals import check_gradient
 from quaver.torch.optim.stepping import layout
 
@@ -65,7 +65,7 @@ class Gradients:
         """Have a gradient that was assigned in high precision be bfloat16, if those of backwards are."""
         if p in self._narrow and type(p.grad) is Tensor:
             check_gradient(p)
-            p.grad = QuantizedGradient.of(p.grad, None)
+            p.grad = QuantizedGradient.from_tensor(p.grad, None)
 
     def _own(self, p: Tensor, taker: Any) -> None:
         """Have what was changed about a parameter's gradients end with their optimizer."""
@@ -99,9 +99,9 @@ class Gradients:
 
     def finite(self, p: Tensor) -> Tensor:
         """Whether a parameter's gradient is: bool []."""
-        held = quantized(p.grad)
+        held = local_quantized(p.grad)
         if held is not None:
-            return held.finite()
+            return held.all_finite()
         gradient = layout.part_of_gradient(p)
         return (gradient.coalesce().values() if gradient.is_sparse else gradient).isfinite().all()
 
@@ -122,7 +122,7 @@ class Gradients:
         if not adds_up:
             gradient = layout.gradient(p)
             flat = layout.flat(gradient.shape, layout.leading(p, of_matrices))
-            p.grad = layout.like(p, QuantizedGradient.of(gradient, spec, flat), p.shape)
+            p.grad = layout.like(p, QuantizedGradient.from_tensor(gradient, spec, flat), p.shape)
 
     def clip(self, parameters: Iterable[Tensor], largest: float, order: float) -> Tensor:
         """Multiply gradients so that their norm is at most `largest`; returns the norm before, float32 []."""
@@ -150,7 +150,7 @@ class Gradients:
         norms: dict[tuple[Any, ...], list[Tensor]] = {}
         for p in parameters:
             own = norms.setdefault(layout.groups(p), [])
-            held = quantized(p.grad)
+            held = local_quantized(p.grad)
             if held is not None:
                 own.append(held.norm_of(order))
             elif p.grad is not None:

@@ -18,7 +18,7 @@ from quaver.torch.optim.loading.converting import states_of
 from quaver.torch.optim.loading.earlier import written_by
 from quaver.torch.optim.loading.presets import packed, preset_of
 from quaver.torch.optim.loading.rules import CODES, key_of
-from quaver.torch.optim.quantized_gradient import quantized
+from quaver.torch.optim.quantized_gradient import local_quantized
 from quaver.torch.optim.refusals import check_group
 from quaver.torch.optim.rules.rule import Rule
 from quaver.torch.optim.stepping import layout, ranks, stacks
@@ -55,7 +55,7 @@ class Kept(torch.optim.Optimizer):
         specs = tuple(preset.first if signed else preset.second for signed in rule.signed)
         keeping = weights.keeping_of(p, preset)
         predicts = keeping.kind.startswith("residual") and keeping.spec is not None and None in keeping.spec.block
-        held = quantized(p.grad)
+        held = local_quantized(p.grad)
         spec = None if held is None else held.contents.spec
         return Way(rule, keeping, specs, spec, predicts and rule.bounded, self.statistics)
 
@@ -87,7 +87,7 @@ class Kept(torch.optim.Optimizer):
             tuple(layout.local(state[key]) for key in (key_of(name, spec), f"{name}_scale") if key in state)
             for name, spec in zip(way.rule.names, way.moments, strict=True)
         )
-        held = quantized(p.grad)
+        held = local_quantized(p.grad)
         gradient = (layout.gradient(p),) if held is None else held.contents.codes or ()
         rows_of = layout.leading(p, way.rule.whole)
         # A rank may have no rows at all.
