@@ -97,15 +97,15 @@ def column_and_row(rank: int) -> None:
         )
         for name in ("0.weight", "0.bias", "2.weight", "2.bias"):
             layer = "weights" if name.endswith("weight") else "biases"
-            second_step(rf"differ at {name[0]}: rank 0: {layer} .*with a gradient.*; rank 1: ", without(name), sequence)
-    second_step("rank 0: input .* with a gradient; rank 1: input", lambda net, x: x.detach())
+            second_step(rf"differ at {name[0]}: rank 0: {layer} .*requires_grad.*; rank 1: ", without(name), sequence)
+    second_step("rank 0: input .* requires_grad; rank 1: input", lambda net, x: x.detach())
     second_step("rank 0: recipe 'mxfp8'.*; rank 1: recipe 'mxfp8'", converted)
     second_step("rank 0: .*gradients True.*; rank 1: .*gradients False", no_grad)
-    second_step("rank 0: it fits; rank 1: .*its last axis must be 64", lambda net, x: torch.ones(32, 32))
-    second_step("rank 0: it fits; rank 1: .*bfloat16", lambda net, x: x.detach().bfloat16())
+    second_step("rank 0: no error; rank 1: .*its last axis must be 64", lambda net, x: torch.ones(32, 32))
+    second_step("rank 0: no error; rank 1: .*bfloat16", lambda net, x: x.detach().bfloat16())
     # Not a ValueError on the rank that has it.
     net, x = mlp(), torch.ones(32, 64)
-    refused("rank 0: it fits; rank 1: .*torch.func", lambda: torch.func.vmap(net)(x[None]) if rank else net(x))
+    refused("rank 0: no error; rank 1: .*torch.func", lambda: torch.func.vmap(net)(x[None]) if rank else net(x))
 
 
 def other_styles_and_losses(rank: int) -> None:
@@ -117,8 +117,8 @@ def other_styles_and_losses(rank: int) -> None:
     refused("differ at LayerNorm: rank 0: input", lambda: norm(x if rank else x.bfloat16()))
     if rank:
         words.weight.requires_grad_(False)
-    refused("differ at Embedding: rank 0: weight .* with a gradient; rank 1: weight", lambda: words(tokens))
-    refused("rank 0: it fits; rank 1: .* 32 words", lambda: words(tokens + 30 * rank))
+    refused("differ at Embedding: rank 0: weight .* requires_grad; rank 1: weight", lambda: words(tokens))
+    refused("rank 0: no error; rank 1: .* 32 words", lambda: words(tokens + 30 * rank))
     targets = tokens + 30 * rank if rank else tokens
     refused("rank 1: .*label_smoothing", lambda: cross_entropy(x, tokens, mesh, label_smoothing=2.0 * rank))
     refused("rank 0: options .*; rank 1: options", lambda: cross_entropy(x, tokens, mesh, z_loss=1e-3 * rank))
@@ -136,7 +136,7 @@ def expert_parallelism(rank: int) -> None:
     parallelize_module(moe, two_ranks.mesh(2), ExpertParallel())
     x = torch.randn(8 + rank, 64, requires_grad=True)
     moe(x).sum().backward()
-    refused("rank 0: it fits; rank 1: .*its last axis must be 64", lambda: moe(torch.ones(4, 32 if rank else 64)))
+    refused("rank 0: no error; rank 1: .*its last axis must be 64", lambda: moe(torch.ones(4, 32 if rank else 64)))
     refused("rank 0: gradient of the input True; rank 1: ", lambda: moe(x.detach() if rank else x))
     if rank:
         moe.experts.requires_grad_(False)
@@ -327,10 +327,10 @@ def sequences_in_parts(rank: int) -> None:
         refused("quantized", lambda how=how: attend(how=how, quantized="mxfp8" if rank else None))
         refused("how ", lambda how=how: attend(how=how if rank else "gather" if how != "gather" else "ring"))
         frozen = k.detach() if rank else k
-        refused("rank 0: k .* with a gradient; rank 1: k", lambda how=how, frozen=frozen: attend(k=frozen, how=how))
-        refused("rank 0: it fits; rank 1: .*dropout", lambda how=how: attend(how=how, dropout=0.5 * rank))
+        refused("rank 0: k .* requires_grad; rank 1: k", lambda how=how, frozen=frozen: attend(k=frozen, how=how))
+        refused("rank 0: no error; rank 1: .*dropout", lambda how=how: attend(how=how, dropout=0.5 * rank))
         unknown = "unknown" if rank else None
-        refused("rank 0: it fits; rank 1: no recipe 'unknown'", lambda how=how, to=unknown: attend(how=how, recipe=to))
+        refused("rank 0: no error; rank 1: no recipe 'unknown'", lambda how=how, to=unknown: attend(how=how, recipe=to))
         attend(how=how)
 
 
@@ -365,7 +365,7 @@ def dropout_of_a_sequence_in_parts(rank: int) -> None:
     part = y[:, : 4 * (1 + rank)]
     refused(r"differ at ContextParallel.join: rank 0: x \(2, 4, 32\).*; rank 1: x \(2, 8, 32\)", lambda: cp.join(part))
     refused("7 tokens .* 2 chunks", lambda: cp.join(y[:, :7]))
-    refused("rank 0: it fits; rank 1: .*'tolist'", lambda: net.train().layer(cp.cut(x), cu_seqlens=ends))
+    refused("rank 0: no error; rank 1: .*'tolist'", lambda: net.train().layer(cp.cut(x), cu_seqlens=ends))
 
 
 def gradients_that_some_ranks_lack(rank: int) -> None:
