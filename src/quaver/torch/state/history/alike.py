@@ -1,12 +1,12 @@
-"""Which ranks hold the same layers: over those a layer's maxima are reduced where no process group is given.
+"""Find the ranks that have the same layers: delayed scaling reduces amaxes over them if it is given no process group.
 
-Ranks of a pipeline hold different layers, and maxima of one stage say nothing of another's. So ranks tell each other
-once, where a step begins, which layers they would reduce; those that name the same ones are a group. With replicas
-alone that is the default group.
+Ranks of a pipeline have different layers, and amaxes of one stage must not be reduced with those of another. So ranks
+gather the names of their layers once, when a step begins; ranks with the same names form a group. If all ranks have the
+same layers, that is the default group.
 
-What a rank drops is collected when its interpreter comes by, which no two do alike. So the layers of a group stay what
-ranks agreed on until one joins, in the place of those that are gone go zeros, and whether one has joined on any rank is
-asked of all by the header of `check_agreement` where each step begins.
+Python frees dropped layers when its garbage collector runs, at different times on different ranks, so lists of live
+layers may differ between ranks. Hence ranks reduce the layers that they agreed on, with zeros for freed ones, until a
+rank has a new layer. They vote on that when each step begins, by the flag of `check_agreement`.
 """
 
 import gc
@@ -23,106 +23,108 @@ from quaver.torch.state.history.agreement import check_agreement
 from quaver.torch.state.history.groups import new_group
 from quaver.torch.state.layer import state_of
 
-#: The calls, in the error of ranks that come to different ones.
+#: The names of the calls in error messages.
 ROLLS, AGREES = "the end of a step of delayed scaling", "agree_histories"
 FORWARD = f"{ROLLS} by a forward outside of qt.autocast"
-#: What stands for a group of this rank alone: nothing is reduced.
+#: In place of a process group: no other rank has these layers, and nothing is reduced.
 ALONE = object()
-#: A layer as other ranks know it: its stage, name, class and features.
-Name = tuple[Any, ...]
+#: (pipeline stage, qualified name, class name, in_features, out_features), which identify a layer on all ranks.
+LayerKey = tuple[Any, ...]
 
 
-class Agreed:
-    """The layers that a group's ranks reduce."""
+class AgreedLayers:
+    """The layers that the ranks of a group reduce."""
 
     def __init__(self, layers: Sequence[nn.Module], group: Any) -> None:
-        #: Their numbers, in `ordered`'s order, and the shape of what each has recorded in a step.
-        self.numbers = {amax.number_of(layer): _shape_of(layer) for layer in ordered(layers)}
+        #: The shape of the newest row of each history, by `amax.number_of` the layer, in the order of `sort_by_key`.
+        self.shapes = {amax.number_of(layer): _shape_of(layer) for layer in sort_by_key(layers)}
         #: A process group, None for the default one, or `ALONE`.
         self.group = group
         history = layers[0]._buffers["history"] if layers else None
-        #: Of their histories.
+        #: The device of the histories.
         self.device = None if history is None else history.device
 
     def lacks(self, layers: Sequence[nn.Module]) -> bool:
-        """Whether a layer has joined."""
-        return any(amax.number_of(layer) not in self.numbers for layer in layers)
+        """Whether one of the layers is not among these."""
+        return any(amax.number_of(layer) not in self.shapes for layer in layers)
 
 
-class _Known:
-    """What ranks of one default group have told each other."""
+class _Cache:
+    """What the ranks of a default group have agreed on; another default group starts with an empty one."""
 
     def __init__(self, world: Any) -> None:
         self.world = world
-        #: Of layers by their numbers, the group to which they belong.
+        #: The result of `group_of` by the numbers of the layers.
         self.groups: dict[tuple[int, ...], Any] = {}
-        #: Process groups by their ranks: the same layers in another order make no new one.
-        self.of_ranks: dict[tuple[int, ...], Any] = {}
-        #: By the group that was told, or None.
-        self.agreed: dict[Any, Agreed] = {}
+        #: Process groups by their ranks, so that no second one is made for the same ranks.
+        self.by_ranks: dict[tuple[int, ...], Any] = {}
+        #: The result of `agreed_layers` by its argument `group`.
+        self.agreed: dict[Any, AgreedLayers] = {}
 
 
 _lock = threading.RLock()
-_known: _Known | None = None
+_cache: _Cache | None = None
 
 
-def group_of(layers: Sequence[nn.Module], told: Any, where: str) -> Any:
-    """The group over which layers are reduced: the one that was told, else that of the ranks with the same layers.
+def group_of(layers: Sequence[nn.Module], group: Any, where: str) -> Any:
+    """The process group over which to reduce these layers.
 
-    Where none was told, all ranks of the default group come here with their own layers, which may be none, and ask one
-    another first if one has layers of which it has told nothing: where it has, others may have come here with theirs
-    before, as a stage without layers does with each model.
+    Without a given group all ranks of the default group must call this, ranks without layers too. They first vote if
+    any of them has a new set of layers: a rank without layers comes with the same empty set for every model.
 
     Args:
         layers: of this rank.
-        told: a process group, or None.
-        where: the call, for the error of a rank that comes to another one.
+        group: the group that the user gave, which is returned as it is; None to find the ranks with the same layers.
+        where: the name of the caller, for the error of ranks that make different calls.
     Returns:
         A process group, None for the default one, or `ALONE`.
     """
-    if told is not None:
-        return told
+    if group is not None:
+        return group
     with _lock:
-        known = _of_world()
+        cache = _cache_of_world()
         numbers = tuple(amax.number_of(layer) for layer in layers)
-        if check_agreement(where, {}, flag=numbers not in known.groups):
-            every = _told_by_all(layers)
-            if not any(every):
-                # One may have layers the next time, and tells of them.
+        if check_agreement(where, {}, flag=numbers not in cache.groups):
+            keys_by_rank = _gather_keys(layers)
+            if not any(keys_by_rank):
+                # Do not cache this: another rank may have layers at the next call.
                 return ALONE
-            known.groups[numbers] = _group_among(known, every)
-        return known.groups[numbers]
+            cache.groups[numbers] = _group_with_equal_keys(cache, keys_by_rank)
+        return cache.groups[numbers]
 
 
-def agreed(listed: Callable[[], Sequence[nn.Module]], told: Any, waits: bool) -> Agreed | None:
-    """The layers that the ranks of a group reduce, and the group as `group_of` finds it; None where there are none.
+def agreed_layers(
+    list_layers: Callable[[], Sequence[nn.Module]], group: Any, others_may_have_layers: bool
+) -> AgreedLayers | None:
+    """The layers to reduce, and the group to reduce them over, as `group_of` finds it; None if there are no layers.
 
     Args:
-        listed: gives those of this rank that are alive, in order of construction.
-        told: a process group, or None.
-        waits: whether other ranks may have layers though this one has none.
+        list_layers: lists the live layers of this rank, in order of construction. It is called again after garbage
+            collection, so it must hold no references to layers.
+        group: the group that the user gave, or None.
+        others_may_have_layers: whether this rank takes part in the vote even if it has no layers.
     """
     with _lock:
-        known = _of_world()
-        before = known.agreed.get(told)
-        layers = listed()
-        if _joined(before, layers):
-            # One that waits for its collection here may be gone elsewhere.
+        cache = _cache_of_world()
+        agreed = cache.agreed.get(group)
+        layers = list_layers()
+        if _has_new(agreed, layers):
+            # A dropped layer that is not yet collected here may be collected on other ranks.
             del layers
             gc.collect()
-            layers = listed()
-        joined = _joined(before, layers)
-        if told is None and (before is not None or joined or waits):
-            joined = check_agreement(ROLLS, {}, flag=joined)
-        if joined:
-            if told is None:
-                # What another rank has dropped this one has, too, but may not have collected.
+            layers = list_layers()
+        new = _has_new(agreed, layers)
+        if group is None and (agreed is not None or new or others_may_have_layers):
+            new = check_agreement(ROLLS, {}, flag=new)
+        if new:
+            if group is None:
+                # The vote may come from another rank: collect dropped layers here, too, before names are compared.
                 del layers
                 gc.collect()
-                layers = listed()
-            group = _group_among(known, _told_by_all(layers)) if told is None else told
-            before = known.agreed[told] = Agreed(layers, group)
-        return before
+                layers = list_layers()
+            reduced_over = _group_with_equal_keys(cache, _gather_keys(layers)) if group is None else group
+            agreed = cache.agreed[group] = AgreedLayers(layers, reduced_over)
+        return agreed
 
 
 def _shape_of(layer: nn.Module) -> torch.Size:
@@ -131,50 +133,49 @@ def _shape_of(layer: nn.Module) -> torch.Size:
     return amax.newest_row(history).shape
 
 
-def _joined(before: Agreed | None, layers: Sequence[nn.Module]) -> bool:
-    return bool(layers) if before is None else before.lacks(layers)
+def _has_new(agreed: AgreedLayers | None, layers: Sequence[nn.Module]) -> bool:
+    return bool(layers) if agreed is None else agreed.lacks(layers)
 
 
-def _of_world() -> _Known:
-    """What is known of the default group that there is now."""
-    global _known
+def _cache_of_world() -> _Cache:
+    """The cache of the present default group."""
+    global _cache
     world = dist.group.WORLD
-    if _known is None or _known.world is not world:
-        _known = _Known(world)
-    return _known
+    if _cache is None or _cache.world is not world:
+        _cache = _Cache(world)
+    return _cache
 
 
-def ordered(layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """Layers in an order that is the same on ranks which have made or listed them in different ones: by their names.
-
-    Those of one name stay in the order in which they come.
-    """
-    return sorted(layers, key=lambda layer: tuple(map(str, _name(layer))))
+def sort_by_key(layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """Layers in the order of their keys, the same on all ranks; layers with equal keys stay in the given order."""
+    return sorted(layers, key=lambda layer: tuple(map(str, _key_of(layer))))
 
 
-def _told_by_all(layers: Sequence[nn.Module]) -> list[list[Name]]:
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, [_name(layer) for layer in ordered(layers)])
-    return every
+def _gather_keys(layers: Sequence[nn.Module]) -> list[list[LayerKey]]:
+    """The sorted keys of each rank's layers, by rank of the default group."""
+    keys_by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(keys_by_rank, [_key_of(layer) for layer in sort_by_key(layers)])
+    return keys_by_rank
 
 
-def _group_among(known: _Known, every: Sequence[list[Name]]) -> Any:
-    if all(names == every[0] for names in every):
+def _group_with_equal_keys(cache: _Cache, keys_by_rank: Sequence[list[LayerKey]]) -> Any:
+    """The group of the ranks with the same keys as this one: a process group, None for the default one, or `ALONE`."""
+    if all(keys == keys_by_rank[0] for keys in keys_by_rank):
         return None
-    rank, group = dist.get_rank(), ALONE
-    # All ranks make all groups, in one order.
-    for names in [names for at, names in enumerate(every) if names not in every[:at]]:
-        ranks = tuple(at for at, other in enumerate(every) if other == names)
-        if len(ranks) == 1 or not names:
+    own_rank, group = dist.get_rank(), ALONE
+    # Every rank makes all groups in the same order, as `new_group` requires.
+    for keys in [keys for rank, keys in enumerate(keys_by_rank) if keys not in keys_by_rank[:rank]]:
+        ranks = tuple(rank for rank, other in enumerate(keys_by_rank) if other == keys)
+        if len(ranks) == 1 or not keys:
             continue
-        if ranks not in known.of_ranks:
-            known.of_ranks[ranks] = new_group(ranks)
-        if rank in ranks:
-            group = known.of_ranks[ranks]
+        if ranks not in cache.by_ranks:
+            cache.by_ranks[ranks] = new_group(ranks)
+        if own_rank in ranks:
+            group = cache.by_ranks[ranks]
     return group
 
 
-def _name(layer: nn.Module) -> Name:
+def _key_of(layer: nn.Module) -> LayerKey:
     state = state_of(layer)
     features = getattr(layer, "in_features", None), getattr(layer, "out_features", None)
     return state.stage, layer.__dict__.get("qualified_name"), type(layer).__name__, *features

@@ -20,7 +20,7 @@ from quaver.torch.backends.cpu.fp8 import SMALLEST_NORMAL, host_factor
 from quaver.torch.numerics.rounding import exponent, power_of_two
 from quaver.torch.numerics.tracing import is_tracing
 from quaver.torch.state.history import amax
-from quaver.torch.state.history.alike import ALONE, Agreed
+from quaver.torch.state.history.alike import ALONE, AgreedLayers
 from quaver.torch.state.layer import state_of
 
 
@@ -78,14 +78,14 @@ def reduce(layers: Iterable[nn.Module], group: Any = None) -> None:
         _reduce([layer for layer in layers if not layer.history.is_meta], group)
 
 
-def reduce_agreed(agreed: Agreed, layers: Iterable[nn.Module]) -> None:
+def reduce_agreed(agreed: AgreedLayers, layers: Iterable[nn.Module]) -> None:
     """`reduce` the layers that a group's ranks agreed on, of which this rank has some no longer."""
     if agreed.device is None or agreed.group is ALONE:
         return
     rows: Any = {amax.number_of(layer): _newest(layer) for layer in layers}
     device = agreed.device
-    nothing = [torch.zeros(shape, dtype=torch.float32, device=device) for shape in agreed.numbers.values()]
-    _reduce_rows([rows.get(n, zeros) for n, zeros in zip(agreed.numbers, nothing, strict=True)], agreed.group)
+    nothing = [torch.zeros(shape, dtype=torch.float32, device=device) for shape in agreed.shapes.values()]
+    _reduce_rows([rows.get(n, zeros) for n, zeros in zip(agreed.shapes, nothing, strict=True)], agreed.group)
 
 
 def own(group: Any) -> Any:

@@ -155,7 +155,7 @@ def _reduce(group: Any, step: Step, recipe: Recipe | None = None) -> None:
         return
     # They may hold layers that have run or have their recipe by construction, and tell of them.
     waits = group is None and recipe is not None and recipe.delayed is not None
-    agreed = alike.agreed(partial(_reduced, group), group, waits)
+    agreed = alike.agreed_layers(partial(_reduced, group), group, waits)
     layers = _reduced(group)
     for old in (state_of(layer).step for layer in layers):
         if old is not None:
@@ -170,7 +170,7 @@ def _reduce_alike(layers: Sequence[nn.Module], group: Any, where: str) -> None:
     if rolling.has_ranks(group):
         group = alike.group_of(layers, group, where)
         if group is not alike.ALONE:
-            rolling.reduce(alike.ordered(layers), group)
+            rolling.reduce(alike.sort_by_key(layers), group)
 
 
 def _reduced(group: Any) -> list[nn.Module]:
@@ -348,7 +348,7 @@ def join(layer: nn.Module, record: bool) -> None:
     if rolls and old.reduced_in != step.number:
         _reduce(old.group, step)
     if copied:
-        rolling.reduce(alike.ordered(copied), step.group)
+        rolling.reduce(alike.sort_by_key(copied), step.group)
     with _lock:
         if _is_elsewhere(state.step, step):
             return
