@@ -99,7 +99,7 @@ SAFE = {
     "torch.optim.codes:_table": CACHED,
     "torch.optim.gradients.held:_takers": "a thread adds the parameters of the optimizers that it makes",
     "torch.numerics.host_values:_read": "two threads read the same values of one version",
-    "torch.model.fusing.mixers.packing:_ends": "two threads make the same of one version",
+    "torch.model.fusing.mixers.packing:_cu_seqlens": "two threads make the same of one version",
     "torch.numerics.philox:_keys": "functools keeps it consistent, and a copy from the host is waited for",
     "torch.blocks.attention.rope.stretching:parse": CACHED,
     "torch.linear.stored.storing:_hooked": "two threads may hook the same check twice",

@@ -1,8 +1,9 @@
-"""Sequences that lie end to end in a batch, as transformers tells them: for mixers, and for the models around them.
+"""Packed sequences in transformers' models with Mamba mixers: read where sequences begin, and tell all layers.
 
-A mixer is given `seq_idx` [B, S], the number of each token's sequence, or `cu_seq_lens_q` of a batch of one row. The
-models of transformers know sequences by `position_ids` that start again as well, which their mixers never see, and
-some (GraniteMoeHybrid) make no masks of them. `PackedInputs` runs before a model and completes what it was given.
+transformers describes packed sequences in three ways: `seq_idx` [B, S], the number of each token's sequence;
+`cu_seq_lens_q`, cumulative lengths of a batch of one row; and `position_ids` that start again at 0. Its mixers see only
+the first two, and some models (GraniteMoeHybrid) do not mask attention by `position_ids`. The forward pre-hook
+`PackedInputs` makes the missing arguments from those that the model was called with.
 """
 
 import ast
@@ -17,75 +18,91 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from quaver.torch.numerics.tracing import is_tracing
 
-#: Arguments of mixers and models, in the order in which they are believed: cumulative lengths, and a number a token.
-ENDS, NUMBERS = ("cu_seqlens", "cu_seq_lens_q"), "seq_idx"
-#: Arguments of models by which a cache comes.
+#: Arguments of mixers and models for cumulative lengths; the first one that is given counts, before `seq_idx`.
+CU_SEQLENS = ("cu_seqlens", "cu_seq_lens_q")
+#: Arguments of models for a cache.
 CACHES = ("past_key_values", "cache_params")
 
-#: (version, cumulative lengths) of tensors of `seq_idx`.
-_ends: WeakIdKeyDictionary = WeakIdKeyDictionary()
+#: (version of the tensor, its cu_seqlens) by `seq_idx` tensor: all mixers of a model share one.
+_cu_seqlens: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def cu_seqlens_of(x: Tensor, given: Mapping[str, Any]) -> Tensor | None:
-    """Where sequences begin and end among the tokens of x [B, S, ...], int [sequences + 1], rows one after the other.
+def cu_seqlens_of(x: Tensor, arguments: Mapping[str, Any]) -> Tensor | None:
+    """The boundaries of packed sequences among the B * S tokens of x, int [sequences + 1].
 
     Args:
-        given: the arguments of a mixer by name.
+        x: [B, S, ...]. A sequence lies within one row.
+        arguments: of a mixer's forward, by name.
     Returns:
-        None where nothing tells sequences apart.
+        None if no argument describes packed sequences.
     Raises:
-        ValueError: cumulative lengths beside several rows, a `seq_idx` of another shape than tokens.
+        ValueError: cumulative lengths with several rows, or a `seq_idx` whose shape is not [B, S].
     """
     batch, length = x.shape[:2]
-    for name in ENDS:
-        ends = given.get(name)
-        if ends is not None:
+    for name in CU_SEQLENS:
+        cu_seqlens = arguments.get(name)
+        if cu_seqlens is not None:
             if batch != 1:
-                raise ValueError(f"{name} is of one row of sequences, and the batch has {batch}; give seq_idx [B, S]")
-            return ends
-    numbers: Tensor | None = given.get(NUMBERS)
-    if numbers is None:
+                raise ValueError(
+                    f"{name} describes a batch of one row, and this batch has {batch}; give seq_idx [B, S] instead"
+                )
+            return cu_seqlens
+    seq_idx: Tensor | None = arguments.get("seq_idx")
+    if seq_idx is None:
         return None
-    if numbers.shape != (batch, length):
-        raise ValueError(f"seq_idx is {list(numbers.shape)}; give one number a token, {[batch, length]}")
-    if is_tracing() or numbers.is_inference():
-        return _ends_of(numbers)
-    known = _ends.get(numbers)
-    if known is None or known[0] != numbers._version:
-        # Training may read what inference mode has made first.
+    if seq_idx.shape != (batch, length):
+        raise ValueError(
+            f"seq_idx has shape {list(seq_idx.shape)}, and the tokens {[batch, length]}; give the number of each "
+            "token's sequence"
+        )
+    if is_tracing() or seq_idx.is_inference():
+        return _cu_seqlens_from(seq_idx)
+    cached = _cu_seqlens.get(seq_idx)
+    if cached is None or cached[0] != seq_idx._version:
+        # An inference tensor could not be used by a later forward that trains.
         with torch.inference_mode(False):
-            known = _ends[numbers] = numbers._version, _ends_of(numbers)
-    cached: Tensor = known[1]
-    return cached
+            cached = _cu_seqlens[seq_idx] = seq_idx._version, _cu_seqlens_from(seq_idx)
+    result: Tensor = cached[1]
+    return result
 
 
-def _ends_of(numbers: Tensor) -> Tensor:
-    first = torch.ones_like(numbers, dtype=torch.bool)
-    first[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
-    starts = first.flatten().nonzero().squeeze(1)
-    return torch.cat([starts, starts.new_full((1,), numbers.numel())])
+def _cu_seqlens_from(seq_idx: Tensor) -> Tensor:
+    starts = _is_first(seq_idx).flatten().nonzero().squeeze(1)
+    return torch.cat([starts, starts.new_full((1,), seq_idx.numel())])
+
+
+def _is_first(seq_idx: Tensor) -> Tensor:
+    """Whether each token is the first one of its sequence, bool [B, S]."""
+    first = torch.ones_like(seq_idx, dtype=torch.bool)
+    first[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+    return first
 
 
 def last_starts(cu_seqlens: Tensor, batch: int, length: int) -> tuple[Tensor, Tensor]:
-    """The number of each row's last sequence, and where that begins among the tokens of all rows, int64 [B] each."""
+    """The last sequence of each row.
+
+    Returns:
+        Its index in cu_seqlens, and the index of its first token among all B * S tokens; int64 [B] each.
+    """
     ends = torch.arange(1, batch + 1, dtype=cu_seqlens.dtype, device=cu_seqlens.device) * length
     last = torch.searchsorted(cu_seqlens, ends) - 1
     return last, cu_seqlens[last].long()
 
 
 class PackedInputs:
-    """Run before the forward of a model of transformers that holds mixers of ours.
+    """Forward pre-hook of a transformers model with fused mixers: complete the arguments of packed sequences.
 
-    Of packed sequences each kind of argument is made of the others: `seq_idx` for mixers, `position_ids`, and for
-    attention a mask of all pairs where one is added or given to torch. It makes no cache unless one is asked for.
+    If the batch is packed, layers get `seq_idx`, `position_ids` and, for eager and sdpa attention, a mask [B, 1, S, S].
+    `use_cache` becomes False unless the caller sets it. A batch that is not packed, or a call with a cache, stays as it
+    is.
 
     Args:
         kind: the model's class.
     """
 
     def __init__(self, kind: Any) -> None:
-        self.name, self.passes_on = kind.__name__, passes_on(kind.forward)
-        #: Of the arguments, without the module itself.
+        self.name, self.forwards_kwargs = kind.__name__, forwards_kwargs(kind.forward)
+        #: The names of the forward's parameters without `self`.
         self.names = tuple(inspect.signature(kind.forward).parameters)[1:]
 
     def __call__(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -94,90 +111,92 @@ class PackedInputs:
         ids = kwargs.get("inputs_embeds") if ids is None else ids
         if not isinstance(ids, Tensor) or ids.dim() < 2 or any(kwargs.get(name) is not None for name in CACHES):
             return None
-        numbers = numbers_of(ids, kwargs)
-        if numbers is None:
+        seq_idx = seq_idx_of(ids, kwargs)
+        if seq_idx is None:
             return None
-        if not self.passes_on:
+        if not self.forwards_kwargs:
             raise ValueError(
-                f"{self.name} of transformers does not tell its layers where packed sequences begin: call its body "
-                "and its head one after the other, or give one sequence a row"
+                f"{self.name}.forward of transformers does not pass seq_idx on to its layers, which would mix packed "
+                "sequences: call the base model and then the head, or give one sequence a row"
             )
-        given = {**kwargs, NUMBERS: numbers}
+        arguments = {**kwargs, "seq_idx": seq_idx}
         if "position_ids" in self.names:
-            given |= self._for_attention(model, kwargs, numbers)
-        return (), given
+            arguments |= self._attention_arguments(model, kwargs, seq_idx)
+        return (), arguments
 
-    def _for_attention(self, model: Any, kwargs: dict[str, Any], numbers: Tensor) -> dict[str, Any]:
-        """What keeps attention within sequences.
+    def _attention_arguments(self, model: Any, kwargs: dict[str, Any], seq_idx: Tensor) -> dict[str, Any]:
+        """The arguments that are missing for attention within sequences.
 
         Raises:
-            ValueError: a mask that hides tokens, beside which transformers makes none of packed sequences.
+            ValueError: a mask [B, S] with zeros, with which transformers ignores packing; any such mask while tracing,
+                where its values are not known.
         """
         mask = kwargs.get("attention_mask")
-        given: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         if isinstance(mask, Tensor) and mask.dim() == 2 and (is_tracing() or not bool((mask == 1).all())):
             raise ValueError(
-                "transformers attends across packed sequences where an attention_mask hides tokens: leave the mask "
-                "out, and padding too, or make it one of all pairs [B, 1, S, S]"
+                f"attention_mask {list(mask.shape)} hides tokens, and transformers then attends across packed "
+                "sequences: leave the mask and the padding out, or give a mask of all pairs [B, 1, S, S]"
             )
         if mask is None or (isinstance(mask, Tensor) and mask.dim() == 2):
-            given["attention_mask"] = pairs_of(numbers, model)
+            arguments["attention_mask"] = attention_mask_of(seq_idx, model)
         if kwargs.get("position_ids") is None:
-            given["position_ids"] = positions_of(numbers)
+            arguments["position_ids"] = position_ids_of(seq_idx)
         if kwargs.get("use_cache") is None:
-            given["use_cache"] = False
-        return given
+            arguments["use_cache"] = False
+        return arguments
 
 
-def numbers_of(ids: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The number of each token's sequence [B, S], of whichever argument tells it; None where a row is one sequence."""
-    ends = next((kwargs[name] for name in ENDS if kwargs.get(name) is not None), None)
-    if ends is not None:
-        places = torch.arange(ids.shape[1], dtype=ends.dtype, device=ids.device)
-        return torch.searchsorted(ends[1:].to(ids.device), places, right=True)[None].int()
-    numbers, positions = kwargs.get(NUMBERS), kwargs.get("position_ids")
-    if numbers is not None:
-        return numbers
-    # As transformers tells packed positions from others.
+def seq_idx_of(ids: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
+    """`seq_idx` [B, S] from whichever argument describes packed sequences; None if each row is one sequence."""
+    cu_seqlens = next((kwargs[name] for name in CU_SEQLENS if kwargs.get(name) is not None), None)
+    if cu_seqlens is not None:
+        tokens = torch.arange(ids.shape[1], dtype=cu_seqlens.dtype, device=ids.device)
+        return torch.searchsorted(cu_seqlens[1:].to(ids.device), tokens, right=True)[None].int()
+    seq_idx, positions = kwargs.get("seq_idx"), kwargs.get("position_ids")
+    if seq_idx is not None:
+        return seq_idx
+    # transformers, too, reads packing from position_ids only if there is no mask.
     packed = isinstance(positions, Tensor) and positions.dim() == 2 and kwargs.get("attention_mask") is None
     if not packed or positions.shape[1] < 2:  # type: ignore[union-attr]
         return None
     steps = torch.diff(positions, prepend=positions[:, :1] - 1)  # type: ignore[index, arg-type]
-    numbers = (steps != 1).cumsum(-1).int().expand(ids.shape[:2])
-    return numbers if is_tracing() or bool(numbers[:, -1].any()) else None
+    seq_idx = (steps != 1).cumsum(-1).int().expand(ids.shape[:2])
+    return seq_idx if is_tracing() or bool(seq_idx[:, -1].any()) else None
 
 
-def positions_of(numbers: Tensor) -> Tensor:
-    """The place of each token in its sequence [B, S]."""
-    places = torch.arange(numbers.shape[1], device=numbers.device).expand_as(numbers)
-    first = torch.ones_like(numbers, dtype=torch.bool)
-    first[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
-    return places - places.masked_fill(~first, 0).cummax(-1).values
+def position_ids_of(seq_idx: Tensor) -> Tensor:
+    """The position of each token in its sequence, int64 [B, S]."""
+    tokens = torch.arange(seq_idx.shape[1], device=seq_idx.device).expand_as(seq_idx)
+    return tokens - tokens.masked_fill(~_is_first(seq_idx), 0).cummax(-1).values
 
 
-def pairs_of(numbers: Tensor, model: Any) -> Tensor | None:
-    """The mask of pairs [B, 1, S, S] that a model's way to attend takes: causal, within sequences.
+def attention_mask_of(seq_idx: Tensor, model: Any) -> Tensor | None:
+    """A causal mask within sequences [B, 1, S, S], bool for sdpa and additive for eager attention.
 
     Returns:
-        None where transformers makes it itself: beside windows, and for ways that take `cu_seq_lens_q` or position_ids.
+        None where transformers makes the mask itself: for sliding windows and other attention implementations.
     """
-    way = getattr(model.config, "_attn_implementation", None)
-    if way not in ("sdpa", "eager") or getattr(model.config, "sliding_window", None) is not None:
+    implementation = getattr(model.config, "_attn_implementation", None)
+    if implementation not in ("sdpa", "eager") or getattr(model.config, "sliding_window", None) is not None:
         return None
-    seen = (numbers[:, None, :, None] == numbers[:, None, None, :]).tril()
-    if way == "sdpa":
-        return seen
+    attends = (seq_idx[:, None, :, None] == seq_idx[:, None, None, :]).tril()
+    if implementation == "sdpa":
+        return attends
     dtype = next(model.parameters()).dtype
-    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
+    return torch.zeros_like(attends, dtype=dtype).masked_fill_(~attends, torch.finfo(dtype).min)
 
 
-def passes_on(forward: Callable[..., Any]) -> bool:
-    """Whether a forward hands on arguments that it does not name, but to its loss, by its text; True without one."""
+def forwards_kwargs(forward: Callable[..., Any]) -> bool:
+    """Whether a forward passes its **kwargs on to a call other than that of its loss function.
+
+    Reads the source code; True if there is none.
+    """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
     except (OSError, TypeError, SyntaxError):
         return True
-    others = next((n.args.kwarg.arg for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.args.kwarg), None)
+    kwargs = next((n.args.kwarg.arg for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.args.kwarg), None)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and "loss" not in ast.unparse(node.func)]
-    named = [k.value.id for call in calls for k in call.keywords if k.arg is None and isinstance(k.value, ast.Name)]
-    return others is not None and others in named
+    unpacked = [k.value.id for call in calls for k in call.keywords if k.arg is None and isinstance(k.value, ast.Name)]
+    return kwargs is not None and kwargs in unpacked
