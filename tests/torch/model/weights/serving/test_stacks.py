@@ -94,7 +94,9 @@ def test_mxfp4_holds_experts_alone(tmp_path: Path) -> None:
         qt.export(trained, tmp_path / "other")
     trained = gpt_oss()
     qt.convert(trained, quaver.Rules({"*.experts": "mxfp8", "*": None}))
-    with pytest.raises(ValueError, match=r"experts: it has e2m1 codes .*high_precision=\['model.layers.0.mlp.experts'"):
+    with pytest.raises(
+        ValueError, match=r"experts: it holds E2M1 codes .*high_precision=\['model.layers.0.mlp.experts'"
+    ):
         qt.export(trained, tmp_path / "other", format="mxfp4")
 
 

@@ -1,10 +1,13 @@
-"""GPT-OSS's own format: the experts of a layer as blocks and scales, all else in high precision.
+"""Export format "mxfp4", that of GPT-OSS: the experts of a layer in MXFP4, everything else in high precision.
 
-    gate_up_proj_blocks  uint8 [E, 2 I, H / 32, 16], two codes a byte, the even k in the lower half
-    gate_up_proj_scales  uint8 [E, 2 I, H / 32], E8M0
-    down_proj_blocks, down_proj_scales  the same of [E, H, I]
+    tensor               dtype  shape                 content
+    gate_up_proj_blocks  uint8  [E, 2 I, H / 32, 16]  E2M1 codes, two a byte, the even k in the lower half
+    gate_up_proj_scales  uint8  [E, 2 I, H / 32]      E8M0 scales
+    down_proj_blocks     uint8  [E, H, I / 32, 16]
+    down_proj_scales     uint8  [E, H, I / 32]
 
-Rows are the features of the output, of gate and up by turns. Inputs stay in 16 bits.
+E experts, H hidden features, I features between the two projections. Rows of gate and up alternate: gate is in the even
+rows of gate_up_proj. Servers leave inputs in 16 bits.
 
 Source: the checkpoints openai/gpt-oss-20b and 120b, and transformers 5.23, integrations/mxfp4.py.
 """
@@ -28,13 +31,14 @@ from quaver.torch.model.weights.serving.layouts import (
 )
 from quaver.torch.numerics.quantized import Quantized
 
-#: What the published checkpoints name as left in high precision.
-HIGH = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
+#: Modules in high precision, as config.json of the published checkpoints lists them.
+HIGH_PRECISION = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
 
 
 def _scheme(layout: Layout, spec: QuantSpec, inputs: Inputs) -> Scheme:
+    # `inputs` is not used: readers never quantize the inputs of this format.
     if layout != "mx" or spec.format is not E2M1:
-        raise Unfit(f"it has e2m1 codes with an E8M0 scale for 32 of them, and the weight is {spec}")
+        raise Unfit(f"it holds E2M1 codes with one E8M0 scale for each 32 along k, and this weight is {spec}")
     return Scheme(name="mxfp4", layout=layout, weight=spec)
 
 
@@ -44,8 +48,9 @@ def _tensors(q: Quantized, scheme: Scheme, inputs: Inputs) -> dict[str, Tensor]:
 
 
 def _configuration(schemes: Mapping[str, Scheme], left: list[str]) -> dict[str, Any]:
+    # Layers whose experts are in high precision are not in the published list.
     experts = [name for name in left if name.endswith(".experts")]
-    return {"quant_method": "mxfp4", "modules_to_not_convert": [*HIGH, *experts]}
+    return {"quant_method": "mxfp4", "modules_to_not_convert": [*HIGH_PRECISION, *experts]}
 
 
 MXFP4 = FileFormat("mxfp4", "vLLM, SGLang, transformers", _scheme, _tensors, _configuration, stacked=True)

@@ -22,7 +22,7 @@ from quaver.torch.model.reach.heads import wrappers
 from quaver.torch.model.reach.kinds import kind_of
 from quaver.torch.model.reach.stacks import Alike
 from quaver.torch.model.weights.serving.layouts import Inputs, row_scales
-from quaver.torch.model.weights.serving.stacks import STACKS, layers_of
+from quaver.torch.model.weights.serving.stacks import STACKS, expert_layers
 from quaver.torch.model.weights.state_dicts import ADDED
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import ops
@@ -376,9 +376,9 @@ def _of_stack(each: list[Held], key: str, family: str) -> list[Held]:
         ValueError: no server that is known reads codes there.
     """
     one, served = each[0], STACKS.get(family)
-    if served is not None and served.pieces is None:
+    if served is not None and served.split is None:
         return [replace(one, expert=None, stack=len(each), pieces=[Piece(key, 0, len(each) * one.rows)])]
-    layers = () if served is None else layers_of(served, key)
+    layers = expert_layers(family, key)
     if not layers:
         raise ValueError(
             f"{one.module_name} ({type(one.layer).__name__}) trains quantized, its experts are one tensor {key} in "
@@ -398,9 +398,9 @@ def _asked_for(parted: Mapping[str, Tensor], family: str, module_name: str) -> l
     Args:
         parted: the stack as the checkpoint has it.
     """
-    served, names = STACKS.get(family), []
+    names: list[str] = []
     for key, part in parted.items():
-        layers = () if served is None else layers_of(served, key)
+        layers = expert_layers(family, key)
         if part.dim() == 3 and layers:
             names += [layer.format(expert) for expert in range(part.shape[0]) for layer in layers]
         else:
