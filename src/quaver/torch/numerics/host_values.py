@@ -3,7 +3,7 @@
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from quaver.torch.numerics.versions import has_version
+from quaver.torch.numerics.versions import has_reliable_version
 
 #: (version, values) of tensors on a device.
 _read: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -20,7 +20,7 @@ def host_values(t: Tensor) -> list[int]:
     The layers of a model that are given one `cu_seqlens` wait for the device once. A write through `.data` does not
     move a tensor's version, so it is not seen.
     """
-    if not waits(t) or not has_version(t):
+    if not waits(t) or not has_reliable_version(t):
         values: list[int] = t.tolist()
         return values
     known = _read.get(t)

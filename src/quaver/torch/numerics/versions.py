@@ -1,4 +1,4 @@
-"""Whether a tensor's version tells of every change of it, so that what was made of it may be cached by that."""
+"""Whether `Tensor._version` changes with every write, so that results made from a tensor may be cached by it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,15 +11,15 @@ from quaver.torch.numerics.tracing import is_tracing
 _C: Any = torch._C
 
 
-def _never(_: Tensor) -> bool:
-    return False
+#: Whether torch's CUDA graphs return this very tensor at each replay, which writes to it and leaves its version.
+#: Private to torch; always False where a release lacks it.
+is_replayed: Callable[[Tensor], bool] = getattr(_C, "_is_cached_tensor", lambda _: False)
 
 
-#: Whether torch's CUDA graphs return a tensor again at each replay, which writes to it without a trace.
-is_replayed: Callable[[Tensor], bool] = getattr(_C, "_is_cached_tensor", _never)
+def has_reliable_version(t: Tensor) -> bool:
+    """Whether equal versions of a tensor mean equal values.
 
-
-def has_version(t: Tensor) -> bool:
-    """False of a tensor made in inference mode, which has no version, and of an output of
-    torch.compile(mode="reduce-overhead"), which is the same object with the same version at each call."""
+    False for an inference tensor, which has no version, and for an output of `torch.compile(mode="reduce-overhead")`,
+    which is the same object with the same version at each call. A write through `.data` is never seen.
+    """
     return not t.is_inference() and (is_tracing() or not is_replayed(t))

@@ -121,7 +121,7 @@ class Entry:
         self.factor = factor
         #: What an implementation has made of it; it goes with it.
         self.ready: Any = None
-        #: Of a GPU's: `quaver.torch.backends.gpu.launching.written.Written`.
+        #: Of a GPU's: `quaver.torch.backends.gpu.launching.written.EntryByStream`.
         self.written: Any = None
 
     def free(self) -> None:
@@ -186,7 +186,7 @@ def lookup(
     entry = kept.now.get(side)
     if entry is None or entry.spec is not spec or entry.factor != factor or not entry.window.holds(weight):
         return None
-    return entry if entry.written is None else entry.written.read(entry)
+    return entry if entry.written is None else entry.written.on_current_stream(entry)
 
 
 def begin(layer: nn.Module, weight: Tensor, training: bool = True) -> _Window | None:
@@ -213,9 +213,9 @@ def keep(
         return None
     entry = Entry(q, window, spec, factor)
     if weight.is_cuda:
-        from quaver.torch.backends.gpu.launching.written import Written
+        from quaver.torch.backends.gpu.launching.written import EntryByStream
 
-        entry.written = Written(entry, weight.device)
+        entry.written = EntryByStream(entry, weight.device)
     kept = room(layer)
     (kept.held if window.held else kept.window)[side] = entry
     return entry

@@ -285,7 +285,7 @@ class Stepping:
             # A capture may allocate none.
             self._pinned = torch.empty((len(rows), FIELDS), dtype=torch.int64, device="cpu", pin_memory=True)
         if self._made is not None:
-            self._made.ready()
+            self._made.wait()
         if alike and words == self._words:
             return
         if not alike:

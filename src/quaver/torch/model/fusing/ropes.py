@@ -17,7 +17,7 @@ from quaver.torch.backends.gpu.launching import capture
 from quaver.torch.blocks.attention.rope.rotary import apply_rotary_to_both
 from quaver.torch.model.fusing.comparing import drawn
 from quaver.torch.model.reach.same import BOUNDS, close
-from quaver.torch.numerics.versions import has_version
+from quaver.torch.numerics.versions import has_reliable_version
 
 #: How tables [..., R] lie: an angle at both halves, at both of neighbours, or once.
 HALVES, PAIRS, ONCE = "halves", "pairs", "once"
@@ -53,7 +53,7 @@ class Rope:
 
     def _remembered(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """The tables of the last pair of tensors, which all layers of a model are given: made and kept once."""
-        if not (has_version(cos) and has_version(sin)) or cos.requires_grad or sin.requires_grad:
+        if not (has_reliable_version(cos) and has_reliable_version(sin)) or cos.requires_grad or sin.requires_grad:
             return self._tables(cos, sin)
         # What a graph allocates is filled at its replays alone.
         if capture.as_captured(cos.device):

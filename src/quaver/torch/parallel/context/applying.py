@@ -23,7 +23,7 @@ from quaver.torch.blocks.state_space.mamba2 import Mamba2
 from quaver.torch.blocks.transformer import TransformerLayer
 from quaver.torch.model import attention_modules
 from quaver.torch.model.reach.exchanging import PUT_ABOVE
-from quaver.torch.numerics.versions import has_version
+from quaver.torch.numerics.versions import has_reliable_version
 from quaver.torch.parallel.context.across import WAYS, attention, check_heads_divide, group_of, refuse
 from quaver.torch.parallel.context.exchange import Group, scatter_in_order
 from quaver.torch.parallel.context.parcels import spec_of
@@ -82,7 +82,7 @@ class ContextParallel:
             tokens: of this rank.
             cu_seqlens: of the whole batch, where sequences lie end to end.
         """
-        tells = cu_seqlens is None or has_version(cu_seqlens)
+        tells = cu_seqlens is None or has_reliable_version(cu_seqlens)
         asked = tokens, device, None if cu_seqlens is None or not tells else (id(cu_seqlens), cu_seqlens._version)
         kept = self._placed if tells else None
         if kept is not None and kept[0][:3] == asked:

@@ -145,14 +145,14 @@ class Weight:
         """
         x = self.values()
         assert x is not None
-        self.model.amaxes.ready()
+        self.model.amaxes.wait()
         seen = self.model.number, key, x.data_ptr() if self.unit is None or self.unit.dtype is None else 0
         kept = self.parts.get(side.name)
         if kept is None or kept[0] != seen:
             done = part(x, side, rows, self.agreed[side.name], factor)
             written = CrossStream([t for t in done if isinstance(t, Tensor)], x.device)
             kept = self.parts[side.name] = seen, done, written
-        kept[2].ready()
+        kept[2].wait()
         return kept[1]
 
     def joint(self, name: str, mesh: Any, key: float, factor: Given) -> Joint:

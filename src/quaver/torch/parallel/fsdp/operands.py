@@ -192,7 +192,7 @@ class Joint:
             place: uint8 in the shape of `room`, where scales are put in order; None takes a new one.
         """
         for each in self.written:
-            each.ready()
+            each.wait()
         side, own, n = self.side, self.own, self.rows.all
         data = gathered[0].view(-1, own.codes.shape[1])[:n].view(storage(side.spec.format))
         scale = own.common

@@ -29,7 +29,7 @@ def kept(recipe: str) -> tuple[nn.Module, nn.Parameter, Any, kept_weights.Entry]
     window = kept_weights.begin(layer, weight)
     entry = kept_weights.keep(layer, "fprop", weight, spec, 0.0, qt.quantize(weight, spec), window)
     assert entry is not None
-    entry.written = written.Written(entry, GPU)
+    entry.written = written.EntryByStream(entry, GPU)
     return layer, weight, spec, entry
 
 

@@ -1,4 +1,4 @@
-"""What is written on one stream of a GPU and read on others."""
+"""Tensors, and cached quantized weights, that one CUDA stream writes and others read."""
 
 import copy
 from collections.abc import Iterable
@@ -13,12 +13,12 @@ from quaver.torch.numerics.quantized import Quantized
 
 
 class CrossStream:
-    """Tensors that the current stream of a GPU has just written, to be read on any of its streams.
+    """Tensors that the current stream has just written, so that other streams can wait for them.
 
-    Off a GPU nothing is asked of streams. Nor while a CUDA graph is captured, which begins when the device is idle.
+    Does nothing on a CPU, or while a CUDA graph is captured: a capture begins when the device is idle.
 
     Args:
-        tensors: all of one device.
+        tensors: all on `device`.
     """
 
     __slots__ = ("_event", "_streams", "_tensors", "device")
@@ -28,11 +28,14 @@ class CrossStream:
         self._event: Any = None
         if device.type == "cuda" and not capture.capturing(device):
             self._event = torch.cuda.current_stream(device).record_event()
-            #: Handles of the streams that need not wait.
+            #: Handles of the streams that wrote the tensors or have waited.
             self._streams = {capture.stream_of(device)}
 
-    def ready(self) -> None:
-        """Have the current stream wait for the writing; freed memory waits for what this stream has queued by then."""
+    def wait(self) -> None:
+        """Have the current stream wait until the tensors are written; call it before the stream reads them.
+
+        The allocator reuses their memory only after the work that is queued on this stream when they are freed.
+        """
         if self._event is None or capture.stream_of(self.device) in self._streams or capture.capturing(self.device):
             return
         stream = torch.cuda.current_stream(self.device)
@@ -42,48 +45,54 @@ class CrossStream:
         self._streams.add(capture.stream_of(self.device))
 
 
-class Written:
-    """An entry of `quaver.torch.state.kept_weights` as the current stream has just written it.
+class EntryByStream:
+    """A cached quantized weight (`kept_weights.Entry`) of the current stream, with an entry for each other stream.
 
-    Another stream waits for that moment, once, and has an entry of its own on the same codes and scales: what an
-    implementation makes of them later, such as a transpose, belongs to the stream that makes it.
+    Entries share codes and scales; a stream waits once until these are written. What is derived from them later, such
+    as a transpose, is kept in the entry of the stream that made it.
+
+    Args:
+        entry: as the current stream has just written it.
     """
 
-    __slots__ = ("device", "memory", "quantized", "readers", "stream")
+    __slots__ = ("_entries", "_memory", "_quantized", "_stream", "device")
 
     def __init__(self, entry: Any, device: torch.device) -> None:
         self.device = device
-        self.stream = capture.stream_of(device)
-        self.quantized = _copied(entry.quantized)
-        whole = self.quantized.whole if isinstance(self.quantized, Stack) else self.quantized
-        self.memory = CrossStream(_tensors(whole), device)
-        #: Entries of other streams, by handle.
-        self.readers: dict[int, Any] = {}
+        self._stream = capture.stream_of(device)
+        # A copy from before anything is derived on this stream.
+        self._quantized = _shallow_copy(entry.quantized)
+        whole = self._quantized.whole if isinstance(self._quantized, Stack) else self._quantized
+        self._memory = CrossStream(_tensors_of(whole), device)
+        #: By the handle of the stream.
+        self._entries: dict[int, Any] = {}
 
-    def read(self, entry: Any) -> Any:
-        """The entry for the current stream."""
+    def on_current_stream(self, entry: Any) -> Any:
+        """The entry of the current stream, which waits for the tensors at the first call.
+
+        Args:
+            entry: that of the stream that wrote it.
+        """
         stream = capture.stream_of(self.device)
-        if stream == self.stream:
+        if stream == self._stream:
             return entry
-        reader = self.readers.get(stream)
-        if reader is None:
-            reader = self.readers[stream] = self._reader(entry)
-        return reader
-
-    def _reader(self, entry: Any) -> Any:
-        self.memory.ready()
-        return type(entry)(_copied(self.quantized), entry.window, entry.spec, entry.factor)
+        own = self._entries.get(stream)
+        if own is None:
+            self._memory.wait()
+            own = type(entry)(_shallow_copy(self._quantized), entry.window, entry.spec, entry.factor)
+            self._entries[stream] = own
+        return own
 
     def free(self) -> None:
-        """Let go of the codes, on all streams."""
-        for reader in self.readers.values():
-            reader.free()
+        """Free the entries of all other streams."""
+        for entry in self._entries.values():
+            entry.free()
 
 
-def _copied(q: Any) -> Any:
-    """An operand, or those of groups, on the same memory, as it lies now."""
+def _shallow_copy(q: Any) -> Any:
+    """A `Quantized` with its transpose, or a `Stack`, on the same tensors; changes to the copy leave `q` as it is."""
     if isinstance(q, Stack):
-        stack = Stack(q.parts, None if q.whole is None else _copied(q.whole))
+        stack = Stack(q.parts, None if q.whole is None else _shallow_copy(q.whole))
         stack.amax = q.amax
         return stack
     copied = copy.copy(q)
@@ -92,9 +101,10 @@ def _copied(q: Any) -> Any:
     return copied
 
 
-def _tensors(q: Quantized | None) -> list[Tensor]:
+def _tensors_of(q: Quantized | None) -> list[Tensor]:
+    """The tensors of an operand and of its transpose; none for None."""
     if q is None:
         return []
     operands = [q] if q.twin is None else [q, q.twin]
-    given = [t for each in operands for t in (each.data, each.scale, each.tensor_factor, each.amax)]
-    return [t for t in given if isinstance(t, Tensor)]
+    fields = [t for each in operands for t in (each.data, each.scale, each.tensor_factor, each.amax)]
+    return [t for t in fields if isinstance(t, Tensor)]

@@ -14,7 +14,7 @@ from quaver.torch.blocks.attention.rope import stretching
 from quaver.torch.blocks.attention.rope.positions import LAYOUTS, positions_of
 from quaver.torch.blocks.attention.rope.rotary import TABLES, apply_rotary
 from quaver.torch.numerics.tracing import is_tracing
-from quaver.torch.numerics.versions import has_version
+from quaver.torch.numerics.versions import has_reliable_version
 from quaver.torch.operations.selecting import unseen
 
 __all__ = ["RotaryEmbedding", "apply_rotary"]
@@ -106,7 +106,7 @@ class RotaryEmbedding(nn.Module):
             return self._build(x, positions, offset, layout, cu_seqlens)
         given = positions, offset, cu_seqlens
         tensors = tuple(t for t in given if isinstance(t, Tensor))
-        if not all(type(t) is Tensor and has_version(t) for t in tensors):
+        if not all(type(t) is Tensor and has_reliable_version(t) for t in tensors):
             return self._build(x, positions, offset, layout, cu_seqlens)
         versions = tuple(t._version for t in tensors)
         numbers = (id(t) if isinstance(t, Tensor) else t for t in given)
