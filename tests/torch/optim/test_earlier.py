@@ -15,7 +15,7 @@ from quaver.core.states.codes import StateSpec
 from quaver.core.states.presets import PRESETS
 from quaver.torch import optim
 from quaver.torch.linear.stored import storing
-from quaver.torch.optim.loading.earlier import EARLIER, written_by
+from quaver.torch.optim.loading.earlier import FIRST_FORM_PRESETS, saved_preset
 from quaver.torch.optim.loading.presets import packed
 from tests.torch.optim.test_loading import full_weight, layer_of, run, through_a_file
 
@@ -74,7 +74,7 @@ def in_first_form(optimizer: optim.Optimizer, p: Tensor, state: dict[str, Any]) 
     return meant
 
 
-@pytest.mark.parametrize("preset", EARLIER)
+@pytest.mark.parametrize("preset", FIRST_FORM_PRESETS)
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "tensorwise", "blockwise", "mxfp8"])
 @pytest.mark.parametrize("own", [False, True], ids=["named", "fields"])
 def test_they_are_read_as_they_were_written_and_converted(kind: str, preset: str, own: bool) -> None:
@@ -84,7 +84,9 @@ def test_they_are_read_as_they_were_written_and_converted(kind: str, preset: str
     run(layer, optimizer, 1)
     saved = through_a_file(optimizer.state_dict())
     meant = in_first_form(optimizer, layer.weight, saved["state"][0])
-    said = packed(replace(EARLIER[preset], name="mine", codes=PRESETS[preset].codes, bfloat16=PRESETS[preset].bfloat16))
+    said = packed(
+        replace(FIRST_FORM_PRESETS[preset], name="mine", codes=PRESETS[preset].codes, bfloat16=PRESETS[preset].bfloat16)
+    )
     assert isinstance(said, dict) and said.pop("form") == 2
     saved["param_groups"][0]["preset"] = said if own else preset
     with pytest.warns(UserWarning, match=f"of preset {'mine' if own else preset}, in its first form, were converted"):
@@ -111,15 +113,15 @@ def test_they_are_read_as_they_were_written_and_converted(kind: str, preset: str
 def test_what_is_written_today_says_so() -> None:
     for name, preset in PRESETS.items():
         changed = any("mitchell" in spec.code for spec in (preset.first, preset.second))
-        assert (name in EARLIER) == changed == (packed(name) != name)
-        assert written_by(packed(name)) == preset
+        assert (name in FIRST_FORM_PRESETS) == changed == (packed(name) != name)
+        assert saved_preset(packed(name)) == preset
         other = replace(preset, name="mine")
-        assert written_by(packed(other)) == other
+        assert saved_preset(packed(other)) == other
     with pytest.raises(ValueError, match="preset 'lean/3' is not known"):
-        written_by("lean/3")
+        saved_preset("lean/3")
 
 
-@pytest.mark.parametrize("preset", EARLIER)
+@pytest.mark.parametrize("preset", FIRST_FORM_PRESETS)
 def test_a_form_that_is_not_known_changes_nothing(preset: str) -> None:
     layer = layer_of("tensorwise")
     optimizer = optim.AdamW(layer.parameters(), lr=1e-3, preset=preset)

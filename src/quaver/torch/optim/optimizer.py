@@ -14,8 +14,8 @@ from quaver.torch.operations.ops import no_kernels
 from quaver.torch.optim import weights
 from quaver.torch.optim.gradients.held import Gradients
 from quaver.torch.optim.gradients.release import Release
-from quaver.torch.optim.loading.beginning import States
-from quaver.torch.optim.loading.kept import Kept, groups_of
+from quaver.torch.optim.loading.beginning import LazyStates
+from quaver.torch.optim.loading.kept import OptimizerBase, groups_of
 from quaver.torch.optim.loading.presets import preset_of
 from quaver.torch.optim.quantized_gradient import local_quantized
 from quaver.torch.optim.refusals import (
@@ -39,7 +39,7 @@ from quaver.torch.state.history.agreement import check_agreement
 TOGETHER = 1 << 24
 
 
-class Optimizer(Kept):
+class Optimizer(OptimizerBase):
     """What `AdamW` and the others are.
 
     A parameter group may have a `preset` of its own. Norms, biases and tensors of fewer than 4096 elements are kept in
@@ -78,9 +78,9 @@ class Optimizer(Kept):
         self.counted: dict[Tensor, tuple[Tensor, int]] = {}
         self.gradients = Gradients()
         self._release: Release | None = None
-        #: Weights of codes of which a rank knows the largest magnitude of its own rows alone.
-        self._alone: set[Tensor] = set()
-        #: Of weights of codes: what `layout.versions` was after the last step.
+        #: Sharded weights whose state "amax" covers only the rows of this rank.
+        self._local_amax: set[Tensor] = set()
+        #: By weight of codes: `layout.versions` after the last step.
         self._stepped: dict[Tensor, Any] = {}
         #: How many groups' options ranks have compared.
         self._compared = 0
@@ -88,7 +88,7 @@ class Optimizer(Kept):
         self._resolution: list[float] = []
         defaults["seed"] = seed
         super().__init__(groups_of(params), defaults)
-        self.state = States(self._begun)
+        self.state = LazyStates(self._initial_state)
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("nonfinite", "statistics", "compile", "skipped", "_warned", "_resolution")
@@ -97,14 +97,14 @@ class Optimizer(Kept):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        kept, self.state = self.state, States(self._begun)
+        kept, self.state = self.state, LazyStates(self._initial_state)
         self.state.update(kept)
         if "gradients" in self.__dict__:
             return
         # A copy: of gradients and counts it has none, and a step in backward is asked for anew.
         self.gradients, self._release, self.counted = Gradients(), None, {}
         self._programs = Compiled() if self.compile else None
-        self._kernels, self._said, self._alone, self._stepped, self._compared = {}, set(), set(), {}, 0
+        self._kernels, self._said, self._local_amax, self._stepped, self._compared = {}, set(), set(), {}, 0
         for group in self.param_groups:
             for p in group["params"]:
                 self._prepare(p, group)
@@ -202,7 +202,7 @@ class Optimizer(Kept):
             if own:
                 begun += self._begin_group(group, own, keep, factor, taken)
         every = [one for _, _, one in begun]
-        told = ranks.agree(every, self._alone)
+        told = ranks.agree(every, self._local_amax)
         waiting: list[Callable[[], object]] = []
         elements = 0
         for at, of, one in begun:
@@ -349,7 +349,7 @@ class Optimizer(Kept):
             way = self.way(p, group)
             asks = way.keeping.spec is not None and layout.divided(p)
             if p in scalars or asks:
-                self._know_amax(p, way)
+                self._ensure_amax(p, way)
                 amax = layout.local(self.state[p]["amax"]) if way.predicts else None
                 # Of others they are looked up when their turn comes: some are copies.
                 parts, own_factor = self.parts(p, way) if asks else None, self._factor(p, factor)
@@ -372,7 +372,7 @@ class Optimizer(Kept):
                 left.append((number, p))
                 continue
             way = self.way(p, group)
-            self._know_amax(p, way)
+            self._ensure_amax(p, way)
             given = (way, self.parts(p, way), layout.flat_place(p, layout.leading(p, rule.whole)))
             if on_gpu.TAKES(weight, *given, state["step"]):
                 row = on_gpu.row(*given, group["seed"], number, state, self._factor(p, factor))

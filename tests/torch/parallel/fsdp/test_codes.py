@@ -579,7 +579,9 @@ def weights_in_another_order(rank: int) -> None:
     parameters = list(net.parameters())
     optimizer = optim.AdamW(parameters[::-1] if rank else parameters, lr=1e-2, preset="lean")
     net(torch.ones(4, 96)).sum().backward()
-    says = r"rank 0: .*weights in codes \['0.weight', '2.weight'\]; rank 1: .*weights in codes \['2.weight', '0.weight'\]"
+    says = (
+        r"rank 0: .*weights in codes \['0.weight', '2.weight'\]; rank 1: .*weights in codes \['2.weight', '0.weight'\]"
+    )
     with pytest.raises(ValueError, match=says):
         optimizer.step()
     # Of groups that come later, too.

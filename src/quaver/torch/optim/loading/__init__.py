@@ -1,1 +1,1 @@
-"""What optimizers keep of parameters, and state dicts of any preset or library; nothing is stepped here."""
+"""Optimizer states: create, save and load them, and convert those of other presets and libraries."""

@@ -1,8 +1,8 @@
-"""The states of parameters that have not stepped yet, where a state dict is asked for or filled before the first step.
+"""`LazyStates`: optimizer states that are created at the first access, so that checkpoints load before a first step.
 
-torch.distributed.checkpoint makes states by a step with gradients of zeros. Such a gradient has the parameter's dtype,
-which codes refuse, and the step counts as one. It does so where `optimizer.state` is false as a condition; this one
-never is, and begins a state when that is asked for.
+If `optimizer.state` is empty, torch.distributed.checkpoint creates states by a step with gradients of zeros. Here that
+step would fail for weights stored as codes, since such a gradient has the parameter's dtype, and it would count as a
+step. `LazyStates` is true even if it is empty, so that torch skips that step.
 """
 
 from collections import defaultdict
@@ -13,28 +13,26 @@ from weakref import WeakMethod
 from torch import Tensor
 
 
-class States(defaultdict[Tensor, Any]):
-    """What an optimizer keeps, by parameter."""
+class LazyStates(defaultdict[Tensor, Any]):
+    """The state of each parameter, created at the first access.
 
-    def __init__(self, first: Callable[[Tensor], dict[str, Tensor]]) -> None:
-        """Begin.
+    Args:
+        initial_state: a method of the optimizer that creates a parameter's state; only a weak reference is kept.
+    """
 
-        Args:
-            first: a method that gives a parameter's first state. Its object, which has these states, is not kept alive.
-        """
+    def __init__(self, initial_state: Callable[[Tensor], dict[str, Tensor]]) -> None:
         super().__init__(dict)
-        self._first = WeakMethod(first)
+        self._initial_state = WeakMethod(initial_state)
 
     def __bool__(self) -> bool:
         return True
 
     def __missing__(self, p: Tensor) -> dict[str, Tensor]:
-        first = self._first()
-        assert first is not None
-        self[p] = first(p)
-        state: dict[str, Tensor] = self[p]
+        initial_state = self._initial_state()
+        assert initial_state is not None
+        state = self[p] = initial_state(p)
         return state
 
     def __reduce__(self) -> Any:
-        # A copy belongs to another optimizer.
+        # A copy or pickle belongs to another optimizer, which wraps it again.
         return defaultdict, (dict,), None, None, iter(self.items())

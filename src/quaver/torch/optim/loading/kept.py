@@ -1,6 +1,7 @@
-"""What an optimizer keeps of each parameter: in how many bits, what it begins with, and the state dicts of it."""
+"""`OptimizerBase`: the state of each parameter, in the formats of its preset, and state dicts."""
 
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
@@ -14,8 +15,8 @@ from quaver.torch.linear.stored import storing
 from quaver.torch.optim import codes, weights
 from quaver.torch.optim.gradients.held import Gradients
 from quaver.torch.optim.loading import moments, rules
-from quaver.torch.optim.loading.converting import states_of
-from quaver.torch.optim.loading.earlier import written_by
+from quaver.torch.optim.loading.converting import convert_state
+from quaver.torch.optim.loading.earlier import saved_preset
 from quaver.torch.optim.loading.presets import packed, preset_of
 from quaver.torch.optim.loading.rules import CODES, key_of
 from quaver.torch.optim.quantized_gradient import local_quantized
@@ -24,32 +25,33 @@ from quaver.torch.optim.rules.rule import Rule
 from quaver.torch.optim.stepping import layout, ranks, stacks
 from quaver.torch.optim.stepping.pieces import Parts, Way
 
-#: Tensors below are kept in high precision.
+#: Tensors with fewer elements have float32 states, unless their weight is codes.
 SMALL = 4096
 
 
-class Kept(torch.optim.Optimizer):
-    """An optimizer that does not step yet: presets say what it keeps."""
+class OptimizerBase(torch.optim.Optimizer):
+    """The part of `Optimizer` that creates, loads and saves states, without its step."""
 
-    #: Gradients that are kept in few bits.
+    #: Gradients that are stored in fewer bits between backward and step.
     gradients: Gradients
+    #: Whether clamped updates are counted.
     statistics: bool
-    #: Weights of codes of which a rank knows the largest magnitude of its own rows alone.
-    _alone: set[Tensor]
-    #: Of weights of codes: what `layout.versions` was after the last step.
+    #: Sharded weights whose state "amax" covers only the rows of this rank.
+    _local_amax: set[Tensor]
+    #: By weight of codes: `layout.versions` after the last step.
     _stepped: dict[Tensor, Any]
 
     def rule(self, group: Mapping[str, Any], preset: Preset) -> Rule:
-        """The formula of a group."""
+        """The update rule of a parameter group."""
         raise NotImplementedError
 
     def preset(self, p: Tensor, group: Mapping[str, Any]) -> Preset:
-        """What is kept for a parameter: the group's preset, or that of high precision."""
+        """The preset of a parameter: that of its group, or "float32" for vectors and small tensors."""
         small = p.dim() < 2 or p.numel() < SMALL
         return PRESETS["float32"] if small and not storing.holds_codes(p) else preset_of(group["preset"])
 
     def way(self, p: Tensor, group: Mapping[str, Any]) -> Way:
-        """How a parameter steps."""
+        """How a parameter steps, with the formats of its weight, states and gradient."""
         preset = self.preset(p, group)
         rule = self.rule(group, preset)
         specs = tuple(preset.first if signed else preset.second for signed in rule.signed)
@@ -59,15 +61,15 @@ class Kept(torch.optim.Optimizer):
         spec = None if held is None else held.contents.spec
         return Way(rule, keeping, specs, spec, predicts and rule.bounded, self.statistics)
 
-    def _know_amax(self, p: Tensor, way: Way) -> None:
-        """Have the largest magnitudes of a weight's blocks in its state, if its scales are predicted, and only then."""
+    def _ensure_amax(self, p: Tensor, way: Way) -> None:
+        """Have the amaxes of the weight's blocks in its state if its scales are predicted; else remove them."""
         if not way.predicts:
             self.state[p].pop("amax", None)
         elif "amax" not in self.state[p]:
             self.state[p]["amax"] = self._amax(p, way, self.parts_of_weight(p, way))
 
     def _amax(self, p: Tensor, way: Way, tensors: tuple[Tensor, ...]) -> Tensor:
-        """The largest magnitudes of a weight's blocks, which lie as its rows do; on ranks, of this one's rows."""
+        """The amaxes of the weight's blocks, sharded like its rows; of a sharded weight those of this rank's rows."""
         assert way.keeping.spec is not None
         if stacks.is_stack(p, way.keeping.spec):
             each = [ranks.of_segment(Parts(tensors, (), ()), segment).weight for segment in ranks.segments(p, way)]
@@ -76,12 +78,12 @@ class Kept(torch.optim.Optimizer):
         amax = weights.block_amax(way.keeping.spec, weights.read(way.keeping, tensors))
         if not layout.divided(p):
             return amax
-        self._alone.add(p)
+        self._local_amax.add(p)
         height = way.keeping.spec.block[0]
         return amax if height is None else layout.like(p, amax, (-(-p.shape[0] // height), amax.shape[1]))
 
     def parts(self, p: Tensor, way: Way) -> Parts:
-        """All that a parameter's step reads and writes, this rank's part, as matrices."""
+        """All tensors that a parameter's step reads and writes, this rank's shards, as matrices."""
         state = self.state[p]
         moments = tuple(
             tuple(layout.local(state[key]) for key in (key_of(name, spec), f"{name}_scale") if key in state)
@@ -90,48 +92,49 @@ class Kept(torch.optim.Optimizer):
         held = local_quantized(p.grad)
         gradient = (layout.gradient(p),) if held is None else held.contents.codes or ()
         rows_of = layout.leading(p, way.rule.whole)
-        # A rank may have no rows at all.
+        # Passed only if trailing dimensions are flattened. It is 0 for a shard without rows, too.
         number = prod(layout.local(p).shape[:rows_of]) if rows_of < p.dim() - 1 else 0
         return layout.as_rows(Parts(self.parts_of_weight(p, way), moments, gradient), number)
 
     def parts_of_weight(self, p: Tensor, way: Way) -> tuple[Tensor, ...]:
-        """All that says a parameter's weight, this rank's part, as matrices."""
-        beside = [layout.local(self.state[p][name]) for name in way.keeping.states]
-        return tuple(layout.rows(t) for t in (*layout.weight_of(p, way), *beside))
+        """The tensors that hold a parameter's weight, this rank's shards, as matrices, in the order of `Keeping`."""
+        states = [layout.local(self.state[p][name]) for name in way.keeping.states]
+        return tuple(layout.rows(t) for t in (*layout.weight_of(p, way), *states))
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's. Codes keep their dtypes, and groups name their presets as plain data."""
+        """As `torch.optim.Optimizer.state_dict`, with codes in their dtypes and presets as plain data."""
         parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         if not len(self.state) and all(p.grad is None for p in parameters):
-            # Room for what torch.distributed.checkpoint loads.
-            self.state.update({p: self._begun(p) for p in parameters})
+            # torch.distributed.checkpoint loads into the tensors of this state dict.
+            self.state.update({p: self._initial_state(p) for p in parameters})
         # Before hooks of the user's, which see what is saved.
-        handle = self.register_state_dict_post_hook(_packed_groups, prepend=True)
+        handle = self.register_state_dict_post_hook(_pack_groups, prepend=True)
         try:
             return super().state_dict()
         finally:
             handle.remove()
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Take up a state dict of any preset, of torch.optim, torchao.optim or MS-AMP; load the model before it.
+        """Load a state dict of any preset, or of torch.optim, torchao.optim or MS-AMP. Load the model first.
 
-        The groups keep their presets: states that were kept otherwise, or in the first form of theirs, are converted,
-        which a warning says. Where it raises nothing was loaded.
+        The groups keep their presets; states in other formats are converted, with a warning.
+
         Raises:
-            ValueError: a state dict of another rule, of other groups or shapes, or with options that are not honoured.
+            ValueError: a state dict of another rule, of other groups or shapes, or with options that are not supported.
+                Nothing is loaded then.
         """
-        before = self.param_groups, self.state, set(self._alone)
+        before = self.param_groups, self.state, set(self._local_amax)
         try:
             self._load(state_dict)
         except BaseException:
-            # torch has made new groups and a new state, and left these as they were.
-            self.param_groups, self.state, self._alone = before
+            # torch replaces groups and state by new objects, so the old ones are unchanged.
+            self.param_groups, self.state, self._local_amax = before
             raise
 
     def _load(self, state_dict: Any) -> None:
-        """`load_state_dict`, which may leave some of it loaded where it raises."""
-        taken: dict[str, Any] = {}
-        own, lost = self.param_groups, dict[str, int]()
+        """`load_state_dict` that may have loaded a part when it raises."""
+        own, loaded = self.param_groups, dict[str, Any]()
+        messages: Counter[str] = Counter()
 
         def check(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
             missing = [name for name in ("state", "param_groups") if not isinstance(state_dict.get(name), dict | list)]
@@ -139,34 +142,36 @@ class Kept(torch.optim.Optimizer):
                 raise ValueError(f"a state dict has a dict `state` and a list `param_groups`; {rules.DAMAGED}")
             for mine, group in zip(own, state_dict["param_groups"], strict=False):
                 rules.check_group(group, mine)
-            said = [group.get("preset") for group in state_dict["param_groups"]]
-            taken.update(state_dict, before=[None if preset is None else written_by(preset) for preset in said])
+            loaded.update(state_dict)
             return {**state_dict, "state": {}}
 
-        def take(_: torch.optim.Optimizer) -> None:
-            self._take(taken, own, lost)
+        def convert(_: torch.optim.Optimizer) -> None:
+            messages.update(self._convert(loaded, own))
 
-        # Behind and before hooks of the user's: these see whole state dicts, and states that are loaded.
+        # After the user's pre-hooks, which may change the state dict, and before post-hooks, which see loaded states.
         handles = [
             self.register_load_state_dict_pre_hook(check),
-            self.register_load_state_dict_post_hook(take, prepend=True),
+            self.register_load_state_dict_post_hook(convert, prepend=True),
         ]
         try:
             super().load_state_dict(state_dict)
         finally:
             for handle in handles:
                 handle.remove()
-        for sentence, number in lost.items():
-            warnings.warn(f"{number} parameters: {sentence}", stacklevel=3)
+        for message, number in messages.items():
+            warnings.warn(f"{number} parameters: {message}", stacklevel=3)
 
-    def _take(self, taken: Mapping[str, Any], own: list[dict[str, Any]], lost: dict[str, int]) -> None:
-        """Complete loaded groups, and convert states.
+    def _convert(self, loaded: Mapping[str, Any], own: list[dict[str, Any]]) -> list[str]:
+        """Complete the groups that torch has loaded, and load the states.
 
         Args:
-            taken: a state dict, and under `before` the presets that wrote it.
+            loaded: the state dict.
             own: the groups before.
-            lost: sentences to warn of, and of how many parameters; added to.
+        Returns:
+            Warnings, one for each parameter that they are about.
         """
+        names = [group.get("preset") for group in loaded["param_groups"]]
+        saved_presets = [None if preset is None else saved_preset(preset) for preset in names]
         for group, mine in zip(self.param_groups, own, strict=True):
             group["preset"] = mine["preset"]
             for name, value in (self.defaults | {"rule": mine["rule"]} if "rule" in mine else self.defaults).items():
@@ -174,84 +179,89 @@ class Kept(torch.optim.Optimizer):
             if group.get("adjust_lr_fn", "") is None:
                 group["adjust_lr_fn"] = "original"
             if "betas" in group:
-                # Others do not say whether their betas stayed; schedulers that cycle them leave this in the group.
+                # Other libraries do not say whether betas were constant. Schedulers that change them add max_momentum.
                 steady = () if "max_momentum" in group else tuple(group["betas"])
                 group.setdefault("steady_betas", steady)
             check_group(type(self).__name__, group)
-        for group, saved, written in zip(self.param_groups, taken["param_groups"], taken["before"], strict=True):
+        messages = []
+        for group, saved, preset in zip(self.param_groups, loaded["param_groups"], saved_presets, strict=True):
             for p, key in zip(group["params"], saved["params"], strict=True):
-                if key in taken["state"]:
-                    rules.check_state(key, taken["state"][key], self.rule(group, self.preset(p, group)))
-                    self._load_state(p, group, taken["state"][key], written, lost)
+                if key in loaded["state"]:
+                    rules.check_state(key, loaded["state"][key], self.rule(group, self.preset(p, group)))
+                    messages += self._load_state(p, group, loaded["state"][key], preset)
+        return messages
 
     def _load_state(
-        self,
-        p: Tensor,
-        group: Mapping[str, Any],
-        saved: Mapping[str, Any],
-        written: Preset | None,
-        said: dict[str, int],
-    ) -> None:
-        way, old = self.way(p, group), None
-        if written is not None:
-            old = self.way(p, {**group, "preset": written})
-            specs = (written.first if signed else written.second for signed in way.rule.signed)
+        self, p: Tensor, group: Mapping[str, Any], saved: Mapping[str, Any], preset: Preset | None
+    ) -> list[str]:
+        """Load one parameter's state.
+
+        Args:
+            saved: its entry of the state dict.
+            preset: the one that wrote it; None for another library.
+        Returns:
+            Warnings: what was missing, and what was converted.
+        """
+        way, saved_way = self.way(p, group), None
+        if preset is not None:
+            saved_way = self.way(p, {**group, "preset": preset})
+            specs = (preset.first if signed else preset.second for signed in way.rule.signed)
             found = {name: saved.get(name + CODES, saved.get(name)) for name in way.rule.names}
-            old = replace(
-                old,
-                moments=tuple(
-                    was if kept is None else moments.spec_of(name, kept, saved.get(f"{name}_scale"), spec)
-                    for (name, kept), was, spec in zip(found.items(), old.moments, specs, strict=True)
-                ),
+            saved_specs = tuple(
+                own if moment is None else moments.spec_of(name, moment, saved.get(f"{name}_scale"), spec)
+                for (name, moment), own, spec in zip(found.items(), saved_way.moments, specs, strict=True)
             )
+            saved_way = replace(saved_way, moments=saved_specs)
+        # A shard may begin within a block of scales: read it with a scale for each row.
         keeping, tensors = layout.in_own_rows(p, way.keeping)
-        before = None if old is None else replace(old, keeping=layout.in_own_rows(p, old.keeping)[0])
+        by_rows = None if saved_way is None else replace(saved_way, keeping=layout.in_own_rows(p, saved_way.keeping)[0])
         weight = tuple(layout.rows(t) for t in tensors)
-        state, lost = states_of(p, saved, replace(way, keeping=keeping), before, weight)
+        state, missing = convert_state(p, saved, replace(way, keeping=keeping), by_rows, weight)
         first = self.first_state(p, group)
         self.state[p] = {**first, **{name: value for name, value in state.items() if name in first}}
         self.state[p]["step"] = first["step"] + state["step"].to(first["step"].device)
         self.state[p].pop("amax", None)
-        self._know_amax(p, way)
+        self._ensure_amax(p, way)
         self._stepped.pop(p, None)
-        if lost:
-            said[lost] = said.get(lost, 0) + 1
-        if old is None or old.moments != way.moments or old.keeping != way.keeping:
-            wrote = "another library" if written is None else f"preset {written.name}"
-            sentence = f"states of {wrote} were converted to preset {self.preset(p, group).name}"
-            said[sentence] = said.get(sentence, 0) + 1
+        messages = [missing] if missing else []
+        if saved_way is None or saved_way.moments != way.moments or saved_way.keeping != way.keeping:
+            source = "another library" if preset is None else f"preset {preset.name}"
+            messages.append(f"states of {source} were converted to preset {self.preset(p, group).name}")
+        return messages
 
-    def _begun(self, p: Tensor) -> dict[str, Tensor]:
-        """What a parameter starts with; nothing of one that is not this optimizer's, as torch's have it."""
+    def _initial_state(self, p: Tensor) -> dict[str, Tensor]:
+        """`first_state` of a parameter; {} for a tensor that is not a parameter of this optimizer, as in torch."""
         groups = [group for group in self.param_groups if any(p is each for each in group["params"])]
         return self.first_state(p, groups[0]) if groups else {}
 
     def first_state(self, p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
-        """What a parameter starts with."""
+        """The state of a parameter before its first step."""
         way = self.way(p, group)
         device = p.device
         state = {"step": torch.zeros((), dtype=torch.float32, device=device if device.type == "cuda" else "cpu")}
         own, rows_of = layout.local(p), layout.leading(p, way.rule.whole)
         for name, spec in zip(way.rule.names, way.moments, strict=True):
-            held = torch.zeros(own.shape, dtype=codes.code_dtype(spec.of), device=own.device)
-            state[key_of(name, spec)] = layout.like(p, held, p.shape)
+            moment = torch.zeros(own.shape, dtype=codes.code_dtype(spec.of), device=own.device)
+            state[key_of(name, spec)] = layout.like(p, moment, p.shape)
             if spec.of.scaled:
-                shape, every = (
+                shape, full_shape = (
                     codes.scale_shape(layout.flat(t.shape, rows_of), spec.block, spec.of.numbers) for t in (own, p)
                 )
                 scale = torch.zeros(shape, dtype=codes.SCALE_DTYPES[spec.scale], device=own.device)
-                state[f"{name}_scale"] = layout.like(p, scale, every)
+                state[f"{name}_scale"] = layout.like(p, scale, full_shape)
         value = layout.value_of(p) if way.keeping.kind in ("float32", "float16") else None
-        beside = weights.first_states(way.keeping, own, value)
+        weight_states = weights.first_states(way.keeping, own, value)
         initial = layout.initial_of(p, way)
         if initial is not None:
+            # The layer has its value from before quantization: start from that instead of the codes.
             keeping, tensors = layout.in_own_rows(p, way.keeping)
-            written = weights.around(keeping, layout.rows(initial), (*tensors, *(layout.rows(t) for t in beside)))
-            beside = tuple(t.view(own.shape) if t.dim() else t for t in written)
-        for name, tensor in zip(way.keeping.states, beside, strict=True):
+            states = weights.around(keeping, layout.rows(initial), (*tensors, *map(layout.rows, weight_states)))
+            weight_states = tuple(t.view(own.shape) if t.dim() else t for t in states)
+        for name, tensor in zip(way.keeping.states, weight_states, strict=True):
             state[name] = layout.like(p, tensor, p.shape) if tensor.shape == own.shape else tensor
         if way.predicts:
-            state["amax"] = self._amax(p, way, tuple(layout.rows(t) for t in (*layout.weight_of(p, way), *beside)))
+            tensors = [layout.rows(t) for t in (*layout.weight_of(p, way), *weight_states)]
+            state["amax"] = self._amax(p, way, tuple(tensors))
         return state
 
     def _check_state(self, p: Tensor, group: Mapping[str, Any]) -> None:
@@ -286,18 +296,18 @@ class Kept(torch.optim.Optimizer):
                 )
 
 
-def _packed_groups(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Have a state dict name presets as plain data."""
+def _pack_groups(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Replace presets by plain data in a state dict, in place."""
     for group in state["param_groups"]:
         group["preset"] = packed(group["preset"])
-    # torch's SGD begins a buffer anew that it does not find: at one without elements its step fails.
+    # torch's SGD would silently start from a zero momentum if it found no buffer; with an empty one its step fails.
     for key, own in state["state"].items():
         if f"momentum_buffer{CODES}" in own:
             state["state"][key] = {**own, "momentum_buffer": torch.empty(0, dtype=torch.float32, device="cpu")}
 
 
 def groups_of(params: Any) -> Any:
-    """Parameter groups of a model: embeddings are kept in float32; what is no model stays as it is."""
+    """Parameter groups of a model, with preset "float32" for embeddings; anything else than a module as it is."""
     if not isinstance(params, nn.Module):
         return params
     embeddings = {id(p) for module in params.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}

@@ -1,8 +1,9 @@
-"""Moments of a state dict as float32, whichever library wrote them.
+"""Read moments of a state dict as float32, whichever library wrote them.
 
-torch's are floats. torchao's low-bit optimizers keep tensors with a `dequantize` of their own. MS-AMP's are objects
-with `value`, codes or float16 numbers, and `meta.scale_inv`, by which these are multiplied. Sources: torchao.optim
-0.18; Azure/MS-AMP, msamp/optim/adamw.py.
+torch.optim     float tensors
+torchao.optim   tensor subclasses with `codes` and `dequantize()`, version 0.18
+MS-AMP          objects with `value`, FP8 codes or float16, times `meta.scale_inv` (msamp/optim/adamw.py)
+Quaver          codes and scales in the format of the preset
 """
 
 from typing import Any
@@ -15,64 +16,71 @@ from quaver.torch.optim import codes
 from quaver.torch.optim.loading.rules import DAMAGED
 from quaver.torch.optim.stepping import layout
 
-#: MS-AMP's dtypes stand for formats: torch had none of eight bits when it was written.
+#: The FP8 dtype of MS-AMP's codes, which it stores as integers: it is older than torch's FP8 dtypes.
 MSAMP = {torch.uint8: torch.float8_e4m3fn, torch.int8: torch.float8_e5m2}
 
 
 def spec_of(name: str, saved: Any, scale: Any, spec: StateSpec) -> StateSpec:
-    """How a moment was written by a preset of ours whose spec is `spec`: a small one in float32, unless the weight was
-    codes at that time. Raises: ValueError, of what is neither."""
+    """The format of a moment that a preset of Quaver wrote: `spec`, or float32, as for small tensors.
+
+    Args:
+        name: of the moment, for the error.
+        saved: the moment in the state dict, with its `scale` or None.
+        spec: the format of the preset.
+    Raises:
+        ValueError: a dtype, or a missing scale, that is neither.
+    """
     dtype = getattr(saved, "dtype", type(saved).__name__)
     if dtype == codes.code_dtype(spec.of) and spec.of.scaled == (scale is not None):
         return spec
     if dtype is torch.float32 and scale is None:
         return FLOAT32
     raise ValueError(
-        f"{name} was saved as {dtype} {'without' if scale is None else 'with'} scales, and its preset keeps "
-        f"{spec.text}; {DAMAGED}"
+        f"{name} was saved as {dtype} {'without' if scale is None else 'with'} scales, where its preset "
+        f"stores {spec.text} or float32; {DAMAGED}"
     )
 
 
 def check_scales(name: str, saved: Tensor, scale: Tensor, spec: StateSpec) -> None:
-    """Refuse scales that do not fit their codes. Raises: ValueError."""
-    # A release that did not flatten trailing dimensions had other blocks.
+    """Check the shape and dtype of scales against their codes. Raises: ValueError."""
+    # Earlier releases did not flatten trailing dimensions before they divided rows into blocks.
     flat = [layout.flat(saved.shape, rows_of) for rows_of in range(max(saved.dim(), 1))]
     shapes = {codes.scale_shape(shape, spec.block, spec.of.numbers) for shape in flat}
     dtype = codes.SCALE_DTYPES[spec.scale]
     if tuple(scale.shape) not in shapes or scale.dtype != dtype:
         raise ValueError(
-            f"{name}_scale has shape {tuple(scale.shape)} and dtype {scale.dtype}, and codes {tuple(saved.shape)} of "
-            f"{spec.text} have scales of {dtype} of shape {' or '.join(map(str, sorted(shapes)))}; {DAMAGED}"
+            f"{name}_scale has shape {tuple(scale.shape)} and dtype {scale.dtype}; codes {tuple(saved.shape)} of "
+            f"{spec.text} need {dtype} scales of shape {' or '.join(map(str, sorted(shapes)))}; {DAMAGED}"
         )
 
 
 def values(saved: Any, scale: Tensor | None, spec: StateSpec | None) -> Tensor:
-    """A moment, float32 of the parameter's shape.
+    """A moment as float32, of the parameter's shape.
 
     Args:
-        saved: as it lies in the state dict.
-        scale: of ours.
-        spec: how ours was written; None: another library's.
+        saved: the moment in the state dict.
+        scale: its scales, if Quaver wrote it as codes.
+        spec: its format, if Quaver wrote it; None for another library.
     Raises:
-        ValueError: integers of an unknown library.
+        ValueError: integers, or an object, of an unknown library.
     """
     if spec is not None:
-        # Dimensions that blocks run on over are one dimension of the scales.
+        # Blocks may run along several trailing dimensions, which are one dimension of the scales.
         flattened = scale is not None and 0 < scale.dim() < saved.dim()
-        held = saved.flatten(scale.dim() - 1) if flattened else saved  # type: ignore[union-attr]
-        return codes.decode(held, scale, spec).view(saved.shape)
+        data = saved.flatten(scale.dim() - 1) if flattened else saved  # type: ignore[union-attr]
+        return codes.decode(data, scale, spec).view(saved.shape)
     meta = getattr(saved, "meta", None)
     if meta is not None and hasattr(meta, "scale_inv"):
         value: Tensor = saved.value
-        number = value.view(MSAMP[value.dtype]) if value.dtype in MSAMP else value
-        return number.float() * meta.scale_inv.float()
+        floats = value.view(MSAMP[value.dtype]) if value.dtype in MSAMP else value
+        return floats.float() * meta.scale_inv.float()
     if type(saved) is not Tensor and hasattr(saved, "codes") and hasattr(saved, "dequantize"):
         decoded: Tensor = saved.dequantize()
         return decoded.float()
     if not isinstance(saved, Tensor) or not saved.is_floating_point():
         kind = saved.dtype if isinstance(saved, Tensor) else type(saved).__name__
         raise ValueError(
-            f"a moment in the state dict is {kind}, and its group names no preset: Quaver reads states of torch.optim, "
-            "torchao.optim, MS-AMP and its own; for another library save them as float32"
+            f"a moment in the state dict is {kind}, and its group names no preset. Quaver reads states of torch.optim, "
+            "torchao.optim, MS-AMP and its own: with another library save them as float32"
         )
     return saved.float()
