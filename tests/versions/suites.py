@@ -1,7 +1,8 @@
-"""The suite under the oldest and the newest frameworks: `python -m tests.versions.suites`, some 20 minutes each.
+"""Run the tests with the oldest and the newest Python, torch and jax: `python -m tests.versions.suites`.
 
-Each row of `SUITES` gets a virtual environment in .versions, 6 GB where PyPI has torch with CUDA alone
-(PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu has builds for CPUs). What passed goes into docs/install.md.
+Each row of `SUITES` takes about 20 minutes and a virtual environment in .versions. That has 6 GB with torch's CUDA
+builds from PyPI, and less with PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu. The table of results is
+written to docs/install.md.
 """
 
 import argparse
@@ -20,7 +21,7 @@ BEGIN, END = "<!-- python -m tests.versions.suites writes from here -->", "<!-- 
 
 
 class Suite(NamedTuple):
-    """Versions of Python and of what the suite is run under."""
+    """The versions of one run."""
 
     python: str
     torch: str
@@ -28,13 +29,13 @@ class Suite(NamedTuple):
 
 
 SUITES = (Suite("3.11", "2.11.0", "0.10.2"), Suite("3.12", "2.15.0", "0.12.0.1"), Suite("3.13", "2.14.1", "0.12.0.1"))
-#: Beside torch and jax, what the tests import.
-NEEDS = (
+#: What tests import besides torch and jax.
+REQUIREMENTS = (
     *("flax>=0.12", "optax>=0.2.5", "ml_dtypes>=0.5", "rich", "typer", "safetensors", "tokenizers", "matplotlib"),
     *("filelock", "pyyaml", "hatchling", "mypy", "ruff", "pytest", "pytest-timeout", "pytest-xdist"),
     *("torchao==0.18.0", "transformers==5.23.0", "qwix==0.1.8"),
 )
-#: The gate's ceilings are those of one triton, which `python -m tests.versions` compares.
+#: The default tests: all of these folders but the gate's, whose ceilings hold for one version of triton.
 SELECTION = [
     *(f"tests/{folder}" for folder in ("core", "recipes", "torch", "jax", "kernels", "compat")),
     *("--ignore", "tests/kernels/gate", "--ignore", "tests/kernels/test_gate.py"),
@@ -42,29 +43,41 @@ SELECTION = [
 MARKS = "not slow and not gpu"
 
 
-def prepared(suite: Suite, folder: Path) -> Path | None:
-    """The Python of this row's environment, made if it was not there; None if the machine has no such Python.
+def interpreter(suite: Suite, folder: Path) -> Path | None:
+    """The Python interpreter of a virtual environment with these versions, made on first use.
 
-    Raises: CalledProcessError.
+    Returns:
+        None if the machine has no such Python.
+    Raises:
+        CalledProcessError: venv or pip failed.
     """
-    place = folder / f"python-{suite.python}-torch-{suite.torch}-jax-{suite.jax}"
-    own = place / "bin" / "python"
-    if not (place / "complete").exists():
+    environment = folder / f"python-{suite.python}-torch-{suite.torch}-jax-{suite.jax}"
+    path = environment / "bin" / "python"
+    # An environment whose installation was interrupted lacks this file.
+    complete = environment / "complete"
+    if not complete.exists():
         base = python(suite.python)
         if base is None:
             return None
-        new(base, place)
-        pip(own, f"torch=={suite.torch}", f"jax=={suite.jax}", f"jaxlib=={suite.jax}", *NEEDS)
-        (place / "complete").touch()
-    return own
+        new(base, environment)
+        pip(path, f"torch=={suite.torch}", f"jax=={suite.jax}", f"jaxlib=={suite.jax}", *REQUIREMENTS)
+        complete.touch()
+    return path
 
 
 def run(suite: Suite, folder: Path, selection: list[str]) -> str:
-    """What passed and failed, as pytest counts; its output is in the folder."""
-    own = prepared(suite, folder)
-    if own is None:
+    """Run pytest with these versions.
+
+    Args:
+        folder: where environments are, and where pytest's output is written.
+        selection: arguments of pytest, such as paths of tests.
+    Returns:
+        The counts of passed and failed tests, such as "3 passed, 1 failed", or why nothing ran.
+    """
+    path = interpreter(suite, folder)
+    if path is None:
         return f"no Python {suite.python} here"
-    command = [own, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", "-p", "no:cacheprovider", "-m", MARKS]
+    command = [path, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", "-p", "no:cacheprovider", "-m", MARKS]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     log = folder / f"suite-{suite.python}-{suite.torch}-{suite.jax}.txt"
     with log.open("w") as output:
@@ -75,21 +88,25 @@ def run(suite: Suite, folder: Path, selection: list[str]) -> str:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.versions.suites", description=__doc__)
-    parser.add_argument("--folder", type=Path, default=ROOT / ".versions", help="where environments are made and stay")
-    parser.add_argument("--only", metavar="TORCH", help="the row of this torch; the page stays as it is")
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / ".versions", help="the folder of the virtual environments"
+    )
+    parser.add_argument(
+        "--only", metavar="TORCH", help="run only the row of this torch version, and do not write the page"
+    )
     parser.add_argument("selection", nargs="*", default=SELECTION, help="paths of tests")
-    chosen = parser.parse_args(arguments)
-    suites = [suite for suite in SUITES if chosen.only in (None, suite.torch)]
-    cells = [run(suite, chosen.folder.resolve(), chosen.selection) for suite in suites]
+    options = parser.parse_args(arguments)
+    suites = [suite for suite in SUITES if options.only in (None, suite.torch)]
+    results = [run(suite, options.folder.resolve(), options.selection) for suite in suites]
     lines = ["| Python | torch | jax | tests |", "| --- | --- | --- | ---: |"]
-    lines += ["| " + " | ".join((*suite, cell)) + " |" for suite, cell in zip(suites, cells, strict=True)]
+    lines += ["| " + " | ".join((*suite, result)) + " |" for suite, result in zip(suites, results, strict=True)]
     table = f"Run on {datetime.date.today()}:\n\n" + "\n".join(lines)
-    if not chosen.only:
+    if not options.only:
         text = PAGE.read_text()
         PAGE.write_text(f"{text.split(BEGIN)[0]}{BEGIN}\n\n{table}\n\n{END}{text.split(BEGIN)[1].split(END, 1)[1]}")
     print(table)
-    ran = [cell for cell in cells if not cell.startswith("no Python")]
-    return int(any("passed" not in cell or "failed" in cell or "error" in cell for cell in ran))
+    ran = [result for result in results if not result.startswith("no Python")]
+    return int(any("passed" not in result or "failed" in result or "error" in result for result in ran))
 
 
 if __name__ == "__main__":

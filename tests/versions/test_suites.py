@@ -18,7 +18,7 @@ def test_a_cell_counts_tests(body: str, cell: str, tmp_path: Path, monkeypatch: 
     test = tmp_path / "test_one.py"
     top = "import sys; sys.exit(3)\n" if body == "raise SystemExit" else ""
     test.write_text(f"{top}def test_one():\n    {body}\n")
-    monkeypatch.setattr(suites, "prepared", lambda suite, folder: Path(sys.executable))
+    monkeypatch.setattr(suites, "interpreter", lambda suite, folder: Path(sys.executable))
     assert suites.run(SUITE, tmp_path, [str(test), "-n", "0", "-c", "/dev/null"]) == cell
 
 
