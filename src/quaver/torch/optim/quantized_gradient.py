@@ -141,8 +141,8 @@ class QuantizedGradient(Tensor):
             return norm_of(own.value, order)
         norms = [norm_of(chunk, order) for chunk in self._decode_in_chunks()]
         norms = norms or [torch.zeros((), dtype=torch.float32, device=self.device)]
-        whole = torch.linalg.vector_norm(torch.stack(norms), order)
-        return whole if own.factor is None else whole * own.factor.abs()
+        norm = torch.linalg.vector_norm(torch.stack(norms), order)
+        return norm if own.factor is None else norm * own.factor.abs()
 
     def _decode_in_chunks(self) -> Iterator[Tensor]:
         """Values without the factor, a chunk of rows at a time; at once where rows have no scales of their own."""

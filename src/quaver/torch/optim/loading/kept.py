@@ -57,8 +57,8 @@ class OptimizerBase(torch.optim.Optimizer):
         specs = tuple(preset.first if signed else preset.second for signed in rule.signed)
         keeping = weights.keeping_of(p, preset)
         predicts = keeping.kind.startswith("residual") and keeping.spec is not None and None in keeping.spec.block
-        held = local_quantized(p.grad)
-        spec = None if held is None else held.contents.spec
+        quantized = local_quantized(p.grad)
+        spec = None if quantized is None else quantized.contents.spec
         return Way(rule, keeping, specs, spec, predicts and rule.bounded, self.statistics)
 
     def _ensure_amax(self, p: Tensor, way: Way) -> None:
@@ -89,8 +89,8 @@ class OptimizerBase(torch.optim.Optimizer):
             tuple(layout.local(state[key]) for key in (key_of(name, spec), f"{name}_scale") if key in state)
             for name, spec in zip(way.rule.names, way.moments, strict=True)
         )
-        held = local_quantized(p.grad)
-        gradient = (layout.gradient(p),) if held is None else held.contents.codes or ()
+        quantized = local_quantized(p.grad)
+        gradient = (layout.gradient(p),) if quantized is None else quantized.contents.codes or ()
         rows_of = layout.leading(p, way.rule.whole)
         # Passed only if trailing dimensions are flattened. It is 0 for a shard without rows, too.
         number = prod(layout.local(p).shape[:rows_of]) if rows_of < p.dim() - 1 else 0
@@ -249,7 +249,7 @@ class OptimizerBase(torch.optim.Optimizer):
                 )
                 scale = torch.zeros(shape, dtype=codes.SCALE_DTYPES[spec.scale], device=own.device)
                 state[f"{name}_scale"] = layout.like(p, scale, full_shape)
-        value = layout.value_of(p) if way.keeping.kind in ("float32", "float16") else None
+        value = layout.value_of(p) if way.keeping.master else None
         weight_states = weights.first_states(way.keeping, own, value)
         initial = layout.initial_of(p, way)
         if initial is not None:

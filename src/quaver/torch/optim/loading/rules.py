@@ -58,11 +58,11 @@ def check_group(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     # Options of torch's Muon that have one value here.
     fixed = {"ns_steps": 5, "ns_coefficients": muon.COEFFICIENTS} | ({"eps": 1e-7} if "ns_steps" in saved else {})
     for option, value in fixed.items() if ours == "Muon" else ():
-        given = saved.get(option, value)
-        if (tuple(given) if isinstance(given, list) else given) != value:
+        saved_value = saved.get(option, value)
+        if (tuple(saved_value) if isinstance(saved_value, list) else saved_value) != value:
             raise ValueError(
-                f"the state dict was saved with {option}={given!r}, and Muon has {value!r} here; nothing was loaded: "
-                "start without it"
+                f"the state dict was saved with {option}={saved_value!r}, and Muon has {value!r} here; nothing was "
+                "loaded: start without it"
             )
 
 

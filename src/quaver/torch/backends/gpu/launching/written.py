@@ -62,8 +62,8 @@ class EntryByStream:
         self._stream = capture.stream_of(device)
         # A copy from before anything is derived on this stream.
         self._quantized = _shallow_copy(entry.quantized)
-        whole = self._quantized.whole if isinstance(self._quantized, Stack) else self._quantized
-        self._memory = CrossStream(_tensors_of(whole), device)
+        operand = self._quantized.whole if isinstance(self._quantized, Stack) else self._quantized
+        self._memory = CrossStream(_tensors_of(operand), device)
         #: By the handle of the stream.
         self._entries: dict[int, Any] = {}
 
