@@ -268,7 +268,7 @@ class Recipe:
             raise ValueError(f"recipe {self.name!r} has delayed={self.delayed!r}; give a Delayed, or None")
         specs = [spec for spec in self.operands().values() if spec is not None]
         derived = {
-            "quantizes": bool(specs),
+            "quantizes": len(specs) > 0,
             "plan": Plan(
                 input=reusable(self.fprop.a, self.wgrad.b),
                 weight=reusable(self.fprop.b, self.dgrad.b),

@@ -70,7 +70,7 @@ class GivenWeight(Protocol):
 
 def is_given(weight: Any) -> bool:
     """Whether a weight is a `GivenWeight`; no plain parameter is."""
-    return hasattr(weight.__class__, "quantized_operand")
+    return hasattr(weight, "quantized_operand")
 
 
 #: Among the gradients that a backward is asked for: one that is needed, but later. A function that gives it may stand

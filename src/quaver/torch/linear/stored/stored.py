@@ -42,7 +42,7 @@ SCALES = ("weight_scale", "weight_factor")
 
 def are_codes(weight: Tensor) -> bool:
     """Whether a layer's weight is codes: a parameter of their dtype, or what fully_shard has gathered of such."""
-    return weight.dtype in CODES or hasattr(weight.__class__, "gathered_codes")
+    return weight.dtype in CODES or hasattr(weight, "gathered_codes")
 
 
 def check_uncast(layer: nn.Module, weight: Tensor) -> None:

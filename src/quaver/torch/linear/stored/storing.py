@@ -69,14 +69,14 @@ class Divided(Protocol):
 
 def divided(weight: Any) -> Divided | None:
     """What a parameter is as `Divided`; None of every other one."""
-    if hasattr(weight.__class__, "layer_of_codes"):
+    if hasattr(weight, "layer_of_codes"):
         of_whole: Divided = weight
         return of_whole
     if not hasattr(weight, "device_mesh"):
         return None
     with torch.no_grad():
         part: Any = weight.to_local()
-    return part if hasattr(part.__class__, "layer_of_codes") else None
+    return part if hasattr(part, "layer_of_codes") else None
 
 
 def holds_codes(weight: Tensor) -> bool:
