@@ -18,6 +18,7 @@ from quaver.torch.blocks.attention.implementations import fp8
 from quaver.torch.blocks.loss import chunked
 from quaver.torch.operations import counting
 from quaver.torch.operations.operation import Operation
+from tests.torch.backends.gpu.cublaslt import torchs_own
 
 T, K, N = 32, 64, 96
 
@@ -104,6 +105,7 @@ def test_a_head_and_its_loss_count_all_chunks(needs: tuple[bool, bool], dtype: t
     assert flops(backward) == 2 * T * K * N * (1 + sum(needs))
 
 
+@torchs_own
 @pytest.mark.skipif(not hasattr(F, "scaled_mm"), reason="torch's public scaled GEMM")
 def test_torchs_scaled_gemms_are_counted() -> None:
     """What a GPU runs; here on meta, and of one scale on this CPU."""

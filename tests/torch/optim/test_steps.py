@@ -330,6 +330,6 @@ def test_a_state_of_another_shape_dtype_or_preset_is_refused_before_anything_ste
         optimizer.step()
     assert torch.equal(first, before)
     if change == "dtype":
-        with pytest.warns(UserWarning, match="begins anew"):
+        with pytest.warns(UserWarning, match="is made anew from the weight"):
             optimizer.load_state_dict(saved)
         optimizer.step()

@@ -18,6 +18,7 @@ from quaver.torch.operations import ops
 from quaver.torch.operations.operation import Impl
 from quaver.torch.state.layer import state_of
 from tests.operands import SPECS
+from tests.torch.backends.gpu.cublaslt import torchs_own
 
 RECIPES = [name for name in recipes.RECIPES if name != "bf16"]
 
@@ -91,6 +92,7 @@ def test_a_layer_on_torchs_own_gemms_is_within_the_bound(recipe: str) -> None:
         assert (one - other).double().norm() <= 1e-6 * other.double().norm()
 
 
+@torchs_own
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
 def test_explain_names_the_native_gemms(recipe: str) -> None:
     layer = qt.Linear(48, 32, recipe=recipe)
@@ -191,6 +193,7 @@ def test_a_warning_names_a_layer_whose_features_are_odd(monkeypatch: pytest.Monk
     gemms.announce_features(layer, layer.weight)
 
 
+@torchs_own
 def test_a_warning_says_once_what_of_a_recipe_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     from quaver.torch.backends.gpu import announcing
     from quaver.torch.backends.gpu.launching import device

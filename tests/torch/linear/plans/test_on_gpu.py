@@ -22,6 +22,7 @@ from quaver.torch.linear.plans.step import Run
 from quaver.torch.operations import siblings
 from quaver.torch.state.layer import state_of
 from tests.close import assert_bitwise
+from tests.torch.backends.gpu.cublaslt import torchs_own
 from tests.torch.backends.gpu.pretend import as_on_a_gpu, become
 from tests.torch.operations.test_siblings import Forgetful
 
@@ -487,6 +488,7 @@ def test_where_gemms_want_other_scales_than_kernels_write_nothing_is_decided(
     assert not is_direct(layer(torch.randn(T, K).bfloat16().requires_grad_()))
 
 
+@torchs_own
 @pytest.mark.parametrize(
     "why",
     [
@@ -589,6 +591,7 @@ def test_recipes_that_share_a_weights_operand_read_it_each_in_its_way(
     assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
 
 
+@torchs_own
 def test_what_a_large_step_writes_is_not_held_for_its_shape() -> None:
     layer = qt.Linear(K, N, dtype=torch.bfloat16, recipe="tensorwise")
     x = torch.randn(SMALL // K + 32 & -16, K).bfloat16().requires_grad_()
@@ -603,6 +606,7 @@ def test_what_a_large_step_writes_is_not_held_for_its_shape() -> None:
     assert all(tensor is None or tensor.numel() <= 4 for tensors, _ in places for tensor in tensors)
 
 
+@torchs_own
 def test_an_input_shares_launches_with_a_weight_where_both_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(T, K).bfloat16().requires_grad_()
     for most, shares in ((T * K + N * K, True), (T * K + N * K - 1, False)):
@@ -614,6 +618,7 @@ def test_an_input_shares_launches_with_a_weight_where_both_are_small(monkeypatch
         assert (plan.step.rows.shared is not None) is shares
 
 
+@torchs_own
 def test_what_is_kept_of_a_weight_goes_with_it() -> None:
     layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
     x = torch.randn(T, K).bfloat16().requires_grad_()
@@ -628,6 +633,7 @@ def test_what_is_kept_of_a_weight_goes_with_it() -> None:
     assert not state_of(layer).weights.window
 
 
+@torchs_own
 def test_an_output_may_be_written_to() -> None:
     layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
     x = torch.randn(2, T // 2, K).bfloat16().requires_grad_()
@@ -659,6 +665,7 @@ def test_want_of_memory_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
         layer(x)
 
 
+@torchs_own
 def test_want_of_memory_is_a_sentence_after_a_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     block = qt.LayerNormLinear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
     x = torch.randn(T, K).bfloat16().requires_grad_()
@@ -677,6 +684,7 @@ def test_want_of_memory_is_a_sentence_after_a_norm(monkeypatch: pytest.MonkeyPat
         block(x)
 
 
+@torchs_own
 @pytest.mark.parametrize("name", ["factor", "history"])
 def test_factors_on_another_device_take_the_general_way(name: str) -> None:
     """It moves them; a launch by addresses would read what lies there."""
@@ -688,6 +696,7 @@ def test_factors_on_another_device_take_the_general_way(name: str) -> None:
     assert on_gpu._delayed(layer, x) is None
 
 
+@torchs_own
 def test_a_weight_on_another_device_has_no_decided_step() -> None:
     layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
     x = torch.randn(T, K).bfloat16().requires_grad_()

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from quaver.core.states.codes import StateSpec
@@ -87,7 +86,7 @@ def check_state(key: object, saved: Mapping[str, Any], rule: Rule) -> None:
     if not isinstance(saved, Mapping):
         raise ValueError(f"the state of parameter {key} is of type {type(saved).__name__}, not a dict; {DAMAGED}")
     step = 0.0 if saved.get("step") is None else saved["step"]
-    numbers = torch.as_tensor(step).numel() if isinstance(step, Tensor | int | float) else 0
+    numbers = step.numel() if isinstance(step, Tensor) else int(isinstance(step, int | float))
     if numbers != 1 or not 0 <= float(step) < float("inf"):
         raise ValueError(f"the step of parameter {key} is {step!r}, not a number of steps; {DAMAGED}")
     name, present = type(rule).__name__, {key.removesuffix(CODES) for key, value in saved.items() if value is not None}

@@ -26,8 +26,8 @@ class Traits(NamedTuple):
     groups: bool = False
 
 
-#: Every architecture that CUDA compiles for, from Turing on; 101 is what CUDA 12 called 110, and 88 (CUDA 13.0) and 107
-#: (CUDA 13.4) count as the least until their numbers are read. Source: NVIDIA, CUDA C++ Programming Guide, "Technical
+#: Every architecture that CUDA compiles for, from Turing on; 101 is what CUDA 12 called 110, and 88, which CUDA 13 has
+#: (PTX ISA 9.0), counts as the least until its numbers are read. Source: NVIDIA, CUDA C++ Programming Guide, "Technical
 #: Specifications per Compute Capability"; PTX ISA, wgmma and tcgen05.
 TRAITS = {
     75: Traits(64),
@@ -40,7 +40,6 @@ TRAITS = {
     100: Traits(227, groups=True),
     101: Traits(227, groups=True),
     103: Traits(227, groups=True),
-    107: Traits(99),
     110: Traits(227, groups=True),
     120: Traits(99),
     121: Traits(99),

@@ -167,7 +167,7 @@ def seq_idx_of(ids: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
 
 def position_ids_of(seq_idx: Tensor) -> Tensor:
     """The position of each token in its sequence, int64 [B, S]."""
-    tokens = torch.arange(seq_idx.shape[1], device=seq_idx.device).expand_as(seq_idx)
+    tokens = torch.arange(seq_idx.shape[1], dtype=torch.int64, device=seq_idx.device).expand_as(seq_idx)
     return tokens - tokens.masked_fill(~_is_first(seq_idx), 0).cummax(-1).values
 
 
