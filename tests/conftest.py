@@ -87,6 +87,8 @@ TORCHS_OWN = "ignore:.torch.jit.script.*. is deprecated"
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", TORCHS_OWN)
+    # Dynamo's, of that version of Python alone.
+    config.addinivalue_line("filterwarnings", "ignore:Guards may run slower on Python 3.13.0")
     # What nobody reads is not printed; pytest's own handler is left out, since it visits every logger six times a case.
     logging.getLogger().addHandler(logging.NullHandler())
     if PROGRAMS not in os.environ:
