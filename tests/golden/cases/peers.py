@@ -25,7 +25,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "Linear": lambda: te.Linear(64, 96),
     "LayerNormLinear": lambda: te.LayerNormLinear(64, 96),
     "LayerNormMLP": lambda: te.LayerNormMLP(64, 96, activation="swiglu", normalization="RMSNorm"),
-    "TransformerLayer": lambda: te.TransformerLayer(64, 96, 4),
+    "TransformerLayer": lambda: te.TransformerLayer(64, 96, 4, hidden_dropout=0.0, attention_dropout=0.0),
 }
 
 
