@@ -1,13 +1,13 @@
-"""Inputs that have the same bits on every machine: whole numbers over powers of two, no sum or root among them."""
+"""Inputs that have the same bits on every machine: whole numbers times powers of two, computed without rounding."""
 
 import numpy as np
 
 
 def values(*shape: int, seed: int = 0, hard: bool = False) -> np.ndarray:
-    """float32 of this shape, magnitudes from 2**-9 to 4, columns of other sizes.
+    """float32 of this shape: 0, or magnitudes from 2**-9 to 4; each column has a power of two of its own.
 
     Args:
-        hard: with zeros, a subnormal, an outlier, an infinity's neighbour and both signs of zero in the first rows.
+        hard: the first eight elements are zeros of both signs, subnormals, outliers and the like.
     """
     draw = np.random.Generator(np.random.PCG64(seed))
     whole = draw.integers(-255, 256, shape).astype(np.float32)

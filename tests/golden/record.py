@@ -11,9 +11,9 @@ class Record:
     """What the cases of one run gave."""
 
     def __init__(self) -> None:
-        #: By "case: name", what does not depend on the processor.
+        #: Arrays by "case: name" that are equal on every processor.
         self.fixed: dict[str, np.ndarray] = {}
-        #: The same of what follows a sum, whose order the processor and the version of torch decide.
+        #: Arrays that follow a sum, whose order the processor and the version of torch decide.
         self.sums: dict[str, np.ndarray] = {}
         self.case = ""
 

@@ -1,6 +1,7 @@
 """Check that a state dict was written by the same update rule (Adam, Lion, SGD, Muon) and is undamaged."""
 
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
@@ -44,7 +45,7 @@ def check_group(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     for option, value in saved.items():
         mine = own.get(option)
         no_pair = option == "betas" and not (isinstance(value, tuple | list) and len(value) == 2)
-        if no_pair or (type(mine) is float and not isinstance(value, Tensor | int | float)):
+        if no_pair or (type(mine) is float and not isinstance(value, Tensor | Real)):
             raise ValueError(f"{option} of the state dict is {value!r}, and of this optimizer {mine!r}; {DAMAGED}")
     theirs, ours = rule_of(saved), rule_of(own)
     if theirs and theirs != ours:
