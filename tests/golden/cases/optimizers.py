@@ -31,13 +31,13 @@ def cases() -> dict[str, Callable[[Record], None]]:
     return {f"{rule}, {preset}, {weights}": partial(steps, rule, preset, weights) for rule, preset, weights in rows}
 
 
-def made(rule: str, preset: str, weights: str) -> tuple[nn.Module, Any]:
+def made(rule: str, preset: str, weights: str, n_in: int = 96, n_out: int = 64) -> tuple[nn.Module, Any]:
     if weights in ("float32", "bfloat16", "float16"):
-        model: nn.Module = nn.Linear(96, 64, dtype=getattr(torch, weights))
+        model: nn.Module = nn.Linear(n_in, n_out, dtype=getattr(torch, weights))
     else:
         with qt.quantized_init(weights):
-            model = qt.Linear(96, 64, recipe=weights)
-        model.set_weight(torch.from_numpy(values(64, 96, seed=1)))  # type: ignore[operator]
+            model = qt.Linear(n_in, n_out, recipe=weights)
+        model.set_weight(torch.from_numpy(values(n_out, n_in, seed=1)))  # type: ignore[operator]
     with torch.no_grad():
         for number, p in enumerate(model.parameters()):
             if (
