@@ -1,38 +1,47 @@
-"""Public names that have changed, so that the same cases run on this tree and on an earlier commit's.
+"""Public names that change, so that the same cases run on this tree and on an earlier commit's.
 
-Each name maps to the object under its present name, or under the earlier one where the imported tree has only that.
+`names.json` has a table of each module: the present name and the earlier ones, in the order in which they are tried.
+An earlier name is one of the same module, or "module:name". It is data, so that a rename leaves it alone.
 """
 
 import importlib
+import inspect
+import json
+from pathlib import Path
 from typing import Any
 
-#: A present name to the earlier one, in the order in which they are tried.
-PARALLEL = {
-    "ColwiseParallel": "Column",
-    "RowwiseParallel": "Row",
-    "SequenceParallel": "Sequence",
-    "HeadParallel": "Heads",
-    "VocabParallel": "Vocabulary",
-}
-#: Constants of kernels: an earlier name to the present one.
-CONSTANTS: dict[str, str] = {}
-#: Kernels: an earlier name to the present one.
-KERNELS: dict[str, str] = {}
+TABLES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("names.json").read_text())
 
 
-def first(*places: str) -> Any:
-    """The first object that exists of "module:name"."""
+def find(module: str, name: str) -> Any:
+    """An object by its present public name, under the name that the imported tree has for it."""
+    places = [f"{module}:{name}"]
+    places += [each if ":" in each else f"{module}:{each}" for each in TABLES.get(module, {}).get(name, ())]
     for place in places:
-        module, _, name = place.partition(":")
+        where, _, called = place.partition(":")
         try:
-            return getattr(importlib.import_module(module), name)
+            return getattr(importlib.import_module(where), called)
         except (ModuleNotFoundError, AttributeError):
             continue
-    raise AttributeError(f"no tree has any of {', '.join(places)}")
+    raise AttributeError(f"the imported tree has none of {', '.join(places)}")
 
 
-def parallel(name: str) -> Any:
-    """A name of `quaver.torch.parallel`, given as it is called at present."""
-    module = "quaver.torch.parallel"
-    earlier = PARALLEL.get(name)
-    return first(f"{module}:{name}", *([f"{module}:{earlier}"] if earlier else []))
+def parallel(name: str, **arguments: Any) -> Any:
+    """A style of `quaver.torch.parallel` with these arguments, each under the name that its constructor takes."""
+    kind = find("quaver.torch.parallel", name)
+    taken = inspect.signature(kind).parameters
+    given = {}
+    for argument, value in arguments.items():
+        names = (argument, *TABLES["arguments"].get(argument, ()))
+        given[next((each for each in names if each in taken), argument)] = value
+    return kind(**given)
+
+
+def kernel(name: str) -> str:
+    """The present name of a kernel."""
+    return str(TABLES["kernels"].get(name, name))
+
+
+def constant(name: str) -> str:
+    """The present name of a kernel's constant."""
+    return str(TABLES["constants"].get(name, name))
