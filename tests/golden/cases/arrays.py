@@ -16,7 +16,7 @@ import quaver.jax.nnx as qn
 from quaver import recipes
 from tests.golden.inputs import values
 from tests.golden.record import Record
-from tests.pairs import pairs
+from tests.golden.rows import rows
 
 SHAPES = {"whole": (64, 128, 96), "ragged": (37, 80, 48)}
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
@@ -24,7 +24,7 @@ DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 def cases() -> dict[str, Callable[[Record], None]]:
     found: dict[str, Callable[[Record], None]] = {f"codes of {name}": partial(codes, name) for name in recipes.RECIPES}
-    for recipe, shape, dtype in pairs(recipes.RECIPES, SHAPES, DTYPES):
+    for recipe, shape, dtype in rows(recipes.RECIPES, SHAPES, DTYPES):
         # One without a state of its own; layers have the others.
         text = "nvfp4(stochastic_rounding=False)" if recipe == "nvfp4" else recipe
         if recipe != "delayed":

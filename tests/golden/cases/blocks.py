@@ -11,7 +11,7 @@ import quaver.torch as qt
 from tests.golden.cases.linear import fill, note
 from tests.golden.inputs import values
 from tests.golden.record import Record
-from tests.pairs import pairs
+from tests.golden.rows import rows
 
 RECIPES = ("bf16", "delayed", "tensorwise", "rowwise", "mxfp8", "nvfp4")
 ATTENTIONS: dict[str, dict[str, Any]] = {
@@ -38,7 +38,7 @@ def cases() -> dict[str, Callable[[Record], None]]:
         "Mamba2": lambda recipe: qt.Mamba2(64, head_dim=16, state=16, recipe=recipe),
     }
     found: dict[str, Callable[[Record], None]] = {}
-    for name, recipe, mode in pairs(makes, RECIPES, ("eager", "recompute", "reference")):
+    for recipe, name, mode in rows(RECIPES, makes, ("eager", "recompute", "reference")):
         found[f"{name}, {recipe}, {mode}"] = partial(block, makes[name], recipe, mode)
     for name in ("LayerNorm", "RMSNorm"):
         for dtype in (torch.float32, torch.bfloat16):

@@ -13,7 +13,7 @@ import quaver.torch as qt
 from tests.golden.cases.linear import fill
 from tests.golden.inputs import values
 from tests.golden.record import Record
-from tests.pairs import pairs
+from tests.golden.rows import rows
 
 SMALL: dict[str, Any] = {
     **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4},
@@ -37,7 +37,7 @@ FORMATS = (("compressed-tensors", "rowwise"), ("compressed-tensors", "nvfp4"), (
 
 def cases() -> dict[str, Callable[[Record], None]]:
     found: dict[str, Callable[[Record], None]] = {}
-    for family, recipe, blocks in pairs(FAMILIES, RECIPES, (False, True)):
+    for recipe, family, blocks in rows(RECIPES, FAMILIES, (False, True)):
         found[f"{family}, {recipe}{', blocks' * blocks}"] = partial(train, family, recipe, blocks)
     for name, recipe in FORMATS:
         found[f"export {name}, {recipe}"] = partial(export, name, recipe)

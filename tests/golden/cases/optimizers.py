@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ import quaver.torch as qt
 from quaver.torch import optim
 from tests.golden.inputs import values
 from tests.golden.record import Record
-from tests.pairs import pairs
 
 RULES: dict[str, dict[str, Any]] = {
     "AdamW": {"lr": 1e-3, "weight_decay": 0.1},
@@ -26,8 +26,8 @@ STEPS = 20
 
 
 def cases() -> dict[str, Callable[[Record], None]]:
-    rows = [(rule, preset, weights) for preset, weights in pairs(optim.PRESETS, WEIGHTS) for rule in ("AdamW",)]
-    rows += [(rule, preset, "float32") for rule, preset in pairs(RULES, optim.PRESETS) if rule != "AdamW"]
+    rows = [(rule, preset, weights) for preset, weights in product(optim.PRESETS, WEIGHTS) for rule in ("AdamW",)]
+    rows += [(rule, preset, "float32") for rule, preset in product(RULES, optim.PRESETS) if rule != "AdamW"]
     return {f"{rule}, {preset}, {weights}": partial(steps, rule, preset, weights) for rule, preset, weights in rows}
 
 
@@ -71,5 +71,7 @@ def steps(rule: str, preset: str, weights: str, record: Record) -> None:
     for name, each in (("", model), (" after loading", other)):
         state = {key: value for key, value in each.state_dict().items() if isinstance(value, torch.Tensor)}
         record.sum(**{f"{key}{name}": value for key, value in state.items()})
-    for key, state in optimizer.state_dict()["state"].items():
-        record.sum(**{f"state {key} {name}": value for name, value in state.items() if isinstance(value, torch.Tensor)})
+    for after, each in (("", optimizer), (" after loading", loaded)):
+        for key, state in each.state_dict()["state"].items():
+            found = {f"state {key} {name}{after}": value for name, value in state.items()}
+            record.sum(**{name: value for name, value in found.items() if isinstance(value, torch.Tensor)})

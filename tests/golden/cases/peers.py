@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from quaver.compat.transformer_engine.common import recipe as te_recipe
 from tests.golden.cases.linear import fill, note
 from tests.golden.inputs import values
 from tests.golden.record import Record
-from tests.pairs import pairs
 
 RECIPES: dict[str, Callable[[], Any]] = {
     "delayed": te_recipe.DelayedScaling,
@@ -32,7 +32,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 def cases() -> dict[str, Callable[[Record], None]]:
     found: dict[str, Callable[[Record], None]] = {
         f"te.{name}, {recipe}": partial(engine, MODULES[name], RECIPES[recipe])
-        for name, recipe in pairs(MODULES, RECIPES)
+        for name, recipe in product(MODULES, RECIPES)
     }
     for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
         found[f"torchao, {recipe}"] = partial(torchao, recipe)
