@@ -136,7 +136,7 @@ for number, name in enumerate(recipes.RECIPES):
 
 
 def layer_of_heads(recipe: str, sequence: bool, record: Record, rank: int) -> None:
-    options = {"normalization": "RMSNorm", "activation": "swiglu", "mask_type": "causal", "fused": False}
+    options: dict[str, Any] = {"normalization": "RMSNorm", "activation": "swiglu", "mask_type": "causal", "fused": False}
     model = nn.Sequential(qt.TransformerLayer(64, 4, 128, **options), nn.LayerNorm(64))
     fill(model)
     qt.convert(model, RECIPES[recipe])
@@ -180,7 +180,7 @@ add("vocabulary, sequence, mxfp8", vocabulary, "mxfp8", True)
 
 
 def context(how: str, recipe: str, record: Record, rank: int) -> None:
-    options = {"normalization": "RMSNorm", "mask_type": "causal", "groups": 2, "bias": False}
+    options: dict[str, Any] = {"normalization": "RMSNorm", "mask_type": "causal", "groups": 2, "bias": False}
     model = nn.Sequential(*[qt.TransformerLayer(64, 4, 96, rope=qt.RotaryEmbedding(16), **options) for _ in range(2)])
     fill(model)
     qt.convert(model, RECIPES[recipe])

@@ -46,7 +46,7 @@ def fill(module: nn.Module, seed: int = 10) -> None:
             p.copy_(torch.from_numpy(values(*p.shape, seed=seed + number)))
 
 
-def note(record: Record, model: nn.Module, fixed: bool = False, **outputs: Tensor) -> None:
+def note(record: Record, model: nn.Module, fixed: bool = False, **outputs: Tensor | None) -> None:
     """Outputs, gradients, buffers and the keys of the state dict.
 
     Args:
