@@ -136,7 +136,7 @@ for number, name in enumerate(recipes.RECIPES):
 
 
 def layer_of_heads(recipe: str, sequence: bool, record: Record, rank: int) -> None:
-    options: dict[str, Any] = {"normalization": "RMSNorm", "activation": "swiglu", "mask_type": "causal", "fused": False}
+    options: Any = {"normalization": "RMSNorm", "activation": "swiglu", "mask_type": "causal", "fused": False}
     model = nn.Sequential(qt.TransformerLayer(64, 4, 128, **options), nn.LayerNorm(64))
     fill(model)
     qt.convert(model, RECIPES[recipe])
