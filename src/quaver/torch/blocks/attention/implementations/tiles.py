@@ -6,7 +6,7 @@ groups of heads as fit the cache. Scores are float32, whatever they are made of,
 k, v and a logarithm for each query and head: not the output either.
 
 AMD EPYC (Zen 4), one thread, over torch's kernel, forward and backward, causal: 0.45 and 0.39 of its time for 4
-sequences of 256 tokens, 8 heads on 4 of keys, 64 features each; `docs/lab.md` has other shapes.
+sequences of 256 tokens, 8 heads on 4 of keys, 64 features each; `docs/lab/attention.md` has other shapes.
 Source: the backward from logarithms is FlashAttention's, Dao et al. 2022, arXiv:2205.14135, appendix B.
 """
 
