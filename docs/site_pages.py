@@ -43,13 +43,18 @@ FENCE = re.compile(r"^(```|~~~).*?^\1\s*$", re.MULTILINE | re.DOTALL)
 def on_config(config: Any) -> Any:
     """The parts of the navigation that are lists of files: blocks in the order of their index, and the reference."""
     index = (ROOT / "docs" / "blocks" / "README.md").read_text(encoding="utf-8")
-    blocks = dict.fromkeys(target for _, target, _ in LINK.findall(index) if "/" not in target)
+    blocks = dict.fromkeys(
+        target for _, target, _ in LINK.findall(index) if "/" not in target
+    )
     lists = {
         "blocks": ["blocks/README.md", *(f"blocks/{name}" for name in blocks)],
         "api": [f"api/{module}.md" for module in REFERENCE],
     }
     config.nav = [
-        {title: lists.get(part, part) if isinstance(part, str) else part for title, part in entry.items()}
+        {
+            title: lists.get(part, part) if isinstance(part, str) else part
+            for title, part in entry.items()
+        }
         if isinstance(entry, dict)
         else entry
         for entry in config.nav
@@ -59,9 +64,15 @@ def on_config(config: Any) -> Any:
 
 def on_files(files: Files, config: Any) -> Files:
     for source, page in PAGES.items():
-        files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
+        files.append(
+            File.generated(
+                config, page, content=(ROOT / source).read_text(encoding="utf-8")
+            )
+        )
     for module, title in REFERENCE.items():
-        files.append(File.generated(config, f"api/{module}.md", content=reference(module, title)))
+        files.append(
+            File.generated(config, f"api/{module}.md", content=reference(module, title))
+        )
     for file in [file for file in files if file.is_documentation_page()]:
         for _, target, _ in LINK.findall(plain(file.content_string)):
             add(files, config, repository_path(file.src_uri, target))
@@ -79,7 +90,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     def prose(text: str) -> str:
         text = LINK.sub(link, text)
         text = re.sub(r"^  (?=\S)", "    ", text, flags=re.MULTILINE)
-        return re.sub(r"^(?![\s\-|#<]|\d+\. )(.+\n)(?=- )", r"\1\n", text, flags=re.MULTILINE)
+        return re.sub(
+            r"^(?![\s\-|#<]|\d+\. )(.+\n)(?=- )", r"\1\n", text, flags=re.MULTILINE
+        )
 
     parts, at = [], 0
     for fence in FENCE.finditer(markdown):
@@ -100,7 +113,10 @@ def public(module: str) -> list[str]:
     path = ROOT / "src" / Path(*module.split(".")) / "__init__.py"
     path = path if path.exists() else path.parent.with_suffix(".py")
     for statement in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
+        if (
+            isinstance(statement, ast.Assign)
+            and ast.unparse(statement.targets[0]) == "__all__"
+        ):
             names: list[str] = ast.literal_eval(statement.value)
             return names
     raise ValueError(f"{path} has no __all__ to make a page of the reference of")
@@ -114,7 +130,10 @@ def plain(markdown: str) -> str:
 def repository_path(page: str, target: str) -> str:
     """What a link of a page leads to, from the root of the repository."""
     sources = {name: source for source, name in PAGES.items()}
-    source = sources.get(page, page.removeprefix("files/") if page.startswith("files/") else f"docs/{page}")
+    source = sources.get(
+        page,
+        page.removeprefix("files/") if page.startswith("files/") else f"docs/{page}",
+    )
     return os.path.normpath(PurePosixPath(source).parent / target)
 
 
@@ -130,17 +149,26 @@ def site_path(path: str) -> str:
 def add(files: Files, config: Any, path: str) -> None:
     """Put a copy of a file, or a list of a folder's files, into the site; mkdocs tells what is not there."""
     to = site_path(path)
-    if files.get_file_from_path(to) is not None or not (ROOT / path).exists() or not to.startswith("files/"):
+    if (
+        files.get_file_from_path(to) is not None
+        or not (ROOT / path).exists()
+        or not to.startswith("files/")
+    ):
         return
     if (ROOT / path).is_file():
         files.append(File.generated(config, to, abs_src_path=str(ROOT / path)))
         return
-    tracked = subprocess.run(["git", "ls-files", path], cwd=ROOT, capture_output=True, text=True, check=True)
+    tracked = subprocess.run(
+        ["git", "ls-files", path], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     names = tracked.stdout.split()
     here = PurePosixPath(path)
     lines = [
-        f"- [{PurePosixPath(name).relative_to(here)}]({PurePosixPath(name).relative_to(here.parent)})" for name in names
+        f"- [{PurePosixPath(name).relative_to(here)}]({PurePosixPath(name).relative_to(here.parent)})"
+        for name in names
     ]
-    files.append(File.generated(config, to, content=f"# {path}\n\n" + "\n".join(lines) + "\n"))
+    files.append(
+        File.generated(config, to, content=f"# {path}\n\n" + "\n".join(lines) + "\n")
+    )
     for name in names:
         add(files, config, name)
