@@ -1,7 +1,7 @@
-"""What `make docs` adds to the folder docs: README and its like as pages, the reference, and the files they link to.
+"""Pages that `make docs` adds to those in docs: README and similar files, the API reference, and linked files.
 
-mkdocs calls the functions `on_...`. Pages are written for a reader of the repository, so that their links
-lead to its files. Where such a file is a page of the site, the link leads to the page; else the site has a copy of it.
+mkdocs calls the functions named `on_...`. Links in the pages lead to files of the repository. If the file is a page of
+the site, the link is rewritten to that page; otherwise the site contains a copy of the file.
 """
 
 import ast
@@ -14,41 +14,50 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-#: Pages made of files outside of docs.
+#: Pages made from files outside docs.
 PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
 }
-#: Pages of the reference: the public names of a module each.
+#: Pages of the reference, each with the public names of one module.
 REFERENCE = {
     "quaver": "Recipes, specs, formats, rules",
     "quaver.recipes": "Recipes",
     "quaver.rules": "Rules: what is not worth quantizing",
     "quaver.torch": "PyTorch",
+    "quaver.torch.optim": "PyTorch: optimizers",
+    "quaver.torch.parallel": "PyTorch: several GPUs",
     "quaver.integrations.huggingface": "transformers",
     "quaver.integrations.accelerate": "accelerate",
     "quaver.integrations.lightning": "Lightning",
     "quaver.integrations.peft": "PEFT",
+    "quaver.integrations.torchtitan": "torchtitan",
     "quaver.jax": "JAX",
     "quaver.jax.linen": "Flax linen",
     "quaver.jax.nnx": "Flax NNX",
     "quaver.train": "Training from Python",
+    "quaver.compat": "Compatibility: import names",
+    "quaver.compat.checkpoints": "Compatibility: checkpoints",
+    "quaver.compat.torchao.float8": "Compatibility: torchao",
+    "quaver.compat.transformer_engine.pytorch": "Compatibility: Transformer Engine, PyTorch",
+    "quaver.compat.transformer_engine.jax": "Compatibility: Transformer Engine, JAX",
+    "quaver.compat.transformer_engine.jax.flax": "Compatibility: Transformer Engine, Flax",
 }
 LINK = re.compile(r"(\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
 FENCE = re.compile(r"^(```|~~~).*?^\1\s*$", re.MULTILINE | re.DOTALL)
 
 
 def on_config(config: Any) -> Any:
-    """The parts of the navigation that are lists of files: blocks in the order of their index, and the reference."""
+    """Fill in the two parts of the navigation that are lists: blocks in the order of their index, and the reference."""
     index = (ROOT / "docs" / "blocks" / "README.md").read_text(encoding="utf-8")
     blocks = dict.fromkeys(
         target for _, target, _ in LINK.findall(index) if "/" not in target
     )
     lists = {
         "blocks": ["blocks/README.md", *(f"blocks/{name}" for name in blocks)],
-        "api": [f"api/{module}.md" for module in REFERENCE],
+        "reference": [f"reference/{module}.md" for module in REFERENCE],
     }
     config.nav = [
         {
@@ -71,7 +80,9 @@ def on_files(files: Files, config: Any) -> Files:
         )
     for module, title in REFERENCE.items():
         files.append(
-            File.generated(config, f"api/{module}.md", content=reference(module, title))
+            File.generated(
+                config, f"reference/{module}.md", content=reference(module, title)
+            )
         )
     for file in [file for file in files if file.is_documentation_page()]:
         for _, target, _ in LINK.findall(plain(file.content_string)):
@@ -102,24 +113,49 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def reference(module: str, title: str) -> str:
-    """A page of the reference: what each public name says of itself."""
-    names = [name for name in public(module) if f"{module}.{name}" not in REFERENCE]
-    entries = "\n\n".join(f"::: {module}.{name}" for name in names)
+    """Return a page of the reference: signature and docstring of each public name of a module."""
+    entries = "\n\n".join(f"::: {module}.{name}" for name in public(module))
     return f"# {title}\n\n`{module}`\n\n{entries}\n"
 
 
 def public(module: str) -> list[str]:
-    """The names in a module's `__all__`, read and not imported: the site needs neither torch nor jax."""
-    path = ROOT / "src" / Path(*module.split(".")) / "__init__.py"
-    path = path if path.exists() else path.parent.with_suffix(".py")
-    for statement in ast.parse(path.read_text(encoding="utf-8")).body:
-        if (
-            isinstance(statement, ast.Assign)
-            and ast.unparse(statement.targets[0]) == "__all__"
-        ):
-            names: list[str] = ast.literal_eval(statement.value)
-            return names
-    raise ValueError(f"{path} has no __all__ to make a page of the reference of")
+    """Read the public names of a module, without importing it: the site needs neither torch nor jax.
+
+    These are the names in `__all__`, or the functions that the module defines if it has none. Submodules are
+    left out.
+    """
+    folder = ROOT / "src" / Path(*module.split("."))
+    path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    names: list[str] = []
+    for statement in tree.body:
+        target = (
+            statement.targets[0]
+            if isinstance(statement, ast.Assign)
+            else getattr(statement, "target", None)
+        )
+        value = getattr(statement, "value", None)
+        if target is None or value is None or ast.unparse(target) != "__all__":
+            continue
+        # `__all__ += submodule.__all__`
+        names += (
+            public(f"{module}.{ast.unparse(value.value)}")
+            if isinstance(value, ast.Attribute)
+            else literal(value)
+        )
+    if not names:
+        names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    names = [name for name in names if not name.startswith("_")]
+    return [
+        name
+        for name in names
+        if not (folder / name).is_dir() and not (folder / f"{name}.py").is_file()
+    ]
+
+
+def literal(value: ast.expr) -> list[str]:
+    names: list[str] = ast.literal_eval(value)
+    return names
 
 
 def plain(markdown: str) -> str:
