@@ -91,7 +91,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """The page by the rules of Python-Markdown: links to pages of the site, and lists that a blank line begins."""
+    """Adapt a page to Python-Markdown: links to pages of the site, and a blank line before each list."""
+    if page.file.src_uri.startswith(("lab/", "files/")):
+        page.meta["search"] = {"exclude": True}
 
     def link(match: re.Match[str]) -> str:
         path = repository_path(page.file.src_uri, match[2])
