@@ -17,8 +17,21 @@ DOCS = ROOT / "docs"
 FOLDERS = [DOCS / "blocks", DOCS / "guides", DOCS / "lab"]
 PAGES = [
     *(page for folder in FOLDERS[:2] for page in sorted(folder.glob("*.md"))),
-    *(DOCS / name for name in ("optimizer.md", "quickstart.md", "recipes.md", "install.md", "glossary.md")),
+    *(
+        DOCS / name
+        for name in ("optimizer.md", "quickstart.md", "recipes.md", "install.md", "glossary.md", "numerics.md")
+    ),
 ]
+#: Pages whose lines are checked; other pages of docs follow once they are wrapped.
+WRAPPED = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
+    *(page for page in PAGES if page.name not in ("names.md", "optimizer.md", "numerics.md")),
+    *(DOCS / name for name in ("jax-state.md", "design/acceptance.md", "design/architecture.md")),
+]
+#: Longest line of prose, and of a code block.
+PROSE, CODE = 110, 88
+#: Tables and figures that a program writes.
+GENERATED = re.compile(r"^<!-- [^\n]*from here -->$.*?^<!-- to here[^\n]*-->$", re.MULTILINE | re.DOTALL)
 #: Of files, not of the web and not within a page.
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 #: What `make test` installs.
@@ -51,3 +64,17 @@ def test_the_index_has_every_page(folder: Path) -> None:
     listed = set(LINK.findall((folder / "README.md").read_text()))
     missing = {p.name for p in folder.glob("*.md")} - listed - {"README.md"}
     assert not missing, f"docs/{folder.name}/README.md does not list {sorted(missing)}"
+
+
+@pytest.mark.parametrize("page", WRAPPED, ids=lambda p: f"{p.parent.name}-{p.stem}")
+def test_lines_of_a_page_are_short(page: Path) -> None:
+    text = GENERATED.sub("", page.read_text())
+    code = [line for _, body in FENCE.findall(text) for line in body.splitlines()]
+    prose = [line for line in FENCE.sub("", text).splitlines() if not line.startswith(("|", "#", "["))]
+    long = [line for line in code if len(line) > CODE] + [line for line in prose if len(line) > PROSE]
+    assert not long, "wrap these lines:\n" + "\n".join(long)
+
+
+def test_changelog_and_contributing_are_short() -> None:
+    for name in ("CHANGELOG.md", "CONTRIBUTING.md"):
+        assert len((ROOT / name).read_text().splitlines()) <= 120
