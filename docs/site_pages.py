@@ -35,6 +35,7 @@ REFERENCE = {
     "quaver.integrations.peft": "PEFT",
     "quaver.integrations.torchtitan": "torchtitan",
     "quaver.jax": "JAX",
+    "quaver.jax.state": "JAX: state",
     "quaver.jax.linen": "Flax linen",
     "quaver.jax.nnx": "Flax NNX",
     "quaver.train": "Training from Python",
@@ -42,6 +43,7 @@ REFERENCE = {
     "quaver.compat.checkpoints": "Compatibility: checkpoints",
     "quaver.compat.torchao.float8": "Compatibility: torchao",
     "quaver.compat.transformer_engine.pytorch": "Compatibility: Transformer Engine, PyTorch",
+    "quaver.compat.transformer_engine.pytorch.optimizers": "Compatibility: Transformer Engine, optimizers",
     "quaver.compat.transformer_engine.jax": "Compatibility: Transformer Engine, JAX",
     "quaver.compat.transformer_engine.jax.flax": "Compatibility: Transformer Engine, Flax",
 }
@@ -123,8 +125,8 @@ def reference(module: str, title: str) -> str:
 def public(module: str) -> list[str]:
     """Read the public names of a module, without importing it: the site needs neither torch nor jax.
 
-    These are the names in `__all__`, or the functions that the module defines if it has none. Submodules are
-    left out.
+    These are the names in `__all__`, or if it has none, the functions that the module defines, or the classes if it
+    defines no public function. Submodules are left out.
     """
     folder = ROOT / "src" / Path(*module.split("."))
     path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
@@ -146,7 +148,14 @@ def public(module: str) -> list[str]:
             else literal(value)
         )
     if not names:
-        names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+        defined = {
+            kind: [node.name for node in tree.body if isinstance(node, kind)]
+            for kind in (ast.FunctionDef, ast.ClassDef)
+        }
+        functions = [
+            name for name in defined[ast.FunctionDef] if not name.startswith("_")
+        ]
+        names = functions or defined[ast.ClassDef]
     names = [name for name in names if not name.startswith("_")]
     return [
         name

@@ -1,7 +1,7 @@
 """Constructor signatures of the API reference, for classes whose arguments are the fields of a dataclass.
 
 `@takes(Record)` on an `__init__` makes the constructor take the fields of `Record`, `@spreads(Record)` adds them to its
-own arguments, and a Flax module decorated with `@suggests` takes its own fields. A reader of the reference wants these
+own arguments, and a named tuple or a Flax linen module takes its own fields. A reader of the reference wants these
 fields in the signature, but the source only names the record.
 """
 
@@ -11,6 +11,8 @@ from typing import Any
 import griffe
 
 OPTIONS = "quaver.core.options"
+#: Bases whose subclasses take their own fields: tuples, and Flax linen modules.
+RECORDS = ("NamedTuple", "Module")
 KEYWORD_ONLY = griffe.ParameterKind.keyword_only
 POSITIONAL = griffe.ParameterKind.positional_or_keyword
 
@@ -23,7 +25,10 @@ class Constructors(griffe.Extension):
     ) -> None:
         for cls in list(_classes(pkg)):
             init = cls.members.get("__init__")
-            if any(_function(decorator) == "suggests" for decorator in cls.decorators):
+            own = init is None and any(
+                str(base).rpartition(".")[2] in RECORDS for base in cls.bases
+            )
+            if own or any(_function(one) == "suggests" for one in cls.decorators):
                 _set_parameters(cls, _fields(cls))
             elif isinstance(init, griffe.Function):
                 for decorator in init.decorators:
