@@ -17,7 +17,7 @@ IMPORT = re.compile(r"^\s*(?:from|import) ([\w.]+(?:(?: as \w+)?, [\w.]+)*)", re
 INSTALL = re.compile(r"pip install ([^#`\n]+)|`'\.\[([\w,-]+)\]'`")
 COMMAND = re.compile(r"^(?:\w+=\S+ )*quaver \w|-m quaver\.train", re.MULTILINE)
 PROGRAM = re.compile(r"^(?:python|torchrun .*) (examples/\w+\.py)", re.MULTILINE)
-#: What every page may take for granted: the library with PyTorch, which README's second section installs.
+#: Packages that every page may use: README's section "Install" installs the library with PyTorch.
 GIVEN = {"torch", "numpy", "quaver"}
 #: What a module of ours asks for beside that, by the beginning of its name.
 OURS = {
