@@ -149,11 +149,11 @@ def farthest(losses: dict[tuple[str, str], list[float]], runs: Sequence[str]) ->
         }
         family = max(apart, key=apart.__getitem__)
         said.append(f"{run} {apart[family]:.4f} ({family})")
-    return f"The seed farthest from bf16: {', '.join(said)}."
+    return f"Largest difference from bf16 of any seed: {', '.join(said)}."
 
 
 def header(runs: Sequence[str]) -> list[str]:
-    return ["family", "bf16, nats", *(f"{run} less bf16 (by seed)" for run in (NULL, *runs))]
+    return ["family", "bf16, nats", *(f"{run} minus bf16 (by seed)" for run in (NULL, *runs))]
 
 
 def written(page: str, table: list[list[str]], runs: Sequence[str], said: str) -> str:

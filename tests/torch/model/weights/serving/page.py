@@ -66,7 +66,7 @@ def exported() -> Iterator[tuple[str, str, Exported | None]]:
 def row(recipe: str, format: str, result: Exported | None) -> str:
     if result is None:
         can = [f"`{other}`" for other in HELD if recipe in HELD[other]]
-        return f"| `{recipe}` | `{format}` | refused: {', '.join(can)} | | | | |"
+        return f"| `{recipe}` | `{format}` | not supported; use {', '.join(can)} | | | | |"
     assert result.check is not None
     (name,) = {name for name, _ in result.layers}
     check, share = result.check, result.bytes / result.bytes_before
@@ -75,7 +75,7 @@ def row(recipe: str, format: str, result: Exported | None) -> str:
 
 
 HEADER = (
-    "| recipe | format | held as, inputs | bytes of bf16's | KL, weights | KL, readers' inputs | KL, 16-bit inputs |"
+    "| recipe | format | stored as, inputs | bytes of bf16's | KL, weights | KL, readers' inputs | KL, 16-bit inputs |"
 )
 
 
