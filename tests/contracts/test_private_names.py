@@ -1,4 +1,4 @@
-"""Private names of torch and Triton: each in one file of the sources, and in the table of docs/limits.md."""
+"""Private names of torch and Triton: each in one file of the sources, and in the table of docs/design/private-names.md."""
 
 import ast
 from collections.abc import Iterator
@@ -69,11 +69,11 @@ def test_a_private_name_is_used_in_one_file() -> None:
     assert not several, f"give it a name of ours in the lowest room that needs it: {several}"
 
 
-def test_every_private_name_is_in_the_table_of_limits() -> None:
-    page = (ROOT / "docs" / "limits.md").read_text()
+def test_every_private_name_is_in_the_table_of_the_docs() -> None:
+    page = (ROOT / "docs" / "design" / "private-names.md").read_text()
     parts = {name: [part for part in name.split(".") if private(part) and part != "_C"] for name in users()}
     missing = [name for name, private_parts in parts.items() if not any(f"{part}`" in page for part in private_parts)]
-    assert not missing, f"docs/limits.md says what happens without it: {missing}"
+    assert not missing, f"docs/design/private-names.md says what happens without it: {missing}"
 
 
 def test_names_are_seen_however_they_are_reached() -> None:
