@@ -127,7 +127,7 @@ def accept_schedule(
 
 @app.command()
 def optimizer_bytes(
-    write: Annotated[bool, typer.Option("--write", help="Write the tables into docs/optimizer.md.")] = False,
+    write: Annotated[bool, typer.Option("--write", help="Write the tables into docs/design/optimizer.md.")] = False,
 ) -> None:
     """Bytes a parameter that optimizers keep, counted on live tensors, and what a step needs above them."""
     from benchmarks.acceptance import optimizer_bytes
@@ -144,7 +144,7 @@ def accept_optimizers(
     batch: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 4,
     sequence: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 64,
     runs: Runs = Path("runs/accept-optimizers"),
-    write: Annotated[bool, typer.Option("--write", help="Write the table into docs/optimizer.md.")] = False,
+    write: Annotated[bool, typer.Option("--write", help="Write the table into docs/design/optimizer.md.")] = False,
 ) -> None:
     """Train with states in few bits and in float32 on the same eight-bit weights, and judge paired differences."""
     from benchmarks.acceptance import optimizers
@@ -161,7 +161,7 @@ def optimizers(
     seeds: Seeds = 6,
     runs: Runs = Path("runs/accept-optimizers"),
 ) -> None:
-    """Bytes, errors and losses of optimizers' presets: each of docs/optimizer.md's tables, and one of all."""
+    """Bytes, errors and losses of optimizers' presets: docs/design/optimizer.md's tables, and docs/optimizer.md's."""
     from benchmarks.acceptance import open_loop, optimizer_bytes, optimizers
 
     console, holds = Console(), True
@@ -173,8 +173,9 @@ def optimizers(
     lines = optimizers.together(page)
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
+    page = optimizers.SUMMARY.read_text(encoding="utf-8")
     page = optimizers.written(page, lines, optimizers.ALL_BEGIN, optimizers.ALL_END)
-    optimizers.PAGE.write_text(page, encoding="utf-8")
+    optimizers.SUMMARY.write_text(page, encoding="utf-8")
     raise typer.Exit(0 if holds else 1)
 
 
@@ -201,7 +202,7 @@ def open_loop(
     steps: Steps = 300,
     seed: Annotated[int, typer.Option(help="Of the weights, the batches and the noise.")] = 0,
     write: Annotated[
-        bool, typer.Option("--write/--no-write", help="Keep the figures, and the table in docs/optimizer.md.")
+        bool, typer.Option("--write/--no-write", help="Keep the figures, and the table in docs/design/optimizer.md.")
     ] = False,
 ) -> None:
     """What each way to keep optimizer states does to an update: all beside one run in float32, same gradients."""

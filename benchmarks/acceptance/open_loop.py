@@ -28,7 +28,7 @@ from quaver.torch.optim import codes
 from quaver.train.data.text import read, split
 from quaver.train.data.tokens import join_bytes
 
-PAGE = Path(__file__).parents[2] / "docs" / "optimizer.md"
+PAGE = Path(__file__).parents[2] / "docs" / "design" / "optimizer.md"
 BEGIN, END = "<!-- python -m benchmarks open-loop writes from here -->", "<!-- to here, open loop -->"
 BETA1, EPSILON, DECAY, PEAK, WARMUP = 0.9, 1e-8, 0.1, 3e-3, 30
 BATCH, SEQUENCE, VOCABULARY = 16, 64, 256
@@ -318,11 +318,11 @@ def written(page: str, said: str, lines: list[str]) -> str:
     """The page with this table."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return "\n".join([before + BEGIN, "", said, "", *lines, "", END + after])
+    return "\n".join([before + BEGIN, "", *results.wrapped([said, "", *lines]), "", END + after])
 
 
 def run(steps: int, seed: int, write: bool, console: Console) -> None:
-    """Measure under β2 = 0.95 and 0.999, show the table, keep it, and write it into docs/optimizer.md."""
+    """Measure under β2 = 0.95 and 0.999, show the table, keep it, and write it into docs/design/optimizer.md."""
 
     def told(line: str) -> None:
         console.print(line, highlight=False)

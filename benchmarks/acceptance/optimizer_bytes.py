@@ -27,7 +27,7 @@ from quaver.train.configuration import memory, optimizer_name, recipe_name
 from quaver.train.configuration.parameter_table import parameters
 from quaver.train.configuration.sizes import MODELS
 
-PAGE = Path(__file__).parents[2] / "docs" / "optimizer.md"
+PAGE = Path(__file__).parents[2] / "docs" / "design" / "optimizer.md"
 BEGIN, END = "<!-- python -m benchmarks optimizer-bytes writes from here -->", "<!-- to here, bytes -->"
 #: Of the matrix that is stepped: [out, in].
 SHAPE = (2048, 1024)
@@ -148,7 +148,7 @@ def above(preset: str, recipe: str, shape: tuple[int, int]) -> int:
 
 
 def run(console: Console, write: bool = False) -> bool:
-    """Count all, show the tables, and write them into docs/optimizer.md; returns whether all is as promised."""
+    """Count all, show the tables, and write them into docs/design/optimizer.md; returns whether all is as promised."""
     rows, holds = [], True
     for preset in PRESETS:
         ways: dict[str, list[str]] = {}
@@ -212,7 +212,7 @@ def run(console: Console, write: bool = False) -> bool:
         _, end, after = rest.partition(END)
         if not (begin and end):
             raise ValueError(f"{PAGE} lacks the line {BEGIN} or {END}")
-        PAGE.write_text("\n".join([before + BEGIN, "", *lines, "", END + after]), encoding="utf-8")
+        PAGE.write_text("\n".join([before + BEGIN, "", *results.wrapped(lines), "", END + after]), encoding="utf-8")
     return holds
 
 

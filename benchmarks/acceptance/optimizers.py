@@ -39,7 +39,9 @@ from quaver.train.learning.torch.learner import TorchLearner
 from quaver.train.records.comparison import paired
 from quaver.train.running.loop import train_step, validate
 
-PAGE = Path(__file__).parents[2] / "docs" / "optimizer.md"
+#: The page of all tables, and the page that has the one of all presets.
+PAGE = Path(__file__).parents[2] / "docs" / "design" / "optimizer.md"
+SUMMARY = Path(__file__).parents[2] / "docs" / "optimizer.md"
 BEGIN = "<!-- python -m benchmarks accept-optimizers --write writes from here -->"
 END = "<!-- to here, accept-optimizers -->"
 #: All states in float32, and a float32 master beside the codes that GEMMs read.
@@ -172,7 +174,7 @@ def nudge(model: torch.nn.Module, optimizer: Optimizer, seed: int) -> None:
 
 
 def run(plan: Plan, console: Console, write: bool = False) -> bool:
-    """Train what is not trained yet, show the table, and write it into docs/optimizer.md; returns whether all holds."""
+    """Train what is missing, show the table, write it into docs/design/optimizer.md; returns whether all rules hold."""
     PRESETS.update(presets())  # rows of this process alone
     tokens = None
     for seed in range(plan.seeds):
@@ -276,7 +278,7 @@ def written(page: str, lines: list[str], first: str = BEGIN, last: str = END) ->
     _, end, after = rest.partition(last)
     if not (begin and end):
         raise ValueError(f"{shown(str(PAGE))} lacks the line {first} or {last}")
-    return "\n".join([before + first, "", *lines, "", last + after])
+    return "\n".join([before + first, "", *results.wrapped(lines), "", last + after])
 
 
 def together(page: str) -> list[str]:

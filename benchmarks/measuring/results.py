@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -57,6 +58,11 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """A markdown table, the first column to the left and the others to the right."""
     lines = [columns, ("---", *["---:"] * (len(columns) - 1)), *rows]
     return ["| " + " | ".join(line) + " |" for line in lines]
+
+
+def wrapped(lines: Sequence[str], width: int = 110) -> list[str]:
+    """Break lines of prose at `width` columns; rows of tables stay as they are."""
+    return [part for line in lines for part in ([line] if line.startswith("|") else textwrap.wrap(line, width) or [""])]
 
 
 def case_markdown(result: Result) -> list[str]:

@@ -1,4 +1,4 @@
-"""Private names of torch and Triton: each in one file of the sources, and in the table of docs/design/private-names.md."""
+"""Private names of torch and Triton: each in one file of the sources, and listed in docs/design/private-names.md."""
 
 import ast
 from collections.abc import Iterator
