@@ -1,4 +1,4 @@
-"""The measured table of docs/parallel.md: `python -m benchmarks.pages.ranks` writes that of the newest results anew.
+"""The measured table of docs/design/parallel.md: `python -m benchmarks.pages.ranks` writes it from the newest results.
 
 It stands between two marks; a test compares it with the results that are kept.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.measuring import results
 
-PAGE = Path(__file__).parents[2] / "docs" / "parallel.md"
+PAGE = Path(__file__).parents[2] / "docs" / "design" / "parallel.md"
 BEGIN, END = "<!-- python -m benchmarks.pages.ranks writes from here -->", "<!-- to here -->"
 #: What is there before a full run has been kept.
 NONE = "No full run has been kept yet: `python -m benchmarks parallel` makes one, and writes its table here."

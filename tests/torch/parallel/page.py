@@ -1,10 +1,11 @@
-"""The table of docs/parallel.md of recipes under each way to spread a model: what tests compare, or a refusal.
+"""The table of docs/design/parallel-matrix.md: recipes by kind of parallelism, tested steps or the error.
 
 The steps are those of the lists that the tests run, quick ones and slow; what stands in none must be refused where it
 is called.
 `python -m tests.torch.parallel.page` writes the table anew; a test compares them.
 """
 
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +27,7 @@ from tests.torch.parallel.fsdp import test_codes, test_gathering
 from tests.torch.parallel.quantized import test_dispatch, test_experts, test_gradients
 from tests.torch.parallel.tensor import matrices, test_mesh, test_styles, vocabulary
 
-PAGE = Path(__file__).parents[3] / "docs" / "parallel.md"
+PAGE = Path(__file__).parents[3] / "docs" / "design" / "parallel-matrix.md"
 BEGIN = "<!-- python -m tests.torch.parallel.page writes from here -->\n"
 END = "<!-- to here, of python -m tests.torch.parallel.page -->\n"
 
@@ -149,7 +150,10 @@ def table() -> str:
             else:
                 raise AssertionError(f"{row.name} under {name} is neither tested nor refused")
         lines.append(line)
-    said = "".join(f"{number}. {refusal}\n" for number, refusal in enumerate(refusals, 1))
+    said = "".join(
+        f"{textwrap.fill(f'{number}. {refusal}', 110, subsequent_indent='   ')}\n"
+        for number, refusal in enumerate(refusals, 1)
+    )
     return "".join("| " + " | ".join(line) + " |\n" for line in lines) + ("\n" + said if said else "")
 
 

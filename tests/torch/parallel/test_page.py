@@ -1,4 +1,4 @@
-"""docs/parallel.md has each recipe under each way to spread a model, as the tests compare or the library refuses it."""
+"""docs/design/parallel-matrix.md lists every recipe with every kind of parallelism: tested steps, or the error."""
 
 from tests.torch.parallel import page
 

@@ -1,4 +1,4 @@
-"""The table of docs/parallel.md: what each recipe asks of parts under each style, from the layouts and the recipes.
+"""The table of docs/design/parallel.md: the multiples that each recipe and style require, from layouts and recipes.
 
 `python -m tests.torch.parallel.tensor.page` writes it anew; a test compares them.
 """
@@ -10,7 +10,7 @@ from quaver import recipes
 from quaver.core.spec import Recipe
 from quaver.torch.parallel.tensor.layout import Layout
 
-PAGE = Path(__file__).parents[4] / "docs" / "parallel.md"
+PAGE = Path(__file__).parents[4] / "docs" / "design" / "parallel.md"
 BEGIN = "<!-- python -m tests.torch.parallel.tensor.page writes from here -->\n"
 END = "<!-- to here -->\n"
 LAYOUTS = [Layout(column, sequence) for column in (True, False) for sequence in (False, True)]
