@@ -1,7 +1,9 @@
-"""The predicted tables of docs/performance.md: `python -m benchmarks.pages.performance` writes them anew.
+"""The predicted tables of two pages: `python -m benchmarks.pages.performance` writes them.
+
+What a user gains is in docs/performance.md, what it rests on in docs/design/performance.md.
 
 They stand between `<!-- NAME -->` and `<!-- end of NAME -->`; a test compares them with what is computed here, so that
-the page cannot say what the ledger does not.
+a page cannot say what the ledger does not.
 """
 
 import re
@@ -16,7 +18,9 @@ from quaver.core.costs import attention, ledger
 from quaver.core.costs.gpus import GPUS, Figure, Gpu
 from quaver.train.commands.planning import plan
 
-PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = DOCS / "performance.md"
+DESIGN = DOCS / "design" / "performance.md"
 
 #: (tokens, in, out) of the floors.
 SHAPES = (
@@ -178,22 +182,30 @@ TABLES = {
 }
 
 
+#: The page of each table.
+PAGES = {
+    PAGE: ("models", "floors on an H200", "floors on a B200", "attention", "runs", "curves", "emulated"),
+    DESIGN: ("bytes", "rates", "forecasts", "cards", "more forecasts"),
+}
+
+
 def between(name: str) -> re.Pattern[str]:
     return re.compile(rf"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
 
 
-def filled(text: str) -> str:
-    """The page with every table as it is computed now.
+def filled(text: str, names: Iterable[str]) -> str:
+    """The page with these tables as they are computed now.
 
     Raises:
         ValueError: the page has no place for a table.
     """
-    for name, table in TABLES.items():
-        text, places = between(name).subn(lambda m, table=table: f"{m[1]}{table()}\n{m[2]}", text)
+    for name in names:
+        text, places = between(name).subn(lambda m, name=name: f"{m[1]}{TABLES[name]()}\n{m[2]}", text)
         if places != 1:
-            raise ValueError(f"docs/performance.md has {places} places for the table {name!r}; it needs one")
+            raise ValueError(f"the page has {places} places for the table {name!r}; it needs one")
     return text
 
 
 if __name__ == "__main__":
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for page, names in PAGES.items():
+        page.write_text(filled(page.read_text(encoding="utf-8"), names), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What each kernel cannot go below on a card, by its bytes and by its instructions: the table of docs/performance.md.
+"""The least time of each kernel on a card, by bytes and by instructions: a table of docs/design/performance.md.
 
     floor    bytes of its tensors / copy rate
     share    what the card can issue / instructions a byte / copy rate
@@ -19,7 +19,7 @@ from typing import NamedTuple
 from quaver.core.costs.gpus import GPUS
 from tests.kernels.gate import ceilings
 
-PAGE = Path(__file__).parents[3] / "docs" / "performance.md"
+PAGE = Path(__file__).parents[3] / "docs" / "design" / "performance.md"
 PLACE = re.compile(
     r"(<!-- python -m tests\.kernels\.gate\.floors writes from here -->\n).*?(<!-- floors of kernels end here -->)",
     re.DOTALL,
@@ -136,7 +136,7 @@ def filled(page: str) -> str:
     for place, written in ((PLACE, table(rows)), (OF_PRODUCTS, table_of_products(rows))):
         page, places = place.subn(lambda m, written=written: f"{m[1]}\n{written}\n\n{m[2]}", page)
         if places != 1:
-            raise ValueError(f"docs/performance.md has {places} places for {place.pattern}; it needs one")
+            raise ValueError(f"docs/design/performance.md has {places} places for {place.pattern}; it needs one")
     return page
 
 
