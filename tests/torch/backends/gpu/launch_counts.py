@@ -1,5 +1,5 @@
 """What a training step launches on a GPU, counted: `python -m tests.torch.backends.gpu.launch_counts` writes the table
-of docs/kernels.md anew.
+of docs/design/kernels.md anew.
 
 A CPU passes for a GPU (`pretend`): kernels are noted where the driver would launch them, GEMMs where torch is asked for
 one, and of torch's own operations each one that computes or copies counts as a launch. Attention, which another package
@@ -55,7 +55,7 @@ FREE = {
     "ne",
 }
 STEPS = 4
-PAGE = Path(__file__).parents[4] / "docs" / "kernels.md"
+PAGE = Path(__file__).parents[4] / "docs" / "design" / "kernels.md"
 BEGIN, END = "<!-- python -m tests.torch.backends.gpu.launch_counts writes from here -->", "<!-- to here -->"
 
 

@@ -1,4 +1,4 @@
-"""A training step takes as many launches as docs/kernels.md says, and no recipe more than its ceiling."""
+"""A training step takes as many launches as docs/design/kernels.md says, and no recipe more than its ceiling."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ CEILINGS = {
     "nvfp4": 15,
 }
 
-#: What docs/kernels.md says of a scan and of its convolution in bfloat16, forward and backward.
+#: What docs/design/kernels.md says of a scan and of its convolution in bfloat16, forward and backward.
 SCAN, CONVOLUTION = (4, 11), (1, 4)
 
 
