@@ -1,4 +1,4 @@
-"""What `convert` reaches in each family: `python -m tests.torch.model.coverage` writes docs/models.md's table."""
+"""What `convert` reaches in each family: `python -m tests.torch.model.coverage` writes its table."""
 
 import functools
 from collections import Counter
@@ -10,7 +10,7 @@ import quaver.torch as qt
 from quaver.torch.model.report.checking import Check
 from tests.torch.model.families import FAMILIES, tiny, tokens
 
-PAGE = Path(__file__).parents[3] / "docs" / "models.md"
+PAGE = Path(__file__).parents[3] / "docs" / "design" / "model-coverage.md"
 BEGIN, END = "<!-- python -m tests.torch.model.coverage writes from here -->", "<!-- to here -->"
 HEADER = ("family", "parameters", "FLOPs", "converted", "left in high precision")
 

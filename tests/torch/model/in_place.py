@@ -1,4 +1,4 @@
-"""Blocks in place in each family: `python -m tests.torch.model.in_place` writes docs/models.md's second table."""
+"""Blocks in place in each family: `python -m tests.torch.model.in_place` writes its table."""
 
 import functools
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Noise of the logits in each family: `python -m tests.torch.model.logits` writes docs/models.md's third table."""
+"""Noise of the logits in each family: `python -m tests.torch.model.logits` writes its table."""
 
 import copy
 import functools
