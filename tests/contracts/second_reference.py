@@ -1,4 +1,4 @@
-"""A second, independent reading of the number formats and the scaling (docs/numerics.md).
+"""A second, independent reading of the number formats and the scaling (docs/design/numerics.md).
 
 Written from the text alone, without sight of `quaver.core.reference`, one element at a time: values are
 rounded by searching the list of all values of a format with exact fractions, exponents come from

@@ -14,7 +14,7 @@ In backward dS = P∘(dP - Δ), Δ = rowsum(P∘dP). The P that enters is the so
 multiply v: it is what the softmax's derivative is about, small probabilities are not lost in it, and the error of dQ
 and dK is smaller with it on Gaussian data. Δ is taken from the same quantized dO and v as dP, and not as rowsum(dO∘O):
 so each row of dS sums to 0, and what the rounding of values and gradients with a mean does to dP cancels
-(docs/numerics.md has the figures).
+(docs/design/numerics.md has the figures).
 """
 
 import math

@@ -2,8 +2,8 @@
 
 Every E4M3, E5M2 and E2M1 value is a bf16 value, also after multiplying by a power of two or by an E4M3 scale, and the
 product of two of them is exact in float32. So a bf16 GEMM, or a float32 GEMM that works in bf16 inside, adds up
-exactly the products that the recipe defines. docs/numerics.md describes the decoding. No setting of the process is
-changed for that: other threads would multiply by it. Where torch multiplies bf16 without the processor's help, which
+exactly the products that the recipe defines (docs/design/numerics.md). No setting of the process is changed for
+that: other threads would multiply by it. Where torch multiplies bf16 without the processor's help, which
 takes up to forty times as long as float32, values are decoded to float32.
 """
 

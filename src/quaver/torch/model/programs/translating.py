@@ -1,6 +1,6 @@
 """quantize and matmul of eight bits in ONNX: QuantizeLinear, DequantizeLinear, and scales by comparisons.
 
-    amax -> e, the largest power of two with amax × e <= max, as `docs/numerics.md` has it -> scale = 1 / e
+    amax -> e, the largest power of two with amax × e <= max, as `docs/design/numerics.md` has it -> scale = 1 / e
     codes = QuantizeLinear(x, scale)    y = MatMul(DequantizeLinear(a, scale), DequantizeLinear(b, scale))
 
 The exponent comes from eight comparisons, by halves: amax × 2**p is exact, and so is each of them. A logarithm is not
