@@ -1,0 +1,33 @@
+"""Lines of code are counted without comments, docstrings and blank lines."""
+
+from benchmarks.pages import size
+
+SOURCE = '''"""A module
+of two lines."""
+
+# A comment.
+VALUE = """text
+of two lines"""
+
+
+def function() -> int:
+    """One line."""
+    return 1  # with a comment
+'''
+
+
+def test_code_excludes_comments_docstrings_and_blank_lines() -> None:
+    assert size.measured(SOURCE) == size.Size(files=1, lines=11, code=4, docstrings=3)
+
+
+def test_the_table_sums_all_packages() -> None:
+    *packages, total = size.rows(size.sizes())
+    assert {"`quaver.torch`", "`quaver.kernels`", "`quaver`"} <= {row[0] for row in packages}
+    for column in range(1, 5):
+        assert sum(int(row[column].replace(",", "")) for row in packages) == int(total[column].replace(",", ""))
+
+
+def test_the_page_has_its_marks() -> None:
+    page = size.PAGE.read_text(encoding="utf-8")
+    assert page.count(size.BEGIN) == page.count(size.END) == 1
+    assert size.written(size.written(page)) == size.written(page)
