@@ -344,7 +344,7 @@ def run(steps: int, seed: int, write: bool, console: Console) -> None:
     limits = ", ".join(f"{bounds.adam_limit(BETA1, float(beta2)):.3f} for β2 = {beta2}" for beta2 in figures)
     said = (
         f"{steps} steps of a GPT of 0.39 million parameters on Python's standard library, AdamW in float32 with "
-        f"β1 = {BETA1}, ε = {EPSILON:g}, norm of the gradient held to 1, learning rate {PEAK:g} falling to 1 %; "
+        f"β1 = {BETA1}, ε = {EPSILON:g}, norm of the gradient clipped to 1, learning rate {PEAK:g} falling to 1 %; "
         f"seed {seed}. Bytes are those of both moments, scales included. The bound ends at {limits}. "
         f"Where a gradient stops: RMS of how far its weight goes in {AFTER} more steps, over float32's; {ELEMENTS} "
         f"gradients at random, every second one 0 from step {BEFORE} on. "

@@ -176,11 +176,11 @@ def run(console: Console, write: bool = False) -> bool:
         "states",
         "weight",
         "weight and scales",
-        "beside it",
+        "residual",
         "gradient",
         "moments",
         "bytes a parameter",
-        "a step moves",
+        "bytes a step moves",
     )
     lines = [
         f"Live tensors of a matrix {list(SHAPE)} after a step. {machine.cpu()}, torch {torch.__version__}, "

@@ -242,8 +242,8 @@ def table(plan: Plan) -> tuple[list[str], bool]:
             ]
         )
     columns = (
-        *("states", "validation loss", "less float32 states ± std. error", "std. deviation", "by seed", "rule"),
-        "share of updates held",
+        *("states", "validation loss", "minus float32 states ± std. error", "std. deviation", "by seed", "rule"),
+        "share of clamped updates",
     )
     number = len(base)
     runs = [outcome for own in kept.values() for outcome in own]
@@ -259,7 +259,7 @@ def table(plan: Plan) -> tuple[list[str], bool]:
 def how_held(preset: Preset | None, share: float) -> str:
     """The share of updates that were held to their bound, in a cell."""
     if preset is None or not preset.clamp:
-        return "not held"
+        return "not clamped"
     return f"{share:.1e}" if share else "0"
 
 
@@ -292,7 +292,7 @@ def together(page: str) -> list[str]:
     for label, _, error, _, largest, _, held, stops, wide, _, _, _, wide_held, _ in _rows(page, "of_states"):
         for name in _NAMES.findall(label) or [f"`{label}`"]:
             clamps = name.strip("`") in PRESETS and PRESETS[name.strip("`")].clamp
-            states[name] = [*([held, wide_held, "held"] if clamps else [error, wide, largest]), stops]
+            states[name] = [*([held, wide_held, "clamped"] if clamps else [error, wide, largest]), stops]
     losses = {name: apart for name, _, apart, *_ in _rows(page, "of_losses")}
     rows = []
     for name, (kept, total, moved) in size.items():
@@ -300,8 +300,8 @@ def together(page: str) -> list[str]:
             own = states.get(name, [""] * 4)
             rows.append([name, kept, total, moved, *own, losses.get(name, "")])
     columns = (
-        *("states", "weight", "bytes a parameter", "a step moves", "error, β2 = 0.95", "β2 = 0.999"),
-        *("largest u", "gradient stops, β2 = 0.95", "loss less float32 states ± std. error"),
+        *("states", "weight", "bytes a parameter", "bytes a step moves", "error, β2 = 0.95", "β2 = 0.999"),
+        *("largest u", "gradient stops, β2 = 0.95", "loss minus float32 states ± std. error"),
     )
     return results.table(columns, rows)
 

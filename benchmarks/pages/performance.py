@@ -133,7 +133,7 @@ def emulated() -> str:
             by_tensor = [f"{one.bytes / side**2:.2f}" for one in (*cost.tensors.values(), passes[-1])]
             cells = [f"{cost.bytes / 1e6:.0f}", f"{launches:.0f}", f"{cost.bf16_seconds * 1e6:.0f}"]
             rows.append([name, recipe, *by_tensor, *cells, f"{cost.seconds * 1e6:.0f}", f"{1 / cost.speedup:.2f}"])
-    head = ["GPU", "recipe", "input, bytes an element", "weight", "grad_output", "kept input decoded"]
+    head = ["GPU", "recipe", "input, bytes an element", "weight", "grad_output", "saved input dequantized"]
     return markdown([*head, "MB", "launches", "bf16, µs", "emulated, µs", "over bf16"], rows)
 
 

@@ -49,7 +49,7 @@ def test_the_table_of_all_is_what_the_page_says_of_each() -> None:
     assert rows.keys() == PRESETS.keys()
     assert " 5.078 " in rows["lean"] and "±" in rows["lean"] and "±" in rows["balanced"]
     # A preset that holds its updates has the error of held ones, another its own.
-    assert rows["lean"].count("held") == 1 and "held" not in rows["msamp"]
+    assert rows["lean"].count("clamped") == 1 and "clamped" not in rows["msamp"]
 
 
 @pytest.mark.slow

@@ -171,7 +171,7 @@ def rows() -> dict[str, tuple[str, ...]]:
 
 def table() -> str:
     """In markdown: how many launches each recipe takes, and what those of a Llama layer are."""
-    lines = ["| launches, forward and backward | GPU | Linear | with a bias | weight kept | Llama layer |"]
+    lines = ["| launches, forward and backward | GPU | Linear | with a bias | weight cached | Llama layer |"]
     lines += ["| --- | --- | ---: | ---: | ---: | ---: |"]
     of_layers = {}
     for arch, names in (*NATIVE.items(), *EMULATED.items()):
