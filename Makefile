@@ -14,7 +14,7 @@ CHECKED := tests/contracts/test_layering.py tests/contracts/test_bits.py tests/t
 
 # Where tests start several ranks (`tests/contracts/test_ranks_marked.py` compares).
 RANKS := tests/torch/parallel tests/torch/optim/test_ranks.py tests/torch/test_distributed.py \
-	tests/torch/state/history/test_groups.py tests/train/running tests/examples tests/benchmarks/test_benchmarks.py
+	tests/torch/state/history/test_groups.py tests/train tests/examples tests/benchmarks/test_benchmarks.py
 
 .PHONY: demo check test slow test-ranks test-lowering test-integrations test-gpu-ready test-gpu test-versions
 .PHONY: accept accept-attention accept-blocks bench bench-gpu docs lint format clean
@@ -59,7 +59,7 @@ test-gpu-ready: $(VENV)/.dev
 ## What other libraries do with converted models: tests that `make test` skips where a library is missing.
 test-integrations: $(VENV)/.integrations
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" tests/integrations \
-		tests/train/records/test_trackers.py tests/examples tests/contracts/test_docs.py \
+		tests/train/test_trackers.py tests/examples tests/contracts/test_docs.py \
 		-k "integrations or trackers or huggingface or lightning or accelerate or peft or torchtitan or onnx"
 
 ## The tests that need a GPU, eight at a time on one card, with the kernels of CACHE (or of CACHE.tar.xz), in the Python
@@ -68,7 +68,7 @@ test-gpu:
 	$(PYTHON) -m benchmarks.gpu.ahead.cache $(CACHE)
 	TRITON_CACHE_DIR=$(CACHE) PYTHONPATH=src $(PYTHON) -m pytest -m gpu -n 8 --dist worksteal --maxfail 40 \
 		--timeout 45 --timeout-method thread -p tests.gpu_context \
-		tests/gpu tests/kernels tests/torch/blocks/attention/implementations tests/torch/backends/gpu/gemms
+		tests/gpu tests/kernels tests/torch/nn/attention tests/torch/backends/gpu
 
 ## The suite under the oldest and newest Python, torch and jax, and pairs of torch and triton: docs/install.md.
 test-versions: $(VENV)/.dev

@@ -17,7 +17,7 @@ from benchmarks.cases.ranks import PARALLEL
 from benchmarks.measuring import machine, results
 from benchmarks.measuring.figure import Case, Figure, NotMeasurable, Result
 from benchmarks.measuring.timing import of_torch
-from quaver.core.text.spelling import suggest
+from quaver.recipes.text import suggest
 
 COLOURS = {None: "", True: "green", False: "bold red"}
 

@@ -26,13 +26,11 @@ from benchmarks.measuring import stub_driver
 from benchmarks.measuring.timing import Step, beside
 from benchmarks.subjects import blocks, linears
 from quaver import recipes
-from quaver.core.spec import Recipe
-from quaver.torch.backends.gpu import families
-from quaver.torch.backends.gpu.gemms import scaled_mm
-from quaver.torch.backends.gpu.launching import device, launch
+from quaver.recipes.spec import Recipe
+from quaver.torch.backends.gpu import device, launch, quantize, scaled_mm
 from quaver.torch.operations import ops
-from quaver.torch.state.history import amax, on_gpu
-from quaver.torch.state.layer import state_of
+from quaver.torch.state.history import amax, roll_gpu
+from quaver.torch.state.layer_state import state_of
 
 SIZE = 16
 #: By architecture the recipes that have GEMMs there.
@@ -67,7 +65,9 @@ def nowhere(_: Any) -> Iterator[None]:
 
 def on_a_gpu(recipe: Recipe) -> None:
     """Choose what a GPU's tensors would get."""
-    ops._resolved[id(recipe)] = ops.Resolved(recipe, families.quantize, scaled_mm.matmul, families.quantize_both)
+    ops._resolved[id(recipe)] = ops.ResolvedOperations(
+        recipe, quantize.quantize, scaled_mm.scaled_matmul, quantize.quantize_both
+    )
 
 
 def subjects(dtype: torch.dtype, names: list[str]) -> dict[str, Step]:
@@ -132,7 +132,7 @@ def settle(layer: qt.Linear, recipe: Recipe) -> None:
     amax.saved_factors = lambda layer: amax._on_device(layer, layer._buffers["factor"])
     amax.is_set = lambda column, factors: factors.known_set[column]
     assert recipe.delayed is not None
-    on_gpu.roll([layer], recipe.delayed, recipe.history_specs)
+    roll_gpu.roll([layer], recipe.delayed, recipe.history_specs)
     state_of(layer).stacked[0].known = [[True] * 3]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import griffe
 
-OPTIONS = "quaver.core.options"
+OPTIONS = "quaver.options"
 #: Bases whose subclasses take their own fields: tuples, and Flax linen modules.
 RECORDS = ("NamedTuple", "Module")
 KEYWORD_ONLY = griffe.ParameterKind.keyword_only
@@ -46,7 +46,7 @@ def _classes(scope: griffe.Module | griffe.Class) -> Iterator[griffe.Class]:
 
 
 def _function(decorator: griffe.Decorator) -> str:
-    """Return the name of a decorator of `quaver.core.options`, "" for any other."""
+    """Return the name of a decorator of `quaver.options`, "" for any other."""
     module, _, name = decorator.callable_path.rpartition(".")
     return name if module == OPTIONS else ""
 

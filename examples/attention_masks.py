@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from quaver.torch.blocks.attention import DotProductAttention, attention, explain_attention
+from quaver.torch.nn.attention import DotProductAttention, attention, explain_attention
 
 torch.manual_seed(0)
 BATCH, TOKENS, HEADS, GROUPS, FEATURES = 2, 10, 4, 2, 16

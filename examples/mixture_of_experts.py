@@ -15,7 +15,7 @@ import quaver.torch as qt
 DIM, HEADS, HIDDEN, LAYERS = 64, 4, 48, 2
 TOKENS, BATCH, STEPS = 64, 4, 30
 # DeepSeek-V3's router; softmax is the default, and Mixtral's.
-MIXTURE = qt.Mixture(experts=8, k=2, scores="sigmoid", balance_bias=True, shared=HIDDEN, return_routing=True)
+MIXTURE = qt.MixtureConfig(experts=8, k=2, scores="sigmoid", balance_bias=True, shared=HIDDEN, return_routing=True)
 
 
 class Model(nn.Module):

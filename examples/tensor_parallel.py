@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 import quaver.torch as qt
-from quaver.torch.parallel import Column, Heads, Row, Sequence
+from quaver.torch.parallel import ColwiseParallel, HeadParallel, RowwiseParallel, SequenceParallel
 
 TOKENS, WIDTH = 128, 128
 
@@ -44,14 +44,14 @@ def train() -> None:
         mesh,
         {
             # Every rank has all numbers of tokens, and embeds its own.
-            "0": Sequence(takes_whole=True),
-            "1.attention.norm": Sequence(),
-            "1.attention": Heads(sequence=True),
-            "1.mlp.norm": Sequence(),
-            "1.mlp.gate_proj": Column(sequence=True),
-            "1.mlp.up_proj": Column(sequence=True),
-            "1.mlp.down_proj": Row(sequence=True),
-            "2": Sequence(),
+            "0": SequenceParallel(takes_whole=True),
+            "1.attention.norm": SequenceParallel(),
+            "1.attention": HeadParallel(sequence=True),
+            "1.mlp.norm": SequenceParallel(),
+            "1.mlp.gate_proj": ColwiseParallel(sequence=True),
+            "1.mlp.up_proj": ColwiseParallel(sequence=True),
+            "1.mlp.down_proj": RowwiseParallel(sequence=True),
+            "2": SequenceParallel(),
         },
     )
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)

@@ -50,7 +50,7 @@ ON_A_GPU = ("tests/kernels/",)
 #: Tests of what a CPU interprets.
 INTERPRETED = (
     "tests/torch/backends/gpu/",
-    "tests/torch/linear/plans/test_on_gpu.py",
+    "tests/torch/linear/test_plan_gpu.py",
     "tests/torch/state/history/test_newest.py",
     "tests/benchmarks/test_gpu.py",
     "tests/kernels/test_interpreter.py",
@@ -66,7 +66,7 @@ LONGEST = (
     "tests/jax/operations/test_sharding.py",
     "tests/torch/test_settings.py",
     "tests/torch/test_compile.py",
-    "tests/train/running/",
+    "tests/train/",
 )
 #: Files whose claims an optimizer could break, the bits and bounds of both frameworks: XLA compiles as for a user.
 OPTIMIZED = (
@@ -282,9 +282,9 @@ def place_on_a_machine(item: pytest.Item, gpu: bool, interpreting: bool) -> None
 def _alike() -> None:
     """What is random begins alike, and deterministic mode makes torch.empty return NaN (255 in bytes), so that an
     element nobody wrote is seen."""
-    if "quaver.torch.linear.plans.direct" in sys.modules:
+    if "quaver.torch.linear.plan" in sys.modules:
         # Plans outlive a test, which may change what decided them.
-        sys.modules["quaver.torch.linear.plans.direct"].plans.clear()
+        sys.modules["quaver.torch.linear.plan"].plans.clear()
     import numpy as np
     import torch
 

@@ -36,9 +36,9 @@ STAGES: dict[str, list[str]] = {
         "torch.distributed.checkpoint.state_dict",
         "torch.distributed.fsdp",
         "quaver.train.commands.cli",
-        "quaver.train.learning.jax.learner",
-        "quaver.train.learning.torch.learner",
-        "quaver.train.showing.plots",
+        "quaver.train.jax.learner",
+        "quaver.train.torch.learner",
+        "quaver.train.plots",
         "benchmarks.acceptance.training",
         "tests.forked",
     ],
@@ -207,7 +207,7 @@ def what(arguments: Sequence[str]) -> Callable[[], object]:
         sys.path[0], sys.argv = os.getcwd(), list(rest)
         if rest[0] == "quaver.train":
             # A comparison's own runs.
-            from quaver.train.running import compare
+            from quaver.train import compare
             from tests import forked
 
             compare.subprocess = forked.quick

@@ -7,8 +7,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from quaver.core.spec import GemmSpec, QuantSpec, Recipe
 from quaver.recipes import RECIPES
+from quaver.recipes.spec import GemmSpec, QuantSpec, Recipe
 
 
 def variants() -> dict[str, Recipe]:

@@ -4,7 +4,7 @@ from itertools import product
 
 import numpy as np
 
-from quaver.core.states.codes import CODES, SCALES, StateSpec
+from quaver.reference.optimizer_state import CODES, SCALES, StateSpec
 
 HARD = np.array(
     [0, -0.0, 1e-45, -1e-40, 1e-38, 2.0**-126, -1, 1.5, 448, 65504, 1e30, -3.4e38, np.inf, -np.inf, np.nan], np.float32

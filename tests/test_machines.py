@@ -11,13 +11,13 @@ from tests.conftest import ROOT, place_on_a_machine
 @pytest.mark.parametrize(
     ("path", "marked", "gpu", "interpreting", "added"),
     [
-        ("tests/kernels/quantizing/test_cast.py", False, False, True, None),
-        ("tests/kernels/quantizing/test_cast.py", False, True, False, "gpu"),
+        ("tests/kernels/test_cast.py", False, False, True, None),
+        ("tests/kernels/test_cast.py", False, True, False, "gpu"),
         ("tests/kernels/test_gate.py", False, True, False, None),
         ("tests/torch/backends/gpu/test_layers.py", False, False, True, None),
         ("tests/torch/backends/gpu/test_layers.py", False, True, False, "skip"),
         ("tests/torch/backends/gpu/test_layers.py", False, True, True, None),
-        ("tests/torch/backends/gpu/gemms/test_grouped_mm.py", True, True, False, None),
+        ("tests/torch/backends/gpu/test_grouped_mm.py", True, True, False, None),
         ("tests/gpu/test_layers.py", True, False, True, "skip"),
         ("tests/gpu/test_layers.py", True, True, False, None),
         ("tests/torch/linear/test_linear.py", False, True, False, None),

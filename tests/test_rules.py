@@ -3,9 +3,9 @@
 import pytest
 
 import quaver
-from quaver.core.converting.conversion import Choice
-from quaver.core.costs import ledger
+from quaver.costs import ledger
 from quaver.recipes import RECIPES, get
+from quaver.recipes.conversion import ConversionRules
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -75,23 +75,23 @@ def test_bad_input_is_a_sentence(make: object, said: str) -> None:
 def test_skip_takes_names_and_filters_mixed_or_one_filter() -> None:
     mxfp8 = get("mxfp8")
     unprofitable = quaver.rules.unprofitable("h100")
-    mixed = Choice("mxfp8", ["head", unprofitable, lambda name, k, n, recipe: "odd" if k % 2 else ""])
+    mixed = ConversionRules("mxfp8", ["head", unprofitable, lambda name, k, n, recipe: "odd" if k % 2 else ""])
     assert mixed.decide(["head"], 8, 8)[1] == "skip pattern 'head'"
     assert mixed.refused("a", 8, 8, mxfp8).startswith("predicted")
     assert mixed.unused == ["*"]
-    alone = Choice("mxfp8", unprofitable)
+    alone = ConversionRules("mxfp8", unprofitable)
     assert alone.refused("a", 8, 8, mxfp8) and not alone.skip
-    second = Choice("mxfp8", [lambda *_: "", lambda *_: "second"])
+    second = ConversionRules("mxfp8", [lambda *_: "", lambda *_: "second"])
     assert second.refused("a", 8, 8, mxfp8) == "second"
-    assert Choice("mxfp8", ()).refused("a", 8, 8, mxfp8) == ""
+    assert ConversionRules("mxfp8", ()).refused("a", 8, 8, mxfp8) == ""
 
 
 @pytest.mark.parametrize("entry", [3, None, ["head"], str])
 def test_skip_of_something_else_is_a_sentence(entry: object) -> None:
     with pytest.raises(ValueError, match=r"skip holds .*give patterns of names"):
-        Choice("mxfp8", ["head", entry])  # type: ignore[list-item]
+        ConversionRules("mxfp8", ["head", entry])  # type: ignore[list-item]
 
 
 def test_a_filter_that_says_no_reason_is_a_sentence() -> None:
     with pytest.raises(ValueError, match="returned True for 'a'; it returns why"):
-        Choice("mxfp8", lambda *_: True).refused("a", 8, 8, get("mxfp8"))  # type: ignore[arg-type, return-value]
+        ConversionRules("mxfp8", lambda *_: True).refused("a", 8, 8, get("mxfp8"))  # type: ignore[arg-type, return-value]

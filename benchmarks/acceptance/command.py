@@ -21,8 +21,8 @@ from benchmarks.acceptance import report
 from benchmarks.acceptance.report import ATTENTION, BASELINE, BLOCKS, LAYERS, Acceptance
 from benchmarks.acceptance.training import CONTROL, NUDGE, NULL, Outcome, Run, read, write
 from benchmarks.measuring import machine, results
-from quaver.train.configuration import recipe_name
-from quaver.train.configuration.config import FRAMEWORKS, choose
+from quaver.train import config
+from quaver.train.config import FRAMEWORKS, choose
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -64,7 +64,7 @@ class Plan:
                 steps=self.steps,
                 model=self.model,
                 text=self.text,
-                folder=str(folder / f"{recipe if recipe == NULL else recipe_name.folder(recipe)}-seed{seed}"),
+                folder=str(folder / f"{recipe if recipe == NULL else config.folder(recipe)}-seed{seed}"),
                 framework=self.framework,
             )
             for seed in range(self.seeds)

@@ -18,8 +18,7 @@ from rich.table import Table
 
 import quaver.torch as qt
 from benchmarks.measuring import machine
-from quaver.train.data.text import read, split
-from quaver.train.data.tokens import join_bytes
+from quaver.train.data import join_bytes, read_text, split
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "loops.md"
 BEGIN, END = "<!-- python -m benchmarks families writes from here -->", "<!-- to here, families -->"
@@ -58,7 +57,7 @@ class Windows(torch.utils.data.Dataset[Any]):
 
 def text() -> tuple[np.ndarray, np.ndarray]:
     """Bytes of the default text, and of what is held out of it."""
-    train, held_out = split(read(()))
+    train, held_out = split(read_text(()))
     return join_bytes(train), join_bytes(held_out)
 
 
@@ -112,7 +111,7 @@ def loss_of(family: str, seed: int, run: str, steps: int, train: np.ndarray, hel
 
 
 def measured(
-    families: Sequence[str], runs: Sequence[str], steps: int, seeds: int, told: Callable[[str], None]
+    families: Sequence[str], runs: Sequence[str], steps: int, seeds: int, kernel_args: Callable[[str], None]
 ) -> dict[tuple[str, str], list[float]]:
     """Losses by family and run, a seed each."""
     train, held_out = text()
@@ -122,7 +121,7 @@ def measured(
             for run in (BASELINE, NULL, *runs):
                 loss = loss_of(family, seed, run, steps, train, held_out)
                 losses.setdefault((family, run), []).append(loss)
-                told(f"{family}, seed {seed}, {run}: {loss:.4f}")
+                kernel_args(f"{family}, seed {seed}, {run}: {loss:.4f}")
     return losses
 
 

@@ -4,8 +4,8 @@ import numpy as np
 from jax import Array
 
 from quaver import Recipe
-from quaver.core.spec import QuantSpec
 from quaver.jax import quantize
+from quaver.recipes.spec import QuantSpec
 from quaver.train import TrainResult
 
 

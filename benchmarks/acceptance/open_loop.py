@@ -22,11 +22,10 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from benchmarks.measuring import machine, results
-from quaver.core.states import bounds
-from quaver.core.states.codes import StateSpec
+from quaver.reference import optim
+from quaver.reference.optimizer_state import StateSpec
 from quaver.torch.optim import codes
-from quaver.train.data.text import read, split
-from quaver.train.data.tokens import join_bytes
+from quaver.train.data import join_bytes, read_text, split
 
 PAGE = Path(__file__).parents[2] / "docs" / "design" / "optimizer.md"
 BEGIN, END = "<!-- python -m benchmarks open-loop writes from here -->", "<!-- to here, open loop -->"
@@ -221,7 +220,7 @@ class Shadows:
     @property
     def bound(self) -> float:
         """What no update of this step exceeds in exact arithmetic."""
-        return bounds.adam(self.steps, BETA1, self.beta2) * (1 + 1e-6)
+        return optim.adam(self.steps, BETA1, self.beta2) * (1 + 1e-6)
 
     def step(self, gradient: Tensor) -> None:
         """Take in one gradient, flat, and see what each scheme's update is."""
@@ -242,7 +241,7 @@ class Shadows:
 
 
 def measured(
-    beta2: float, steps: int, seed: int, told: Callable[[str], None], schemes: tuple[Scheme, ...] = SCHEMES
+    beta2: float, steps: int, seed: int, kernel_args: Callable[[str], None], schemes: tuple[Scheme, ...] = SCHEMES
 ) -> dict[str, dict[str, float]]:
     """Train in float32, and what each scheme's update was beside it."""
     torch.manual_seed(seed)
@@ -267,7 +266,7 @@ def measured(
         adam.step()
         adam.zero_grad()
         if t % 50 == 0 or t == steps:
-            told(f"β2 {beta2}, step {t}: loss {loss.item():.3f}")
+            kernel_args(f"β2 {beta2}, step {t}: loss {loss.item():.3f}")
     return {name: seen.row() for name, seen in shadows.seen.items()}
 
 
@@ -289,7 +288,7 @@ def stopped(beta2: float, seed: int, schemes: tuple[Scheme, ...] = SCHEMES, afte
 
 
 def _text() -> np.ndarray:
-    return join_bytes(split(read(()))[0])
+    return join_bytes(split(read_text(()))[0])
 
 
 def table(figures: dict[str, dict[str, dict[str, float]]], schemes: tuple[Scheme, ...] = SCHEMES) -> list[str]:
@@ -324,12 +323,12 @@ def written(page: str, said: str, lines: list[str]) -> str:
 def run(steps: int, seed: int, write: bool, console: Console) -> None:
     """Measure under β2 = 0.95 and 0.999, show the table, keep it, and write it into docs/design/optimizer.md."""
 
-    def told(line: str) -> None:
+    def kernel_args(line: str) -> None:
         console.print(line, highlight=False)
 
     figures = {}
     for beta2 in (0.95, 0.999):
-        seen, rest = measured(beta2, steps, seed, told), stopped(beta2, seed)
+        seen, rest = measured(beta2, steps, seed, kernel_args), stopped(beta2, seed)
         figures[str(beta2)] = {name: one | {"stopped": rest[name]} for name, one in seen.items()}
     lines = table(figures)
     for line in lines:
@@ -341,7 +340,7 @@ def run(steps: int, seed: int, write: bool, console: Console) -> None:
         results.FOLDER, "open-loop", machine.describe(), ["# States beside a run", "", *lines], of
     ):
         console.print(f"written: {path}", soft_wrap=True, highlight=False)
-    limits = ", ".join(f"{bounds.adam_limit(BETA1, float(beta2)):.3f} for β2 = {beta2}" for beta2 in figures)
+    limits = ", ".join(f"{optim.adam_limit(BETA1, float(beta2)):.3f} for β2 = {beta2}" for beta2 in figures)
     said = (
         f"{steps} steps of a GPT of 0.39 million parameters on Python's standard library, AdamW in float32 with "
         f"β1 = {BETA1}, ε = {EPSILON:g}, norm of the gradient clipped to 1, learning rate {PEAK:g} falling to 1 %; "

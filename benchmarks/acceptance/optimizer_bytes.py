@@ -18,14 +18,14 @@ from torch.utils._pytree import tree_leaves
 
 import quaver.torch as qt
 from benchmarks.measuring import machine, results
-from quaver.core.states.presets import PRESETS
-from quaver.torch.linear.layer import Linear
+from quaver.reference.optimizer_state import PRESETS
+from quaver.torch.linear.linear import Linear
 from quaver.torch.optim import AdamW
 from quaver.torch.optim.quantized_gradient import QuantizedGradient
-from quaver.torch.optim.stepping.pieces import PIECE
-from quaver.train.configuration import memory, optimizer_name, recipe_name
-from quaver.train.configuration.parameter_table import parameters
-from quaver.train.configuration.sizes import MODELS
+from quaver.torch.optim.step.step import PIECE
+from quaver.train import config, memory
+from quaver.train.memory import parameters
+from quaver.train.model_config import MODELS
 
 PAGE = Path(__file__).parents[2] / "docs" / "design" / "optimizer.md"
 BEGIN, END = "<!-- python -m benchmarks optimizer-bytes writes from here -->", "<!-- to here, bytes -->"
@@ -78,7 +78,7 @@ def layer(kept: str, recipe: str, shape: tuple[int, int] = SHAPE) -> nn.Sequenti
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(shape[1], shape[0], bias=False))
     if kept == "codes":
-        qt.quantize_weights(model, recipe_name.find(recipe))
+        qt.quantize_weights(model, config.find_recipe(recipe))
     return model.bfloat16() if kept == "bfloat16" else model
 
 
@@ -136,7 +136,7 @@ def live() -> Iterator[Live]:
 
 def above(preset: str, recipe: str, shape: tuple[int, int]) -> int:
     """Bytes that a step needs above what stays."""
-    model = layer(optimizer_name.find(preset).weights(recipe_name.find(recipe), "bfloat16"), recipe, shape)
+    model = layer(config.find(preset).weights(config.find_recipe(recipe), "bfloat16"), recipe, shape)
     optimizer = AdamW(model.parameters(), lr=1e-3, preset=preset)
     for _ in range(2):
         optimizer.zero_grad()
@@ -153,7 +153,7 @@ def run(console: Console, write: bool = False) -> bool:
     for preset in PRESETS:
         ways: dict[str, list[str]] = {}
         for recipe in RECIPES:
-            kept = optimizer_name.find(preset).weights(recipe_name.find(recipe), "bfloat16")
+            kept = config.find(preset).weights(config.find_recipe(recipe), "bfloat16")
             ways.setdefault(recipe if kept == "codes" else kept, []).append(recipe)
         for way in ways:
             kept = "codes" if way in RECIPES else way
@@ -227,7 +227,7 @@ def moved(own: tuple[float, ...]) -> float:
 
 
 def whole() -> list[list[str]]:
-    recipe, rows = recipe_name.find("tensorwise"), []
+    recipe, rows = config.find_recipe("tensorwise"), []
     for name, vocab in WHOLE.items():
         sizes = MODELS[name]
         count = sum(int(torch.Size(shape).numel()) for shape in parameters(sizes, vocab).values())
@@ -249,7 +249,7 @@ def above_in_backward(preset: str, threshold: int | None, wide: int = WIDE, deep
     Args:
         threshold: bytes of gradients that may wait; None steps once backward has ended.
     """
-    kept = optimizer_name.find(preset).weights(recipe_name.find("tensorwise"), "bfloat16")
+    kept = config.find(preset).weights(config.find_recipe("tensorwise"), "bfloat16")
     model = nn.Sequential(*(layer(kept, "tensorwise", (wide, wide)) for _ in range(deep)))
     optimizer = AdamW(model.parameters(), lr=1e-3, preset=preset)
     if threshold is not None:

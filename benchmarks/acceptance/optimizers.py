@@ -24,20 +24,19 @@ from rich.console import Console
 import quaver
 from benchmarks.acceptance import open_loop, optimizer_bytes
 from benchmarks.measuring import machine, results
-from quaver.core.states.codes import StateSpec
-from quaver.core.states.presets import PRESETS, Preset
-from quaver.core.text.given import shown
-from quaver.torch.linear.layer import Linear
-from quaver.torch.linear.stored import storing
+from quaver.recipes.text import shown
+from quaver.reference.optimizer_state import PRESETS, Preset, StateSpec
+from quaver.torch.linear import store_weight
+from quaver.torch.linear.linear import Linear
 from quaver.torch.optim import Optimizer
 from quaver.train import TrainConfig
-from quaver.train.configuration import optimizer_name, recipe_name
-from quaver.train.data.batches import training_batch, validation_batches
-from quaver.train.data.tokens import Tokens, load
-from quaver.train.learning.nonfinite import NonFiniteError
-from quaver.train.learning.torch.learner import TorchLearner
-from quaver.train.records.comparison import paired
-from quaver.train.running.loop import train_step, validate
+from quaver.train import config as optimizer_name
+from quaver.train import config as recipe_name
+from quaver.train.compare import paired
+from quaver.train.data import TokenizedText, load, training_batch, validation_batches
+from quaver.train.learner import NonFiniteError
+from quaver.train.loop import train_step, validate
+from quaver.train.torch.learner import TorchLearner
 
 #: The page of all tables, and the page that has the one of all presets.
 PAGE = Path(__file__).parents[2] / "docs" / "design" / "optimizer.md"
@@ -122,16 +121,16 @@ class Outcome:
 def checksum() -> str:
     """Of the sources that optimizers and layers are made of."""
     package, total = Path(quaver.__file__).parent, 0
-    for room in ("core", "recipes", "torch"):
-        for path in sorted((package / room).rglob("*.py")):
+    for buffer in ("core", "recipes", "torch"):
+        for path in sorted((package / buffer).rglob("*.py")):
             total = zlib.crc32(path.read_bytes(), zlib.crc32(str(path.relative_to(package)).encode(), total))
     return f"{total:08x}"
 
 
-def trained(config: TrainConfig, tokens: Tokens) -> Outcome:
+def trained(config: TrainConfig, tokens: TokenizedText) -> Outcome:
     """One run, without checkpoints."""
     begun, own = time.perf_counter(), time.process_time()
-    recipe = recipe_name.find(config.recipe)
+    recipe = recipe_name.find_recipe(config.recipe)
     learner = TorchLearner(config, recipe, tokens.vocab)
     optimizer = learner.optimizer
     if isinstance(optimizer, Optimizer):
@@ -166,7 +165,7 @@ def nudge(model: torch.nn.Module, optimizer: Optimizer, seed: int) -> None:
         noise = (torch.rand(p.shape, generator=random) * 2 - 1) * NUDGE
         if p in stored:
             state = optimizer.state[p]
-            storing.write(stored[p], state["master"].add_(noise))
+            store_weight.write(stored[p], state["master"].add_(noise))
             # Measured anew before the first step.
             state.pop("amax", None)
         else:

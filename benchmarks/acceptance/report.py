@@ -10,7 +10,7 @@ from rich.table import Table
 
 from benchmarks.acceptance.training import CONTROL, CONTROLS, NARROW, NUDGE, NULL, Outcome
 from benchmarks.measuring import results
-from quaver.train.records.comparison import paired
+from quaver.train.compare import paired
 
 BASELINE = "bf16"
 COLUMNS = ("recipe", "validation loss", "minus bf16 ± std. error", "by seed", "rule", "verdict", "weight error, %")

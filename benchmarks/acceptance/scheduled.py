@@ -1,7 +1,7 @@
 """`python -m benchmarks accept-schedule`: does a run that ends in bf16 end nearer bf16 than its recipe alone?
 
 Paired by seed: a seed's runs have the same initial weights and batches. A schedule's run is its first recipe's, bit for
-bit, until it changes, and goes on from that one's checkpoint here, which tests/train/running/test_switching.py holds to
+bit, until it changes, and goes on from that one's checkpoint here, which tests/train/test_switching.py holds to
 be the same.
 
 Beside it null models, from weights that are moved by 1e-5 at most, which say what chance alone does: to bf16 from the
@@ -26,8 +26,8 @@ from benchmarks.acceptance.command import checksum, train_all
 from benchmarks.acceptance.report import BASELINE
 from benchmarks.acceptance.training import NUDGE, Outcome, Run, read
 from benchmarks.measuring import machine, results
-from quaver.train.configuration import recipe_name
-from quaver.train.records.comparison import paired
+from quaver.train import config
+from quaver.train.compare import paired
 
 APART = "± std. error"
 COLUMNS = ("run", "validation loss", f"minus bf16 {APART}", "by seed", f"minus the recipe alone {APART}", "by seed")
@@ -94,7 +94,7 @@ class Plan:
     @property
     def change(self) -> int:
         """The last step under the schedule's first recipe. Raises: ValueError if that is not known before a run."""
-        end = recipe_name.parts(self.schedule)[0].end
+        end = config.parts(self.schedule)[0].end
         last = None if end is None else end.last(self.steps)
         if not last:
             raise ValueError(f"{self.schedule!r} does not say after which of {self.steps} steps it changes; give more")
@@ -106,7 +106,7 @@ class Plan:
 
         def place(kind: Kind, seed: int) -> str:
             how = "-nudged" * kind.nudged + "-late" * (kind.late and kind.nudged)
-            return str(folder / f"{recipe_name.folder(kind.recipe)}{how}-seed{seed}")
+            return str(folder / f"{config.folder(kind.recipe)}{how}-seed{seed}")
 
         return {
             (kind, seed): Run(

@@ -19,18 +19,15 @@ from torch import nn
 
 import quaver.torch as qt
 from quaver import E4M3, E5M2, GemmSpec, QuantSpec, Recipe
-from quaver.torch.blocks.attention import DotProductAttention
-from quaver.train import TrainConfig, TrainResult, run_training
-from quaver.train.configuration import recipe_name
-from quaver.train.configuration.config import to_toml
-from quaver.train.configuration.parameter_table import parameters
-from quaver.train.configuration.sizes import MODELS
-from quaver.train.data.tokens import load
-from quaver.train.files import whole_file
-from quaver.train.learning import frameworks
-from quaver.train.records import checkpoint, metrics
-from quaver.train.running.loop import prepare
-from quaver.train.running.resuming import MOMENTS
+from quaver.torch.nn.attention import DotProductAttention
+from quaver.train import TrainConfig, TrainResult, checkpoint, files, frameworks, metrics, run_training
+from quaver.train import config as recipe_name
+from quaver.train.config import to_toml
+from quaver.train.data import load
+from quaver.train.loop import prepare
+from quaver.train.memory import parameters
+from quaver.train.model_config import MODELS
+from quaver.train.resume import MOMENTS
 
 #: Trained like the others with every scale at 1: a comparison that could not tell it from bf16 would prove nothing.
 CONTROL = "unit_scales"
@@ -98,7 +95,7 @@ class Outcome:
 
 
 def find(name: str) -> Recipe:
-    return control(name) if name in CONTROLS else recipe_name.find(name)
+    return control(name) if name in CONTROLS else recipe_name.find_recipe(name)
 
 
 def control(name: str) -> Recipe:
@@ -173,7 +170,7 @@ def begin_after(config: TrainConfig, source: Path) -> None:
     folder, first = Path(config.out), checkpoint.all_in(source)[0]
     shutil.copytree(first, folder / first.name)
     shutil.copy(source / "metrics.jsonl", folder)
-    whole_file.write(folder / "config.toml", to_toml(config))
+    files.write(folder / "config.toml", to_toml(config))
 
 
 def nudge_weights(config: TrainConfig, nudge: float) -> None:

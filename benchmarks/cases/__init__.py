@@ -1,13 +1,6 @@
 """The registry of cases: a new one is a file and a line here; how to measure is not said here."""
 
-from benchmarks.cases.blocks import (
-    attention_noise,
-    block_gradients,
-    block_memory,
-    block_speed,
-    experts,
-    state_space,
-)
+from benchmarks.cases.blocks import attention_noise, block_gradients, block_memory, block_speed, experts, state_space
 from benchmarks.cases.host import host_cost, imports, optimizer_step
 from benchmarks.cases.linear import frozen, grouped, jax_speed, memory, noise, speed
 from benchmarks.cases.models import model_gradients, model_memory, model_peak, model_step

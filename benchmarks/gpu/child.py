@@ -125,12 +125,12 @@ def walked(sections: Sequence[Section], setting: Setting, processes: int) -> Ite
 
 def dry(name: str, case: str, setting: Setting) -> Done:
     """One case of a section."""
-    section, told = SECTIONS[name], list[Done]()
+    section, kernel_args = SECTIONS[name], list[Done]()
     others = [other.name for other in section.cases(setting) if other.name != case]
     # What is lost is among what was told.
     with suppress(GpuLost):
-        run(section, setting, math.inf, others, told.append)
-    return told[-1]
+        run(section, setting, math.inf, others, kernel_args.append)
+    return kernel_args[-1]
 
 
 def end_with_parent() -> None:

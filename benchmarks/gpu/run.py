@@ -23,7 +23,7 @@ from benchmarks.gpu.options import Options
 from benchmarks.gpu.sections.registry import SECTIONS
 from benchmarks.measuring.figure import Case as Table
 from benchmarks.measuring.figure import Result
-from quaver.core.text.spelling import suggest
+from quaver.recipes.text import suggest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 #: Seconds that a process may go on after its deadline before it is killed.
@@ -106,15 +106,15 @@ def measure(
         ahead: its cases where other processes measure them.
     """
     begun = time.monotonic()
-    told: list[Done] = []
+    kernel_args: list[Done] = []
 
     def tell(case: Done) -> None:
         if case.begins:
             return
-        told.append(case)
+        kernel_args.append(case)
         for line in report.case_lines(case):
             say(line)
-        keep(table(section, told, begun))
+        keep(table(section, kernel_args, begun))
 
     if ahead is not None:
         for case in ahead:
@@ -123,15 +123,15 @@ def measure(
         here(section, options, begun + seconds, tell)
     else:
         elsewhere(section, options, seconds, tell)
-    return table(section, told, begun)
+    return table(section, kernel_args, begun)
 
 
-def table(section: Section, told: Sequence[Done], begun: float) -> Result:
+def table(section: Section, kernel_args: Sequence[Done], begun: float) -> Result:
     """What the cases that were told of gave."""
-    figures = tuple(figure for case in told for figure in case.figures)
-    reason = "; ".join(dict.fromkeys(failure for case in told for failure in case.failures))
+    figures = tuple(figure for case in kernel_args for figure in case.figures)
+    reason = "; ".join(dict.fromkeys(failure for case in kernel_args for failure in case.failures))
     case = Table(name=section.name, title=section.title, notes=section.notes, measure=lambda quick: [])
-    names = tuple(case.case for case in told if case.figures)
+    names = tuple(case.case for case in kernel_args if case.figures)
     return Result(case=case, figures=figures, seconds=time.monotonic() - begun, reason=reason, cases=names)
 
 

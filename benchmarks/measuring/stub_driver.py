@@ -85,10 +85,10 @@ def _empty(module: Any, metadata: dict[str, Any]) -> bytes:
     metadata["name"] = "kernel"
     metadata["tensordesc_meta"] = []
     metadata["tmem_size"] = None
-    for room in ("shared", "global_scratch_size", "profile_scratch_size"):
-        metadata[room] = 0
-    for room in ("global_scratch_align", "profile_scratch_align"):
-        metadata[room] = 1
+    for buffer in ("shared", "global_scratch_size", "profile_scratch_size"):
+        metadata[buffer] = 0
+    for buffer in ("global_scratch_align", "profile_scratch_align"):
+        metadata[buffer] = 1
     return b""
 
 

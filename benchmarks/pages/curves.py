@@ -14,9 +14,9 @@ from matplotlib.ticker import FuncFormatter
 
 from benchmarks.pages.runs import MODELS
 from quaver import recipes
-from quaver.core.costs import interconnects, meshes, steps
-from quaver.core.costs.decoder import Decoder
-from quaver.core.costs.steps import Step
+from quaver.costs import hardware, steps
+from quaver.costs.decoder import DecoderShape
+from quaver.costs.steps import StepCost
 
 PICTURE = Path(__file__).parents[2] / "docs" / "scaling.png"
 COLOURS = dict(zip(MODELS, ("#999999", "#0072B2", "#D55E00", "#009E73", "#CC79A7"), strict=True))
@@ -31,7 +31,7 @@ BATCH, BATCH_OF_EXPERTS = 2048, 8192
 AXES = [(tp, pp) for tp in (1, 4, 8) for pp in (1, 4, 16)]
 
 
-def fastest(model: Decoder, recipe: str, gpus: int) -> Step | None:
+def fastest(model: DecoderShape, recipe: str, gpus: int) -> StepCost | None:
     """The step of so many H100 that gives the most tokens a second and fits; None if none does.
 
     Each GPU has two sequences of a step where the batch allows it.
@@ -40,7 +40,7 @@ def fastest(model: Decoder, recipe: str, gpus: int) -> Step | None:
     return max(steps_that_fit, key=lambda step: step.tokens_per_second, default=None)
 
 
-def _ways(model: Decoder, gpus: int) -> Iterator[dict[str, Any]]:
+def _ways(model: DecoderShape, gpus: int) -> Iterator[dict[str, Any]]:
     experts = any(block.chosen for _, block in model.blocks)
     batch = min(BATCH_OF_EXPERTS if experts else BATCH, max(32, 2 * gpus))
     for tp, pp in AXES:
@@ -54,7 +54,7 @@ def _ways(model: Decoder, gpus: int) -> Iterator[dict[str, Any]]:
         ep = min(64, fsdp) if experts else 1
         for checkpoints in ("selective", "full"):
             yield {
-                "mesh": meshes.over(gpus, tp=tp, pp=pp, fsdp=fsdp, ep=ep),
+                "mesh": hardware.over(gpus, tp=tp, pp=pp, fsdp=fsdp, ep=ep),
                 "micro_batches": micro_batches,
                 "checkpoints": checkpoints,
                 # Parts of a stage take turns where there are micro-batches for all stages.
@@ -62,14 +62,14 @@ def _ways(model: Decoder, gpus: int) -> Iterator[dict[str, Any]]:
             }
 
 
-def _tried(model: Decoder, recipe: str, how: dict[str, Any]) -> Step | None:
+def _tried(model: DecoderShape, recipe: str, how: dict[str, Any]) -> StepCost | None:
     try:
         step = steps.predict(
             model,
             recipes.get(recipe),
             "h100",
             how.pop("mesh"),
-            interconnects.get("hgx-h100"),
+            hardware.get_interconnect("hgx-h100"),
             overlapped=True,
             **how,
         )
@@ -79,7 +79,7 @@ def _tried(model: Decoder, recipe: str, how: dict[str, Any]) -> Step | None:
     return step if sum(step.memory.values()) <= ROOM else None
 
 
-def curves(recipe: str, counts: tuple[int, ...] = COUNTS) -> dict[str, dict[int, Step]]:
+def curves(recipe: str, counts: tuple[int, ...] = COUNTS) -> dict[str, dict[int, StepCost]]:
     """By model and count of GPUs, the fastest step that fits."""
     return {
         name: {gpus: step for gpus in counts if (step := fastest(model, recipe, gpus)) is not None}

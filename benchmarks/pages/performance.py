@@ -14,9 +14,9 @@ from pathlib import Path
 from benchmarks.pages import curves, runs
 from benchmarks.pages.published import Forecast, of_torchao, of_transformer_engine, other_cards, seven
 from quaver import recipes
-from quaver.core.costs import attention, ledger
-from quaver.core.costs.gpus import GPUS, Figure, Gpu
-from quaver.train.commands.planning import plan
+from quaver.costs import decoder, ledger
+from quaver.costs.hardware import GPUS, Gpu, GpuRate
+from quaver.train.commands.plan import plan
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "performance.md"
@@ -58,7 +58,7 @@ def rates() -> str:
     """Every GPU and its rates; the sources are in the table of the code."""
     kinds = ("bf16", "tensor", "row", "block", "mx", "nvfp4")
 
-    def shown(figure: Figure | None, digits: int = 0) -> str:
+    def shown(figure: GpuRate | None, digits: int = 0) -> str:
         return "–" if figure is None else f"{figure.value:.{digits}f} {figure.how[0]}"  # noqa: RUF001
 
     rows = [
@@ -147,11 +147,11 @@ def of_attention() -> str:
     """Causal attention of such a layer in eight bits, forward and backward, beside bf16's."""
     rows, specs = [], {name: recipes.get(name, attention=True).attention for name in ATTENTION_RECIPES}
     for gpu in ("a100", "h100", "h200", "b200"):
-        costs = [attention.cost(spec, *ATTENTION, gpu) for spec in specs.values() if spec is not None]
+        costs = [decoder.cost(spec, *ATTENTION, gpu) for spec in specs.values() if spec is not None]
         cells = [f"{cost.seconds * 1e3:.3g} ({cost.speedup:.2f})" for cost in costs]
         rows.append([gpu, f"{costs[0].bf16_seconds * 1e3:.3g}", *cells])
-    counts = [" + ".join(map(str, attention.products(spec))) for spec in specs.values() if spec is not None]
-    rows.append(["products", " + ".join(map(str, attention.PLAIN)), *counts])
+    counts = [" + ".join(map(str, decoder.products(spec))) for spec in specs.values() if spec is not None]
+    rows.append(["products", " + ".join(map(str, decoder.PLAIN)), *counts])
     return markdown(["GPU", "bf16, ms", *ATTENTION_RECIPES], rows)
 
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from quaver import recipes
-from quaver.core.costs import gpus, ledger
-from quaver.core.costs.gpus import FRACTION_BF16, FRACTION_FP8, GPUS, Gpu
-from quaver.core.costs.ledger import moving, quantization, written
-from quaver.core.spec import GemmSpec, Recipe
+from quaver.costs import hardware, ledger
+from quaver.costs.hardware import FRACTION_BF16, FRACTION_FP8, GPUS, Gpu
+from quaver.costs.ledger import moving, quantization, written
+from quaver.recipes.spec import GemmSpec, Recipe
 
 
 class Forecast(NamedTuple):
@@ -96,7 +96,7 @@ def _seconds(spec: GemmSpec, m: int, n: int, k: int, gpu: Gpu) -> float:
 
 def of_transformer_engine(gpu: str) -> list[Forecast]:
     """The rows of Transformer Engine's table for a GPU."""
-    card = gpus.get(gpu)
+    card = hardware.get(gpu)
     return [
         Forecast(f"Transformer Engine, {card.about}, {name}", "ms", ms, te_layer(recipes.get(name), card) * 1e3)
         for name, ms in TE_TIMES[gpu].items()
@@ -105,7 +105,7 @@ def of_transformer_engine(gpu: str) -> list[Forecast]:
 
 def of_torchao(gpu: str | Gpu = "h100-hbm2e") -> list[Forecast]:
     """torchao's four shapes."""
-    card = gpus.get(gpu)
+    card = hardware.get(gpu)
     return [
         Forecast(f"torchao rowwise, H100, {shape}", "speed-up", ratio, torchao_speedup(*shape, card))
         for shape, ratio in TORCHAO.items()

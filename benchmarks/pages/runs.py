@@ -1,6 +1,6 @@
 """Training runs on many GPUs that others published, and what the ledger predicts for them.
 
-Two constants of `quaver.core.costs.steps` are fitted, each on one run that is marked and not counted: `REACHED` on both
+Two constants of `quaver.costs.steps` are fitted, each on one run that is marked and not counted: `REACHED` on both
 speeds of the first, `HIDDEN` on what asynchronous tensor parallelism gains in bf16. Where a source names neither batch
 nor checkpoints, they are those of torchtitan's runs: two sequences of a rank, and the fewest checkpoints that fit into
 the memory.
@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from quaver import recipes
-from quaver.core.costs import interconnects, meshes, steps
-from quaver.core.costs.decoder import deepseek_v3_like, llama
-from quaver.core.costs.steps import Step
+from quaver.costs import hardware, steps
+from quaver.costs.decoder import deepseek_v3_like, llama
+from quaver.costs.steps import StepCost
 
 MODELS = {
     "1.8B": llama("1.8B", 24, 2048, 16, 16, 128, 8192),
@@ -71,8 +71,8 @@ class Judged(NamedTuple):
     """A run beside its prediction."""
 
     run: Run
-    bf16: Step
-    narrow: Step
+    bf16: StepCost
+    narrow: StepCost
 
     @property
     def errors(self) -> tuple[float, float]:
@@ -94,13 +94,13 @@ class Judged(NamedTuple):
         return all(abs(error) <= SPEED for error in self.errors) and abs(published - predicted) <= GAIN
 
 
-def predicted(run: Run, recipe: str) -> Step:
+def predicted(run: Run, recipe: str) -> StepCost:
     return steps.predict(
         MODELS[run.model],
         recipes.get(recipe),
         run.gpu,
-        meshes.over(run.gpus, tp=run.tp),
-        interconnects.get("hgx-h100"),
+        hardware.over(run.gpus, tp=run.tp),
+        hardware.get_interconnect("hgx-h100"),
         sequences=run.sequences,
         checkpoints=run.checkpoints,
         overlapped=run.overlapped,

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quaver.torch.blocks.attention.rope.embedding import RotaryEmbedding
-from quaver.torch.blocks.transformer import TransformerLayer
+from quaver.torch.nn.attention.rope import RotaryEmbedding
+from quaver.torch.nn.transformer import TransformerLayer
 
 
 @dataclass(frozen=True)

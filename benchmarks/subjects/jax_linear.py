@@ -13,9 +13,9 @@ from flax.linen import fp8_ops
 from jax import Array
 
 from benchmarks.measuring.timing import Step
-from quaver.core.spec import Recipe
 from quaver.jax import state as states
 from quaver.jax.linears.function import linear
+from quaver.recipes.spec import Recipe
 
 #: flax's ops by the name shown: delayed scaling, with a pair of casts before the product or 8-bit operands in it.
 FLAX = {"flax Fp8DotGeneralOp": fp8_ops.Fp8DotGeneralOp, "flax Fp8DirectDotGeneralOp": fp8_ops.Fp8DirectDotGeneralOp}

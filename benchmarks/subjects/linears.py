@@ -8,7 +8,7 @@ from torch import Tensor, nn
 import quaver.torch as qt
 from benchmarks.measuring.timing import Step
 from benchmarks.subjects import peer
-from quaver.core.spec import Recipe
+from quaver.recipes.spec import Recipe
 
 
 def linear(features: int, dtype: torch.dtype) -> nn.Linear:

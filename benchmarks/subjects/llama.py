@@ -62,7 +62,7 @@ class Subject:
         """The row of the same recipe without blocks, or ""."""
         return f"quaver {self.recipe}" if self.blocks and self.recipe != PLAIN else ""
 
-    def why_not(self) -> str:
+    def reason_unsupported(self) -> str:
         """Why a step of another library's does not run on a CPU, or ""."""
         if self.recipe or self.shown == PLAIN:
             return ""

@@ -4,9 +4,9 @@ Layers are in `quaver.torch` and `quaver.jax`; importing `quaver` imports neithe
 """
 
 from quaver import recipes, rules
-from quaver.core.converting.rules import Rule, Rules
-from quaver.core.numbers.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FORMATS, Format
-from quaver.core.spec import AttentionSpec, Delayed, GemmSpec, QuantSpec, Recipe
+from quaver.recipes.conversion import ModuleRule, Rules
+from quaver.recipes.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FORMATS, Format
+from quaver.recipes.spec import AttentionSpec, Delayed, GemmSpec, QuantSpec, Recipe
 
 __version__ = "0.1.0"
 
@@ -22,9 +22,9 @@ __all__ = [
     "Delayed",
     "Format",
     "GemmSpec",
+    "ModuleRule",
     "QuantSpec",
     "Recipe",
-    "Rule",
     "Rules",
     "recipes",
     "rules",

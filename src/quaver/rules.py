@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quaver import recipes
-from quaver.core.converting.rules import SkipFilter
-from quaver.core.costs import gpus, ledger
-from quaver.core.costs.gpus import Gpu
-from quaver.core.spec import Recipe
-from quaver.core.text.spelling import suggest
+from quaver.costs import hardware, ledger
+from quaver.costs.hardware import Gpu
+from quaver.recipes.conversion import SkipFilter
+from quaver.recipes.spec import Recipe
+from quaver.recipes.text import suggest
 
 __all__ = ["SkipFilter", "auto_filter_small_kn", "unprofitable"]
 
@@ -47,10 +47,10 @@ class _Unprofitable:
 def unprofitable(
     gpu: str | Gpu, *, tokens: int = 8192, recipe: str | Recipe | None = None, least: float = 1.0
 ) -> SkipFilter:
-    """Leave alone what `quaver.core.costs.ledger` predicts to be slower than bf16 on this GPU.
+    """Leave alone what `quaver.costs.ledger` predicts to be slower than bf16 on this GPU.
 
     Args:
-        gpu: a name from `quaver.core.costs.gpus.GPUS`, or a Gpu with rates of your own.
+        gpu: a name from `quaver.costs.hardware.GPUS`, or a Gpu with rates of your own.
         tokens: how many tokens the layer sees at a time.
         recipe: the prediction is for this recipe; None takes the one that the layer would get.
         least: the speed-up over bf16 that a layer must be predicted to reach.
@@ -61,7 +61,7 @@ def unprofitable(
         raise ValueError(f"tokens is {tokens!r}; give how many tokens a layer sees at a time, 1 or more")
     if not isinstance(least, int | float) or not least > 0:
         raise ValueError(f"least is {least!r}; give the speed-up to reach, such as 1.0")
-    return _Unprofitable(gpus.get(gpu), tokens, None if recipe is None else recipes.get(recipe), least)
+    return _Unprofitable(hardware.get(gpu), tokens, None if recipe is None else recipes.get(recipe), least)
 
 
 #: torchao's thresholds by its recipe, of (K, N) = (in, out) features (float8_linear_utils.py).

@@ -39,10 +39,10 @@ from benchmarks.measuring.memory import Peak, peak
 from benchmarks.measuring.products import WideProducts
 from benchmarks.measuring.timing import beside, interleave, no_collection, stopwatch
 from benchmarks.pages import ranks
-from quaver.torch.backends.gpu.launching import interpreter
+from quaver.torch.backends.gpu import interpreter
 from quaver.train import TrainResult
-from quaver.train.configuration.sizes import MODELS
-from quaver.train.learning.torch.model.decoder import build
+from quaver.train.model_config import MODELS
+from quaver.train.torch.decoder import build
 from tests import forked
 
 
@@ -277,7 +277,7 @@ def test_wide_products_are_sums_in_float32_rounded_once() -> None:
 
 @pytest.mark.parametrize("runs", [True, False])
 def test_float32_is_judged_only_where_bf16_is_multiplied_into_it(runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.cases.linear.speed.brgemm.takes", lambda *_: runs)
+    monkeypatch.setattr("benchmarks.cases.linear.speed.gemm.takes", lambda *_: runs)
     setup = Setup(
         features=8,
         dtype=torch.float32,

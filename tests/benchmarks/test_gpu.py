@@ -22,7 +22,7 @@ from benchmarks.gpu.sections.registry import SECTIONS
 from benchmarks.measuring import results
 from benchmarks.measuring.figure import DECIMALS, Case, Figure, Result
 from quaver import E4M3, QuantSpec, recipes
-from quaver.core.costs import gpus, ledger
+from quaver.costs import hardware, ledger
 from quaver.torch.numerics import reference
 
 ROOT = Path(__file__).parents[2]
@@ -232,7 +232,7 @@ def test_one_wrong_code_or_scale_is_found() -> None:
 def test_targets_of_an_h100_are_those_of_an_h200_by_what_is_predicted_for_either() -> None:
     for name, (of_h200, of_h100) in targets.LINEAR.items():
         predicted = [
-            ledger.layer(recipes.get(name), 8192, 4096, 4096, gpus.get(gpu)).speedup for gpu in ("h100", "h200")
+            ledger.layer(recipes.get(name), 8192, 4096, 4096, hardware.get(gpu)).speedup for gpu in ("h100", "h200")
         ]
         assert of_h100 == pytest.approx(of_h200 * predicted[0] / predicted[1], abs=0.005), name
 

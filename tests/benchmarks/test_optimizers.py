@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.acceptance import optimizer_bytes, optimizers
 from benchmarks.acceptance.optimizers import BASELINE, CONTROL, KINDS, NULL, Outcome, Plan
-from quaver.core.states.presets import PRESETS
+from quaver.reference.optimizer_state import PRESETS
 
 
 def test_live_bytes_are_those_of_tensors_that_live() -> None:

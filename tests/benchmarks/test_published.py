@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.pages.performance import DESIGN, PAGES, TABLES, between, filled
 from benchmarks.pages.published import TE_MATRICES, TE_TOKENS, of_torchao, of_transformer_engine, other_cards, seven
-from quaver.core.costs.gpus import GPUS, TE_FLOPS
+from quaver.costs.hardware import GPUS, TE_FLOPS
 
 #: How near a prediction is to be.
 NEAR = 0.15

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.pages import curves, runs
-from quaver.core.costs import steps
+from quaver.costs import steps
 
 
 def test_the_constants_are_fitted_to_the_two_runs_that_are_marked() -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from quaver.compat import missing
+from quaver.compat import stand_in
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "names.md"
 BEGIN = "<!-- python -m tests.compat.names writes {} from here -->"
@@ -59,10 +59,10 @@ wrap_function_in_te_state_module
 """
 #: A module of ours, the names of the library's, and why some are not there.
 TRANSFORMER_ENGINE: dict[str, tuple[str, dict[str, str]]] = {
-    "pytorch": (PYTORCH, missing.PYTORCH),
-    "common.recipe": (RECIPE, missing.RECIPE),
-    "jax": (JAX, missing.JAX),
-    "jax.flax": (FLAX, missing.FLAX),
+    "pytorch": (PYTORCH, stand_in.PYTORCH),
+    "common.recipe": (RECIPE, stand_in.RECIPE),
+    "jax": (JAX, stand_in.JAX),
+    "jax.flax": (FLAX, stand_in.FLAX),
 }
 #: Files of torchao.float8 whose functions are no one's to call: what operations of its tensors dispatch to.
 INNER = ("float8_ops",)
@@ -86,7 +86,7 @@ def row(module: str, names: list[str], reasons: dict[str, str]) -> list[str]:
         elif ours is not None and has(ours, name):
             there.append(name)
         else:
-            raise LookupError(f"{module}.{name} is neither there nor named in quaver.compat.missing with a reason")
+            raise LookupError(f"{module}.{name} is neither there nor named in quaver.compat.stand_in with a reason")
     lines = [f"| {module} | {listed(there)} | there |"] if there else []
     for why, each in sorted(others.items(), key=lambda one: (one[0] == "not planned", one[1])):
         lines.append(f"| {module} | {listed(each)} | {why if why == 'not planned' else f'refused: {why}'} |")
@@ -117,14 +117,14 @@ def torchao() -> list[str]:
     """Lines of its table, of the package that is installed."""
     theirs: Any = importlib.import_module("torchao")
     float8: Any = importlib.import_module("torchao.float8")
-    lines = row("torchao", sorted({*theirs.__all__, "float8"}), missing.TORCHAO_TOP)
-    lines += row("torchao.float8", sorted(set(float8.__all__)), missing.TORCHAO)
+    lines = row("torchao", sorted({*theirs.__all__, "float8"}), stand_in.TORCHAO_TOP)
+    lines += row("torchao.float8", sorted(set(float8.__all__)), stand_in.TORCHAO)
     for info in pkgutil.iter_modules(float8.__path__):
         if info.name.startswith("_") or info.name in INNER:
             continue
         module = importlib.import_module(f"torchao.float8.{info.name}")
         own = [n for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__ and n[0] != "_"]
-        lines += row(f"torchao.float8.{info.name}", sorted(own), missing.TORCHAO)
+        lines += row(f"torchao.float8.{info.name}", sorted(own), stand_in.TORCHAO)
     return lines
 
 
@@ -199,7 +199,7 @@ def _lines(node: Any) -> set[int]:
 
 
 if __name__ == "__main__":
-    compat = Path(missing.__file__).parent
+    compat = Path(stand_in.__file__).parent
     for part in (compat, compat / "transformer_engine"):
         print(part.name, dict(sizes(part)), file=sys.stderr)
     text = PAGE.read_text()

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from quaver.compat import missing
+from quaver.compat import stand_in
 from tests.compat import names
 
 #: Files of theirs that no file of ours stands for: Python's own sentence is that there is no such module.
@@ -33,7 +33,7 @@ def test_reasons_are_of_names_that_are_listed_and_not_there() -> None:
 
 def test_a_name_without_a_reason_is_an_error() -> None:
     with pytest.raises(LookupError, match="brand_new is neither there nor named"):
-        names.row("transformer_engine.pytorch", ["Linear", "brand_new"], missing.PYTORCH)
+        names.row("transformer_engine.pytorch", ["Linear", "brand_new"], stand_in.PYTORCH)
 
 
 @pytest.mark.filterwarnings("ignore")

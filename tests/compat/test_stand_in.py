@@ -17,9 +17,9 @@ from quaver.compat.stand_in import LIBRARIES
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a process that has imported none of the libraries."""
-    tops = {name for library in LIBRARIES for name in (library, *LIBRARIES[library].readers)}
+    amax_values = {name for library in LIBRARIES for name in (library, *LIBRARIES[library].readers)}
     for name in list(sys.modules):
-        if name.partition(".")[0] in tops:
+        if name.partition(".")[0] in amax_values:
             monkeypatch.delitem(sys.modules, name)
     yield
     quaver.compat.uninstall()

@@ -22,9 +22,9 @@ from torch import Tensor
 
 import quaver.jax as qj
 import quaver.torch as qt
-from quaver.core import reference
-from quaver.core.numbers.formats import FORMATS, Format
-from quaver.core.spec import Delayed, GemmSpec, QuantSpec, Recipe
+from quaver import reference
+from quaver.recipes.formats import FORMATS, Format
+from quaver.recipes.spec import Delayed, GemmSpec, QuantSpec, Recipe
 from quaver.torch.state.noise import tensor_id
 from tests.close import assert_bitwise
 
@@ -321,16 +321,16 @@ def check_operand(seed: int, in_jax: bool = False, kernels: bool = False) -> Non
     sides = [side if rng.random() < 0.95 else 0 for side in sides]
     dtype = ["float32", "bfloat16", "float16"][rng.integers(3)]
     pair = [_to_dtype(draw_matrix(rng, (r, sides[2]), bool(rng.random() < 0.15)), dtype) for r in sides[:2]]
-    turned = bool(rng.integers(2))
+    transposed = bool(rng.integers(2))
     stream = {"seed": 5, "tensor_id": 7, "count": 3}
-    case = f"seed {seed}: {gemm.a} by {gemm.b}, sides {sides}, {dtype}, turned {turned}"
+    case = f"seed {seed}: {gemm.a} by {gemm.b}, sides {sides}, {dtype}, turned {transposed}"
     specs = [gemm.a, gemm.b]
     expected = [reference.quantize(x, spec, **stream) for x, spec in zip(pair, specs, strict=True)]  # type: ignore[arg-type]
     right = product(*expected)
     for name in ("", "reference", "triton") if kernels else ("", "reference"):
         with qt.only(name) if name else contextlib.nullcontext():
             tensors = [torch.from_numpy(x).to(DTYPES[dtype][0]) for x in pair]
-            tensors = [t.t().contiguous().t() if turned else t for t in tensors]
+            tensors = [t.t().contiguous().t() if transposed else t for t in tensors]
             operands = [qt.quantize(t, s, **stream) for t, s in zip(tensors, specs, strict=True)]  # type: ignore[arg-type]
             y = qt.matmul(*operands)
         for q, r in zip(operands, expected, strict=True):

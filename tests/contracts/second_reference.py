@@ -1,6 +1,6 @@
 """A second, independent reading of the number formats and the scaling (docs/design/numerics.md).
 
-Written from the text alone, without sight of `quaver.core.reference`, one element at a time: values are
+Written from the text alone, without sight of `quaver.reference`, one element at a time: values are
 rounded by searching the list of all values of a format with exact fractions, exponents come from
 `math.frexp`, Philox from Python's integers; float32 where the text says so, one `numpy.float32` operation
 after the other. That two people read the same text and get the same bits is the test; nothing here is meant

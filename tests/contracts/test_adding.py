@@ -19,9 +19,9 @@ FILES = {
     "recipe": {
         "src/quaver/recipes/throwaway.py": '''"""A recipe that a test adds."""
 
-from quaver.core.numbers.formats import E4M3
-from quaver.core.recipe_functions import flags, recipe
-from quaver.core.spec import GemmSpec, QuantSpec, Recipe
+from quaver.recipes.formats import E4M3
+from quaver.recipes.spec import flags, recipe
+from quaver.recipes.spec import GemmSpec, QuantSpec, Recipe
 
 
 @recipe
@@ -69,8 +69,8 @@ def throwaway(x, out, size, BM: tl.constexpr, BN: tl.constexpr):
 import torch
 from torch import Tensor
 
-from quaver.kernels.fused import throwaway
-from quaver.torch.backends.gpu.launching.launch import launcher
+from quaver.kernels import throwaway
+from quaver.torch.backends.gpu.launch import launcher
 
 
 def doubled(x: Tensor) -> Tensor:
@@ -114,15 +114,15 @@ LINES = {
         ("src/quaver/recipes/__init__.py", "\nRECIPES:", "from quaver.recipes.throwaway import throwaway\n"),
         ("src/quaver/recipes/__init__.py", '    "nvfp4": nvfp4,\n', '    "throwaway": throwaway,\n'),
         ("src/quaver/recipes/__init__.py", '    "tensorwise",\n]', '    "throwaway",\n'),
-        ("src/quaver/train/showing/colours.py", '    "nvfp4": "', '    "throwaway": "#123456",\n'),
+        ("src/quaver/train/report.py", '    "nvfp4": "', '    "throwaway": "#123456",\n'),
     ],
     "format": [
         (
-            "src/quaver/core/numbers/formats.py",
+            "src/quaver/recipes/formats.py",
             "\nFORMATS.update",
             'E3M4 = Format(\n    name="throwaway", bits=8, exponent_bits=3, mantissa_bits=4, bias=3, max=31.0, has_nan=False\n)\n',  # noqa: E501
         ),
-        ("src/quaver/core/numbers/formats.py", "E5M2, E3M2, E2M3, E2M1, E8M0))", "E3M4, "),
+        ("src/quaver/recipes/formats.py", "E5M2, E3M2, E2M3, E2M1, E8M0))", "E3M4, "),
     ],
     "implementation of an operation (a kernel)": [
         ("src/quaver/torch/operations/ops.py", "GPU = ", "from quaver.torch.backends.cpu import throwaway\n"),
@@ -135,8 +135,8 @@ LINES = {
     "Triton kernel": [
         (
             "tests/kernels/cases.py",
-            "from quaver.torch.backends.gpu.gemms import dec",
-            "from quaver.torch.backends.gpu.fused import throwaway\n",
+            "from quaver.torch.backends.gpu import dec",
+            "from quaver.torch.backends.gpu import throwaway\n",
         ),
         (
             "tests/kernels/cases.py",
@@ -146,7 +146,7 @@ LINES = {
     ],
     "GPU of the ledger": [
         (
-            "src/quaver/core/costs/gpus.py",
+            "src/quaver/costs/hardware.py",
             '        Gpu(\n            name="a100",',
             '        Gpu(name="throwaway", about="a test\'s", capability=(8, 0), copy=_copy(1.0, "a data sheet"),\n'
             '            rates={"bf16": Figure(100.0, "published", "a data sheet that nobody has")}),\n',
@@ -154,7 +154,7 @@ LINES = {
     ],
     "interconnect": [
         (
-            "src/quaver/core/costs/interconnects.py",
+            "src/quaver/costs/hardware.py",
             '        Interconnect(\n            name="hgx-h100",',
             '        Interconnect(name="throwaway", full_name="a test\'s", node=8, inside=_links(300, "links"),\n'
             '            outside=_card(100, "cards")),\n',
@@ -162,14 +162,14 @@ LINES = {
     ],
     "preset of an optimizer": [
         (
-            "src/quaver/core/states/presets.py",
+            "src/quaver/reference/optimizer_state.py",
             '        Preset(name="float32"),\n',
             '        Preset(name="throwaway", first=StateSpec(code="throwaway"), second=_SECOND),\n',
         )
     ],
     "code of optimizer states": [
         (
-            "src/quaver/core/states/codes.py",
+            "src/quaver/reference/optimizer_state.py",
             '        StateCode(name="bfloat16", kind',
             '        StateCode(name="throwaway", kind="softsign", bytes=1),\n',
         )
@@ -183,7 +183,7 @@ LINES = {
         ),
         (
             "src/quaver/torch/optim/optimizers.py",
-            "from quaver.torch.optim.rules.rule ",
+            "from quaver.torch.optim.rules ",
             "from quaver.torch.optim.rules import throwaway\n",
         ),
         (
@@ -200,7 +200,7 @@ LINES = {
     ],
     "model size": [
         (
-            "src/quaver/train/configuration/sizes.py",
+            "src/quaver/train/model_config.py",
             '    "nano": model(',
             '    "throwaway": model(1, 64, 2, 1, 32, 128, 5e-3, **LLAMA),\n',
         )
@@ -214,20 +214,20 @@ LINES = {
 #: Tests of whole tables; of others those that have a throw-away thing's name among their parameters run.
 TABLES = [
     "tests/recipes/test_recipes.py",
-    "tests/train/showing/test_pictures.py::test_every_recipe_has_a_colour_of_its_own",
+    "tests/train/test_plots.py::test_every_recipe_has_a_colour_of_its_own",
 ]
 NAMED = [
     "tests/core/numbers",
-    "tests/core/costs",
+    "tests/costs",
     "tests/torch/linear/test_linear.py",
     "tests/torch/optim/test_rules.py",
-    "tests/train/configuration",
+    "tests/train",
     "tests/benchmarks/test_benchmarks.py",
 ]
 
 USED = """
 import torch, quaver.torch as qt
-from quaver.core.costs import gpus, interconnects
+from quaver.costs import hardware as gpus, hardware as interconnects
 from quaver.torch import optim
 
 interconnects.INTERCONNECTS["throwaway"], gpus.GPUS["throwaway"]

@@ -13,19 +13,19 @@ from pathlib import Path
 import pytest
 import triton
 
-from quaver.torch.backends.gpu.launching.device import TRAITS
+from quaver.torch.backends.gpu.device import TRAITS
 from tests.contracts.sources import modules, parsed, walk
 
-TABLE = "quaver.torch.backends.gpu.launching.device"
+TABLE = "quaver.torch.backends.gpu.device"
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 #: Architectures by name, each with its reason.
 NAMED = {
     # Of torch 2.11 on Ada alone (pytorch#177651).
-    ("quaver.torch.backends.gpu.gemms.scaled_mm", 89),
+    ("quaver.torch.backends.gpu.scaled_mm", 89),
     # `integers`: Triton's cast on Ada alone is by way of float16 (triton#11753).
-    ("quaver.torch.backends.gpu.quantizing.codes", 89),
+    ("quaver.torch.backends.gpu.tensorwise", 89),
     # DeepSeek's GEMM by blocks, which cuBLASLt has for Hopper alone.
-    ("quaver.torch.backends.gpu.gemms.scaled_mm", 90),
+    ("quaver.torch.backends.gpu.scaled_mm", 90),
 }
 
 

@@ -9,18 +9,18 @@ import pytest
 import torch
 
 import quaver.torch as qt
-from quaver.core import reference
-from quaver.core.costs.ledger import saved_bytes
-from quaver.core.numbers import philox
-from quaver.core.numbers.formats import E4M3
-from quaver.core.spec import QuantSpec, Recipe
-from quaver.torch.numerics.philox import philox4x32, rows_of_uniform, uniform
+from quaver import reference
+from quaver.costs.ledger import saved_bytes
+from quaver.recipes.formats import E4M3
+from quaver.recipes.spec import QuantSpec, Recipe
+from quaver.reference import numerics
 from quaver.torch.numerics.quantized import FLOAT8
+from quaver.torch.numerics.rounding import philox4x32, rows_of_uniform, uniform
 from quaver.torch.operations.ops import QUANTIZE
-from quaver.torch.optim.stepping import noise
+from quaver.torch.optim.step import noise
 from tests.close import assert_bitwise
-from tests.core.numbers.test_philox import KNOWN
 from tests.operands import SPECS, by_turns, nasty, variants
+from tests.reference.test_philox import KNOWN
 
 STREAM = {"seed": 0x1234567890ABCDEF, "tensor_id": 0xDEADBEEF, "count": 3}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -54,8 +54,8 @@ def operand_by_operand(
                 continue
             t = torch.from_numpy(x.copy()).to(dtype)
             expected = by_numpy(spec, shape, name, dtype, given, tuple(options.items()))
-            turned = (number + other) % 2
-            yield f"{name}, {dtype}{', turned' * turned}", t.t().contiguous().t() if turned else t, expected
+            transposed = (number + other) % 2
+            yield f"{name}, {dtype}{', turned' * transposed}", t.t().contiguous().t() if transposed else t, expected
 
 
 @cache
@@ -195,9 +195,9 @@ def test_compiled_code_takes_amax_and_factor(spec: QuantSpec, backend: str) -> N
 
     x = torch.randn(40, 24)
     got = step(x, torch.tensor(1.3), torch.tensor(8.0))
-    turned = np.ascontiguousarray(x.t().numpy())
-    given = reference.quantize(turned, spec, np.full((1, 1), 1.3, np.float32))
-    set_ = reference.quantize(turned, spec, factor=8.0)
+    transposed = np.ascontiguousarray(x.t().numpy())
+    given = reference.quantize(transposed, spec, np.full((1, 1), 1.3, np.float32))
+    set_ = reference.quantize(transposed, spec, factor=8.0)
     for a, b in zip(got, [given.codes(), given.scales(), set_.codes(), set_.scales()], strict=True):
         assert_bitwise(a, b)
 
@@ -215,9 +215,9 @@ def test_an_optimizers_words_are_the_references(first: int) -> None:
     """Philox of two words, keyed by a word of Philox of four, by numpy; the step beyond 32 bits, a seed of 64."""
     seed, parameter, step, number = 0xFEDC_BA98_7654_3210, 3, (1 << 32) + 7, 11
     counter = tuple(map(np.array, (0, 0, parameter, step & 0xFFFFFFFF)))
-    key, upper = philox.philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32)).tolist()[:2]
+    key, upper = numerics.philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32)).tolist()[:2]
     e = np.arange(first, first + number, dtype=np.uint64)
-    two = philox.philox2x32((e // 4 & 0xFFFFFFFF, (e // 4 >> 32) ^ upper), key)
+    two = numerics.philox2x32((e // 4 & 0xFFFFFFFF, (e // 4 >> 32) ^ upper), key)
     word = two[np.arange(number), (e % 4 // 2).astype(int)]
     expected = np.where(e % 2 == 0, word, word << 16 | word >> 16)
     assert np.array_equal(noise.words(first, number, seed, parameter, step, torch.device("cpu")).numpy(), expected)
@@ -234,7 +234,7 @@ def test_rows_draw_what_they_have_in_the_whole_operand(k: int) -> None:
 def test_torch_draws_the_numbers_of_numpy(shape: tuple[int, int]) -> None:
     for count in (5, (7 << 32) + 5):
         stream = (STREAM["seed"], STREAM["tensor_id"], count)
-        expected = philox.uniform(*shape, *stream)
+        expected = numerics.uniform(*shape, *stream)
         assert_bitwise(uniform(*shape, *stream, torch.device("cpu")), expected)
         assert_bitwise(uniform(*shape, *stream[:2], torch.tensor(count), torch.device("cpu")), expected)
 

@@ -16,9 +16,9 @@ import torch
 
 import quaver.jax as qj
 import quaver.torch as qt
-from quaver.core.numbers.formats import E2M1, E4M3, E5M2, Format
-from quaver.core.numbers.rounding import decode, encode, round_to
-from quaver.core.spec import AttentionSpec, Delayed, GemmSpec, QuantSpec, Recipe
+from quaver.recipes.formats import E2M1, E4M3, E5M2, Format
+from quaver.recipes.spec import AttentionSpec, Delayed, GemmSpec, QuantSpec, Recipe
+from quaver.reference.numerics import decode, encode, round_to
 from tests.contracts import drawn_specs
 from tests.contracts.drawn_specs import SIGNED, check_layer, check_operand, draw_recipe, own_format
 from tests.xla_options import QUICKEST

@@ -12,7 +12,7 @@ import torch
 
 import quaver.jax as qj
 import quaver.torch as qt
-from quaver.core.reference.experts import why_not_rows
+from quaver.reference.moe import why_not_rows
 from tests.close import assert_bitwise, assert_close
 from tests.operands import SPECS
 

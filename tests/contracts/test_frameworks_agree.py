@@ -14,10 +14,10 @@ import torch
 
 import quaver.jax as qj
 import quaver.torch as qt
-from quaver.core import reference
-from quaver.core.numbers.formats import E2M1, E4M3, E5M2, E8M0, Format
-from quaver.core.numbers.formats import FORMATS as FORMATS_BY_NAME
-from quaver.core.spec import QuantSpec
+from quaver import reference
+from quaver.recipes.formats import E2M1, E4M3, E5M2, E8M0, Format
+from quaver.recipes.formats import FORMATS as FORMATS_BY_NAME
+from quaver.recipes.spec import QuantSpec
 from tests.close import assert_bitwise
 from tests.operands import SPECS, nasty
 from tests.xla_options import QUICKEST
@@ -246,8 +246,8 @@ def test_a_rounding_before_the_operand_is_not_skipped(name: str, dtype: Any) -> 
 def test_the_transpose_of_a_square_block_is_that_of_numpy(spec: QuantSpec) -> None:
     @partial(jax.jit, compiler_options=QUICKEST)
     def turn(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        turned = qj.quantize(x, spec, **STREAM).T
-        return turned.scales(), turned.codes(), turned.dequantize()
+        transposed = qj.quantize(x, spec, **STREAM).T
+        return transposed.scales(), transposed.codes(), transposed.dequantize()
 
     x = nasty((37, 71))["normal"]
     q = reference.quantize(x, spec, **STREAM)

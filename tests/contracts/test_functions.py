@@ -11,9 +11,12 @@ NAMES_OF_OTHERS = "quaver.compat."
 #: What compilers read is as long as the loop that it is.
 KERNELS = "quaver.kernels."
 #: A public function's options are its arguments, and it is called too often to look them up.
-PUBLIC = {"quaver.torch.blocks.attention.op.attention", "quaver.torch.parallel.context.across.attention"}
+PUBLIC = {
+    "quaver.torch.nn.attention.op.attention",
+    "quaver.torch.parallel.context.attention.context_parallel_attention",
+}
 #: An operator's implementation takes what its schema has.
-OPERATORS = {f"quaver.torch.blocks.attention.implementations.fp8_kernels.{way}" for way in ("forward", "backward")}
+OPERATORS = {f"quaver.torch.nn.attention.fp8_kernels.{way}" for way in ("forward", "backward")}
 
 
 def functions(sources: dict[str, str]) -> dict[str, tuple[int, int]]:

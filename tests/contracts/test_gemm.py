@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import quaver.torch as qt
-from quaver.core import reference
-from quaver.core.numbers.formats import E4M3
-from quaver.core.spec import GemmSpec, QuantSpec
-from quaver.torch.backends.cpu.decoding import folds_exactly
+from quaver import reference
+from quaver.recipes.formats import E4M3
+from quaver.recipes.spec import GemmSpec, QuantSpec
+from quaver.torch.backends.cpu.decode import folds_exactly
 from quaver.torch.numerics.reference import double
 from tests.close import assert_bitwise, assert_close
 from tests.operands import GEMMS, MAGNITUDES, factors

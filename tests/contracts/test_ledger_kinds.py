@@ -2,11 +2,11 @@
 
 import pytest
 
-from quaver.core.costs import ledger
-from quaver.core.costs.gpus import GPUS, Gpu
-from quaver.core.spec import QuantSpec
+from quaver.costs import ledger
+from quaver.costs.hardware import GPUS, Gpu
 from quaver.recipes import RECIPES, get
-from quaver.torch.backends.gpu.gemms import scaled_mm
+from quaver.recipes.spec import QuantSpec
+from quaver.torch.backends.gpu import scaled_mm
 from tests.operands import SPECS
 
 #: What the two call the same role of an operand's scales.

@@ -20,7 +20,7 @@ PACKAGE_ROW = re.compile(r"^\| `(quaver(?:\.\w+)+)` \|", re.MULTILINE)
 SAMPLE = """# Quaver
 | package | what it holds |
 |---|---|
-| `quaver.core` | formats; `quaver.nowhere` is only mentioned |
+| `quaver.reference` | formats; `quaver.nowhere` is only mentioned |
 | `quaver.torch` | PyTorch |
 
 | package | what it holds |
@@ -95,7 +95,7 @@ def test_every_python_block_of_the_readme_runs(tmp_path: Path, monkeypatch: pyte
 
 
 def test_package_tables_are_read() -> None:
-    assert listed(SAMPLE) == {"quaver": {"core", "torch"}, "quaver.torch": {"linear"}}
+    assert listed(SAMPLE) == {"quaver": {"reference", "torch"}, "quaver.torch": {"linear"}}
 
 
 def test_python_blocks_are_found_with_their_lines() -> None:

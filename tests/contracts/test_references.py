@@ -84,8 +84,8 @@ def known() -> tuple[frozenset[str], frozenset[str]]:
             names.add(node.arg)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             names.add(node.value)
-    rooms = {part for name in trees() for part in name.split(".")}
-    return frozenset(rooms), frozenset(names | rooms)
+    buffers = {part for name in trees() for part in name.split(".")}
+    return frozenset(buffers), frozenset(names | buffers)
 
 
 @cache
@@ -103,15 +103,15 @@ def is_file(path: str) -> bool:
 def missing(line: str) -> list[str]:
     """What a line of prose speaks of and is not there."""
     absent = [name for name in WHOLE.findall(line) if not resolves(name)]
-    rooms, names = known()
+    buffers, names = known()
     for before, quoted in QUOTED.findall(line):
         if ANY.search(quoted) or OTHERS.match(before):
             continue
         parts = quoted.split(".")
         if PATH.fullmatch(quoted):
-            ours = quoted.split("/")[0] in PLACES | rooms if "/" in quoted else quoted.endswith(".py")
+            ours = quoted.split("/")[0] in PLACES | buffers if "/" in quoted else quoted.endswith(".py")
             absent += [quoted] if ours and not is_file(quoted) else []
-        elif SHORT.fullmatch(quoted) and parts[0] in rooms and parts[0] not in {*TREES, *LIBRARIES}:
+        elif SHORT.fullmatch(quoted) and parts[0] in buffers and parts[0] not in {*TREES, *LIBRARIES}:
             absent += [quoted] if not all(part in names for part in parts) else []
     return absent
 
@@ -140,9 +140,9 @@ def test_what_is_spoken_of_is_there() -> None:
     "line",
     [
         "see `quaver.torch.nowhere`",
-        "see quaver.core.reference.nowhere",
-        "of `quaver.torch.linear.layer.Linear.nowhere`",
-        "as `quaver.core.spec.Nowhere`",
+        "see quaver.reference.nowhere",
+        "of `quaver.torch.linear.linear.Linear.nowhere`",
+        "as `quaver.recipes.spec.Nowhere`",
         "by `scaled_mm.nowhere_either`",
         "in `linear.nowhere_at_all.step`",
         "written in `src/quaver/nowhere.py`",
@@ -157,8 +157,8 @@ def test_what_is_not_there_is_seen(line: str) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "see `quaver.torch.Linear` and `quaver.core.reference.quantize`, quaver.recipes.RECIPES",
-        "of `quaver.torch.linear.layer.Linear.forward`",
+        "see `quaver.torch.Linear` and `quaver.reference.quantize`, quaver.recipes.RECIPES",
+        "of `quaver.torch.linear.linear.Linear.forward`",
         "google/qwix `qconfig.py` has it, `torch.nowhere` and `np.nowhere` are others'",
         "write `src/quaver/recipes/NAME.py`",
     ],

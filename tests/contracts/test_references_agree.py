@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 
-from quaver.core.numbers.formats import FORMATS
-from quaver.core.numbers.rounding import encode, round_to
-from quaver.core.numbers.scaling import TWO_LEVEL_MAX
-from quaver.core.reference import quantize
-from quaver.core.spec import QuantSpec
 from quaver.recipes import get
+from quaver.recipes.formats import FORMATS
+from quaver.recipes.spec import QuantSpec
+from quaver.reference import quantize
+from quaver.reference.numerics import TWO_LEVEL_MAX, encode, round_to
 from tests.close import assert_bitwise
 from tests.contracts import second_reference
 from tests.operands import SPECS, by_turns, nasty

@@ -50,28 +50,28 @@ SETTINGS = "torch.backends", "torch._dynamo.config", "torch._inductor.config", "
 #: What owns its process may: (module, what it calls).
 OWNERS = {
     # The command line's training and generating give themselves their threads, and signals an orderly end.
-    ("quaver.train.learning.torch.decoding", "torch.set_num_threads"),
-    ("quaver.train.learning.torch.learner", "torch.set_num_threads"),
-    ("quaver.train.running.interrupt", "signal.signal"),
-    ("quaver.train.learning.torch.parallel.group", "signal.signal"),
-    ("quaver.train.learning.torch.decoding", "warnings.simplefilter"),
-    ("quaver.train.learning.torch.model.decoder", "warnings.filterwarnings"),
+    ("quaver.train.torch.learner", "torch.set_num_threads"),
+    ("quaver.train.torch.learner", "torch.set_num_threads"),
+    ("quaver.train.loop", "signal.signal"),
+    ("quaver.train.torch.process_group", "signal.signal"),
+    ("quaver.train.torch.learner", "warnings.simplefilter"),
+    ("quaver.train.torch.decoder", "warnings.filterwarnings"),
     # So do reading a recipe's text and `doctor`.
-    ("quaver.train.configuration.recipe_name", "warnings.simplefilter"),
-    ("quaver.train.learning.torch.trials", "warnings.simplefilter"),
+    ("quaver.train.config", "warnings.simplefilter"),
+    ("quaver.train.torch.learner", "warnings.simplefilter"),
     # While kernels are interpreted, which tests alone do.
-    ("quaver.torch.backends.gpu.launching.interpreter", "warnings.simplefilter"),
+    ("quaver.torch.backends.gpu.interpreter", "warnings.simplefilter"),
     # XLA reads its number of threads from there when it starts.
-    ("quaver.train.learning.jax.device", "os.environ.setdefault"),
+    ("quaver.train.jax.learner", "os.environ.setdefault"),
 }
-_TRACING = "quaver.torch.numerics.tracing"
+_TRACING = "quaver.torch.numerics.rounding"
 #: What torch says of compilers, of the whole process where Dynamo does not answer, and who may ask.
 ASKED = {
     "is_compiling": {_TRACING},
     "is_dynamo_compiling": {_TRACING},
     "_is_compiling_flag": {_TRACING},
     # Of a thread that traces; torch says nowhere that it is this one that exports.
-    "is_exporting": {"quaver.torch.blocks.attention.implementations.tiles"},
+    "is_exporting": {"quaver.torch.nn.attention.cpu_tiles"},
 }
 
 
@@ -195,7 +195,7 @@ def asked(source: str) -> Iterator[tuple[int, str]]:
 def test_whether_a_compiler_traces_is_asked_of_the_thread() -> None:
     places = [(name, line, what) for name, source in modules().items() for line, what in asked(source)]
     wrong = [f"{name}:{line}: {what}" for name, line, what in places if name not in ASKED[what]]
-    assert not wrong, "another thread may compile: `quaver.torch.numerics.tracing.is_tracing`\n" + "\n".join(wrong)
+    assert not wrong, "another thread may compile: `quaver.torch.numerics.rounding.is_tracing`\n" + "\n".join(wrong)
     assert {what: {name for name, _, other in places if other == what} for what in ASKED} == ASKED
 
 

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 import quaver.jax as qj
-from quaver import E2M1, E4M3, E5M2, QuantSpec
-from quaver.core import reference
+from quaver import E2M1, E4M3, E5M2, QuantSpec, reference
 
 SMALLEST_NORMAL = np.finfo(np.float32).tiny
 #: The spec, the amax below which subnormal elements have codes, and the one below which scales are subnormal.

@@ -14,8 +14,7 @@ import torch
 
 import quaver.jax as qj
 import quaver.torch as qt
-from quaver import E2M1, QuantSpec
-from quaver.core import reference
+from quaver import E2M1, QuantSpec, reference
 from tests.close import assert_bitwise
 
 SPEC = QuantSpec(E2M1, (1, 16), "two_level_fp32")

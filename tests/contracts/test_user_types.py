@@ -44,7 +44,7 @@ def test_dir_shows_the_public_names_alone(module: str) -> None:
 
 
 def test_submodules_stay_importable_and_front_ends_are_shown_once_imported() -> None:
-    code = "import quaver; before = dir(quaver); import quaver.torch; import quaver.torch.linear.layer as linear\n"
+    code = "import quaver; before = dir(quaver); import quaver.torch; import quaver.torch.linear.linear as linear\n"
     code += "print('torch' in before, 'torch' in dir(quaver), 'linear' in dir(quaver.torch), linear.Linear.__name__)"
     done = forked.bare("torch").run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "True", "False", "Linear"]

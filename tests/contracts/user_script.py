@@ -57,7 +57,7 @@ def narrow(name: str, in_features: int, out_features: int, recipe: Recipe) -> st
 
 def in_torch() -> str:
     model = Net()
-    rules = quaver.Rules([quaver.Rule(pattern="*", recipe="rowwise", multiple_of=16)])
+    rules = quaver.Rules([quaver.ModuleRule(pattern="*", recipe="rowwise", multiple_of=16)])
     report: qt.Report = qt.convert(model, rules, skip=["last.down_proj", narrow])
     spec: QuantSpec | None = TABLE["eight"].fprop.a
     assert spec is not None  # it is where a recipe leaves an operand in high precision

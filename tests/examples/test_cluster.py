@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quaver.train.records.metrics import losses, read
+from quaver.train.metrics import losses, read
 from tests.conftest import ROOT
 
 PAGE = ROOT / "docs" / "guides" / "cluster.md"

@@ -23,8 +23,8 @@ from torch import nn
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.torch.backends.gpu.gemms import scaled_mm
-from quaver.torch.backends.gpu.launching.launch import Launch, recording
+from quaver.torch.backends.gpu import scaled_mm
+from quaver.torch.backends.gpu.launch import KernelLaunch, recording
 from tests.golden import names
 from tests.kernels.cases import CASES
 from tests.kernels.gate.record import record
@@ -78,7 +78,7 @@ STEPS: dict[str, Step] = {
         *(1, 128, WIDTH),
     ),
     "GroupedLinear": grouped,
-    "MoE": of_layer(lambda dtype: qt.MoE(WIDTH, 128, qt.Mixture(experts=4, k=2), dtype=dtype)),
+    "MoE": of_layer(lambda dtype: qt.MoE(WIDTH, 128, qt.MixtureConfig(experts=4, k=2), dtype=dtype)),
     "Mamba2": of_layer(lambda dtype: qt.Mamba2(WIDTH, dtype=dtype), 1, 256, WIDTH),
     "cross entropy": cross_entropy,
 }
@@ -102,7 +102,7 @@ def rows() -> Iterator[tuple[str, str, str, bool]]:
         yield "TransformerLayer", recipe, "bfloat16", True
 
 
-def recorded(step: Step, recipe: str, dtype: str, attention: bool, arch: int) -> list[Launch]:
+def recorded(step: Step, recipe: str, dtype: str, attention: bool, arch: int) -> list[KernelLaunch]:
     """What one step launches, forward and backward, in order."""
     in_force = recipes.get(recipe, attention=True) if attention else recipes.get(recipe)
     torch.manual_seed(0)
@@ -117,7 +117,7 @@ def recorded(step: Step, recipe: str, dtype: str, attention: bool, arch: int) ->
     return launches
 
 
-def plain(launch: Launch) -> dict[str, Any]:
+def plain(launch: KernelLaunch) -> dict[str, Any]:
     """A launch without names of arguments, which no result depends on, but for those of constants."""
     order = {name: number for number, name in enumerate(launch.fn.arg_names)}
     return {

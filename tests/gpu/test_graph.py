@@ -13,10 +13,10 @@ from torch import nn
 import quaver.torch as qt
 from quaver.recipes import RECIPES, get
 from quaver.torch import optim
-from quaver.torch.backends.gpu.launching import launch
-from quaver.torch.model.programs.graph import CapturedStep
-from quaver.train.configuration.config import TrainConfig
-from quaver.train.learning.torch.learner import TorchLearner
+from quaver.torch.backends.gpu import launch
+from quaver.torch.cuda_graph import CapturedStep
+from quaver.train.config import TrainConfig
+from quaver.train.torch.learner import TorchLearner
 
 pytestmark = pytest.mark.gpu
 #: A walk over what is launched takes fewer (`benchmarks.gpu.ahead.walk`).
@@ -98,7 +98,7 @@ def test_a_capture_loads_no_kernel_and_gives_the_gradients_of_eager_steps(
 ) -> None:
     load = launch._load
 
-    def checked(one: launch.Launch) -> object:
+    def checked(one: launch.KernelLaunch) -> object:
         assert not torch.cuda.is_current_stream_capturing(), f"{one.fn} is loaded inside a capture"
         return load(one)
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.torch.linear.layer import Quantizable
-from quaver.torch.model.reach.kinds import kind_of
-from tests.torch.model.families import tiny, tokens
+from quaver.torch.conversion.matchers.linears import kind_of
+from quaver.torch.linear.linear import Quantizable
+from tests.torch.conversion.families import tiny, tokens
 
 pytest.importorskip("accelerate", reason="accelerate is not installed: make test-integrations")
 pytestmark = pytest.mark.filterwarnings("default")
@@ -119,8 +119,8 @@ def test_two_models_with_two_optimizers_train_as_each_alone() -> None:
     for i in range(STEPS):
         x = tokens(i)
         both = [model(input_ids=x, labels=x).loss for model in prepared[:2]]
-        for loss, optimizer, noted in zip(both, prepared[2:], losses, strict=True):
-            noted.append(loss.item())
+        for loss, optimizer, recorded_amax in zip(both, prepared[2:], losses, strict=True):
+            recorded_amax.append(loss.item())
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()

@@ -5,7 +5,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from quaver.torch.linear.layer import Quantizable
+from quaver.torch.linear.linear import Quantizable
 
 pytest.importorskip("accelerate", reason="accelerate is not installed: make test-integrations")
 pytestmark = pytest.mark.filterwarnings("default")
@@ -38,7 +38,7 @@ def test_a_run_is_paired_and_the_table_shows_its_differences() -> None:
     assert row[0] == "gpt2" and [cell.split()[0] for cell in row[2:]] == [f"{d:+.4f}" for d in apart]
     of_recipe = losses["gpt2", "tensorwise"]
     two = {("gpt2", "bf16"): [1.0, 2.0], ("gpt2", "null"): [1.0, 2.25]} | {("t5", "bf16"): [1.0], ("t5", "null"): [0.5]}
-    assert families.farthest(two, ()) == "The seed farthest from bf16: null 0.5000 (t5)."
+    assert families.farthest(two, ()) == "Largest difference from bf16 of any seed: null 0.5000 (t5)."
     assert f"tensorwise {abs(of_recipe[0] - base[0]):.4f} (gpt2)." in families.farthest(losses, ("tensorwise",))
     page = families.PAGE.read_text()
     assert families.written(families.written(page, [row], ("tensorwise",), "."), [], (), ".").count(families.BEGIN) == 1

@@ -16,12 +16,19 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.integrations.huggingface import QuaverConfig, QuaverQuantizer, ScalingCallback
-from quaver.integrations.huggingface.callback import FILE, load, saturation, save
-from quaver.integrations.huggingface.config import METHOD
-from quaver.torch.linear.layer import Quantizable
+from quaver.integrations.huggingface import (
+    FILE,
+    METHOD,
+    QuaverConfig,
+    QuaverQuantizer,
+    ScalingCallback,
+    load,
+    saturation,
+    save,
+)
+from quaver.torch.linear.linear import Quantizable
 from tests.close import assert_bitwise
-from tests.torch.model.families import FAMILIES, tiny, tokens
+from tests.torch.conversion.families import FAMILIES, tiny, tokens
 
 
 @pytest.fixture(scope="module")

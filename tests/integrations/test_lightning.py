@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.torch.linear.layer import Quantizable
+from quaver.torch.linear.linear import Quantizable
 from tests.close import assert_bitwise
-from tests.torch.model.families import tiny, tokens
+from tests.torch.conversion.families import tiny, tokens
 
 pytest.importorskip("lightning", reason="lightning is not installed: make test-integrations")
 pytestmark = pytest.mark.filterwarnings("default")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import quaver
 import quaver.torch as qt
-from quaver.core import reference
+from quaver import reference
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")
@@ -118,12 +118,12 @@ def test_scales_near_every_power_of_two_are_the_references(recipe: str, tmp_path
     """Amaxes of 448 × 2**p, an ulp below and above, zero, and the smallest and largest numbers."""
     p = np.arange(-130, 118, dtype=np.float64)
     top = (448 * 2.0**p).astype(np.float32)
-    tops = np.concatenate(
+    amax_values = np.concatenate(
         [top, np.nextafter(top, np.float32(0)), np.nextafter(top, np.float32(np.inf)), [0, 1e-45, 3e38]]
     )
-    tops = tops[np.isfinite(tops)].astype(np.float32)
-    x = np.random.default_rng(0).uniform(-1, 1, (len(tops), 32)).astype(np.float32) * tops[:, None]
-    x[:, 3] = tops
+    amax_values = amax_values[np.isfinite(amax_values)].astype(np.float32)
+    x = np.random.default_rng(0).uniform(-1, 1, (len(amax_values), 32)).astype(np.float32) * amax_values[:, None]
+    x[:, 3] = amax_values
     model, file = Bare(recipe).eval(), tmp_path / "bare.onnx"
     qt.onnx_export(model, torch.randn(4, 32), file)
     spec = quaver.recipes.get(recipe).fprop.a
@@ -131,7 +131,7 @@ def test_scales_near_every_power_of_two_are_the_references(recipe: str, tmp_path
     got = run(file, torch.from_numpy(x)).numpy()
     normal = np.abs(wanted) >= 2.0**-126
     wrong = (got != wanted) & normal
-    assert not wrong.any(), (tops[wrong.any(1)][:5], got[wrong][:5], wanted[wrong][:5])
+    assert not wrong.any(), (amax_values[wrong.any(1)][:5], got[wrong][:5], wanted[wrong][:5])
 
 
 def test_what_is_not_finite_poisons_its_row(tmp_path: Path) -> None:

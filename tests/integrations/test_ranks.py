@@ -13,7 +13,7 @@ import quaver.torch as qt
 from quaver import recipes
 from tests import two_ranks
 from tests.close import assert_bitwise
-from tests.torch.model.families import tiny, tokens
+from tests.torch.conversion.families import tiny, tokens
 
 for library in ("accelerate", "lightning", "transformers"):
     pytest.importorskip(library, reason=f"{library} is not installed: make test-integrations")

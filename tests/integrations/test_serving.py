@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import quaver.torch as qt
-from quaver.torch.model.weights.serving.checking import divergence
-from quaver.torch.model.weights.serving.decoding import Reader
+from quaver.torch.conversion.export.check import divergence
+from quaver.torch.conversion.export.operands import Reader
 from tests.close import assert_bitwise
-from tests.torch.model.weights.serving.served import HELD
+from tests.torch.conversion.export.served import HELD
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import quaver.torch as qt
 from quaver.recipes import RECIPES
-from quaver.torch.backends.gpu.launching import device
+from quaver.torch.backends.gpu import device
 from tests import two_ranks
 from tests.close import assert_bitwise
-from tests.torch.parallel.fsdp.test_gathering import MOST, MOST_OF_MX_AND_ROWS
+from tests.torch.parallel.fsdp.test_gather import MOST, MOST_OF_MX_AND_ROWS
 from tests.torch.parallel.fsdp.training import Traffic, counted
 from tests.two_ranks import RANKS
 
@@ -197,8 +197,8 @@ def test_torchtitans_lora_trains_beside_quantized_weights() -> None:
 
 def changed(config: Any, **values: Any) -> Any:
     for path, value in values.items():
-        room, name = path.split("__")
-        setattr(getattr(config, room), name, value)
+        buffer, name = path.split("__")
+        setattr(getattr(config, buffer), name, value)
     return config
 
 

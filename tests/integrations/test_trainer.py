@@ -8,9 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import quaver.torch as qt
-from quaver.integrations.huggingface import QuaverConfig, ScalingCallback
-from quaver.integrations.huggingface.callback import FILE
-from tests.torch.model.families import tiny, tokens
+from quaver.integrations.huggingface import FILE, QuaverConfig, ScalingCallback
+from tests.torch.conversion.families import tiny, tokens
 
 pytest.importorskip("accelerate", reason="accelerate is not installed: make test-integrations")
 pytestmark = pytest.mark.filterwarnings("default")

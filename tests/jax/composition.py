@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from quaver.core import reference
-from quaver.core.spec import QuantSpec, Recipe
+from quaver import reference
+from quaver.recipes.spec import QuantSpec, Recipe
 
 
 @dataclass

@@ -26,8 +26,8 @@ from jax.sharding import PartitionSpec as P
 
 import quaver.jax as qj
 from quaver import recipes
-from quaver.core.spec import Recipe
 from quaver.jax.operations.sharding import quantize_piece
+from quaver.recipes.spec import Recipe
 from tests.close import assert_bitwise, assert_close
 
 MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -46,7 +46,7 @@ class Layout:
     tokens: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
-    gathers: dict[str, qj.Gather] = field(default_factory=dict)
+    gathers: dict[str, qj.ShardedOperand] = field(default_factory=dict)
 
 
 LAYOUTS = {
@@ -54,7 +54,7 @@ LAYOUTS = {
     "column": Layout(P("data"), P(None, "model"), P("model"), P("data", None, "model"), ("data",), (), ("model",)),
     "row": Layout(P("data", None, "model"), P("model"), P(), P("data"), ("data",), ("model",), ()),
     "fsdp": Layout(
-        P("data"), P("data"), P(), P("data"), ("data",), gathers={"weight": qj.Gather("data", P("data", None))}
+        P("data"), P("data"), P(), P("data"), ("data",), gathers={"weight": qj.ShardedOperand("data", P("data", None))}
     ),
     "sequence": Layout(
         P("data", "model"),
@@ -64,7 +64,7 @@ LAYOUTS = {
         ("data",),
         (),
         ("model",),
-        {"input": qj.Gather("model", P("data", "model", None))},
+        {"input": qj.ShardedOperand("model", P("data", "model", None))},
     ),
 }
 
@@ -117,7 +117,7 @@ def pieces(layout: Layout, recipe: Recipe, state: Any, how: str) -> Any:
         summed = layout.inputs[0] if layout.inputs else ""
         run = partial(step, recipe, summed=summed, **gathers)
         return jax.jit(jax.shard_map(run, mesh=MESH, in_specs=ins, out_specs=outs))
-    whole = {key: qj.Gather(gather.axis, named(gather.sharding)) for key, gather in gathers.items()}
+    whole = {key: qj.ShardedOperand(gather.axis, named(gather.sharding)) for key, gather in gathers.items()}
     return jax.jit(partial(step, recipe, **whole), in_shardings=named(ins), out_shardings=named(outs))
 
 
@@ -214,13 +214,13 @@ def check_sentences(_: Recipe) -> None:
     fails("add it after jax.lax.psum", lambda x, w: lax.psum(biased(x, w), BOTH), row, P(), x, w)
     fails("with check_vma left at True", layer, (P(BOTH), P()), P(BOTH), x, w, check_vma=False)
     for gather, sentence in (
-        (qj.Gather("model", P("data", None)), "the spec says nothing of that axis"),
-        (qj.Gather("model", P("model", None)), "does not vary over that mesh axis"),
+        (qj.ShardedOperand("model", P("data", None)), "the spec says nothing of that axis"),
+        (qj.ShardedOperand("model", P("model", None)), "does not vary over that mesh axis"),
     ):
         fails(sentence, partial(layer, gather_weight=gather), (P("data"), P()), P("data"), x, w)
     fails(
         "which the GEMM sums over",
-        partial(layer, gather_input=qj.Gather("data", P(None, "data"))),
+        partial(layer, gather_input=qj.ShardedOperand("data", P(None, "data"))),
         (P(None, "data"), P()),
         P(),
         x,

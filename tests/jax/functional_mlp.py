@@ -5,10 +5,9 @@ from typing import Any
 
 from jax import Array
 
-from quaver.core.spec import Recipe
-from quaver.jax.blocks.feed_forward import activate_fused
-from quaver.jax.blocks.norm import normalize
-from quaver.jax.linears.general import dense
+from quaver.jax.blocks.layers import activate_fused, normalize
+from quaver.jax.linears.dot_general import dense
+from quaver.recipes.spec import Recipe
 
 State = Mapping[str, Mapping[str, Array]]
 

@@ -12,7 +12,7 @@ import quaver
 import quaver.jax as qj
 import quaver.jax.linen as ql
 import quaver.jax.nnx as qn
-from quaver.jax.blocks.attention.dot_product import attention
+from quaver.jax.blocks.attention import attention
 
 QUANTIZED = quaver.recipes.tensorwise(attention=True)
 # Threefry takes seconds to compile.

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 import quaver.jax as qj
-from quaver.core.spec import GemmSpec, QuantSpec
 from quaver.jax.operations.native import on_cuda, tell
 from quaver.recipes import get
+from quaver.recipes.spec import GemmSpec, QuantSpec
 from tests.operands import GEMMS
 
 TYPES = {"e4m3": "f8E4M3FN", "e5m2": "f8E5M2", "e2m1": "f4E2M1FN", "e2m3": "", "e3m2": ""}

@@ -19,8 +19,8 @@ import quaver.jax as qj
 import quaver.jax.linen as ql
 import quaver.jax.nnx as qn
 from quaver import recipes
-from quaver.jax.blocks.attention.dot_product import attention
-from quaver.jax.blocks.norm import rms_norm
+from quaver.jax.blocks.attention import attention
+from quaver.jax.blocks.layers import rms_norm
 from quaver.jax.linears.function import KEPT
 from tests.jax.functional_mlp import mlp
 

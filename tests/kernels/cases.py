@@ -14,20 +14,25 @@ import torch
 from torch import Tensor
 
 from quaver import E2M1, E2M3, E4M3, E5M2, QuantSpec, recipes
-from quaver.core.spec import Recipe
-from quaver.torch.backends.gpu import families
-from quaver.torch.backends.gpu import stepping as optimizing
-from quaver.torch.backends.gpu.emulating import blocks as emulated_blocks
-from quaver.torch.backends.gpu.emulating import folding, groups, two_level
-from quaver.torch.backends.gpu.fused import activation, column_sums, cross_entropy, norm, rope
-from quaver.torch.backends.gpu.gemms import decoding
-from quaver.torch.backends.gpu.launching.passes import Launch
-from quaver.torch.backends.gpu.mixing import attention, convolution, scan
-from quaver.torch.backends.gpu.quantizing import block_scaled
-from quaver.torch.backends.gpu.quantizing.ways import Wanted, shared_launches
-from quaver.torch.backends.gpu.stepping import Moment
+from quaver.recipes.spec import Recipe
+from quaver.torch.backends.gpu import (
+    activation,
+    attention,
+    block_scaled,
+    cross_entropy,
+    decode,
+    emulation,
+    norm,
+    quantize,
+    ssm,
+)
+from quaver.torch.backends.gpu import emulation as emulated_blocks
+from quaver.torch.backends.gpu import optim as optimizing
+from quaver.torch.backends.gpu.launch_plan import LaunchSpec
+from quaver.torch.backends.gpu.optim import MomentFormat
+from quaver.torch.backends.gpu.quantize_launch import RequestedOperands, shared_launches
 from quaver.torch.numerics.quantized import FLOAT8, Quantized
-from quaver.torch.state.history import on_gpu
+from quaver.torch.state.history import roll_gpu
 
 ROWS, COLUMNS = 8192, 4096
 #: Elements of an optimizer's program.
@@ -82,7 +87,7 @@ POWER, RATIO = QuantSpec(E4M3), QuantSpec(E4M3, scale="fp32")
 
 def _per_tensor() -> list[Case]:
     def cast(spec: QuantSpec, both: bool, x: Callable[[], Tensor] = matrix, **given: bool) -> Callable[[], object]:
-        return lambda: families.per_tensor(
+        return lambda: quantize.per_tensor(
             x(),
             spec,
             number() if given.get("amax") else None,
@@ -98,19 +103,19 @@ def _per_tensor() -> list[Case]:
         return matrix(dtype=FLOAT32)
 
     def history() -> object:
-        return families.per_tensor(matrix(), POWER, None, number(), True, True, newest=number())
+        return quantize.per_tensor(matrix(), POWER, None, number(), True, True, newest=number())
 
     def summed(height: int = ROWS, factor: bool = False) -> Callable[[], object]:
         known = number() if factor else None
-        return lambda: families.per_tensor(matrix(height), POWER, None, known, factor, True, sums=True)
+        return lambda: quantize.per_tensor(matrix(height), POWER, None, known, factor, True, sums=True)
 
-    def with_a_weight(height: int = ROWS, spec: QuantSpec = POWER, sums: bool = False) -> list[Launch]:
+    def with_a_weight(height: int = ROWS, spec: QuantSpec = POWER, sums: bool = False) -> list[LaunchSpec]:
         return two(matrix(height), spec, matrix(COLUMNS), POWER, sums)
 
     return [
-        Case(name="amax bf16", launch=lambda: families.measure(matrix()), exceptions=ONE_NUMBER),
-        Case(name="amax float32", launch=lambda: families.measure(wide()), exceptions=ONE_NUMBER),
-        Case(name="amax ragged", launch=lambda: families.measure(ragged()), exceptions=ONE_NUMBER),
+        Case(name="amax bf16", launch=lambda: quantize.measure(matrix()), exceptions=ONE_NUMBER),
+        Case(name="amax float32", launch=lambda: quantize.measure(wide()), exceptions=ONE_NUMBER),
+        Case(name="amax ragged", launch=lambda: quantize.measure(ragged()), exceptions=ONE_NUMBER),
         Case(name="cast bf16", launch=cast(POWER, False)),
         Case(name="cast+transpose bf16", launch=cast(POWER, True)),
         Case(name="cast+transpose bf16 E5M2", launch=cast(QuantSpec(E5M2), True)),
@@ -122,7 +127,7 @@ def _per_tensor() -> list[Case]:
         Case(name="cast+transpose given amax", launch=cast(POWER, True, amax=True)),
         Case(name="cast+transpose ragged", launch=cast(POWER, True, ragged)),
         Case(name="cast+transpose ragged tokens", launch=cast(POWER, True, lambda: matrix(8175))),
-        Case(name="cast columns only", launch=lambda: families.quantize(matrix().t(), POWER, 1.0)),
+        Case(name="cast columns only", launch=lambda: quantize.quantize(matrix().t(), POWER, 1.0)),
         Case(name="cast+transpose+amax history", launch=history),
         Case(name="cast+transpose+sums bf16", launch=summed()),
         Case(name="cast+transpose+sums ragged tokens", launch=summed(8175)),
@@ -141,11 +146,14 @@ def _per_tensor() -> list[Case]:
 
 def two(
     x: Tensor, spec: QuantSpec, w: Tensor, other: QuantSpec, sums: bool = False, known: bool | None = None
-) -> list[Launch]:
+) -> list[LaunchSpec]:
     """The launches that an input, or a grad_output to be summed, shares with a weight."""
     by_way = []
-    for one, of_one, wanted in ((x, spec, Wanted(sums=sums)), (w, other, Wanted(transpose=True, codes=True))):
-        family = families.family_of(of_one, of_one)
+    for one, of_one, wanted in (
+        (x, spec, RequestedOperands(sums=sums)),
+        (w, other, RequestedOperands(transpose=True, codes=True)),
+    ):
+        family = quantize.family_of(of_one, of_one)
         way = None if family is None or family.decided is None else family.decided(one, of_one, of_one, wanted)
         assert way is not None
         by_way.append(way.launches(known, known))
@@ -154,7 +162,7 @@ def two(
     return shared
 
 
-def run(launches: list[Launch]) -> None:
+def run(launches: list[LaunchSpec]) -> None:
     for one in launches:
         one.compiled(torch.device("meta"))
 
@@ -165,13 +173,13 @@ def _by_rows_and_blocks() -> list[Case]:
     run_ratio = QuantSpec(E4M3, (1, 128), "fp32")
 
     def one(spec: QuantSpec, x: Callable[[], Tensor] = matrix) -> Callable[[], object]:
-        return lambda: families.quantize(x(), spec)
+        return lambda: quantize.quantize(x(), spec)
 
     def both(spec: QuantSpec, x: Callable[[], Tensor] = matrix) -> Callable[[], object]:
-        return lambda: families.quantize_both(x(), spec, spec)
+        return lambda: quantize.quantize_both(x(), spec, spec)
 
     def codes(height: int) -> Callable[[], object]:
-        return lambda: families.transpose(matrix(height, dtype=torch.float8_e4m3fn))
+        return lambda: quantize.transpose(matrix(height, dtype=torch.float8_e4m3fn))
 
     return [
         Case(name="rows 4096", launch=one(rows)),
@@ -197,30 +205,30 @@ def _by_rows_and_blocks() -> list[Case]:
 
 def _of_optimizers() -> list[Case]:
     """A step of a matrix by each preset, of one whose rows end within a block, and of a vector."""
-    codes = Moment("int8_mitchell", stochastic=True), Moment("uint8_mitchell4", stochastic=True)
-    float32 = optimizing.Form(
+    codes = MomentFormat("int8_mitchell", stochastic=True), MomentFormat("uint8_mitchell4", stochastic=True)
+    float32 = optimizing.StepSpecialization(
         rule="adamw",
         clamp=True,
         maximize=False,
-        keeping="plain",
+        master_format="plain",
         weight=FLOAT32,
         beside=None,
         gradient=FLOAT32,
-        moments=(Moment("float32"), Moment("float32")),
+        moments=(MomentFormat("float32"), MomentFormat("float32")),
     )
-    noisy = Moment("bfloat16", stochastic=True)
+    noisy = MomentFormat("bfloat16", stochastic=True)
     exact = replace(
-        float32, keeping="remainder", weight=BF16, beside=torch.int16, gradient=BF16, moments=(noisy, noisy)
+        float32, master_format="remainder", weight=BF16, beside=torch.int16, gradient=BF16, moments=(noisy, noisy)
     )
     weight = {"weight": torch.float8_e4m3fn, "spec": QuantSpec(E4M3), "moments": codes}
-    balanced = replace(exact, keeping="residual16", **weight)
-    lean = replace(balanced, keeping="residual8", beside=torch.int8, gradient=torch.uint8, stochastic=True)
+    balanced = replace(exact, master_format="residual16", **weight)
+    lean = replace(balanced, master_format="residual8", beside=torch.int8, gradient=torch.uint8, stochastic=True)
 
-    def program(form: optimizing.Form) -> int:
+    def program(form: optimizing.StepSpecialization) -> int:
         """Its elements."""
         return form.high * form.wide * 64 if form.twice else PROGRAM
 
-    def launch(form: optimizing.Form, skips: bool) -> Callable[[], object]:
+    def launch(form: optimizing.StepSpecialization, skips: bool) -> Callable[[], object]:
         return lambda: optimizing.launch(
             form,
             matrix(ROWS * COLUMNS // program(form), 3, torch.int32),
@@ -236,7 +244,7 @@ def _of_optimizers() -> list[Case]:
         "wide stores": "a scale for every 64 bytes, and what the last program writes of the whole",
     }
 
-    def row(name: str, form: optimizing.Form, read: float, written: float, **exceptions: str) -> Case:
+    def row(name: str, form: optimizing.StepSpecialization, read: float, written: float, **exceptions: str) -> Case:
         moved = round(ROWS * COLUMNS * (read + written))
         rounds = program(form) // 64 // form.blocks
         own = {"elements": form.blocks * 64, "trips": ((rounds, rounds) if form.twice else rounds,), "beside": moved}
@@ -298,17 +306,17 @@ def _of_a_step() -> list[Case]:
         assert recipe.delayed is not None
         window = torch.empty(3, recipe.delayed.length, device="meta").t()
         addresses, specs = matrix(224, 2, torch.int64), recipe.history_specs
-        return lambda: on_gpu.launch(addresses, window, recipe.delayed, specs)
+        return lambda: roll_gpu.launch(addresses, window, recipe.delayed, specs)
 
-    def turned(interleaved: bool, back: bool, fraction: float = 1.0, keys: bool = True) -> Callable[[], object]:
+    def transposed(interleaved: bool, back: bool, fraction: float = 1.0, keys: bool = True) -> Callable[[], object]:
         q, k = (torch.empty(2, 4096, heads, 128, dtype=BF16, device="meta") for heads in (32, 8))
         angles = torch.empty(4096, 1, int(128 * fraction), device="meta")
-        return lambda: rope.turn(q, k if keys else None, angles, angles, interleaved, back)
+        return lambda: norm.turn(q, k if keys else None, angles, angles, interleaved, back)
 
     def parts(interleaved: bool, back: bool) -> Callable[[], object]:
         x = [torch.empty(2, 4096, heads, 128, dtype=BF16, device="meta") for heads in ((32, 8, 8) if back else (48,))]
         angles = torch.empty(4096, 1, 128, device="meta")
-        return lambda: rope.turn_parts(x, 32, angles, angles, interleaved)
+        return lambda: norm.turn_parts(x, 32, angles, angles, interleaved)
 
     def losses(vocabulary: int, gradient: bool = True, **rule: float) -> Callable[[], object]:
         logits = cross_entropy.padded_rows(2048, vocabulary, BF16, torch.device("meta"))
@@ -321,12 +329,12 @@ def _of_a_step() -> list[Case]:
     return [
         Case(name="roll", launch=rolled(delayed), exceptions={"wide loads": history, "wide stores": history}),
         Case(name="roll fp32", launch=rolled(most_recent), exceptions={"wide loads": history, "wide stores": history}),
-        Case(name="note", launch=lambda: on_gpu.note(matrix(4, 3, FLOAT32), 1, number()), exceptions=one),
-        Case(name="rope", launch=turned(False, False), elements=2048),
-        Case(name="rope back", launch=turned(False, True), elements=2048),
-        Case(name="rope interleaved", launch=turned(True, False), elements=2048, exceptions=pairs),
-        Case(name="rope half", launch=turned(False, False, 0.5), elements=4096),
-        Case(name="rope queries", launch=turned(False, False, keys=False), elements=2048),
+        Case(name="note", launch=lambda: roll_gpu.note(matrix(4, 3, FLOAT32), 1, number()), exceptions=one),
+        Case(name="rope", launch=transposed(False, False), elements=2048),
+        Case(name="rope back", launch=transposed(False, True), elements=2048),
+        Case(name="rope interleaved", launch=transposed(True, False), elements=2048, exceptions=pairs),
+        Case(name="rope half", launch=transposed(False, False, 0.5), elements=4096),
+        Case(name="rope queries", launch=transposed(False, False, keys=False), elements=2048),
         Case(name="rope of a projection", launch=parts(False, False), elements=2048),
         Case(name="rope of a projection back", launch=parts(False, True), elements=2048),
         Case(name="rope of a projection interleaved", launch=parts(True, False), elements=2048, exceptions=pairs),
@@ -367,9 +375,9 @@ def _fused() -> list[Case]:
         gated = activation.KINDS[name].gated
         x, options = [matrix(columns=14336 * (1 + gated))], (7.0, 1.702) if name == "clamped_swiglu" else ()
         factor = number() if how.get("one_pass") else None
-        rows_wanted, turned = how.get("rows", True), how.get("turned", False)
+        rows_wanted, transposed = how.get("rows", True), how.get("transposed", False)
         output = how.get("output", False)
-        return lambda: activation.activated(name, options, x, spec, factor, output, rows_wanted, turned)
+        return lambda: activation.activated(name, options, x, spec, factor, output, rows_wanted, transposed)
 
     def deactivated(name: str) -> Callable[[], object]:
         gated = activation.KINDS[name].gated
@@ -380,13 +388,13 @@ def _fused() -> list[Case]:
     return [
         Case(
             name="bias gradient",
-            launch=lambda: column_sums.column_sum(matrix(), BF16),
+            launch=lambda: cross_entropy.column_sum(matrix(), BF16),
             trips=(8,),
             exceptions=sums,
         ),
         Case(
             name="sums of partial sums",
-            launch=lambda: column_sums.sum_rows(matrix(264, dtype=FLOAT32)),
+            launch=lambda: cross_entropy.sum_rows(matrix(264, dtype=FLOAT32)),
             trips=(9,),
             exceptions=sums,
         ),
@@ -424,9 +432,9 @@ def _fused() -> list[Case]:
         Case(name="LayerNorm back 16384", trips=(*BACK, (1, 4)), launch=back("LayerNorm", 16384)),
         Case(name="swiglu", launch=activated("swiglu", output=True)),
         Case(name="swiglu+amax", launch=activated("swiglu", POWER)),
-        Case(name="swiglu+cast+transpose", launch=activated("swiglu", POWER, one_pass=True, turned=True)),
+        Case(name="swiglu+cast+transpose", launch=activated("swiglu", POWER, one_pass=True, transposed=True)),
         Case(name="swiglu+cast", launch=activated("swiglu", POWER, one_pass=True)),
-        Case(name="swiglu+transpose", launch=activated("swiglu", POWER, one_pass=True, rows=False, turned=True)),
+        Case(name="swiglu+transpose", launch=activated("swiglu", POWER, one_pass=True, rows=False, transposed=True)),
         Case(name="gelu+cast", launch=activated("gelu", POWER, one_pass=True)),
         Case(name="gelu_exact+cast", launch=activated("gelu_exact", POWER, one_pass=True)),
         Case(name="clamped_swiglu+cast", launch=activated("clamped_swiglu", POWER, one_pass=True)),
@@ -458,7 +466,7 @@ def _in_narrow_blocks() -> list[Case]:
         kinds = [QuantSpec(E2M1, (1, 16), "two_level", rounding, hadamard) for hadamard in (False, True)]  # type: ignore[arg-type]
 
         def launch() -> None:
-            way = block_scaled.decided_in_two_levels(matrix(), kinds[0], kinds[1], Wanted())
+            way = block_scaled.decided_in_two_levels(matrix(), kinds[0], kinds[1], RequestedOperands())
             assert way is not None
             # What measures is a row of what is emulated.
             run(list(way.launches((1, 2, 3), (True, True))[1:]))
@@ -553,7 +561,7 @@ def _decoded() -> list[Case]:
     }
 
     def launch(spec: QuantSpec) -> Callable[[], object]:
-        return lambda: decoding.decode(operand(spec))
+        return lambda: decode.decode(operand(spec))
 
     lone = {"wide loads": "each row has a scale of four bytes beside 128 of codes"}
     narrow = {"row": lone, "1x128": lone}
@@ -576,8 +584,8 @@ def _emulated() -> list[Case]:
 
     def two_levels(spec: QuantSpec, other: QuantSpec, keeps: bool, height: int = ROWS) -> Callable[[], object]:
         counts = torch.empty(3, dtype=torch.int64, device="meta")
-        noise = two_level.Noise(1, 2, 3, counts) if spec.rounding == "stochastic" else None
-        return lambda: two_level.values(matrix(height), spec, other, keeps, noise)
+        noise = emulation.StochasticRounding(1, 2, 3, counts) if spec.rounding == "stochastic" else None
+        return lambda: emulation.two_level_values(matrix(height), spec, other, keeps, noise)
 
     def kept(spec: QuantSpec) -> Callable[[], object]:
         height = spec.block[1]
@@ -587,7 +595,7 @@ def _emulated() -> list[Case]:
 
     def kept_two_levels() -> object:
         codes = torch.empty(ROWS // 16, 2, COLUMNS, dtype=torch.int32, device="meta")
-        return two_level.kept_values(codes, matrix(ROWS // 16 + 1, dtype=torch.uint8))
+        return emulation.cached_two_level_values(codes, matrix(ROWS // 16 + 1, dtype=torch.uint8))
 
     def product() -> Tensor:
         return matrix(dtype=FLOAT32)
@@ -595,7 +603,7 @@ def _emulated() -> list[Case]:
     def folded(bias: bool, scales: bool) -> Callable[[], object]:
         of_rows, of_columns = (torch.empty(n, device="meta") if scales else None for n in (ROWS, COLUMNS))
         added = torch.empty(COLUMNS, dtype=BF16, device="meta") if bias else None
-        return lambda: folding.fold(product(), BF16, added, of_rows, of_columns)
+        return lambda: emulation.fold(product(), BF16, added, of_rows, of_columns)
 
     few = "the random words leave registers for two elements of each of sixteen rows"
     drawn = {"wide loads": few, "wide stores": few}
@@ -642,7 +650,7 @@ def _emulated() -> list[Case]:
         Case(name="kept values 1x16", launch=kept_two_levels),
         Case(name="fold", launch=folded(False, True)),
         Case(name="fold with a bias", launch=folded(True, False)),
-        Case(name="round two products", launch=lambda: folding.round_two(product(), product(), BF16)),
+        Case(name="round two products", launch=lambda: emulation.round_two(product(), product(), BF16)),
     ]
 
 
@@ -660,7 +668,7 @@ def _groups() -> list[Case]:
         bias = torch.empty(experts, features, dtype=BF16, device="meta") if biased else None
         of_rows, of_columns = (numbers(ROWS), numbers(experts * features)) if scaled else (None, None)
         w = matrix(experts * features)
-        return lambda: groups.multiply(matrix(), w, ends(), features, dtype, bias, of_rows, of_columns)
+        return lambda: emulation.multiply(matrix(), w, ends(), features, dtype, bias, of_rows, of_columns)
 
     def sums(dtype: torch.dtype, scaled: bool = False) -> Callable[[], object]:
         scales = (numbers(experts, COLUMNS), numbers(experts, features)) if scaled else (None, None)
@@ -668,7 +676,7 @@ def _groups() -> list[Case]:
             torch.empty(COLUMNS, ROWS, dtype=BF16, device="meta"),
             torch.empty(features, ROWS, dtype=BF16, device="meta"),
         )
-        return lambda: groups.add_up(x, w, ends(), 128, dtype, *scales)
+        return lambda: emulation.add_up(x, w, ends(), 128, dtype, *scales)
 
     deep, tall = COLUMNS // 64, ROWS // experts // 64
     one = ROWS * COLUMNS * features
@@ -722,10 +730,10 @@ def _attention() -> list[Case]:
         sides = [(heads, tokens, features), (groups, tokens, features)]
         (q, k), v = (operand(*side, one) for side in sides), operand(*sides[1], one)
         numbers = {} if one.transposable else {"qt": heads, "kt": groups, "vt": groups}
-        turned = {name: operand(number, features, tokens, one) for name, number in numbers.items()}
+        transposed = {name: operand(number, features, tokens, one) for name, number in numbers.items()}
         do = operand(*sides[0], other) if back else None
         dot = operand(heads, features, tokens, other) if back and not other.transposable else None
-        operands = attention.Operands(q, k, v, do, dot=dot, **turned)
+        operands = attention.AttentionOperands(q, k, v, do, dot=dot, **transposed)
         runs = torch.empty(2, tokens, dtype=torch.int32, device="meta") if limited and not masked else None
         hidden = torch.empty(batch, 1, tokens, tokens, dtype=torch.bool, device="meta") if masked else None
         logits = torch.empty(heads, dtype=FLOAT32, device="meta") if sinks else None
@@ -798,9 +806,9 @@ def _scans() -> list[Case]:
         cu = torch.empty(batch + 1, dtype=torch.int32, device="meta") if packed else None
         given = (x, dt, A, B, C, D, bias, None, cu, True, "0.0,inf", 0)
         if not back:
-            return lambda: scan.forward(*given)
+            return lambda: ssm.forward_scan(*given)
         g, last = torch.empty_like(x), torch.empty(batch, heads, dim, size, dtype=FLOAT32, device="meta")
-        return lambda: scan.backward(g, last, *given)
+        return lambda: ssm.backward_scan(g, last, *given)
 
     # Of a group's 8 heads by one program, and of a sequence's chunks.
     shared, chunks = (groups,), (32,)
@@ -851,9 +859,9 @@ def _convolutions() -> list[Case]:
         early = torch.empty(batch, taps - 1, channels, dtype=dtype, device="meta") if packed else None
         given = (whole[..., inner : inner + channels], weight, bias, early, cu, "silu")
         if not back:
-            return lambda: convolution.forward(*given)
+            return lambda: ssm.forward(*given)
         g = torch.empty(*lead, channels, dtype=dtype, device="meta")
-        return lambda: convolution.backward(g, *given)
+        return lambda: ssm.backward(g, *given)
 
     dear = {"instructions": "each of four taps converts, multiplies and adds every element"}
     return [

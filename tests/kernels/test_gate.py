@@ -15,7 +15,7 @@ import pytest
 import triton
 
 from benchmarks.gpu.ahead.cards import architecture
-from quaver.torch.backends.gpu.launching.device import KERNELS, TRAITS
+from quaver.torch.backends.gpu.device import KERNELS, TRAITS
 from tests.kernels.cases import CASES
 from tests.kernels.gate import bad, ceilings, floors, measured
 from tests.kernels.gate.best import BEHIND, BEST

@@ -11,9 +11,8 @@ from torch import Tensor
 
 import quaver.torch as qt
 from quaver import E4M3, QuantSpec, recipes
-from quaver.core.spec import GemmSpec
-from quaver.torch.backends.gpu.gemms import scaled_mm
-from quaver.torch.backends.gpu.launching import capture
+from quaver.recipes.spec import GemmSpec
+from quaver.torch.backends.gpu import capture, scaled_mm
 from quaver.torch.numerics import reference
 from quaver.torch.operations import ops
 from tests.operands import GEMMS
@@ -50,14 +49,14 @@ def test_a_gemm_is_within_its_bound_of_the_reference(name: str, shape: tuple[int
 
 
 @pytest.mark.parametrize("m", [16, 24, 36, 38, 37])
-@pytest.mark.parametrize("turned", [(False, False), (False, True), (True, True)], ids=str)
-def test_transposes_and_any_number_of_rows_are_within_the_bound(turned: tuple[bool, bool], m: int) -> None:
+@pytest.mark.parametrize("transposed", [(False, False), (False, True), (True, True)], ids=str)
+def test_transposes_and_any_number_of_rows_are_within_the_bound(transposed: tuple[bool, bool], m: int) -> None:
     """Whether read where they lie or brought into order, natively or decoded: what a probe decided runs."""
     spec = QuantSpec(E4M3)
     x, w = torch.randn(m, 256, device=CARD), torch.randn(64, 256, device=CARD)
     a, b = (
         reference.quantize(v.t().contiguous(), spec).T if lies else reference.quantize(v, spec)
-        for v, lies in zip((x, w), turned, strict=True)
+        for v, lies in zip((x, w), transposed, strict=True)
     )
     bias = torch.randn(64, device=CARD, dtype=torch.bfloat16)
     expected = reference.matmul(a, b, torch.float32).double() + bias.double()

@@ -10,7 +10,7 @@ from typing import Any
 from triton import JITFunction
 
 from quaver.kernels.hashing import hash_callees_first
-from quaver.kernels.quantizing.amax import amax
+from quaver.kernels.tensorwise import amax
 
 ROOT = Path(__file__).parents[2]
 #: Prints the hashes of all functions of quaver.kernels, hashed in the order of their names, or in the reverse one;

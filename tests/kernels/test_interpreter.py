@@ -12,8 +12,8 @@ from torch import Tensor
 from triton.runtime import interpreter as tritons
 
 from quaver import E2M1, QuantSpec
-from quaver.torch.backends.gpu.launching import interpreter, launch
-from quaver.torch.backends.gpu.quantizing.block_scaled import by_two_levels
+from quaver.torch.backends.gpu import interpreter, launch
+from quaver.torch.backends.gpu.block_scaled import by_two_levels
 from quaver.torch.numerics import reference
 
 FP8 = {"e4m3": (tl.float8e4nv, torch.float8_e4m3fn, 448.0), "e5m2": (tl.float8e5, torch.float8_e5m2, 57344.0)}

@@ -11,17 +11,15 @@ import torch
 from torch import Tensor
 
 from quaver import E4M3, QuantSpec
-from quaver.kernels.quantizing.amax import amax
-from quaver.torch.backends.gpu import families
-from quaver.torch.backends.gpu.gemms.decoding import decode
-from quaver.torch.backends.gpu.launching import launch
-from quaver.torch.backends.gpu.quantizing import blockwise, rowwise
+from quaver.kernels.tensorwise import amax
+from quaver.torch.backends.gpu import launch, quantize, rowwise
+from quaver.torch.backends.gpu.decode import decode
 from quaver.torch.numerics import reference
 from tests.close import assert_bitwise
 from tests.kernels.compare import DEVICE
 
 
-def described(rows: int, columns: int, stride: int) -> launch.Launch:
+def described(rows: int, columns: int, stride: int) -> launch.KernelLaunch:
     x = torch.empty((1, columns), dtype=torch.bfloat16)
     numbers = (rows, columns, stride, rows)
     constants = {"BM": 32, "BN": 512, "EVEN": False, "TALL": False}
@@ -138,8 +136,8 @@ def test_more_streams_than_places_are_refused(monkeypatch: pytest.MonkeyPatch) -
 
 def unaligned(x: Tensor) -> Tensor:
     """The same numbers, contiguous, 4 bytes beyond a multiple of 16."""
-    room = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)
-    return room[1:].view(x.shape).copy_(x)
+    buffer = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)
+    return buffer[1:].view(x.shape).copy_(x)
 
 
 @pytest.mark.parametrize("block", [(1, None), (1, 128), (128, 128)], ids=str)
@@ -149,11 +147,11 @@ def test_amaxes_given_from_anywhere_are_read_as_they_lie(block: tuple[int, int |
     amax = reference.quantize(x, spec).scales().mul(448.0 * 2)
     in_order = amax.t().contiguous() if block == (1, 128) else amax.contiguous()
     kept = []
-    for room in (in_order, unaligned(in_order)):
-        given = room.t() if block == (1, 128) else room
-        q = families.quantize(x, spec, given)
+    for buffer in (in_order, unaligned(in_order)):
+        given = buffer.t() if block == (1, 128) else buffer
+        q = quantize.quantize(x, spec, given)
         assert_bitwise(q.dequantize(), reference.quantize(x, spec, given).dequantize())
-        kept.append(len(rowwise._passes.kept) + len(blockwise._passes.kept))
+        kept.append(len(rowwise._passes.kept) + len(rowwise._passes_blockwise.kept))
     # Squares are copied to where their scales will lie.
     assert kept[1] - kept[0] == (block != (128, 128))
 

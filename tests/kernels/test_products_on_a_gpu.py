@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quaver.torch.backends.gpu.gemms.products import FILLS, fills, narrow, wide
+from quaver.torch.backends.gpu.scaled_mm import FILLS, fills, narrow, wide
 
 pytestmark = pytest.mark.gpu
 CARD = torch.device("cuda")
@@ -11,13 +11,13 @@ CARD = torch.device("cuda")
 SHAPES = [(4096, 4096, 4096), (16384, 1024, 4096), (1024, 16384, 16384), (4096, 4096, 65536), (4096, 4112, 16384)]
 
 
-@pytest.mark.parametrize("turned", [(False, False), (False, True), (True, False)], ids=str)
+@pytest.mark.parametrize("transposed", [(False, False), (False, True), (True, False)], ids=str)
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES)
-def test_what_fills_a_gpu_is_rounded_once(m: int, n: int, k: int, turned: tuple[bool, bool]) -> None:
+def test_what_fills_a_gpu_is_rounded_once(m: int, n: int, k: int, transposed: tuple[bool, bool]) -> None:
     assert fills(m, n) and not fills(m, FILLS // m - 1)
-    x = torch.randn((k, m) if turned[0] else (m, k), device=CARD).bfloat16()
-    y = torch.randn((n, k) if turned[1] else (k, n), device=CARD).bfloat16()
-    x, y = x.t() if turned[0] else x, y.t() if turned[1] else y
+    x = torch.randn((k, m) if transposed[0] else (m, k), device=CARD).bfloat16()
+    y = torch.randn((n, k) if transposed[1] else (k, n), device=CARD).bfloat16()
+    x, y = x.t() if transposed[0] else x, y.t() if transposed[1] else y
     product = wide(x, y)
     for bias in (None, torch.randn(n, device=CARD).bfloat16()):
         once = (product if bias is None else product + bias.float()).bfloat16()

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import quaver
-from quaver.core.numbers.formats import E2M1, E2M3, E3M2, E4M3, E5M2
-from quaver.core.spec import AttentionSpec, Delayed, GemmSpec, QuantSpec, Recipe
 from quaver.recipes import RECIPES, get
+from quaver.recipes.formats import E2M1, E2M3, E3M2, E4M3, E5M2
+from quaver.recipes.spec import AttentionSpec, Delayed, GemmSpec, QuantSpec, Recipe
 from tests.operands import variants
 
 VARIANTS = variants()

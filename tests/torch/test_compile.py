@@ -13,12 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.core.costs.ledger import saved_bytes
-from quaver.core.spec import QuantSpec, Recipe
-from quaver.torch.linear import layer as linear_module
+from quaver.costs.ledger import saved_bytes
+from quaver.recipes.spec import QuantSpec, Recipe
+from quaver.torch.linear import linear as linear_module
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import ops
-from quaver.torch.operations.flattening import flat
+from quaver.torch.operations.autograd import flat
 from quaver.torch.state.history import amax
 from tests.close import assert_bitwise, assert_close
 from tests.pairs import pairs
@@ -596,10 +596,10 @@ def quantize_arguments() -> dict[str, tuple[Any, ...]]:
                 continue
             count = torch.tensor(3) if spec.rounding == "stochastic" else None
             factor = torch.tensor(4.0) if make().delayed is not None else None
-            for turned in (False, True):
-                key = f"{spec.text}{' turned' * turned}{' with a factor' * (factor is not None)}"
+            for transposed in (False, True):
+                key = f"{spec.text}{' turned' * transposed}{' with a factor' * (factor is not None)}"
                 arguments.setdefault(
-                    key, (x.bfloat16(), turned, spec.text, None, factor, 1, torch.tensor(2), count, None)
+                    key, (x.bfloat16(), transposed, spec.text, None, factor, 1, torch.tensor(2), count, None)
                 )
     return arguments
 
@@ -616,9 +616,9 @@ WITHOUT_TRACING = ("test_schema", "test_faketensor")
 def first_of_their_kind() -> set[str]:
     """Keys of QUANTIZE, one of each kind of result: packed codes, a factor of the tensor, noise, a transpose."""
     first: dict[Hashable, str] = {}
-    for key, (_, turned, text, _, factor, _, _, count, _) in QUANTIZE.items():
+    for key, (_, transposed, text, _, factor, _, _, count, _) in QUANTIZE.items():
         spec = next(s for s in SPECS if s.text == text)
-        first.setdefault((spec.format.packed, spec.two_level, turned, factor is None, count is None), key)
+        first.setdefault((spec.format.packed, spec.two_level, transposed, factor is None, count is None), key)
     return set(first.values())
 
 
@@ -645,12 +645,12 @@ def test_matmul_is_a_proper_operator(name: str, gemm: str, bias: bool) -> None:
     checks = CHECKS if turn else ("test_faketensor",)
     operands = []
     for rows, one in ((24, spec.a), (16, spec.b)):
-        for turned in (False, True):
+        for transposed in (False, True):
             x = torch.randn(rows, 48)
             data, scale, factor, _ = torch.ops.quaver.quantize(
-                x.t().contiguous() if turned else x, turned, one.text, None, None, 0, None, None, None
+                x.t().contiguous() if transposed else x, transposed, one.text, None, None, 0, None, None, None
             )
-            lies = turned and not one.format.packed
+            lies = transposed and not one.format.packed
             q = Quantized(data, scale, one, (rows, 48), lies, factor if one.two_level else None)
             operands.append(flat(q))
     # Without a bias both operands are turned or neither is; with a bias one of them is.

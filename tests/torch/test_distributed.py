@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.torch.parallel import agree_histories
-from quaver.torch.state.history import rolling
+from quaver.torch.parallel import sync_amax_histories
+from quaver.torch.state.history import roll as rolling
 from tests import two_ranks
 from tests.close import assert_bitwise, assert_close
 from tests.two_ranks import RANKS, gathered
@@ -305,15 +305,15 @@ def made_in_another_order(rank: int) -> None:
             for i, name in enumerate(names):
                 with qt.autocast("delayed", group=groups[i] if told else None):
                     models[name](data(rank, step) * (i + 1)).square().mean().backward()
-            agree_histories(whole)
+            sync_amax_histories(whole)
             for name in names:
                 for layer in (models[name][0], models[name][2]):
                     what = f"{name} in step {step}, told {told}"
                     assert layer.history.any(), what
                     assert_bitwise(*gathered(layer.history.contiguous()), what)
                     assert_bitwise(*gathered(layer.factor), what)
-            tops = [models[name][0].history[:, 0].max() for name in names]
-            assert tops[0] < tops[1] < tops[2], "each layer has its own maxima"
+            amax_values = [models[name][0].history[:, 0].max() for name in names]
+            assert amax_values[0] < amax_values[1] < amax_values[2], "each layer has its own maxima"
 
 
 class Experts(nn.Module):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.torch.linear.stored.stored import CODE_DTYPES
+from quaver.torch.linear.stored_weight import CODE_DTYPES
 from tests.close import assert_bitwise
 
 ALL = pytest.mark.parametrize("name", recipes.RECIPES)

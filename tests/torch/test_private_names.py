@@ -16,11 +16,11 @@ from torch.autograd import forward_ad
 
 import quaver
 from quaver.torch.numerics import versions
-from quaver.torch.operations import derivatives, ops
-from quaver.torch.operations.derivatives import forward_level
-from quaver.torch.parallel.tensor.products import overlapping
-from quaver.torch.state import kept_weights, recomputation
-from quaver.torch.state.history import groups
+from quaver.torch.operations import autograd, ops
+from quaver.torch.operations.autograd import forward_level
+from quaver.torch.parallel.tensor import function
+from quaver.torch.state import layer_state, weight_cache
+from quaver.torch.state.history import sync
 
 C = (
     *("_are_functorch_transforms_active", "_current_graph_task_id", "_is_any_autocast_enabled"),
@@ -59,36 +59,36 @@ def test_torch_has_them() -> None:
     assert hasattr(torch.autograd, "_get_sequence_nr") and hasattr(torch.cpu, "_is_avx512_bf16_supported")
     assert hasattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
     assert hasattr(torch.distributed.distributed_c10d, "_set_pg_timeout")
-    memory = overlapping.symmetric_memory()._SymmetricMemory
+    memory = function.symmetric_memory()._SymmetricMemory
     assert callable(memory.has_multicast_support) and hasattr(torch.autograd.DeviceType, "CUDA")
 
 
 def test_tokens_travel_beside_gemms_where_torch_has_no_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert overlapping.operation(overlapping.GATHER) is not None is not overlapping.operation(overlapping.SCATTER)
-    assert overlapping.operation("gather_and_think") is None
+    assert function.operation(function.GATHER) is not None is not function.operation(function.SCATTER)
+    assert function.operation("gather_and_think") is None
     monkeypatch.delattr(torch.distributed, "_symmetric_memory")
     monkeypatch.setitem(sys.modules, "torch.distributed._symmetric_memory", None)
-    assert overlapping.operation(overlapping.GATHER) is None
-    assert "has no torch.ops.symm_mem.fused_all_gather_matmul" in overlapping._own_reason("cuda")
+    assert function.operation(function.GATHER) is None
+    assert "has no torch.ops.symm_mem.fused_all_gather_matmul" in function._own_reason("cuda")
 
 
 def test_new_groups_wait_as_long_as_the_default_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limit = timedelta(seconds=17)
     dist.init_process_group("gloo", (tmp_path / "meeting").as_uri(), rank=0, world_size=1, timeout=limit)
     try:
-        assert groups.timeout(groups.new_group()) == limit == groups.timeout()
-        assert groups.timeout(dist.new_group()) != limit, "torch does so by itself now: leave it to torch"
+        assert sync.timeout(sync.new_group()) == limit == sync.timeout()
+        assert sync.timeout(dist.new_group()) != limit, "torch does so by itself now: leave it to torch"
         monkeypatch.delattr(dist.ProcessGroup, "_get_backend")
-        assert groups.timeout() is None and groups.new_group() is not None
+        assert sync.timeout() is None and sync.new_group() is not None
     finally:
         dist.destroy_process_group()
     makers = [path.name for path in Path(quaver.__file__).parent.rglob("*.py") if "dist.new_group" in path.read_text()]
-    assert makers == ["groups.py"], "others wait for 30 minutes"
+    assert makers == ["sync.py"], "others wait for 30 minutes"
 
 
 def test_a_transform_is_seen_inside_alone(names: tuple[Callable[..., Any], bool]) -> None:
     given, present = names
-    transforms_active = given(derivatives, "transforms_active")
+    transforms_active = given(autograd, "transforms_active")
     inside: list[bool] = []
 
     def noting(x: torch.Tensor) -> torch.Tensor:
@@ -101,7 +101,7 @@ def test_a_transform_is_seen_inside_alone(names: tuple[Callable[..., Any], bool]
 
 def test_a_backward_has_a_number_of_its_own(names: tuple[Callable[..., Any], bool]) -> None:
     given, present = names
-    graph_task_id = given(recomputation, "graph_task_id")
+    graph_task_id = given(layer_state, "graph_task_id")
     numbers: list[int] = []
     for _ in range(2):
         x = torch.ones(2, requires_grad=True)
@@ -149,24 +149,24 @@ def test_without_its_name_forward_mode_is_never_active(monkeypatch: pytest.Monke
 
 def test_views_share_a_storage_and_copies_do_not() -> None:
     x = torch.arange(4.0)
-    for identity in (kept_weights.storage_id, torch.UntypedStorage.data_ptr):
+    for identity in (weight_cache.storage_id, torch.UntypedStorage.data_ptr):
         same, other = x[1:].untyped_storage(), x.clone().untyped_storage()
         assert identity(x.untyped_storage()) == identity(same) != identity(other)
 
 
 def test_a_step_on_a_gpu_needs_the_private_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
     from quaver import recipes
-    from quaver.torch.linear.plans import on_gpu
+    from quaver.torch.linear import plan_gpu
 
     monkeypatch.delattr(torch, "_scaled_mm_v2")
-    assert on_gpu.decide(torch.ones(16, 16), torch.ones(16, 16), None, recipes.get("rowwise")) is None
+    assert plan_gpu.decide(torch.ones(16, 16), torch.ones(16, 16), None, recipes.get("rowwise")) is None
 
 
 def test_copies_one_by_one_are_the_copies_at_once() -> None:
-    from quaver.torch.state.history import rolling
+    from quaver.torch.state.history import roll
 
     source = list(torch.arange(6.0).split(3))
-    for copy in (rolling._copy, rolling._copy_each):
+    for copy in (roll._copy, roll._copy_each):
         targets = [torch.zeros(3), torch.zeros(3)]
         copy(targets, source)
         assert torch.equal(torch.cat(targets), torch.arange(6.0))

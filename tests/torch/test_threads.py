@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import quaver.torch as qt
 from quaver.torch import optim
-from quaver.torch.linear.plans import direct
+from quaver.torch.linear import plan
 from tests.close import assert_bitwise
 from tests.torch.beside import another_thread
 from tests.torch.operations.test_selecting import Logged
@@ -66,7 +66,7 @@ BLOCKS: dict[str, Callable[[str], nn.Module]] = {
     "LayerNormMLP": lambda _: qt.LayerNormMLP(K, hidden=2 * K),
     "TransformerLayer": lambda _: qt.TransformerLayer(K, heads=2, hidden=2 * K),
     "TransformerLayer, bfloat16": lambda _: qt.TransformerLayer(K, heads=2, hidden=2 * K, dtype=torch.bfloat16),
-    "MoE": lambda _: qt.MoE(K, K, qt.Mixture(experts=4, k=2)),
+    "MoE": lambda _: qt.MoE(K, K, qt.MixtureConfig(experts=4, k=2)),
     "Mamba2Layer": lambda _: qt.Mamba2Layer(K, state=16, head_dim=16),
     "GroupedLinear": lambda _: Counted(),
     "checkpoint": lambda _: Recomputed(),
@@ -82,7 +82,7 @@ def trained(block: nn.Module, recipe: str, around: Any) -> dict[str, Any]:
     dtype = next((p.dtype for p in block.parameters() if p.dtype is torch.bfloat16), torch.float32)
     left: dict[str, Any] = {}
     # What was decided for a shape, by whoever met it first.
-    direct.plans.clear()
+    plan.plans.clear()
     for step in range(4):
         draw = torch.Generator().manual_seed(step)
         x = torch.randn(2, T, K, generator=draw).to(dtype).requires_grad_()

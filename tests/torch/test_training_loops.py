@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.torch.state.history import rolling
+from quaver.torch.state.history import roll
 from tests.close import assert_bitwise, assert_close
 from tests.pairs import pairs
 
@@ -58,7 +58,7 @@ def test_grad_scaler_skips_on_an_infinity_and_histories_stay_clean(name: str, wh
     assert scaler.get_scale() == scale / 2
     for key, value in net.named_parameters():
         assert_bitwise(value, before[key], key)
-    rolling.roll_all()
+    roll.roll_all()
     for key, value in net.named_buffers():
         assert value.isfinite().all(), key
         if key.endswith("factor"):

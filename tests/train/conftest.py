@@ -6,9 +6,9 @@ from typing import Protocol
 
 import pytest
 
-from quaver.train.configuration.config import TrainConfig
-from quaver.train.running import compare
-from quaver.train.running.loop import run_training
+from quaver.train import compare
+from quaver.train.config import TrainConfig
+from quaver.train.loop import run_training
 from tests import forked
 
 

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import save_file
 
 from quaver.recipes import RECIPES
-from quaver.train.configuration.config import TrainConfig, read_toml, to_toml
-from quaver.train.configuration.sizes import MODELS
-from quaver.train.records import checkpoint
-from quaver.train.running.loop import run_training
+from quaver.train import checkpoint
+from quaver.train.config import TrainConfig, read_toml, to_toml
+from quaver.train.loop import run_training
+from quaver.train.model_config import MODELS
 from tests.train.conftest import MakeConfig
 
 Random = randomness.Random

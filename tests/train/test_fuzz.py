@@ -18,8 +18,8 @@ from random import Random
 import pytest
 from typer.testing import CliRunner
 
+from quaver.train import config
 from quaver.train.commands.cli import app
-from quaver.train.configuration import recipe_name
 from tests import forked
 from tests.train import fuzzing
 from tests.train.conftest import MakeConfig
@@ -140,9 +140,9 @@ def test_the_same_holds_in_a_process_of_its_own(where: Place, tmp_path: Path, se
 def test_every_recipe_text_is_a_recipe_or_a_sentence() -> None:
     for seed in range(4000):
         text = fuzzing.recipe(Random(seed))
-        for part in [text, *recipe_name.split(text)]:
+        for part in [text, *config.split(text)]:
             try:
-                recipe_name.find(part)
+                config.find_recipe(part)
             except ValueError as error:
                 assert len(str(error)) < 1000 and not POOR.search(str(error)), (seed, text, error)
-            assert "/" not in recipe_name.folder(part)
+            assert "/" not in config.folder(part)

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from quaver.train import config as recipe_name
+from quaver.train import memory
 from quaver.train.commands.cli import app
-from quaver.train.configuration import memory, recipe_name
-from quaver.train.configuration.config import TrainConfig, read_run, read_toml, to_toml
-from quaver.train.records.metrics import read
-from quaver.train.running.loop import run_training
+from quaver.train.config import TrainConfig, read_run, read_toml, to_toml
+from quaver.train.loop import run_training
+from quaver.train.metrics import read
 from tests import forked
 from tests.train.conftest import MakeConfig
 
@@ -177,7 +178,7 @@ def test_the_command_without_its_extras_says_what_to_install() -> None:
     ("module", "package", "said"),
     [
         ("quaver.torch", "torch", "quaver.torch needs PyTorch, which is not installed: pip install 'quaver[torch]'"),
-        ("quaver.torch.linear.layer", "torch", "quaver.torch needs PyTorch, which is not installed"),
+        ("quaver.torch.linear.linear", "torch", "quaver.torch needs PyTorch, which is not installed"),
         ("quaver.jax", "jax", "quaver.jax needs JAX, which is not installed: pip install 'quaver[jax]'"),
         ("quaver.jax.linen", "flax", "quaver.jax.linen needs Flax, which is not installed: pip install 'quaver[flax]'"),
         (

@@ -43,7 +43,7 @@ CHECKS = (
         (
             *("-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu"),
             *("tests/kernels/test_interpreter.py", "tests/kernels/test_launch.py", "tests/kernels/test_hashing.py"),
-            *("tests/kernels/quantizing/test_cast.py", "tests/torch/backends/gpu/gemms/test_scaled_mm.py"),
+            *("tests/kernels/test_cast.py", "tests/torch/backends/gpu/test_scaled_mm.py"),
             "tests/torch/test_private_names.py",
         ),
         True,

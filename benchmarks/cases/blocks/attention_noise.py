@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.measuring.figure import Case, Figure
-from quaver.core.spec import AttentionSpec
 from quaver.recipes import RECIPES, get
-from quaver.torch.blocks.attention.implementations.fp8 import attention_fp8
-from quaver.torch.blocks.attention.inputs.call import Call
+from quaver.recipes.spec import AttentionSpec
+from quaver.torch.nn.attention.fp8 import attention_fp8
+from quaver.torch.nn.attention.inputs import AttentionCall
 
 #: Batch, query heads, groups, tokens, features of a head.
 SIZE, QUICK_SIZE = (2, 8, 2, 512, 64), (1, 2, 1, 48, 16)
@@ -61,7 +61,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec | None) -> Tenso
     """Causal."""
     if spec is None:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return attention_fp8(q, k, v, Call("causal", scale=q.shape[3] ** -0.5), spec)
+    return attention_fp8(q, k, v, AttentionCall("causal", scale=q.shape[3] ** -0.5), spec)
 
 
 def passes(arrays: list[Tensor], grad: Tensor, spec: AttentionSpec | None) -> list[Tensor]:

@@ -18,7 +18,7 @@ from benchmarks.cases.linear.memory import SAVING
 from benchmarks.measuring.figure import Case, Figure, Target, at_most
 from benchmarks.subjects import blocks
 from benchmarks.subjects.blocks import Plain, Size
-from quaver.torch.blocks.prologues.norm import RMSNorm
+from quaver.torch.nn.norm import RMSNorm
 from quaver.torch.numerics.quantized import take_apart
 
 #: Batch and tokens, and the layer.
@@ -121,7 +121,7 @@ def begins(module: nn.Module, ledger: Ledger, part: str, inputs: str = "") -> No
 
 @dataclass(frozen=True)
 class Watched:
-    """A prologue of `quaver.torch.linear.entrance` that tells what it keeps, and that it has run."""
+    """A prologue of `quaver.torch.linear.quantized_input` that tells what it keeps, and that it has run."""
 
     prologue: Any
     ledger: Ledger

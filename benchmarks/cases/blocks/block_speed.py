@@ -12,9 +12,9 @@ from benchmarks.measuring.figure import Case, Figure, NotMeasurable, at_most
 from benchmarks.measuring.timing import Step, interleave
 from benchmarks.subjects import blocks
 from benchmarks.subjects.blocks import Plain, Size
-from quaver.core.spec import Recipe
 from quaver.recipes import RECIPES, get
-from quaver.torch.backends.cpu import brgemm
+from quaver.recipes.spec import Recipe
+from quaver.torch.backends.cpu import gemm
 
 TORCH, OURS = "torch", "quaver bf16"
 #: Recipes by the name shown, timed against torch apart from bf16 without a recipe, which alone is judged.
@@ -116,7 +116,7 @@ def measure_llama(quick: bool) -> list[Figure]:
         ours = nn.Sequential(*(blocks.ours(layer, size) for layer in plain))
         compared[f"quaver {name}"] = step_of(ours, x, g, RECIPES[name]())
     timings = interleave(compared, rounds=2 if quick else 5, steps=1)
-    runs = brgemm.takes(tokens, size.dim, size.dim)
+    runs = gemm.takes(tokens, size.dim, size.dim)
     target = at_most(HIGHEST[torch.get_num_threads() > 1]) if runs and not quick else None
     figures = []
     for name, timing in timings.items():

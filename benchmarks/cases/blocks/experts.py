@@ -62,7 +62,7 @@ def measure(quick: bool) -> list[Figure]:
     torch.manual_seed(0)
     modules = {}
     for name in (*NAMES, "mxfp8 codes"):
-        mixture = qt.Mixture(experts=experts, k=k, codes_alone=name.endswith(" codes"))
+        mixture = qt.MixtureConfig(experts=experts, k=k, codes_alone=name.endswith(" codes"))
         modules[name] = qt.MoE(dim, hidden, mixture, dtype=torch.bfloat16)
     x = torch.randn(tokens, dim, dtype=torch.bfloat16, requires_grad=True)
     g = torch.randn(tokens, dim, dtype=torch.bfloat16)

@@ -10,7 +10,7 @@ from torch import Tensor
 import quaver.torch as qt
 from benchmarks.measuring.figure import Case, Figure, NotMeasurable, at_most
 from benchmarks.measuring.timing import Step, interleave
-from quaver.torch.blocks.state_space.scan.recurrent import recurrence, steps_of
+from quaver.torch.nn.ssm.chunked_scan import recurrence, steps_of
 
 #: Batch, tokens, heads, features of a head, groups, features of a state: of a layer of Mamba-2 130M or so, of heads
 #: that share less, and of a tiny model.

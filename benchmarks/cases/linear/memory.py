@@ -16,9 +16,9 @@ import quaver.torch as qt
 from benchmarks.cases.linear.speed import QUANTIZING
 from benchmarks.measuring.figure import Case, Figure, Target, at_most
 from benchmarks.subjects import peer
-from quaver.core.costs.ledger import saved_bytes
-from quaver.core.spec import Recipe
+from quaver.costs.ledger import saved_bytes
 from quaver.recipes import RECIPES
+from quaver.recipes.spec import Recipe
 
 #: Tokens and features of every layer.
 SIZE, QUICK_SIZE = (2048, 1024), (256, 128)

@@ -9,7 +9,7 @@ from benchmarks.measuring.figure import Case, Figure, NotMeasurable, Target, at_
 from benchmarks.measuring.timing import Step, Timing, interleave
 from benchmarks.subjects import linears, peer
 from quaver.recipes import RECIPES
-from quaver.torch.backends.cpu import brgemm
+from quaver.torch.backends.cpu import gemm
 
 UNCHANGED, CHANGES = "weight unchanged", "weight changes"
 QUANTIZING = [name for name, build in RECIPES.items() if build().quantizes]
@@ -44,7 +44,7 @@ class Setup:
 
     def measure(self, quick: bool) -> list[Figure]:
         features, rounds = self.quick if quick else (self.features, self.rounds)
-        runs = quick or not self.needs_brgemm or brgemm.takes(features, features, features)
+        runs = quick or not self.needs_brgemm or gemm.takes(features, features, features)
         timings = interleave(subjects(features, self.dtype, self.recipes), rounds=rounds, steps=self.steps)
         judged = features == self.features and runs
         figures = [f for name, timing in timings.items() for f in self.figures(name, timing, judged)]

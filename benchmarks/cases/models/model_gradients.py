@@ -34,7 +34,7 @@ def measure(quick: bool) -> Iterator[Figure]:
     decibels: dict[str, float] = {}
     for subject in subjects(RECIPES[:1] if quick else RECIPES):
         name, least = subject.shown, decibels.get(subject.alone)
-        why = subject.why_not()
+        why = subject.reason_unsupported()
         if why:
             yield Figure(name, "gradients over noise", 0.0, "dB", instead=why)
             continue

@@ -12,18 +12,7 @@ import torch
 from benchmarks.measuring.figure import Case, Figure, at_most
 from benchmarks.measuring.memory import Peak, peak
 from benchmarks.measuring.products import WideProducts
-from benchmarks.subjects.llama import (
-    PLAIN,
-    QUICK_SIZE,
-    RECIPES,
-    SIZE,
-    Subject,
-    copied,
-    llama,
-    loss_of,
-    subjects,
-    texts,
-)
+from benchmarks.subjects.llama import PLAIN, QUICK_SIZE, RECIPES, SIZE, Subject, copied, llama, loss_of, subjects, texts
 
 
 def of_step(model: torch.nn.Module, tokens: torch.Tensor) -> Peak:
@@ -47,7 +36,7 @@ def measure(quick: bool) -> Iterator[Figure]:
     base, (tokens,) = llama(features, hidden, layers), texts(1, *text)
     peaks: dict[str, Peak] = {}
     for subject in subjects(RECIPES[:1] if quick else RECIPES):
-        why = subject.why_not()
+        why = subject.reason_unsupported()
         if why:
             yield Figure(subject.shown, "peak of a step", 0.0, "MiB", instead=why)
             continue

@@ -46,7 +46,7 @@ def measure(quick: bool) -> Iterator[Figure]:
     step = trained(copied(base, plain), tokens)
     for subject in others:
         name = subject.shown
-        why = subject.why_not()
+        why = subject.reason_unsupported()
         if why:
             yield Figure(name, "of bf16's time", 0.0, "x", instead=why)
             continue

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.torch.parallel import Column, Row, Traffic, gather_quantized, quantize_gradients
+from quaver.torch.parallel import ColwiseParallel, CommCounter, RowwiseParallel, gather_quantized, quantize_gradients
 
 
 class Size(NamedTuple):
@@ -116,7 +116,7 @@ def gradients(size: Size, quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def tensor(size: Size, quick: bool) -> Iterator[dict[str, Any]]:
-    """An MLP by `Column` and `Row`, its tokens on all ranks, in bf16 and under a recipe."""
+    """An MLP by `ColwiseParallel` and `RowwiseParallel`, its tokens on all ranks, in bf16 and under a recipe."""
     x = batch(size)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for name in names(quick):
@@ -131,7 +131,7 @@ def in_parts(size: Size, recipe: str, mesh: Any) -> nn.Module:
         nn.Linear(size.features, hidden, bias=False), nn.GELU(), nn.Linear(hidden, size.features, bias=False)
     ).bfloat16()
     qt.convert(net, recipe)
-    return parallelize_module(net, mesh, {"0": Column(sequence=True), "2": Row(sequence=True)})
+    return parallelize_module(net, mesh, {"0": ColwiseParallel(sequence=True), "2": RowwiseParallel(sequence=True)})
 
 
 CASES: dict[str, Callable[[Size, bool], Iterator[dict[str, Any]]]] = {
@@ -149,7 +149,7 @@ def timed(steps: dict[str, tuple[nn.Module, Step]], size: Size) -> dict[str, Any
     seen: dict[str, dict[str, Any]] = {}
     for key, (net, step) in steps.items():
         step()
-        with Traffic(net) as traffic:
+        with CommCounter(net) as traffic:
             step()
         seen[key] = {"bytes": dict(traffic.bytes)}
     spent: dict[str, list[tuple[float, float]]] = {key: [] for key in steps}

@@ -17,7 +17,7 @@ from benchmarks.gpu.ahead.children import NOTED, ROOT, Child
 from benchmarks.measuring import stub_driver
 
 #: Where tests marked `gpu` are; the Makefile's target has them too.
-TESTS = ("tests/gpu", "tests/kernels", "tests/torch/blocks/attention/implementations", "tests/torch/backends/gpu/gemms")
+TESTS = ("tests/gpu", "tests/kernels", "tests/torch/nn/attention", "tests/torch/backends/gpu")
 #: What is walked through, and of tests which paths: those that take longest first, since two run at a time.
 WALKS = ("tests", TESTS[:1]), ("benchmark", ()), ("tests", TESTS[1:]), ("rows", ())
 #: Walks at a time, and compilers beside them.
@@ -78,7 +78,7 @@ def compiled(arch: int, environment: dict[str, str], say: Callable[[str], None])
     known: set[str] = set()
     new = Lock()
 
-    def noted(walk: str, paths: Sequence[str]) -> Counter[str]:
+    def recorded_amax(walk: str, paths: Sequence[str]) -> Counter[str]:
         with Child(walk, arch, environment, (*paths, "--note")) as child:
             for line in child.lines(NOTED):
                 with new:
@@ -96,7 +96,7 @@ def compiled(arch: int, environment: dict[str, str], say: Callable[[str], None])
     with ThreadPoolExecutor(PROCESSES) as walking, ThreadPoolExecutor(PROCESSES) as compilers:
         compilings = [compilers.submit(compiling, number) for number in range(PROCESSES)]
         try:
-            counts = list(walking.map(noted, *zip(*WALKS, strict=True)))
+            counts = list(walking.map(recorded_amax, *zip(*WALKS, strict=True)))
         finally:
             for _ in compilings:
                 launches.put(None)

@@ -12,7 +12,7 @@ from types import TracebackType
 
 ROOT = Path(__file__).resolve().parents[3]
 #: How a line begins that has what a process counted; one that has a launch; and what answers one that was compiled.
-COUNTED, NOTED, DONE = (f"benchmarks.gpu.ahead, {kind}: " for kind in ("counted", "noted", "compiled"))
+COUNTED, NOTED, DONE = (f"benchmarks.gpu.ahead, {kind}: " for kind in ("counted", "recorded_amax", "compiled"))
 
 
 class Child:
@@ -65,13 +65,13 @@ class Child:
             pass
         if not self.counted:
             raise self.ended()
-        told = json.loads(self.counted)
-        names, failed, seconds = told.pop("names"), told.pop("failed"), told.pop("seconds")
+        kernel_args = json.loads(self.counted)
+        names, failed, seconds = kernel_args.pop("names"), kernel_args.pop("failed"), kernel_args.pop("seconds")
         for line in failed if failures else [f"was left to compile {name}" for name in names]:
             say(f"{self.name}: {line}")
-        counts = ", ".join(f"{value} {name}" for name, value in told.items()) or "nothing launched"
+        counts = ", ".join(f"{value} {name}" for name, value in kernel_args.items()) or "nothing launched"
         say(f"{self.name}: {counts}; {seconds:.0f} s of the processor")
-        return Counter(told)
+        return Counter(kernel_args)
 
     def ended(self) -> RuntimeError:
         code = self.process.wait()

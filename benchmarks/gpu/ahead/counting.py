@@ -17,7 +17,7 @@ from triton import JITFunction, knobs
 from triton.runtime import build
 
 from benchmarks.gpu.ahead.children import DONE, NOTED
-from quaver.torch.backends.gpu.launching import launch
+from quaver.torch.backends.gpu import launch
 
 #: kernels compiled, kernels found, launchers compiled.
 counts: Counter[str] = Counter()
@@ -58,15 +58,15 @@ def kernel(module: str, name: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def written(one: launch.Launch) -> str:
+def written(one: launch.KernelLaunch) -> str:
     """A launch as text. Raises: ValueError where a kernel is not quaver's."""
     memory = io.BytesIO()
     Pickler(memory).dump(one)
     return base64.b64encode(memory.getvalue()).decode()
 
 
-def read(text: str) -> launch.Launch:
-    one: launch.Launch = pickle.loads(base64.b64decode(text))
+def read(text: str) -> launch.KernelLaunch:
+    one: launch.KernelLaunch = pickle.loads(base64.b64decode(text))
     # Made anew, since a launch hashes its kernel when it is made and not when it is read.
     return replace(one)
 
@@ -77,21 +77,21 @@ class Elsewhere:
 
 def note() -> None:
     """Print launches from now on, each once; only what the tests have for themselves is compiled here."""
-    noted: dict[Any, launch._Loaded] = {}
+    recorded_amax: dict[Any, launch._LoadedKernel] = {}
     compile_here = launch._loaded
     # Of its own, since pytest takes the standard output for itself.
     lines = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
 
-    def loaded(one: launch.Launch, index: int) -> launch._Loaded:
-        if one.kernel not in noted:
+    def loaded(one: launch.KernelLaunch, index: int) -> launch._LoadedKernel:
+        if one.kernel not in recorded_amax:
             try:
                 # On a line of its own, whatever pytest has begun.
                 lines.write(f"\n{NOTED}{written(one)}\n")
             except ValueError:
-                noted[one.kernel] = compile_here(one, index)
+                recorded_amax[one.kernel] = compile_here(one, index)
             else:
-                noted[one.kernel] = launch._Loaded(Elsewhere(), lambda *_: None, None, ())
-        return noted[one.kernel]
+                recorded_amax[one.kernel] = launch._LoadedKernel(Elsewhere(), lambda *_: None, None, ())
+        return recorded_amax[one.kernel]
 
     launch._loaded = loaded
 

@@ -37,12 +37,12 @@ def zeros(like: Tensor) -> Tensor:
     deterministic: Any = torch.utils.deterministic
     before, deterministic.fill_uninitialized_memory = deterministic.fill_uninitialized_memory, False
     try:
-        room = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
+        buffer = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
     finally:
         deterministic.fill_uninitialized_memory = before
-    if room.untyped_storage().nbytes() < LARGE:
-        room.untyped_storage().fill_(0)
-    return room
+    if buffer.untyped_storage().nbytes() < LARGE:
+        buffer.untyped_storage().fill_(0)
+    return buffer
 
 
 def meta(value: Any) -> Any:
@@ -84,7 +84,7 @@ class Hollow(TorchDispatchMode):
             written = [a for a, of in zip(args, schema.arguments, strict=False) if changes(of)]
             written += [kwargs[of.name] for of in schema.arguments if changes(of) and of.name in kwargs]
             return None if not schema.returns else written[0] if len(schema.returns) == 1 else tuple(written)
-        key = (func, *(told(leaf) for leaf in tree_leaves((args, kwargs))))
+        key = (func, *(kernel_args(leaf) for leaf in tree_leaves((args, kwargs))))
         try:
             if key not in self.shapes:
                 self.shapes[key] = func(*tree_map(meta, args), **tree_map(meta, kwargs))
@@ -93,7 +93,7 @@ class Hollow(TorchDispatchMode):
         return tree_map(filled, self.shapes[key])
 
 
-def told(value: Any) -> Any:
+def kernel_args(value: Any) -> Any:
     """What of an argument the shapes of results follow from."""
     if isinstance(value, Tensor):
         return (*value.shape, "by", *value.stride(), value.dtype)

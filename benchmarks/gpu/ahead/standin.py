@@ -17,9 +17,8 @@ from torch.autograd.function import BackwardCFunction
 from benchmarks.gpu.ahead.cards import CARDS
 from benchmarks.gpu.ahead.hollow import CARD, Hollow, OnCard
 from benchmarks.measuring.stub_driver import Driver
-from quaver.torch.backends.gpu.gemms import scaled_mm
-from quaver.torch.backends.gpu.launching import capture, device, launch
-from quaver.torch.state.history import on_gpu
+from quaver.torch.backends.gpu import capture, device, launch, scaled_mm
+from quaver.torch.state.history import roll_gpu
 
 
 class Stream:
@@ -93,7 +92,7 @@ def become(arch: int) -> None:
     ask_no_driver()
     device._architecture = lambda _: arch  # type: ignore[assignment]
     scaled_mm._probe = tried(scaled_mm._probe)  # type: ignore[assignment]
-    on_gpu.Stack._look = arrived  # type: ignore[method-assign]
+    roll_gpu.LayerStack._look = arrived  # type: ignore[method-assign]
     BackwardCFunction.apply = on_card(BackwardCFunction.apply)  # type: ignore[method-assign]
     for mode in (OnCard(), Hollow()):
         mode.__enter__()

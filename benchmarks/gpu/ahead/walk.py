@@ -26,7 +26,7 @@ from benchmarks.gpu.ahead.hollow import CARD
 
 def rows(arch: int, _: list[str]) -> list[str]:
     """The gate's."""
-    from quaver.torch.backends.gpu.launching import launch
+    from quaver.torch.backends.gpu import launch
     from tests.kernels.cases import CASES
     from tests.kernels.gate.record import record
 
@@ -71,20 +71,20 @@ def tests(arch: int, paths: list[str]) -> list[str]:
     options = ["-m", "gpu", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist"]
     # By the clock: a test that is cut on a busy machine would launch the rest on a card alone.
     options += ["-o", "timeout=0"]
-    pytest.main([*options, "--continue-on-collection-errors", *paths], plugins=[told := Told()])
-    return told.failed
+    pytest.main([*options, "--continue-on-collection-errors", *paths], plugins=[kernel_args := Told()])
+    return kernel_args.failed
 
 
 def reach(arch: int, paths: list[str]) -> list[str]:
     """The same, of which nothing is compiled: in minutes, which tests would not come to their ends on a card."""
-    from quaver.torch.backends.gpu.launching import launch
+    from quaver.torch.backends.gpu import launch
 
     launched: set[Any] = set()
 
-    def loaded(one: launch.Launch, index: int) -> launch._Loaded:
+    def loaded(one: launch.KernelLaunch, index: int) -> launch._LoadedKernel:
         counting.counts["kernels launched"] += one.kernel not in launched
         launched.add(one.kernel)
-        return launch._Loaded(Told(), lambda *_: None, None, ())
+        return launch._LoadedKernel(Told(), lambda *_: None, None, ())
 
     launch._loaded = loaded
     return tests(arch, paths)
@@ -155,5 +155,5 @@ if __name__ == "__main__":
     if asked.note:
         counting.note()
     failed = WALKS[asked.walk](asked.arch, asked.paths)
-    told = {"names": counting.compiled, "failed": failed, "seconds": processor_seconds()}
-    print(COUNTED + json.dumps({**counting.counts, **told}), flush=True)
+    kernel_args = {"names": counting.compiled, "failed": failed, "seconds": processor_seconds()}
+    print(COUNTED + json.dumps({**counting.counts, **kernel_args}), flush=True)

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from benchmarks.measuring.machine import commit, cpu, today
-from quaver.core.costs.gpus import GPUS, Gpu
+from quaver.costs.hardware import GPUS, Gpu
 
 #: What nvidia-smi is asked for, by the name that is shown.
 QUERIES = {

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import quaver.torch as qt
 from benchmarks.gpu.measuring.clock import Step
-from quaver.core.spec import Recipe
+from quaver.recipes.spec import Recipe
 
 
 def step_of(model: nn.Module, x: Tensor, g: Tensor, recipe: Recipe | None = None, *, changing: bool = False) -> Step:

@@ -20,12 +20,12 @@ if find_spec("accelerate") is None:
 import accelerate
 
 from quaver import recipes
-from quaver.core.converting.rules import Rules, Skip
-from quaver.core.spec import Recipe
-from quaver.torch.linear.layer import Quantizable
-from quaver.torch.model.conversion import convert
-from quaver.torch.model.fusing.placing import Blocks
-from quaver.torch.parallel import agree_histories
+from quaver.recipes.conversion import Rules, Skip
+from quaver.recipes.spec import Recipe
+from quaver.torch.conversion.convert import convert
+from quaver.torch.conversion.replace.blocks import Blocks
+from quaver.torch.linear.linear import Quantizable
+from quaver.torch.parallel import sync_amax_histories
 
 __all__ = ["QuaverAccelerator"]
 
@@ -96,7 +96,7 @@ class QuaverAccelerator(accelerate.Accelerator):
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """accelerate's, after ranks have agreed on what delayed scaling has recorded: one of them writes it for all."""
         for model in self._models:
-            agree_histories(model)
+            sync_amax_histories(model)
         return super().save_state(*args, **kwargs)
 
     def _convert(self, model: nn.Module) -> None:

@@ -22,13 +22,13 @@ if find_spec("lightning") is None:
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 from quaver import recipes
-from quaver.core.converting.rules import Rules, Skip
-from quaver.core.spec import Recipe
-from quaver.torch.linear.layer import Quantizable
-from quaver.torch.model.conversion import convert, one_step
-from quaver.torch.model.fusing.placing import Blocks
-from quaver.torch.model.weights.state_dicts import load_scaling_state_dict
-from quaver.torch.parallel import agree_histories
+from quaver.recipes.conversion import Rules, Skip
+from quaver.recipes.spec import Recipe
+from quaver.torch.conversion.convert import convert, one_step
+from quaver.torch.conversion.quantized_weights import load_scaling_state_dict
+from quaver.torch.conversion.replace.blocks import Blocks
+from quaver.torch.linear.linear import Quantizable
+from quaver.torch.parallel import sync_amax_histories
 from quaver.torch.state.buffers import STATE
 
 __all__ = ["QuaverPrecision"]
@@ -109,7 +109,7 @@ class QuaverPrecision(MixedPrecision):
         module = None if self._module is None else self._module()
         if module is not None:
             # One rank writes the file: it has every rank's maxima.
-            agree_histories(module)
+            sync_amax_histories(module)
             state[SCALING] = {name: value.detach().contiguous().clone() for name, value in _state(module)}
         return state
 

@@ -18,9 +18,9 @@ import peft
 from peft import LoraConfig
 from peft.tuners import lora
 
-from quaver.torch.linear.layer import Linear
-from quaver.torch.linear.stored import storing
-from quaver.torch.linear.stored.stored import SCALES
+from quaver.torch.linear import store_weight
+from quaver.torch.linear.linear import Linear
+from quaver.torch.linear.stored_weight import SCALES
 
 __all__ = ["LoraOverCodes", "over_codes"]
 
@@ -69,7 +69,7 @@ class LoraOverCodes(lora.Linear):
             return
         merged = len(self.merged_adapters)
         self._codes = _taken(base)
-        storing.restore(base)
+        store_weight.restore(base)
         base.recipe = None
         try:
             super().merge(safe_merge, adapter_names)
@@ -103,7 +103,7 @@ class LoraOverCodes(lora.Linear):
         base._parameters["weight"] = weight
         for name, scale in scales.items():
             base.register_buffer(name, scale.to(device))
-        storing.settle(base)
+        store_weight.settle(base)
 
     def get_delta_weight(self, adapter: str) -> Tensor:
         """PEFT's, in float32: one rounding, to the weight's dtype, remains, two with `safe_merge`."""
@@ -146,7 +146,7 @@ def _is_stored(layer: nn.Module) -> bool:
 
 def _taken(base: Any) -> tuple[nn.Parameter, dict[str, Tensor], dict[str, Any]]:
     scales = {name: base._buffers[name] for name in SCALES if base._buffers.get(name) is not None}
-    attributes = {name: base.__dict__[name] for name in storing.ABOUT}
+    attributes = {name: base.__dict__[name] for name in store_weight.ABOUT}
     return base._parameters["weight"], scales, attributes | {"recipe": base.recipe}
 
 

@@ -36,11 +36,11 @@ from torchtitan.tools.logging import logger
 
 import quaver.torch as qt
 from quaver import recipes, rules
-from quaver.core.converting.rules import Rule, Rules, SkipFilter
-from quaver.core.spec import Recipe
-from quaver.core.text.spelling import suggest
-from quaver.torch.backends.gpu.launching import device
-from quaver.torch.parallel.fsdp.gathering import gather_quantized
+from quaver.recipes.conversion import ModuleRule, Rules, SkipFilter
+from quaver.recipes.spec import Recipe
+from quaver.recipes.text import suggest
+from quaver.torch.backends.gpu import device
+from quaver.torch.parallel.fsdp.gather import gather_quantized
 from quaver.torch.state.buffers import STATE
 
 __all__ = ["QuaverConverter", "QuaverLinear"]
@@ -191,7 +191,7 @@ def _why_emulated(recipe: Recipe) -> str:
     why = device.why_no_fp8(here, "native")
     if why:
         return why
-    from quaver.torch.backends.gpu.gemms import scaled_mm
+    from quaver.torch.backends.gpu import scaled_mm
 
     return next(filter(None, (scaled_mm.why_not_native(a, b, here) for a, b in gemms)), "")
 
@@ -295,10 +295,10 @@ def _refuse_job(job: Any, whole: _Whole) -> None:
 def _finish(model: nn.Module, whole: _Whole) -> None:
     """What the layers of a model need that know nothing of one another."""
     chosen = [
-        Rule(pattern=name, recipe=module.recipe)
+        ModuleRule(pattern=name, recipe=module.recipe)
         for name, module in model.named_modules()
         if isinstance(module, QuaverLinear)
     ]
-    qt.convert(model, Rules([*chosen, Rule(recipe=None)]), seed=whole.seed)
+    qt.convert(model, Rules([*chosen, ModuleRule(recipe=None)]), seed=whole.seed)
     if whole.gathers:
         logger.info(f"quaver: weights are gathered as\n{gather_quantized(model)}")

@@ -14,21 +14,20 @@ if jax.__version_info__ < (0, 10, 2):
     )
 
 from quaver.jax import state
-from quaver.jax.blocks.experts.permutation import permute, unpermute
-from quaver.jax.blocks.experts.routing import Routing, route
-from quaver.jax.linears.contraction import dot_general
+from quaver.jax.blocks.moe import Routing, permute, route, unpermute
+from quaver.jax.linears.dot_general import dot_general
 from quaver.jax.linears.function import linear
 from quaver.jax.linears.grouped import grouped_dot
 from quaver.jax.numerics.quantized import Quantized
 from quaver.jax.operations import sharding
-from quaver.jax.operations.gather import Gather
 from quaver.jax.operations.ops import dequantize, matmul, quantize
+from quaver.jax.operations.sharding import ShardedOperand
 from quaver.jax.state.context import autocast
 
 __all__ = [
-    "Gather",
     "Quantized",
     "Routing",
+    "ShardedOperand",
     "autocast",
     "dequantize",
     "dot_general",

@@ -5,22 +5,279 @@ taken wherever a recipe is: "mxfp8", "delayed(history=16)".
 """
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
-from quaver.core.converting.schedule import Schedule, read
-from quaver.core.recipe_functions import intern
-from quaver.core.spec import Recipe
-from quaver.core.text.recipe_text import parse
-from quaver.core.text.spelling import suggest
-from quaver.recipes.bf16 import bf16
-from quaver.recipes.blockwise import blockwise
-from quaver.recipes.delayed import delayed
-from quaver.recipes.mxfp4 import mxfp4
-from quaver.recipes.mxfp6 import mxfp6
-from quaver.recipes.mxfp8 import mxfp8
-from quaver.recipes.nvfp4 import nvfp4
-from quaver.recipes.rowwise import rowwise, rowwise_bf16_wgrad
-from quaver.recipes.tensorwise import tensorwise
+from quaver.recipes.formats import E2M1, E2M3, E3M2, E4M3, E5M2
+from quaver.recipes.schedule import Schedule, read
+from quaver.recipes.spec import (
+    Delayed,
+    GemmSpec,
+    QuantSpec,
+    Recipe,
+    ScaleKind,
+    attention_spec,
+    flags,
+    float32_scale,
+    intern,
+    recipe,
+)
+from quaver.recipes.text import parse, suggest
+
+# ---- bf16 ------------------------------------------------------------------------------------------------
+# No quantization at all: the baseline that every other recipe is compared with.
+
+
+@recipe
+def bf16() -> Recipe:
+    """Every GEMM in the precision of its operands."""
+    high = GemmSpec(None, None)
+    return Recipe("bf16", high, high, high)
+
+
+# ---- blockwise -------------------------------------------------------------------------------------------
+# Scales for 1×128 of the activations and gradients and 128×128 of the weights.
+#
+# Source: DeepSeek-V3 technical report, arXiv:2412.19437, section 3.3.
+
+
+@recipe
+def blockwise(*, power_of_two: bool = True, attention: bool = False) -> Recipe:
+    """E4M3 everywhere; 1×128 blocks, 128×128 for weights, whose transpose is reused.
+
+    Args:
+        power_of_two: False scales by 448 / amax.
+        attention: quantize attention too, q, k, v and the gradients in 1×128 blocks along the axis that is summed.
+    """
+    kind = float32_scale(power_of_two)
+    line = QuantSpec(E4M3, (1, 128), kind)
+    square = QuantSpec(E4M3, (128, 128), kind)
+    fprop, wgrad = GemmSpec(line, square), GemmSpec(line, line)
+    return Recipe("blockwise", fprop, fprop, wgrad, attention=attention_spec(attention, line, line))
+
+
+# ---- tensorwise ------------------------------------------------------------------------------------------
+# One scale a tensor, measured as the tensor comes (current scaling).
+
+
+def per_tensor_gemms(format: str, power_of_two: bool, fast_accum: bool) -> tuple[GemmSpec, GemmSpec, GemmSpec]:
+    """fprop, dgrad and wgrad with one scale a tensor, gradients in E5M2 (hybrid) or E4M3."""
+    if format not in ("hybrid", "e4m3"):
+        raise ValueError(f"format is {format!r}; give 'hybrid' (gradients in E5M2) or 'e4m3' (everything in E4M3)")
+    scale = float32_scale(power_of_two)
+    flags(fast_accum=fast_accum)
+    value = QuantSpec(E4M3, scale=scale)
+    gradient = QuantSpec(E5M2 if format == "hybrid" else E4M3, scale=scale)
+    return GemmSpec(value, value, fast_accum), GemmSpec(gradient, value), GemmSpec(gradient, value)
+
+
+@recipe
+def tensorwise(
+    *, format: str = "hybrid", power_of_two: bool = True, fast_accum: bool = True, attention: bool = False
+) -> Recipe:
+    """E4M3 with E5M2 gradients, one power-of-two scale a tensor.
+
+    Args:
+        format: "hybrid" (gradients in E5M2) or "e4m3" (gradients in E4M3 too).
+        power_of_two: False scales by format.max / amax, as Transformer Engine and torchao do by default.
+        fast_accum: let fprop accumulate faster where the hardware offers it.
+        attention: quantize attention too, with one scale for each operand of each head.
+    """
+    fprop, dgrad, wgrad = per_tensor_gemms(format, power_of_two, fast_accum)
+    return Recipe("tensorwise", fprop, dgrad, wgrad, attention=attention_spec(attention, fprop.a, dgrad.a))
+
+
+# ---- delayed ---------------------------------------------------------------------------------------------
+# One scale a tensor, taken from the amaxes of earlier steps (delayed scaling).
+#
+# Source: Micikevicius et al. 2022, arXiv:2209.05433; the window and its rules are Transformer Engine's.
+
+
+@recipe
+def delayed(
+    *,
+    margin: int = 0,
+    history: int = 1024,
+    algorithm: Literal["max", "most_recent"] = "max",
+    format: str = "hybrid",
+    power_of_two: bool = True,
+    fast_accum: bool = True,
+    attention: bool = False,
+) -> Recipe:
+    """E4M3 with E5M2 gradients, scaled by the largest amax of the last `history` steps.
+
+    Args:
+        margin: halve the encode factor this many times, as room for growth.
+        history: steps of amax that are kept.
+        algorithm: "max" of the window or its "most_recent" value.
+        format: "hybrid" (gradients in E5M2) or "e4m3" (gradients in E4M3 too).
+        power_of_two: False scales by format.max / amax.
+        fast_accum: let fprop accumulate faster where the hardware offers it.
+        attention: quantize attention too; it keeps no history: each operand of each head is scaled by its own amax.
+    """
+    state = Delayed(length=history, margin=margin, algorithm=algorithm)
+    fprop, dgrad, wgrad = per_tensor_gemms(format, power_of_two, fast_accum)
+    quantized_attention = attention_spec(attention, fprop.a, dgrad.a)
+    return Recipe("delayed", fprop, dgrad, wgrad, delayed=state, attention=quantized_attention)
+
+
+# ---- mxfp8 -----------------------------------------------------------------------------------------------
+# OCP microscaling: 32 elements along k share a power of two, stored in one byte.
+#
+# Source: OCP Microscaling Formats 1.0; scales are rounded up so that nothing saturates (NVIDIA, arXiv:2506.08027).
+
+#: 32 elements along k share an exponent byte.
+LINE = QuantSpec(E4M3, (1, 32), "e8m0")
+
+
+@recipe
+def mxfp8(*, weight_2d: bool = False, attention: bool = False) -> Recipe:
+    """E4M3 everywhere, E8M0 scales in 1×32 blocks.
+
+    Args:
+        weight_2d: scale weights in 32×32 blocks, so that one copy serves fprop and dgrad.
+        attention: quantize attention too, in 1×32 blocks along the axis that is summed.
+    """
+    flags(weight_2d=weight_2d)
+    weight = QuantSpec(E4M3, (32, 32), "e8m0") if weight_2d else LINE
+    fprop, wgrad = GemmSpec(LINE, weight), GemmSpec(LINE, LINE)
+    return Recipe("mxfp8", fprop, fprop, wgrad, attention=attention_spec(attention, LINE, LINE))
+
+
+# ---- mxfp4 -----------------------------------------------------------------------------------------------
+# OCP microscaling in four bits: 32 elements along k share a power of two, stored in one byte.
+#
+# torch and XLA multiply NVFP4 natively and not this, so it is computed by emulation.
+#
+# Source: OCP Microscaling Formats 1.0; scales are rounded up so that nothing saturates, as in `mxfp8`. The idea to
+# round gradients at random and to rotate the operands of backward is Tseng et al.'s, "Training LLMs with MXFP4",
+# arXiv:2502.20586.
+
+MXFP8_LINE = LINE
+
+
+@recipe
+def mxfp4(*, stochastic_rounding: bool = False, hadamard: bool = False, attention: bool = False) -> Recipe:
+    """E2M1 everywhere, E8M0 scales in 1×32 blocks.
+
+    Args:
+        stochastic_rounding: round grad_output at random, so that its mean survives.
+        hadamard: rotate groups of 16 along k of all operands of dgrad and wgrad, which spreads outliers.
+        attention: quantize attention too, in eight bits as `mxfp8` does it.
+    """
+    flags(stochastic_rounding=stochastic_rounding, hadamard=hadamard)
+    line = QuantSpec(E2M1, (1, 32), "e8m0")
+    rotated = replace(line, hadamard=hadamard)
+    gradient = replace(rotated, rounding="stochastic" if stochastic_rounding else "nearest")
+    fprop, backward = GemmSpec(line, line), GemmSpec(gradient, rotated)
+    return Recipe("mxfp4", fprop, backward, backward, attention=attention_spec(attention, MXFP8_LINE, MXFP8_LINE))
+
+
+# ---- mxfp6 -----------------------------------------------------------------------------------------------
+# OCP microscaling in six bits: 32 elements along k share a power of two, stored in one byte.
+#
+# No GEMM that torch or XLA offers takes six bits, so this recipe is computed by emulation: a code is stored in a byte.
+#
+# Source: OCP Microscaling Formats 1.0; Rouhani et al., "Microscaling Data Formats for Deep Learning", arXiv:2310.10537,
+# which trains in E3M2. Scales are rounded up so that nothing saturates, as in `mxfp8`.
+
+MXFP8_LINE = LINE
+
+#: By option: the format of input and weight, and that of gradients.
+FORMATS = {"hybrid": (E2M3, E3M2), "e2m3": (E2M3, E2M3), "e3m2": (E3M2, E3M2)}
+
+
+@recipe
+def mxfp6(*, format: str = "hybrid", attention: bool = False) -> Recipe:
+    """E2M3 with E3M2 gradients, E8M0 scales in 1×32 blocks.
+
+    Args:
+        format: "hybrid" (gradients in E3M2, the rest in E2M3), or "e2m3" or "e3m2" for all.
+        attention: quantize attention too, in eight bits as `mxfp8` does it.
+    """
+    if not isinstance(format, str) or format not in FORMATS:
+        raise ValueError(f"format is {format!r}; give 'hybrid' (gradients in E3M2, the rest in E2M3), 'e2m3' or 'e3m2'")
+    value, gradient = (QuantSpec(fmt, (1, 32), "e8m0") for fmt in FORMATS[format])
+    fprop, backward = GemmSpec(value, value), GemmSpec(gradient, value)
+    return Recipe("mxfp6", fprop, backward, backward, attention=attention_spec(attention, MXFP8_LINE, MXFP8_LINE))
+
+
+# ---- nvfp4 -----------------------------------------------------------------------------------------------
+# Four bits: E2M1 with an E4M3 scale for 16 elements and one factor for the tensor.
+#
+# Source: NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv:2509.25149.
+
+MXFP8_LINE = LINE
+
+
+@recipe
+def nvfp4(
+    *,
+    stochastic_rounding: bool = True,
+    hadamard: bool = True,
+    weight_2d: bool = True,
+    power_of_two: bool = True,
+    attention: bool = False,
+) -> Recipe:
+    """E2M1 everywhere; 1×16 blocks, 16×16 for weights; stochastic gradients; both wgrad operands rotated.
+
+    Args:
+        stochastic_rounding: round grad_output at random, so that its mean survives.
+        hadamard: rotate groups of 16 tokens of both wgrad operands, which spreads outliers.
+        weight_2d: scale weights in 16×16 blocks, so that forward and backward see the same weight.
+        power_of_two: False takes 2688 / amax as the tensor's factor, as Transformer Engine does.
+        attention: quantize attention too, in eight bits as `mxfp8` does it: E4M3 in 1×32 blocks, rounded to nearest.
+            Four bits, noise and rotation stay with the linear layers.
+    """
+    flags(stochastic_rounding=stochastic_rounding, hadamard=hadamard, weight_2d=weight_2d, power_of_two=power_of_two)
+    kind: ScaleKind = "two_level" if power_of_two else "two_level_fp32"
+    line = QuantSpec(E2M1, (1, 16), kind)
+    weight = QuantSpec(E2M1, (16, 16), kind) if weight_2d else line
+    gradient = QuantSpec(E2M1, (1, 16), kind, "stochastic" if stochastic_rounding else "nearest")
+    rotated = QuantSpec(E2M1, (1, 16), kind, "nearest", hadamard)
+    rotated_gradient = QuantSpec(E2M1, (1, 16), kind, gradient.rounding, hadamard)
+    fprop, dgrad, wgrad = GemmSpec(line, weight), GemmSpec(gradient, weight), GemmSpec(rotated_gradient, rotated)
+    quantized_attention = attention_spec(attention, MXFP8_LINE, MXFP8_LINE)
+    return Recipe("nvfp4", fprop, dgrad, wgrad, attention=quantized_attention)
+
+
+# ---- rowwise ---------------------------------------------------------------------------------------------
+# One scale a row of each operand, so that a huge token or channel spoils only itself.
+#
+# Source: torchao.float8's recipes "rowwise" and "rowwise_with_gw_hp" (github.com/pytorch/ao).
+
+
+@recipe
+def rowwise(*, power_of_two: bool = True, fast_accum: bool = True, attention: bool = False) -> Recipe:
+    """E4M3 everywhere, a scale for each row along the axis that the GEMM sums over.
+
+    Args:
+        power_of_two: False scales by 448 / amax.
+        fast_accum: let fprop accumulate faster where the hardware offers it.
+        attention: quantize attention too, with a scale for each row of each operand.
+    """
+    row = QuantSpec(E4M3, (1, None), float32_scale(power_of_two))
+    flags(fast_accum=fast_accum)
+    plain = GemmSpec(row, row)
+    fprop = GemmSpec(row, row, fast_accum)
+    return Recipe("rowwise", fprop, plain, plain, attention=attention_spec(attention, row, row))
+
+
+@recipe
+def rowwise_bf16_wgrad(*, power_of_two: bool = True, fast_accum: bool = True, attention: bool = False) -> Recipe:
+    """As `rowwise`, with the weight per tensor in dgrad and the whole weight gradient in high precision.
+
+    Args:
+        power_of_two: False scales by 448 / amax.
+        fast_accum: let fprop accumulate faster where the hardware offers it.
+        attention: quantize attention too, with a scale for each row of each operand.
+    """
+    whole = rowwise(power_of_two=power_of_two, fast_accum=fast_accum, attention=attention)
+    dgrad = GemmSpec(whole.dgrad.a, QuantSpec(E4M3, scale=float32_scale(power_of_two)))
+    return replace(whole, name="rowwise_bf16_wgrad", dgrad=dgrad, wgrad=GemmSpec(None, None))
+
+
+# ---- recipes ---------------------------------------------------------------------------------------------
 
 RECIPES: dict[str, Callable[..., Recipe]] = {
     "bf16": bf16,
@@ -63,7 +320,7 @@ def get(recipe: str | Recipe, **options: Any) -> Recipe:
 
 
 def schedule(text: str, *, steps: int | None = None, peak: float | None = None) -> Schedule:
-    """Recipes over a run, as `nvfp4 until 85%, bf16`: `quaver.core.converting.schedule` has the grammar.
+    """Recipes over a run, as `nvfp4 until 85%, bf16`: `quaver.recipes.schedule` has the grammar.
 
         schedule = quaver.recipes.schedule("nvfp4 until 85%, bf16", steps=1000)
         recipe = schedule.at(step)  # before each step, with lr= where a part ends by it

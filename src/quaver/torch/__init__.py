@@ -8,59 +8,51 @@ if find_spec("torch") is None:
     sentence = "quaver.torch needs PyTorch, which is not installed: pip install 'quaver[torch]'"
     raise ModuleNotFoundError(sentence, name="torch")
 
-from quaver.torch.blocks.attention import DotProductAttention
-from quaver.torch.blocks.attention.cache.contiguous import KVCache
-from quaver.torch.blocks.attention.cache.paged import PagedKVCache
-from quaver.torch.blocks.attention.latent import Latent, LatentAttention
-from quaver.torch.blocks.attention.multihead import MultiheadAttention
-from quaver.torch.blocks.attention.rope.embedding import RotaryEmbedding
-from quaver.torch.blocks.attention.rope.relative import RelativePositionBias
-from quaver.torch.blocks.attention.rope.rotary import apply_rotary
-from quaver.torch.blocks.experts.balancing import balance_loss, token_counts, update_bias, z_loss
-from quaver.torch.blocks.experts.mixture import Mixture, MoE
-from quaver.torch.blocks.experts.permutation import permute, unpermute
-from quaver.torch.blocks.experts.router import Router
-from quaver.torch.blocks.experts.routing import Routing, route
-from quaver.torch.blocks.experts.stack import Experts
-from quaver.torch.blocks.loss.cross_entropy import linear_cross_entropy
-from quaver.torch.blocks.mlp import MLP, LayerNormMLP
-from quaver.torch.blocks.norm_linear import LayerNormLinear
-from quaver.torch.blocks.prologues.activation import ACTIVATIONS, activate
-from quaver.torch.blocks.prologues.norm import LayerNorm, RMSNorm
-from quaver.torch.blocks.state_space.cache import StateCache
-from quaver.torch.blocks.state_space.convolution import CausalConv1d, causal_conv1d
-from quaver.torch.blocks.state_space.gated_norm import GatedRMSNorm
-from quaver.torch.blocks.state_space.layer import Mamba2Layer
-from quaver.torch.blocks.state_space.mamba2 import Mamba2
-from quaver.torch.blocks.state_space.scan.op import ssd
-from quaver.torch.blocks.transformer import TransformerLayer
-from quaver.torch.linear.grouped.layer import GroupedLinear
-from quaver.torch.linear.grouped.matmul import grouped_matmul
-from quaver.torch.linear.layer import Linear
-from quaver.torch.model.conversion import convert, revert
-from quaver.torch.model.fusing.placing import Blocks
-from quaver.torch.model.huggingface.layer import from_huggingface
-from quaver.torch.model.programs.onnx import onnx_export
-from quaver.torch.model.report.explanation import explain
-from quaver.torch.model.report.report import Report
-from quaver.torch.model.weights.freezing import frozen
-from quaver.torch.model.weights.gradients import weight_gradients
-from quaver.torch.model.weights.quantized import (
+from quaver.torch.conversion.convert import convert, revert
+from quaver.torch.conversion.explain import explain
+from quaver.torch.conversion.export.export import export
+from quaver.torch.conversion.huggingface.layer import from_huggingface
+from quaver.torch.conversion.onnx import onnx_export
+from quaver.torch.conversion.quantized_weights import (
     dequantize_weights,
     drop_initial_value,
+    frozen,
     initial_value,
+    load_scaling_state_dict,
+    plain_state_dict,
     quantize_weights,
     quantized_init,
+    scaling_state_dict,
 )
-from quaver.torch.model.weights.serving.exporting import export
-from quaver.torch.model.weights.state_dicts import load_scaling_state_dict, plain_state_dict, scaling_state_dict
+from quaver.torch.conversion.replace.blocks import Blocks
+from quaver.torch.conversion.report import Report
+from quaver.torch.conversion.weight_gradients import weight_gradients
+from quaver.torch.linear.grouped.layer import GroupedLinear, grouped_matmul
+from quaver.torch.linear.linear import Linear
+from quaver.torch.nn.activation import ACTIVATIONS, activate
+from quaver.torch.nn.attention import DotProductAttention
+from quaver.torch.nn.attention.kv_cache import KVCache, PagedKVCache
+from quaver.torch.nn.attention.latent import LatentAttention, LatentConfig
+from quaver.torch.nn.attention.multihead import MultiheadAttention
+from quaver.torch.nn.attention.relative_bias import RelativePositionBias
+from quaver.torch.nn.attention.rope import RotaryEmbedding, apply_rotary
+from quaver.torch.nn.loss import linear_cross_entropy
+from quaver.torch.nn.mlp import MLP, LayerNormLinear, LayerNormMLP
+from quaver.torch.nn.moe.layers import Experts, MixtureConfig, MoE
+from quaver.torch.nn.moe.permutation import permute, unpermute
+from quaver.torch.nn.moe.routing import Router, Routing, balance_loss, route, token_counts, update_bias, z_loss
+from quaver.torch.nn.norm import LayerNorm, RMSNorm
+from quaver.torch.nn.ssm.causal_conv import CausalConv1d, causal_conv1d
+from quaver.torch.nn.ssm.gated_norm import GatedRMSNorm
+from quaver.torch.nn.ssm.mamba2 import Mamba2, Mamba2Layer, StateCache
+from quaver.torch.nn.ssm.scan import ssd
+from quaver.torch.nn.transformer import TransformerLayer
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations.functional import dequantize, matmul, quantize
 from quaver.torch.operations.ops import only
-from quaver.torch.state.checkpointing import checkpoint
-from quaver.torch.state.context import autocast
+from quaver.torch.state.context import autocast, checkpoint
 from quaver.torch.state.counters import count
-from quaver.torch.state.kept_weights import refresh
+from quaver.torch.state.weight_cache import refresh
 
 __all__ = [
     "ACTIVATIONS",
@@ -72,15 +64,15 @@ __all__ = [
     "GatedRMSNorm",
     "GroupedLinear",
     "KVCache",
-    "Latent",
     "LatentAttention",
+    "LatentConfig",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
     "Mamba2",
     "Mamba2Layer",
-    "Mixture",
+    "MixtureConfig",
     "MoE",
     "MultiheadAttention",
     "PagedKVCache",

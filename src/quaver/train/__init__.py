@@ -12,19 +12,18 @@ from typing import TYPE_CHECKING, Any
 from quaver.train.commands import installation
 
 if TYPE_CHECKING:
-    from quaver.train.configuration.config import TrainConfig
-    from quaver.train.records.comparison import Comparison
-    from quaver.train.running.compare import compare_runs
-    from quaver.train.running.loop import TrainResult, run_training
+    from quaver.train.compare import Comparison, compare_runs
+    from quaver.train.config import TrainConfig
+    from quaver.train.loop import TrainResult, run_training
 
 __all__ = ["Comparison", "TrainConfig", "TrainResult", "compare_runs", "run_training"]
 
 HOMES = {
-    "Comparison": "records.comparison",
-    "TrainConfig": "configuration.config",
-    "TrainResult": "running.loop",
-    "compare_runs": "running.compare",
-    "run_training": "running.loop",
+    "Comparison": "compare",
+    "TrainConfig": "config",
+    "TrainResult": "loop",
+    "compare_runs": "compare",
+    "run_training": "loop",
 }
 
 

@@ -10,6 +10,7 @@ from torch import nn
 import quaver.torch as qt
 from tests.golden.cases.linear import fill, note
 from tests.golden.inputs import values
+from tests.golden.names import find
 from tests.golden.record import Record
 from tests.golden.rows import rows
 
@@ -34,7 +35,7 @@ def cases() -> dict[str, Callable[[Record], None]]:
             64, 4, 96, normalization="RMSNorm", activation="swiglu", recipe=recipe
         ),
         "parallel layer": lambda recipe: qt.TransformerLayer(64, 4, 96, parallel=True, recipe=recipe),
-        "MoE": lambda recipe: qt.MoE(64, 48, qt.Mixture(experts=4, k=2), recipe=recipe),
+        "MoE": lambda recipe: qt.MoE(64, 48, find("quaver.torch", "MixtureConfig")(experts=4, k=2), recipe=recipe),
         "Mamba2": lambda recipe: qt.Mamba2(64, head_dim=16, state=16, recipe=recipe),
     }
     found: dict[str, Callable[[Record], None]] = {}

@@ -7,8 +7,7 @@ import torch
 
 import quaver
 import quaver.torch as qt
-from quaver import recipes
-from quaver.core import reference
+from quaver import recipes, reference
 from tests.golden.inputs import values
 from tests.golden.record import Record
 

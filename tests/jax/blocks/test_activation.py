@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from quaver.jax.blocks.activation import ACTIVATIONS, activate
+from quaver.jax.blocks.layers import ACTIVATIONS, activate
 from tests.close import assert_close
 
 

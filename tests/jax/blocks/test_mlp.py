@@ -9,7 +9,7 @@ import pytest
 
 import quaver
 from quaver.jax import state as states
-from quaver.jax.blocks.feed_forward import hidden_features
+from quaver.jax.blocks.layers import hidden_features
 from tests.close import assert_bitwise, assert_close
 from tests.jax import plain_layer
 from tests.jax.functional_mlp import layer_norm_mlp, mlp

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from quaver.jax.blocks.norm import NORMALIZATIONS, layer_norm, normalize, rms_norm
+from quaver.jax.blocks.layers import NORMALIZATIONS, layer_norm, normalize, rms_norm
 from tests.close import assert_close
 
 

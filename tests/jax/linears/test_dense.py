@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from quaver.jax.linears.dot_general import dense, normalize_axes
 from quaver.jax.linears.function import linear
-from quaver.jax.linears.general import dense, normalize_axes
 from tests.close import assert_bitwise, assert_close
 
 RANDOM = np.random.default_rng(0)

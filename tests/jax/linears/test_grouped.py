@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import quaver.jax as qj
-from quaver.core.spec import GemmSpec, Recipe
 from quaver.jax.linears import grouped
 from quaver.jax.linears.grouped import grouped_dot
 from quaver.recipes import get, nvfp4
+from quaver.recipes.spec import GemmSpec, Recipe
 from tests.close import assert_bitwise, assert_close
 
 SIZES = [(5, 0, 40, 19), (64, 0, 0, 0), (0, 1, 2, 3)]
@@ -102,12 +102,12 @@ def test_what_cuda_runs_has_the_same_products() -> None:
     x, w, g = arrays()
 
     @jax.jit
-    def products(x: Any, turned: Any, g: Any, sizes: Any) -> tuple[Any, Any]:
+    def products(x: Any, transposed: Any, g: Any, sizes: Any) -> tuple[Any, Any]:
         lay = grouped._layout(RECIPES["mxfp8"], x, sizes)
         rows, gradients = (grouped._take(z, lay.token) for z in (x, g))
         operands = rows.T, gradients.T
         return (
-            (grouped._rows_ragged(rows, turned, lay), grouped._rows_tiled(rows, turned, lay)),
+            (grouped._rows_ragged(rows, transposed, lay), grouped._rows_tiled(rows, transposed, lay)),
             (grouped._tokens_ragged(*operands, lay), grouped._tokens_tiled(*operands, lay)),
         )
 

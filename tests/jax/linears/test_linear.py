@@ -14,10 +14,10 @@ from jax import Array, lax
 
 import quaver.jax as qj
 from quaver import recipes
-from quaver.core.costs.ledger import saved_bytes
-from quaver.core.spec import Recipe
+from quaver.costs.ledger import saved_bytes
 from quaver.jax import state as states
 from quaver.jax.linears.function import KEPT
+from quaver.recipes.spec import Recipe
 from tests.close import assert_bitwise, assert_close
 from tests.jax.composition import compose
 from tests.operands import variants
@@ -463,7 +463,7 @@ def test_states_are_torchs_and_the_references_step_by_step(options: dict[str, An
     import torch
 
     import quaver.torch as qt
-    from quaver.core.reference import history
+    from quaver.reference import operations
 
     recipe = recipes.delayed(**options)
     assert recipe.delayed is not None
@@ -501,9 +501,9 @@ def test_states_are_torchs_and_the_references_step_by_step(options: dict[str, An
             agree(recipe, got, expected)
         for column, t in enumerate((tx.detach().numpy(), np.asarray(w), tg.numpy())):
             with np.errstate(invalid="ignore"):
-                recorded = history.record(mirror[0][column], float(np.abs(t).max()))
+                recorded = operations.record(mirror[0][column], float(np.abs(t).max()))
             spec = states.columns(recipe)[column]
-            mirror[0][column], mirror[1][column] = history.roll(
+            mirror[0][column], mirror[1][column] = operations.roll(
                 recorded, mirror[1][column], recipe.delayed, spec.format, spec.power_of_two
             )
             assert_bitwise(

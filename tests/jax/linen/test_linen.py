@@ -13,8 +13,8 @@ from flax import linen as nn
 import quaver
 import quaver.jax as qj
 import quaver.jax.linen as ql
-from quaver.core.reference.history import record, roll
 from quaver.jax import state as states
+from quaver.reference.operations import record, roll
 from tests.close import assert_bitwise, assert_close
 from tests.jax import plain_layer
 from tests.jax.functional_mlp import layer_norm_mlp

@@ -15,10 +15,8 @@ import quaver.jax as qj
 from quaver import recipes
 from quaver.jax import linen
 from quaver.jax import state as states
-from quaver.jax.blocks.activation import activate
-from quaver.jax.blocks.attention.dot_product import attention
-from quaver.jax.blocks.attention.rotary import rope
-from quaver.jax.blocks.norm import layer_norm, rms_norm
+from quaver.jax.blocks.attention import attention, rope
+from quaver.jax.blocks.layers import activate, layer_norm, rms_norm
 from quaver.jax.nnx import MLP, DenseGeneral
 from tests.close import assert_bitwise
 from tests.jax.transformed import integers
@@ -54,7 +52,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
     "dequantize": (qj.dequantize, {"q": Q}),
     "matmul": (qj.matmul, {"a": Q, "b": Q, "dtype": jnp.float32, "bias": None}),
-    "Gather": (qj.Gather, {"axis": "a", "sharding": jax.sharding.PartitionSpec("a")}),
+    "Gather": (qj.ShardedOperand, {"axis": "a", "sharding": jax.sharding.PartitionSpec("a")}),
     "autocast": (qj.autocast, {"recipe": "mxfp8"}),
     "state.init": (states.init, {"recipe": "delayed"}),
     "state.merge": (lambda a, b: states.merge(a, b), {"a": STATE, "b": STATE}),

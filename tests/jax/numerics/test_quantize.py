@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 import quaver.jax as qj
-from quaver.core import reference
-from quaver.core.numbers import hadamard, philox
-from quaver.core.numbers.formats import E4M3, E5M2
-from quaver.core.spec import QuantSpec
-from quaver.jax.numerics.hadamard import rotate
-from quaver.jax.numerics.philox import uniform
+from quaver import reference
+from quaver.jax.numerics.rounding import rotate, uniform
+from quaver.recipes.formats import E4M3, E5M2
+from quaver.recipes.spec import QuantSpec
+from quaver.reference import numerics
 from tests import forked
 from tests.close import assert_bitwise
 from tests.operands import SPECS
@@ -110,11 +109,11 @@ def test_a_batch_is_quantized_matrix_by_matrix(name: str) -> None:
 @pytest.mark.parametrize("shape", [(300, 301), (7, 3), (5, 8), (0, 4), (4, 0)])
 def test_jax_draws_the_numbers_of_numpy(shape: tuple[int, int]) -> None:
     seed, stream = 0x1234567890ABCDEF, 0xDEADBEEF
-    expected = philox.uniform(*shape, seed, stream, 5)
+    expected = numerics.uniform(*shape, seed, stream, 5)
     if min(shape) > 0 and max(shape) < 10:
         # Elsewhere no operation is compiled by itself.
         for count in (5, (7 << 32) + 5):
-            assert_bitwise(philox.uniform(*shape, seed, stream, count), expected)
+            assert_bitwise(numerics.uniform(*shape, seed, stream, count), expected)
             assert_bitwise(np.asarray(uniform(*shape, seed, stream, count)), expected)
     traced = jax.jit(lambda count: uniform(*shape, seed, jnp.uint32(stream), count))(jnp.float32(5))
     assert_bitwise(np.asarray(traced), expected)
@@ -134,7 +133,7 @@ def test_counters_beyond_32_bits_carry_over() -> None:
     """The last rows of an operand of 2**35 elements, whose counters need the second word."""
     row, k = 2**20 - 1, 2**15
     counter = row * k // 4 + np.arange(k // 4, dtype=np.uint64)
-    words = philox.philox4x32((counter & 0xFFFFFFFF, counter >> 32, np.uint64(2), np.uint64(3)), (1, 0)).reshape(1, k)
+    words = numerics.philox4x32((counter & 0xFFFFFFFF, counter >> 32, np.uint64(2), np.uint64(3)), (1, 0)).reshape(1, k)
     expected = (words >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
     assert (counter >> 32).max() == 1
     for columns in (k, k - 1):
@@ -149,7 +148,7 @@ rotated = jax.jit(rotate)
 def test_the_rotation_has_the_bits_of_numpy_at_every_size(exponent: int) -> None:
     x = np.ldexp(normal(40, 70), exponent).astype(np.float32)
     with np.errstate(over="ignore"):
-        expected = hadamard.rotate(x)
+        expected = numerics.rotate(x)
     tiny = np.finfo(np.float32).tiny
     assert_bitwise(
         np.asarray(rotated(x)),

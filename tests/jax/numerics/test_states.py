@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from quaver.core.states import reference
-from quaver.core.states.codes import CODES, StateSpec
-from quaver.jax.numerics import states
+from quaver.jax.numerics import optimizer_state
+from quaver.reference import optim
+from quaver.reference.optimizer_state import CODES, StateSpec
 from tests.states import KINDS, drawn, every_spec
 from tests.xla_options import QUICKEST
 
@@ -44,8 +44,8 @@ def written(spec: StateSpec, optimized: bool = False) -> Written:
     """Codes, scales and what is read back, in one program."""
 
     def both(x: jax.Array, noise: jax.Array) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-        codes, scale = states.encode(x, spec, noise if spec.stochastic else None)
-        return codes, scale, states.decode(codes, scale, spec)
+        codes, scale = optimizer_state.encode(x, spec, noise if spec.stochastic else None)
+        return codes, scale, optimizer_state.decode(codes, scale, spec)
 
     return jax.jit(both, compiler_options=None if optimized else QUICKEST)
 
@@ -56,8 +56,8 @@ def compare(spec: StateSpec, kind: str, shape: tuple[int, ...], optimized: bool 
     x = x if spec.of.signed else np.abs(x)
     noise = (rng.integers(0, 2**15, shape) * (rng.random(shape) < 0.9)).astype(np.int32)
     with np.errstate(all="ignore"):
-        want, want_scale = reference.encode(x, spec, noise)
-        want_values = reference.decode(want, want_scale, spec)
+        want, want_scale = optim.encode(x, spec, noise)
+        want_values = optim.decode(want, want_scale, spec)
     codes, scale, values = written(spec, optimized)(x, noise)
     said = f"{spec.text} {kind} {shape}"
     got = np.asarray(codes).view(np.uint16) if codes.dtype == jnp.bfloat16 else np.asarray(codes)
@@ -105,7 +105,7 @@ def test_an_optimized_program_does_too(text: str) -> None:
 def test_a_piece_of_a_tensor_is_written_by_the_amax_of_the_whole() -> None:
     spec = StateSpec(code="e4m3", block=None, scale="power_of_two")
     x = drawn("normal", (6, 40), np.random.default_rng(1))
-    want, scale = reference.encode(x, spec)
-    codes, own = states.encode(jnp.asarray(x[2:4]), spec, amax=jnp.asarray(np.abs(x).max()))
+    want, scale = optim.encode(x, spec)
+    codes, own = optimizer_state.encode(jnp.asarray(x[2:4]), spec, amax=jnp.asarray(np.abs(x).max()))
     np.testing.assert_array_equal(np.asarray(codes), want[2:4])
     np.testing.assert_array_equal(np.asarray(own), scale)

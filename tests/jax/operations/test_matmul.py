@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import quaver.jax as qj
-from quaver.core.reference import spread
-from quaver.core.spec import GemmSpec, QuantSpec
+from quaver.recipes.spec import GemmSpec, QuantSpec
+from quaver.reference import spread
 from tests.close import assert_bitwise, assert_close
 from tests.operands import GEMMS, MAGNITUDES
 

@@ -12,9 +12,9 @@ from jax import Array, lax
 
 import quaver.jax as qj
 from quaver import recipes
-from quaver.core.reference import history as reference
-from quaver.core.spec import Recipe
 from quaver.jax import state as states
+from quaver.recipes.spec import Recipe
+from quaver.reference import operations as reference
 from tests.close import assert_bitwise, assert_close
 
 OPTIONS: dict[str, dict[str, Any]] = {

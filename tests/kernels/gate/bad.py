@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quaver.kernels.quantizing.amax import amax
-from quaver.torch.backends.gpu.launching.launch import Launch, describe
+from quaver.kernels.tensorwise import amax
+from quaver.torch.backends.gpu.launch import KernelLaunch, describe
 from tests.kernels.cases import Case
 from tests.kernels.gate.keys import key
 from tests.kernels.gate.machine_code import Code, compiled, read
@@ -104,7 +104,7 @@ def data(dtype: torch.dtype, side: int = 512) -> Tensor:
     return torch.empty(side, side, dtype=dtype, device="meta")
 
 
-def launches() -> dict[str, Launch]:
+def launches() -> dict[str, KernelLaunch]:
     """By name."""
     one, codes, bf16, float32 = (1, 1, 1), data(torch.uint8), data(torch.bfloat16), data(torch.float32)
     block = {"BM": 64, "BN": 64}

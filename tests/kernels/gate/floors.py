@@ -16,7 +16,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from quaver.core.costs.gpus import GPUS
+from quaver.costs.hardware import GPUS
 from tests.kernels.gate import ceilings
 
 PAGE = Path(__file__).parents[3] / "docs" / "design" / "performance.md"
@@ -39,7 +39,7 @@ CLOCK = 1.755e9
 class Card(NamedTuple):
     """A GPU of the table."""
 
-    #: In `quaver.core.costs.gpus.GPUS`.
+    #: In `quaver.costs.hardware.GPUS`.
     name: str
     arch: int
     multiprocessors: int

@@ -21,7 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import get_cache_manager
 
-from quaver.torch.backends.gpu.launching.launch import Launch
+from quaver.torch.backends.gpu.launch import KernelLaunch
 from tests.kernels.gate import flow, layouts
 from tests.kernels.gate.flow import Block, Instruction
 
@@ -67,7 +67,7 @@ class Code:
     way: tuple[Block, ...]
 
 
-def compiled(launch: Launch, arch: int) -> Any:
+def compiled(launch: KernelLaunch, arch: int) -> Any:
     """What Triton makes of one launch for sm_`arch`."""
     return triton.compile(launch.source, target=GPUTarget("cuda", arch, 32), options=launch.options)
 

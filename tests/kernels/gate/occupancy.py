@@ -32,8 +32,8 @@ REGISTERS, PARTS, STEP = 16384, 4, 256
 
 def programs(registers: int, shared: int, warps: int, arch: int) -> int:
     """Programs of so many warps that fit, each thread with so many registers and each with so much shared memory."""
-    room = MULTIPROCESSORS[arch]
+    buffer = MULTIPROCESSORS[arch]
     of_warp = -(-registers * 32 // STEP) * STEP
     by_registers = PARTS * (REGISTERS // of_warp) // warps
-    by_shared = room.shared // (-(-shared // SHARED_STEP) * SHARED_STEP + RESERVED)
-    return min(by_registers, by_shared, room.warps // warps, room.programs)
+    by_shared = buffer.shared // (-(-shared // SHARED_STEP) * SHARED_STEP + RESERVED)
+    return min(by_registers, by_shared, buffer.warps // warps, buffer.programs)

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quaver.torch.backends.gpu.launching import launch as launching
-from quaver.torch.backends.gpu.launching.launch import Launch
+from quaver.torch.backends.gpu import launch as launching
+from quaver.torch.backends.gpu.launch import KernelLaunch
 from tests.kernels.cases import Case
 
 #: Those that kernels are compiled for, and what the others that kernels run on launch all the same.
@@ -18,7 +18,7 @@ class Recorded:
 
     case: Case
     name: str
-    launch: Launch
+    launch: KernelLaunch
 
     @property
     def threads_an_element(self) -> float | None:
@@ -98,7 +98,7 @@ def unlike_siblings(cases: Sequence[Case], launches: Sequence[Recorded], arch: i
     return sorted(sentences)
 
 
-def identity(launch: Launch) -> str:
+def identity(launch: KernelLaunch) -> str:
     """Launches with the same one are compiled to the same machine code."""
     fn = launch.fn
     parts = (fn.__module__, fn.__name__, launch.signature, launch.constants, launch.divisible, launch.options)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from quaver.torch.backends.gpu.launching.launch import Launch
+from quaver.torch.backends.gpu.launch import KernelLaunch
 from tests.kernels.gate.ceilings import figures, instructions_a_byte
 from tests.kernels.gate.floors import SMALL, share, share_of_products
 from tests.kernels.gate.flow import executed
@@ -112,7 +112,7 @@ RULES: dict[str, Callable[[Code, Recorded], str]] = {
 }
 
 
-def even(launch: Launch) -> bool:
+def even(launch: KernelLaunch) -> bool:
     """Whether blocks cover the data: no constant called EVEN, or none that is false."""
     return all(value for name, value in launch.constants.items() if name.startswith("EVEN"))
 
@@ -129,7 +129,7 @@ def _scattered(side_by_side: dict[int, int], moved: str) -> str:
     )
 
 
-def _narrow(widths: dict[int, int], moved: str, launch: Launch) -> str:
+def _narrow(widths: dict[int, int], moved: str, launch: KernelLaunch) -> str:
     total = sum(width * count for width, count in widths.items())
     wide = sum(width * count for width, count in widths.items() if width >= 16)
     if not even(launch) or not total or wide >= WIDE_SHARE * total:

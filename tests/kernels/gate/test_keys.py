@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quaver.torch.backends.gpu.launching.launch import Launch
+from quaver.torch.backends.gpu.launch import KernelLaunch
 from tests.kernels.cases import Case
 from tests.kernels.gate import bad, keys, measured
 from tests.kernels.gate.record import Recorded
@@ -100,7 +100,7 @@ def key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Key]:
             kernel = importlib.import_module("house.kernel")
         signature = {"x": "*bf16", "out": "*fp32", "n": "i32", "BLOCK": "constexpr", "OF": "constexpr"}
         constants = {"BLOCK": 1024, "OF": getattr(kernel, of)}
-        launch = Launch(kernel.doubled, (8, 1, 1), signature, constants, ("x", "out"), 4)
+        launch = KernelLaunch(kernel.doubled, (8, 1, 1), signature, constants, ("x", "out"), 4)
         changed = replace(launch, **{name: change(getattr(launch, name)) for name, change in how.items()})
         return keys.key(Recorded(Case(name="row", launch=lambda: None, trips=trips), "row: doubled", changed), arch)
 
@@ -157,9 +157,9 @@ def test_a_key_changes_with_how_a_kernel_is_launched(key: Key, how: dict[str, An
 
 
 def test_every_option_of_the_compiler_is_in_a_key(key: Key, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, options = key(), Launch.options.fget
+    before, options = key(), KernelLaunch.options.fget
     for more in ({"num_stages": 2}, {"enable_fp_fusion": True}, {"num_warps": 8}):
-        monkeypatch.setattr(Launch, "options", property(lambda launch, more=more: options(launch) | more))
+        monkeypatch.setattr(KernelLaunch, "options", property(lambda launch, more=more: options(launch) | more))
         assert key() != before
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from quaver.core.states.codes import StateSpec
 from quaver.kernels.optim import codes as written
+from quaver.reference.optimizer_state import StateSpec
 from tests.kernels.gate import machine_code
 
 #: What a kernel can write, and the number that it knows them by.

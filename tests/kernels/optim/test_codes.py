@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from quaver.core.states import reference
-from quaver.core.states.codes import StateSpec
-from quaver.torch.backends.gpu.launching import interpreter
+from quaver.reference import optim
+from quaver.reference.optimizer_state import StateSpec
+from quaver.torch.backends.gpu import interpreter
 from tests.kernels.compare import DEVICE
 from tests.kernels.optim import roundtrip
 from tests.kernels.test_gate import FOREIGN
@@ -48,7 +48,7 @@ def test_on_both_sides_of_every_code_and_middle(text: str) -> None:
     spec = StateSpec.parse(text)
     every = np.arange(256).astype(np.uint8)
     signed = spec.of.signed and spec.of.kind != "format"
-    values = np.unique(np.abs(reference.table_values(every.view(np.int8) if signed else every, spec.of)))
+    values = np.unique(np.abs(optim.table_values(every.view(np.int8) if signed else every, spec.of)))
     values = values[np.isfinite(values)].astype(np.float64) / spec.of.largest
     # Numbers lie on lines between values: the middles are those of codes.
     points = np.concatenate([values, (values[1:] + values[:-1]) / 2]).astype(np.float32)
@@ -98,8 +98,8 @@ def test_compiled_nothing_is_fused_that_was_not_written_so(arch: int) -> None:
 
 def compare(spec: StateSpec, x: np.ndarray, noise: np.ndarray) -> None:
     with np.errstate(all="ignore"):
-        want, want_scale = reference.encode(x, spec, noise)
-        want_values = reference.decode(want, want_scale, spec)
+        want, want_scale = optim.encode(x, spec, noise)
+        want_values = optim.decode(want, want_scale, spec)
     codes, scale, values = roundtrip.run(torch.from_numpy(x).to(DEVICE), torch.from_numpy(noise).to(DEVICE), spec)
     differs = codes != want
     at = tuple(np.argwhere(differs)[0]) if differs.any() else ()

@@ -9,20 +9,16 @@ import torch
 from torch import Tensor
 
 from quaver import E4M3
-from quaver.core.spec import QuantSpec
-from quaver.core.states.codes import StateSpec
-from quaver.core.states.presets import PRESETS
-from quaver.torch.backends.gpu.launching import device
+from quaver.recipes.spec import QuantSpec
+from quaver.reference.optimizer_state import PRESETS, StateSpec
+from quaver.torch.backends.gpu import device
 from quaver.torch.numerics import reference
-from quaver.torch.optim import codes, weights
-from quaver.torch.optim.rules.adam import Adam
-from quaver.torch.optim.rules.lion import Lion
-from quaver.torch.optim.rules.muon import Muon
-from quaver.torch.optim.rules.sgd import SGD
-from quaver.torch.optim.stepping import on_gpu, pieces
-from quaver.torch.optim.stepping.noise import Place
-from quaver.torch.optim.stepping.pieces import Drawn, Parts, Way
-from quaver.torch.optim.weights import Keeping
+from quaver.torch.optim import codes, master_weights
+from quaver.torch.optim.master_weights import MasterFormat
+from quaver.torch.optim.rules import SGD, Adam, Lion, Muon
+from quaver.torch.optim.step import gpu, step
+from quaver.torch.optim.step.noise import Place
+from quaver.torch.optim.step.step import ParameterTensors, RngKey, StepConfig
 from tests.kernels.compare import DEVICE
 
 LEAN, BALANCED, EXACT = (PRESETS[name] for name in ("lean", "balanced", "exact"))
@@ -31,33 +27,35 @@ TENSORWISE, ANY_SCALE = QuantSpec(E4M3), QuantSpec(E4M3, scale="fp32")
 NOISY = StateSpec(code="bfloat16", stochastic=True)
 MOMENTS = LEAN.first, LEAN.second
 assert isinstance(LEAN.gradient, StateSpec)
-W8R8 = Keeping("residual8", TENSORWISE, stochastic=True)
+W8R8 = MasterFormat("residual8", TENSORWISE, stochastic=True)
 BLOCKWISE, BLOCKWISE_ANY = QuantSpec(E4M3, (128, 128)), QuantSpec(E4M3, (128, 128), "fp32")
 MXFP8, SQUARES = QuantSpec(E4M3, (1, 32), "e8m0"), QuantSpec(E4M3, (32, 32), "e8m0")
 
 
-def way(keeping: Keeping, moments: tuple[StateSpec, ...], rule: Any = None, gradient: Any = None) -> Way:
-    predicts = keeping.spec is not None and keeping.spec.per_tensor
-    return Way(rule or Adam(), keeping, moments, gradient, predicts)
+def way(
+    master_format: MasterFormat, moments: tuple[StateSpec, ...], rule: Any = None, gradient: Any = None
+) -> StepConfig:
+    predicts = master_format.spec is not None and master_format.spec.per_tensor
+    return StepConfig(rule or Adam(), master_format, moments, gradient, predicts)
 
 
 #: What there is a branch for, by name: how a parameter steps, and the dtypes of its weight and its gradient.
-WAYS: dict[str, tuple[Way, torch.dtype, torch.dtype]] = {
+WAYS: dict[str, tuple[StepConfig, torch.dtype, torch.dtype]] = {
     "lean": (way(W8R8, MOMENTS, gradient=LEAN.gradient), torch.float8_e4m3fn, torch.uint8),
-    "balanced": (way(Keeping("residual16", TENSORWISE), MOMENTS), torch.float8_e4m3fn, torch.bfloat16),
+    "balanced": (way(MasterFormat("residual16", TENSORWISE), MOMENTS), torch.float8_e4m3fn, torch.bfloat16),
     "any scale": (way(replace(W8R8, spec=ANY_SCALE, stochastic=False), MOMENTS), torch.float8_e4m3fn, torch.bfloat16),
-    "exact": (way(Keeping("remainder"), (NOISY, NOISY)), torch.bfloat16, torch.bfloat16),
-    "lean bf16": (way(Keeping("residual8", stochastic=True), MOMENTS), torch.bfloat16, torch.bfloat16),
-    "balanced bf16": (way(Keeping("residual16"), MOMENTS), torch.bfloat16, torch.float32),
-    "float32": (way(Keeping("plain"), (FLOAT, FLOAT)), torch.float32, torch.float32),
+    "exact": (way(MasterFormat("remainder"), (NOISY, NOISY)), torch.bfloat16, torch.bfloat16),
+    "lean bf16": (way(MasterFormat("residual8", stochastic=True), MOMENTS), torch.bfloat16, torch.bfloat16),
+    "balanced bf16": (way(MasterFormat("residual16"), MOMENTS), torch.bfloat16, torch.float32),
+    "float32": (way(MasterFormat("plain"), (FLOAT, FLOAT)), torch.float32, torch.float32),
     "moments and weight at random": (
-        way(Keeping("plain", stochastic=True), (NOISY, NOISY)),
+        way(MasterFormat("plain", stochastic=True), (NOISY, NOISY)),
         torch.bfloat16,
         torch.bfloat16,
     ),
-    "float16": (way(Keeping("plain"), (BFLOAT, BFLOAT)), torch.float16, torch.float16),
+    "float16": (way(MasterFormat("plain"), (BFLOAT, BFLOAT)), torch.float16, torch.float16),
     "to nearest": (
-        way(Keeping("plain"), tuple(replace(spec, stochastic=False) for spec in MOMENTS), Adam(clamp=False)),
+        way(MasterFormat("plain"), tuple(replace(spec, stochastic=False) for spec in MOMENTS), Adam(clamp=False)),
         *(torch.float32, torch.float32),
     ),
     "coupled": (
@@ -65,23 +63,23 @@ WAYS: dict[str, tuple[Way, torch.dtype, torch.dtype]] = {
         *(torch.float8_e4m3fn, torch.uint8),
     ),
     "lion": (way(W8R8, MOMENTS[:1], Lion(), LEAN.gradient), torch.float8_e4m3fn, torch.uint8),
-    "lion float32": (way(Keeping("plain"), (FLOAT,), Lion(maximize=True)), torch.float32, torch.float32),
-    "sgd": (way(Keeping("plain"), (), SGD(maximize=True)), torch.float32, torch.float32),
-    "sgd with momentum": (way(Keeping("remainder"), (NOISY,), SGD(momentum=True)), torch.bfloat16, torch.bfloat16),
+    "lion float32": (way(MasterFormat("plain"), (FLOAT,), Lion(maximize=True)), torch.float32, torch.float32),
+    "sgd": (way(MasterFormat("plain"), (), SGD(maximize=True)), torch.float32, torch.float32),
+    "sgd with momentum": (way(MasterFormat("remainder"), (NOISY,), SGD(momentum=True)), torch.bfloat16, torch.bfloat16),
     "nesterov lean": (
-        way(Keeping("residual8", stochastic=True), MOMENTS[:1], SGD(momentum=True, nesterov=True), LEAN.gradient),
+        way(MasterFormat("residual8", stochastic=True), MOMENTS[:1], SGD(momentum=True, nesterov=True), LEAN.gradient),
         *(torch.bfloat16, torch.uint8),
     ),
 }
 #: Of weights with scales of blocks, all of codes.
-WAYS_OF_BLOCKS: dict[str, tuple[Way, torch.dtype]] = {
+WAYS_OF_BLOCKS: dict[str, tuple[StepConfig, torch.dtype]] = {
     "lean blockwise": (way(replace(W8R8, spec=BLOCKWISE), MOMENTS, gradient=LEAN.gradient), torch.uint8),
-    "balanced blockwise": (way(Keeping("residual16", BLOCKWISE), MOMENTS), torch.bfloat16),
+    "balanced blockwise": (way(MasterFormat("residual16", BLOCKWISE), MOMENTS), torch.bfloat16),
     "any scale": (way(replace(W8R8, spec=BLOCKWISE_ANY), MOMENTS), torch.bfloat16),
     "lean 32x32": (way(replace(W8R8, spec=SQUARES), MOMENTS, gradient=LEAN.gradient), torch.uint8),
-    "balanced 32x32": (way(Keeping("residual16", SQUARES), MOMENTS), torch.bfloat16),
-    "masters 32x32": (way(Keeping("float32", SQUARES), (FLOAT, FLOAT)), torch.float32),
-    "masters blockwise": (way(Keeping("float32", BLOCKWISE_ANY), (NOISY, NOISY)), torch.bfloat16),
+    "balanced 32x32": (way(MasterFormat("residual16", SQUARES), MOMENTS), torch.bfloat16),
+    "masters 32x32": (way(MasterFormat("float32", SQUARES), (FLOAT, FLOAT)), torch.float32),
+    "masters blockwise": (way(MasterFormat("float32", BLOCKWISE_ANY), (NOISY, NOISY)), torch.bfloat16),
     "lean 1x32": (way(replace(W8R8, spec=MXFP8), MOMENTS, gradient=LEAN.gradient), torch.uint8),
     "lion 32x32": (way(replace(W8R8, spec=SQUARES), MOMENTS[:1], Lion()), torch.float32),
     "sgd blockwise": (way(replace(W8R8, spec=BLOCKWISE), MOMENTS[:1], SGD(momentum=True)), torch.bfloat16),
@@ -99,8 +97,8 @@ SEED = 0x9E3779B97F4A7C15
 class Parameter:
     """What is stepped."""
 
-    way: Way
-    parts: Parts
+    way: StepConfig
+    parts: ParameterTensors
     state: dict[str, Tensor]
     place: Place
     factor: Tensor | None
@@ -128,34 +126,34 @@ def drawn(shape: tuple[int, int], generator: torch.Generator, size: float, hosti
 
 
 def parameter(
-    how: Way, dtype: torch.dtype, gradient: torch.dtype, shape: tuple[int, int], seed: int, hostile: bool
+    how: StepConfig, dtype: torch.dtype, gradient: torch.dtype, shape: tuple[int, int], seed: int, hostile: bool
 ) -> Parameter:
     generator = torch.Generator().manual_seed(seed)
     outlier = seed % 2 == 1
     value = drawn(shape, generator, 0.1, False, outlier)
     grad = drawn(shape, generator, 1.0, hostile, outlier)
-    keeping = how.keeping
+    master_format = how.master_format
     nothing = torch.ones(shape)
-    if keeping.spec is not None and not keeping.spec.per_tensor:
+    if master_format.spec is not None and not master_format.spec.per_tensor:
         # Blocks of zeros, and of what counts as zeros.
-        high, long = (size or 1 for size in keeping.spec.block)
+        high, long = (size or 1 for size in master_format.spec.block)
         nothing[:high, :long] = 0.0
         value[:high, :long] = 0.0
         nothing[:high, long : 2 * long] = 0.0
         value[:high, long : 2 * long] *= 1e-41
         grad *= nothing
-    if keeping.spec is not None:
-        q = reference.quantize(value, keeping.spec)
+    if master_format.spec is not None:
+        q = reference.quantize(value, master_format.spec)
         assert isinstance(q.scale, Tensor)
         held: tuple[Tensor, ...] = (q.data, q.scale)
     else:
         held = (value.to(dtype),)
-    if keeping.states:
-        kind = torch.int8 if keeping.kind == "residual8" else torch.int16
+    if master_format.states:
+        kind = torch.int8 if master_format.kind == "residual8" else torch.int16
         info = torch.iinfo(kind)
         rest = torch.randint(info.min, info.max + 1, shape, generator=generator).to(kind)
         # Below nothing, too, as after a pruning mask.
-        held = (*held, value if keeping.kind == "float32" else rest)
+        held = (*held, value if master_format.kind == "float32" else rest)
     moments = []
     for spec, signed, size in zip(how.moments, how.rule.signed, (0.1, 0.01), strict=False):
         x = drawn(shape, generator, size, False, outlier) * nothing
@@ -170,28 +168,28 @@ def parameter(
         given = (grad.to(gradient),)
     state = {"step": torch.tensor(float(3 + seed))}
     if how.predicts:
-        assert keeping.spec is not None
-        state["amax"] = weights.block_amax(keeping.spec, weights.read(keeping, held))
+        assert master_format.spec is not None
+        state["amax"] = master_weights.block_amax(master_format.spec, master_weights.read(master_format, held))
     # The second half of a parameter: noise goes by its place in the whole.
-    high = 1 if keeping.spec is None else keeping.spec.block[0] or 1
+    high = 1 if master_format.spec is None else master_format.spec.block[0] or 1
     start = -(-shape[0] // high) * high
     place = Place((start, 0), shape, (start + shape[0], shape[1]))
     factor = torch.tensor(0.37) if seed % 2 else None
-    return Parameter(how, Parts(held, tuple(moments), given), state, place, factor)
+    return Parameter(how, ParameterTensors(held, tuple(moments), given), state, place, factor)
 
 
 def by_kernel(parameters: list[Parameter], keep: bool | None, statistics: bool = True) -> Any:
     """Moves them to the device, steps them there and returns what was counted."""
-    launches = on_gpu.Launches({})
+    launches = gpu.Launches({})
     with device.asking("triton"):
         for number, p in enumerate(parameters):
             # A card's tensors are copies, which the caller compares.
-            p.parts = Parts(*(moved(each) for each in p.parts))
+            p.parts = ParameterTensors(*(moved(each) for each in p.parts))
             p.state = {name: t.to(DEVICE) for name, t in p.state.items()}
             p.factor = None if p.factor is None else p.factor.to(DEVICE)
-            why = on_gpu.reason(p.parts.weight[0], p.way, p.parts, p.place, p.state["step"])
+            why = gpu.reason(p.parts.weight[0], p.way, p.parts, p.place, p.state["step"])
             assert not why, why
-            row = on_gpu.row(p.way, p.parts, p.place, SEED, number, p.state, p.factor)
+            row = gpu.row(p.way, p.parts, p.place, SEED, number, p.state, p.factor)
             assert row.form.even == (p.place.part[1] % 128 == 0 and p.place.part[0] % max(row.form.high, 1) == 0)
             scalars = p.way.rule.scalars(GROUP, p.state["step"].double().view(1) + 1)
             launches.add([row], torch.stack(scalars))
@@ -209,8 +207,8 @@ def in_pieces(parameters: list[Parameter]) -> list[int | None]:
     for number, p in enumerate(parameters):
         p.state["step"] += 1
         scalars = p.way.rule.scalars(GROUP, p.state["step"].double())
-        place = Drawn(SEED, number, p.state["step"].long(), p.place)
-        outcome = pieces.begin(p.way, p.parts, scalars, p.factor, place, p.state.get("amax"))()
+        place = RngKey(SEED, number, p.state["step"].long(), p.place)
+        outcome = step.begin(p.way, p.parts, scalars, p.factor, place, p.state.get("amax"))()
         if outcome.amax is not None:
             p.state["amax"].copy_(outcome.amax)
         counts.append(None if outcome.clamped is None else int(outcome.clamped))
@@ -219,7 +217,7 @@ def in_pieces(parameters: list[Parameter]) -> list[int | None]:
 
 def assert_same(ours: Parameter, theirs: Parameter, what: str) -> None:
     """Bit by bit, but that a NaN is a NaN, and that residuals and codes' signs say nothing under a scale of NaN."""
-    nothing = lost(theirs) if ours.way.keeping.kind.startswith("residual") else None
+    nothing = lost(theirs) if ours.way.master_format.kind.startswith("residual") else None
     for i, (a, b) in enumerate(zip(ours.tensors, theirs.tensors, strict=True)):
         a, wide = a.cpu(), b.is_floating_point()
         same = (a.float() == b.float()) & (a.float().signbit() == b.float().signbit()) if wide else a == b
@@ -231,7 +229,7 @@ def assert_same(ours: Parameter, theirs: Parameter, what: str) -> None:
 
 def lost(p: Parameter) -> Tensor | None:
     """Which elements of codes have a scale of NaN, bool of the weight's shape."""
-    spec, (rows, columns) = p.way.keeping.spec, p.place.part
+    spec, (rows, columns) = p.way.master_format.spec, p.place.part
     if spec is None:
         return None
     scale = p.parts.weight[1]
@@ -292,7 +290,7 @@ def test_weights_with_scales_of_blocks_step_as_their_pieces(name: str) -> None:
 def test_elements_beside_a_matrix_have_no_part_in_its_scales(spec: QuantSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without eps their update is 0 / 0."""
     monkeypatch.setitem(GROUP, "eps", 0.0)
-    how = way(Keeping("residual16", spec), (FLOAT, FLOAT))
+    how = way(MasterFormat("residual16", spec), (FLOAT, FLOAT))
     ours = [parameter(how, torch.float8_e4m3fn, torch.float32, (3, 200), 0, False)]
     for tensor in (*ours[0].parts.gradient, *(t for held in ours[0].parts.moments for t in held)):
         tensor.fill_(0.5)
@@ -315,10 +313,10 @@ def test_elements_beside_a_matrix_have_no_part_in_its_scales(spec: QuantSpec, mo
     ],
 )
 def test_blocks_that_no_kernel_steps_are_said(spec: QuantSpec, shape: tuple[int, int], start: int, why: str) -> None:
-    how = way(Keeping("residual16", spec), MOMENTS)
+    how = way(MasterFormat("residual16", spec), MOMENTS)
     p = parameter(how, torch.float8_e4m3fn, torch.bfloat16, shape, 0, False)
     place = Place((start, 0), shape, (80, shape[1]))
-    said = on_gpu.reason(p.parts.weight[0], how, p.parts, place, p.state["step"])
+    said = gpu.reason(p.parts.weight[0], how, p.parts, place, p.state["step"])
     assert (why in said) if why else not said, said
 
 
@@ -359,10 +357,13 @@ def test_a_chunk_of_many_rounds_and_several_chunks_are_one_parameter() -> None:
     [
         ({"moments": (StateSpec(code="int8_dynamic", block=256, scale="float32"), FLOAT)}, "int8_dynamic/256 float32"),
         ({"moments": (StateSpec(code="int8_softsign", block=32), FLOAT)}, "int8_softsign/32"),
-        ({"keeping": Keeping("float32", TENSORWISE), "predicts": False}, "masters in float32"),
-        ({"keeping": Keeping("residual8", QuantSpec(E4M3, (64, 64)))}, "those of blockwise and mxfp8"),
-        ({"keeping": Keeping("residual8", QuantSpec(E4M3, (128, 128), "e8m0"))}, "those of blockwise and mxfp8"),
-        ({"keeping": Keeping("float16", BLOCKWISE), "predicts": False}, "masters in float16"),
+        ({"master_format": MasterFormat("float32", TENSORWISE), "predicts": False}, "masters in float32"),
+        ({"master_format": MasterFormat("residual8", QuantSpec(E4M3, (64, 64)))}, "those of blockwise and mxfp8"),
+        (
+            {"master_format": MasterFormat("residual8", QuantSpec(E4M3, (128, 128), "e8m0"))},
+            "those of blockwise and mxfp8",
+        ),
+        ({"master_format": MasterFormat("float16", BLOCKWISE), "predicts": False}, "masters in float16"),
         ({"predicts": False}, "follows from the weight after the step"),
         ({"gradient": StateSpec(code="e4m3", block=64)}, "gradients in e4m3/64"),
         ({"rule": SGD(momentum=True), "moments": MOMENTS[:1]}, "follows from the largest gradient"),
@@ -372,4 +373,4 @@ def test_a_chunk_of_many_rounds_and_several_chunks_are_one_parameter() -> None:
 def test_what_no_kernel_steps_is_said(changed: dict[str, Any], why: str) -> None:
     how, dtype, gradient = WAYS["lean"]
     p = parameter(how, dtype, gradient, (32, 128), 0, False)
-    assert why in on_gpu.reason(p.parts.weight[0], replace(how, **changed), p.parts, p.place, p.state["step"])
+    assert why in gpu.reason(p.parts.weight[0], replace(how, **changed), p.parts, p.place, p.state["step"])

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quaver.core import reference
-from quaver.core.spec import QuantSpec, Recipe
-from quaver.torch.linear.layer import Linear
+from quaver import reference
+from quaver.recipes.spec import QuantSpec, Recipe
+from quaver.torch.linear.linear import Linear
 from quaver.torch.state.noise import tensor_id
 
 

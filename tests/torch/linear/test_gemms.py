@@ -10,8 +10,8 @@ from torch import Tensor, nn
 import quaver
 import quaver.torch as qt
 from quaver import recipes
-from quaver.core.costs.ledger import saved_bytes
-from quaver.core.spec import GemmSpec, Recipe
+from quaver.costs.ledger import saved_bytes
+from quaver.recipes.spec import GemmSpec, Recipe
 from tests.close import assert_bitwise, assert_close
 from tests.torch.linear.composition import compose
 

@@ -16,13 +16,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.core.costs.ledger import saved_bytes
-from quaver.core.spec import GemmSpec
-from quaver.torch.linear import entrance, gemms
-from quaver.torch.linear import layer as linear_module
-from quaver.torch.linear.layer import Linear
-from quaver.torch.state.history import rolling
-from quaver.torch.state.layer import state_of
+from quaver.costs.ledger import saved_bytes
+from quaver.recipes.spec import GemmSpec
+from quaver.torch.linear import gemms, quantized_input
+from quaver.torch.linear import linear as linear_module
+from quaver.torch.linear.linear import Linear
+from quaver.torch.state.history import roll
+from quaver.torch.state.layer_state import state_of
 from tests.close import assert_bitwise, assert_close
 from tests.pairs import pairs
 from tests.torch.linear.composition import compose
@@ -279,12 +279,12 @@ def test_without_gradients_nothing_is_kept_or_noted(name: str, mode: type, monke
     calls: list[str] = []
     real = gemms.quantize
 
-    def spy(call: gemms.Call, column: int, operand: str, *rest: Any) -> object:
+    def spy(call: gemms.LinearContext, column: int, operand: str, *rest: Any) -> object:
         calls.append(operand)
         return real(call, column, operand, *rest)
 
     monkeypatch.setattr(gemms, "quantize", spy)
-    monkeypatch.setattr(entrance, "quantize", spy)
+    monkeypatch.setattr(quantized_input, "quantize", spy)
     x = torch.randn(16, 32)
     with qt.autocast(name), mode():
         y = layer(x)
@@ -307,7 +307,7 @@ def test_training_goes_on_after_inference_mode(name: str) -> None:
         for one, want in zip(got, expected, strict=True):
             assert_bitwise(one, want)
     # Each autocast rolls what this thread has run; this ends the last step of both.
-    rolling.roll_all()
+    roll.roll_all()
     for key, value in other.state_dict().items():
         if key != "count":
             assert_bitwise(layer.state_dict()[key], value, key)

@@ -4,18 +4,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from quaver.core.spec import QuantSpec
+from quaver.recipes.spec import QuantSpec
 from quaver.torch.numerics import grouped, reference
-from quaver.torch.numerics.grouped import Draw
-from quaver.torch.numerics.groups import Laid, Offsets
-from quaver.torch.numerics.philox import QUIET
+from quaver.torch.numerics.grouped import GroupedNoise, GroupedOperand, GroupOffsets
 from quaver.torch.numerics.quantized import Quantized, decode_scales, spread
+from quaver.torch.numerics.rounding import QUIET
 from tests.close import assert_bitwise
 from tests.operands import SPECS, nasty
 
 T = 70
 SIZES = (5, 0, 40, 19)
-DRAW = Draw(3, [11, 12, 13, 14], [0, 5, 6, 7])
+DRAW = GroupedNoise(3, [11, 12, 13, 14], [0, 5, 6, 7])
 
 
 def rows(k: int) -> Tensor:
@@ -28,8 +27,8 @@ def rows(k: int) -> Tensor:
     return x
 
 
-def offsets() -> Offsets:
-    return Offsets(torch.tensor(SIZES, dtype=torch.int32).cumsum(0, dtype=torch.int32), T)
+def offsets() -> GroupOffsets:
+    return GroupOffsets(torch.tensor(SIZES, dtype=torch.int32).cumsum(0, dtype=torch.int32), T)
 
 
 def alone(x: Tensor, spec: QuantSpec, group: int, summed: bool, factors: Tensor | None) -> Quantized:
@@ -38,7 +37,7 @@ def alone(x: Tensor, spec: QuantSpec, group: int, summed: bool, factors: Tensor 
     return reference.quantize((x.t() if summed else x).contiguous(), spec, None, factor, noise)
 
 
-def part_of(laid: Laid, places: Offsets, group: int, q: Quantized) -> tuple[Tensor, Tensor]:
+def part_of(laid: GroupedOperand, places: GroupOffsets, group: int, q: Quantized) -> tuple[Tensor, Tensor]:
     """Values and decode scales [rows, k] of one group."""
     values, (start, end) = grouped.values(laid), places.bounds()[group]
     if laid.summed:
@@ -78,11 +77,11 @@ def test_the_operand_of_a_group_is_that_of_its_rows_alone(name: str, summed: boo
 @pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if spec.transposable])
 def test_what_is_turned_has_the_codes_and_scales_of_its_rows(name: str) -> None:
     spec, places, x = SPECS[name], offsets(), rows(40)
-    turned = grouped.turned(grouped.quantize(x, spec, places, False, None, DRAW), places)
+    transposed = grouped.transposed(grouped.quantize(x, spec, places, False, None, DRAW), places)
     for group, (start, end) in enumerate(places.bounds()):
         if start < end:
             q = alone(x[start:end], spec, group, False, None).T
-            values, scales = part_of(turned, places, group, q)
+            values, scales = part_of(transposed, places, group, q)
             assert_bitwise(values.contiguous(), q.values().contiguous())
             expected = spread(q.scales(), spec.block, q.shape).expand(q.shape)
             assert_bitwise(scales.contiguous(), expected.contiguous())
@@ -93,7 +92,7 @@ def test_slots_begin_at_multiples_wherever_groups_end(sizes: tuple[int, ...]) ->
     ends = torch.tensor(sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32)
     x = torch.arange(1.0, 71.0).unsqueeze(1)
     for multiple in (1, 16, 128):
-        slots = Offsets(ends, 70).slots(multiple)
+        slots = GroupOffsets(ends, 70).slots(multiple)
         taken, start = slots.take(x), 0
         assert taken.shape == (slots.count, 1) and int(slots.ends[-1]) <= slots.count
         for group, size in enumerate(sizes):

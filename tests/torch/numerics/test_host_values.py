@@ -5,13 +5,13 @@ import torch
 from torch import Tensor
 
 import quaver.torch as qt
-from quaver.torch.numerics import host_values
+from quaver.torch.numerics import versions
 
 
 def test_layers_that_share_cu_seqlens_read_them_once_for_each_version(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[list[int]] = []
     tolist = Tensor.tolist
-    monkeypatch.setattr(host_values, "waits", lambda t: True)
+    monkeypatch.setattr(versions, "waits", lambda t: True)
     monkeypatch.setattr(Tensor, "tolist", lambda t: read.append(tolist(t)) or read[-1])
     layers = [qt.MultiheadAttention(64, 4, mask_type="causal", layout="thd") for _ in range(3)]
     ends, x = torch.tensor([0, 5, 9], dtype=torch.int32), torch.randn(9, 64)

@@ -10,8 +10,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from quaver.torch.numerics import tracing
-from quaver.torch.numerics.tracing import is_tracing
+from quaver.torch.numerics import rounding
+from quaver.torch.numerics.rounding import is_tracing
 from tests.torch.beside import another_thread
 from tests.torch.test_private_names import assigned_anew
 
@@ -173,16 +173,16 @@ def test_a_flag_that_is_left_behind_changes_nothing(monkeypatch: pytest.MonkeyPa
 
 def test_without_torchs_private_names_the_process_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hasattr(torch.compiler, "_is_compiling_flag") and torch._guards.TracingContext.try_get() is None
-    monkeypatch.setattr(tracing, "_Context", None)
-    context = assigned_anew(monkeypatch, tracing, "context")
-    monkeypatch.setattr(tracing, "context", context)
+    monkeypatch.setattr(rounding, "_Context", None)
+    context = assigned_anew(monkeypatch, rounding, "context")
+    monkeypatch.setattr(rounding, "context", context)
     assert not is_tracing()
     with another_thread("export"):
         assert is_tracing()
     monkeypatch.undo()
     monkeypatch.delattr(torch.compiler, "_is_compiling_flag")
-    flags = assigned_anew(monkeypatch, tracing, "flags")
-    monkeypatch.setattr(tracing, "flags", flags)
+    flags = assigned_anew(monkeypatch, rounding, "flags")
+    monkeypatch.setattr(rounding, "flags", flags)
     assert flags is not vars(torch.compiler) and not is_tracing()
     with another_thread("export"):
         assert not is_tracing()

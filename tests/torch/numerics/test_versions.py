@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import quaver.torch as qt
-from quaver.torch.model.fusing.ropes import HALVES, Rope
-from quaver.torch.numerics import host_values
+from quaver.torch.conversion.replace.norm import HALVES, Rope
+from quaver.torch.numerics import versions
 from tests.close import assert_bitwise
 
 
@@ -40,12 +40,12 @@ def positions() -> tuple[Callable[[Tensor], Any], Tensor]:
 
 
 def lengths() -> tuple[Callable[[Tensor], Any], Tensor]:
-    return lambda ends: torch.tensor(host_values.host_values(ends)), torch.tensor([0, 5, 9])
+    return lambda ends: torch.tensor(versions.host_values(ends)), torch.tensor([0, 5, 9])
 
 
 @pytest.mark.parametrize("of", [rotary_tables, positions, lengths])
 def test_a_replayed_output_is_read_at_each_call(of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_values, "waits", lambda t: True)
+    monkeypatch.setattr(versions, "waits", lambda t: True)
     torch.manual_seed(0)
     run, output = of()
     with replayed(output):

@@ -14,9 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.torch.blocks.attention.implementations import fp8
-from quaver.torch.blocks.loss import chunked
-from quaver.torch.operations import counting
+from quaver.torch.nn import loss as chunked
+from quaver.torch.nn.attention import fp8
+from quaver.torch.operations import operation as counting
 from quaver.torch.operations.operation import Operation
 from tests.torch.backends.gpu.cublaslt import torchs_own
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import quaver.torch
 from quaver.torch.operations import operation
-from quaver.torch.operations.operation import Impl, Operation, Unsupported, narrowed
+from quaver.torch.operations.operation import Implementation, Operation, Unsupported, narrowed
 from tests import forked
 
 assert quaver.torch
@@ -26,8 +26,10 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def make(name: str = "double", **options: Any) -> Operation:
     """Doubles ints by shifting and everything by adding, but no strings."""
-    fast = Impl("fast", lambda x: ("fast", x << 1), lambda x: "" if isinstance(x, int) else "it is for ints")
-    slow = Impl("slow", lambda x: ("slow", x + x), lambda x: "it is for numbers" if isinstance(x, str) else "")
+    fast = Implementation("fast", lambda x: ("fast", x << 1), lambda x: "" if isinstance(x, int) else "it is for ints")
+    slow = Implementation(
+        "slow", lambda x: ("slow", x + x), lambda x: "it is for numbers" if isinstance(x, str) else ""
+    )
     return Operation(name, [fast, slow], **options)
 
 
@@ -72,7 +74,9 @@ def test_narrowed_leaves_the_fallback_and_what_has_no_implementation_of_that_nam
 
 def test_an_operation_made_of_another_follows_what_is_switched_off_there() -> None:
     double = make()
-    twice = Operation("twice", [Impl("fast", lambda x: "at once"), Impl("two calls", double)], parts=double)
+    twice = Operation(
+        "twice", [Implementation("fast", lambda x: "at once"), Implementation("two calls", double)], parts=double
+    )
     assert twice(3) == "at once"
     with narrowed("slow"):
         assert twice(3) == ("slow", 6)
@@ -95,9 +99,9 @@ def test_narrowed_suggests_the_nearest_name() -> None:
 
 def test_an_implementation_is_imported_when_its_place_lets_it_run_and_not_before() -> None:
     sys.modules.pop("this", None)
-    far = Impl("far", "this:d", "nowhere:reason", lambda x: "" if x else "it is not here")
-    near = Impl("near", "operator:neg", "operator:pos")
-    op = Operation("far", [far, Impl("plain", lambda x: "plain")])
+    far = Implementation("far", "this:d", "nowhere:reason", lambda x: "" if x else "it is not here")
+    near = Implementation("near", "operator:neg", "operator:pos")
+    op = Operation("far", [far, Implementation("plain", lambda x: "plain")])
     assert op(0) == "plain" and op.explain(0)[0] == ("far", "it is not here")
     with pytest.raises(ModuleNotFoundError, match="nowhere"):
         op(1)
@@ -107,7 +111,10 @@ def test_an_implementation_is_imported_when_its_place_lets_it_run_and_not_before
 
 
 def test_a_compiler_follows_one_without_an_operator_whose_first_call_it_traces() -> None:
-    add = Operation("add", [Impl("never", lambda x: x, lambda x: "it is for no one"), Impl("always", lambda x: x + 1)])
+    add = Operation(
+        "add",
+        [Implementation("never", lambda x: x, lambda x: "it is for no one"), Implementation("always", lambda x: x + 1)],
+    )
     torch.compiler.reset()
     run = torch.compile(lambda x: add(x), fullgraph=True, backend="eager")
     assert torch.equal(run(torch.zeros(2)), torch.ones(2))
@@ -122,7 +129,10 @@ def test_a_compiler_sees_one_operator_that_runs_the_implementation_of_eager_mode
 
     shift = Operation(
         "test_shift(Tensor x, float by) -> Tensor",
-        [Impl("fast", shifted, lambda x, by: "" if by else "nothing to do"), Impl("slow", lambda x, by: x.clone())],
+        [
+            Implementation("fast", shifted, lambda x, by: "" if by else "nothing to do"),
+            Implementation("slow", lambda x, by: x.clone()),
+        ],
         fake=lambda x, by: torch.empty_like(x),
     )
     graphs: list[Any] = []

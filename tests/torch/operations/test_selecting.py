@@ -59,7 +59,7 @@ def layer(recipe: Any) -> nn.Module:
     return net
 
 
-def turned(recipe: Any) -> nn.Module:
+def transposed(recipe: Any) -> nn.Module:
     net = qt.TransformerLayer(64, 4, hidden=96, normalization="RMSNorm", rope=qt.RotaryEmbedding(16), window=(7, 0))
     qt.convert(net, recipe)
     return net
@@ -96,7 +96,7 @@ def test_bits_and_states_are_those_without_a_checkpoint(recipe: Any, model: Any,
         assert_bitwise(got[name], value, name)
 
 
-@pytest.mark.parametrize("model", [linears, layer, turned])
+@pytest.mark.parametrize("model", [linears, layer, transposed])
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_a_first_forward_shows_the_operations_of_every_other(recipe: Any, model: Any) -> None:
     net, shown = model(recipe), []

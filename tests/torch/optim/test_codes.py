@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quaver.core.states import reference
-from quaver.core.states.codes import CODES, StateSpec
+from quaver.reference import optim
+from quaver.reference.optimizer_state import CODES, StateSpec
 from quaver.torch.optim import codes
 from tests.states import KINDS, drawn, every_spec
 
@@ -46,8 +46,8 @@ def test_torch_writes_and_reads_what_numpy_does(code: str, kind: str) -> None:
             x = np.abs(x)
         noise = rng.integers(0, 2**15, shape).astype(np.int32)
         with np.errstate(all="ignore"):
-            want, want_scale = reference.encode(x, spec, noise)
-            want_values = reference.decode(want, want_scale, spec)
+            want, want_scale = optim.encode(x, spec, noise)
+            want_values = optim.decode(want, want_scale, spec)
         got, scale = codes.encode(torch.tensor(x), spec, torch.tensor(noise) if spec.stochastic else None)
         assert got.dtype is codes.code_dtype(spec.of)
         if spec.of.kind == "expanded":

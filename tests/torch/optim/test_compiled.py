@@ -10,14 +10,15 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 import quaver.torch as qt
-from quaver.core.states.codes import FLOAT32
 from quaver.recipes import Recipe, get, mxfp8
+from quaver.reference.optimizer_state import FLOAT32
 from quaver.torch import optim
-from quaver.torch.numerics.philox import round_keys
-from quaver.torch.optim.rules.adam import Adam
-from quaver.torch.optim.stepping import compiled, fours, noise, pieces
-from quaver.torch.optim.stepping.pieces import Drawn, Parts, Way
-from quaver.torch.optim.weights import Keeping
+from quaver.torch.numerics.rounding import round_keys
+from quaver.torch.optim.master_weights import MasterFormat
+from quaver.torch.optim.rules import Adam
+from quaver.torch.optim.step import compiled, noise
+from quaver.torch.optim.step import step as pieces
+from quaver.torch.optim.step.step import ParameterTensors, RngKey, StepConfig
 from tests.kernels.optim.test_step import SQUARES
 
 #: One compiled piece; two of them; one and a remainder; none; one of each size and a remainder.
@@ -91,8 +92,8 @@ def test_words_for_a_compiler_are_those_of_eager_steps(dtype: torch.dtype) -> No
     assert torch.equal(noise.traced_words(4096, torch.tensor(first), *given), expected)
     place = compiled._place(first, True, *given)
     assert all(word.dtype is dtype for word in place)
-    fours = noise.traced_fours(torch.Size((16, 64)), *place)
-    assert torch.equal(torch.stack(fours, -1).view(-1), expected)
+    packed4 = noise.traced_packed4(torch.Size((16, 64)), *place)
+    assert torch.equal(torch.stack(packed4, -1).view(-1), expected)
     pairs = noise.traced_pairs(torch.Size((64, 32)), *place)
     assert torch.equal(torch.stack(pairs, -1).view(-1), expected)
 
@@ -136,10 +137,10 @@ def test_a_step_has_its_bits_while_another_thread_compiles(
 
 
 def test_numbers_of_another_dtype_or_shape_step_without_a_program() -> None:
-    way, part = Way(Adam(), Keeping("plain"), (FLOAT32, FLOAT32)), torch.zeros(64, 64)
-    parts = Parts((part,), ((part.clone(),), (part.clone(),)), (part.clone(),))
-    scalars, drawn = (torch.ones(()),) * 8, Drawn(0, 0, 1, noise.Place((0, 0), (64, 64), (64, 64)))
-    programs = compiled.Compiled()
+    way, part = StepConfig(Adam(), MasterFormat("plain"), (FLOAT32, FLOAT32)), torch.zeros(64, 64)
+    parts = ParameterTensors((part,), ((part.clone(),), (part.clone(),)), (part.clone(),))
+    scalars, drawn = (torch.ones(()),) * 8, RngKey(0, 0, 1, noise.Place((0, 0), (64, 64), (64, 64)))
+    programs = compiled.CompiledSteps()
     for factor in (torch.ones((), dtype=torch.float64), torch.ones(1)):
         assert programs.begin(way, scalars, factor, drawn, None)(parts, 0, None) is None
     assert (
@@ -197,12 +198,17 @@ def test_a_copy_compiles_as_the_first_does() -> None:
 
 def test_a_block_with_a_number_that_is_none_has_the_scale_nan() -> None:
     """A compiler's largest of NaN is NaN with all bits set, a negative integer."""
-    keeping = Keeping("residual8", SQUARES)
-    planes = [torch.rand(64, 16, generator=torch.Generator().manual_seed(k)) for k in range(4)]
-    planes[2][40, 3] = float("nan")
-    run = torch.compile(lambda *planes: fours._coded_in_blocks(keeping, [*planes], [None] * 4, torch.Size((2, 2)))[1])
-    assert run(*planes).tolist() == fours._coded_in_blocks(keeping, planes, [None] * 4, torch.Size((2, 2)))[1].tolist()
-    assert int((run(*planes) == 255).sum()) == 1
+    master_format = MasterFormat("residual8", SQUARES)
+    unpacked = [torch.rand(64, 16, generator=torch.Generator().manual_seed(k)) for k in range(4)]
+    unpacked[2][40, 3] = float("nan")
+    run = torch.compile(
+        lambda *unpacked: compiled._coded_in_blocks(master_format, [*unpacked], [None] * 4, torch.Size((2, 2)))[1]
+    )
+    assert (
+        run(*unpacked).tolist()
+        == compiled._coded_in_blocks(master_format, unpacked, [None] * 4, torch.Size((2, 2)))[1].tolist()
+    )
+    assert int((run(*unpacked) == 255).sum()) == 1
 
 
 @pytest.mark.slow

@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 import quaver.torch as qt
-from quaver.core.states import reference
-from quaver.core.states.codes import StateSpec
-from quaver.core.states.presets import PRESETS
+from quaver.reference import optim as reference
+from quaver.reference.optimizer_state import PRESETS, StateSpec
 from quaver.torch import optim
-from quaver.torch.linear.stored import storing
-from quaver.torch.optim.loading.earlier import FIRST_FORM_PRESETS, saved_preset
-from quaver.torch.optim.loading.presets import packed
+from quaver.torch.linear import store_weight
+from quaver.torch.optim.state_conversion import FIRST_FORM_PRESETS, packed, saved_preset
 from tests.torch.optim.test_loading import full_weight, layer_of, run, through_a_file
 
 FIRST = {True: StateSpec(code="int8_softsign"), False: StateSpec(code="uint8_root", stochastic=True, floor=True)}
@@ -28,8 +26,8 @@ STEPS = {"lean": 2.0**-7, "balanced": 2.0**-15}
 
 def value_and_half(p: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """Codes' numbers, or bfloat16's, and half of the step at their power of two: float64, found by neighbours."""
-    if storing.holds_codes(p):
-        layer: Any = storing.owner(p)
+    if store_weight.holds_codes(p):
+        layer: Any = store_weight.owner(p)
         fmt = layer.weight_spec.format
         number = p.detach().view(torch.float8_e4m3fn).double().numpy()
         power = np.maximum(np.floor(np.log2(np.maximum(np.abs(number), 1e-300))), fmt.emin)
@@ -40,9 +38,9 @@ def value_and_half(p: Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 def bits_of(p: Tensor) -> int:
     """A power of two is this power of two of halves of its step."""
-    if not storing.holds_codes(p):
+    if not store_weight.holds_codes(p):
         return 8
-    layer: Any = storing.owner(p)
+    layer: Any = store_weight.owner(p)
     return int(layer.weight_spec.format.mantissa_bits) + 1
 
 
@@ -100,7 +98,7 @@ def test_they_are_read_as_they_were_written_and_converted(kind: str, preset: str
     if "weight" in meant:
         scale = 1.0
         weight = full_weight(optimizer, layer.weight).double().numpy()
-        if storing.holds_codes(layer.weight):
+        if store_weight.holds_codes(layer.weight):
             number, _ = value_and_half(layer.weight)
             dequantized = qt.dequantize_weights(layer)
             del dequantized

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 import quaver.torch as qt
-from quaver.core.states import bounds
+from quaver.reference import optim as bounds
 from quaver.torch import optim
-from quaver.torch.optim import weights
-from quaver.torch.optim.loading import kept as module
-from quaver.torch.optim.loading.rules import key_of
-from quaver.torch.optim.stepping import layout, noise, pieces
-from quaver.torch.optim.weights import Keeping
+from quaver.torch.optim import master_weights
+from quaver.torch.optim import state_format as module
+from quaver.torch.optim.master_weights import MasterFormat
+from quaver.torch.optim.state_conversion import key_of
+from quaver.torch.optim.step import layout, noise
+from quaver.torch.optim.step import step as pieces
 
 BETAS = ((0.9, 0.95), (0.9, 0.999), (0.0, 0.99), (0.5, 0.3), (0.95, 0.95), (0.99, 0.9999), (0.3, 0.0901))
 #: Three of its codes are rounded at random, which share a word by tens of bits.
@@ -110,7 +111,7 @@ def test_what_a_step_rounds_at_random_is_right_in_the_mean(kind: str, dtype: str
     optimizer.step()
     way = optimizer.way(p, group)
     parts = optimizer.parts(p, way)
-    parts = pieces.Parts(
+    parts = pieces.ParameterTensors(
         tuple(t.clone() for t in parts.weight),
         tuple(tuple(t.clone() for t in held) for held in parts.moments),
         parts.gradient,
@@ -120,14 +121,14 @@ def test_what_a_step_rounds_at_random_is_right_in_the_mean(kind: str, dtype: str
     if amax is not None:
         amax = way.rule.reach(amax, scalars, ())
     exact = way.rule(
-        weights.read(way.keeping, parts.weight),
+        master_weights.read(way.master_format, parts.weight),
         parts.gradient[0].float(),
         tuple(pieces._decoded(held, spec) for held, spec in zip(parts.moments, way.moments, strict=True)),
         scalars,
     )
     wanted: dict[str, Tensor] = {}
     draws: dict[str, list[Tensor]] = {}
-    if way.keeping.stochastic:
+    if way.master_format.stochastic:
         wanted["weight"] = exact.weight
     wanted |= {
         f"moment {i}": value
@@ -138,7 +139,7 @@ def test_what_a_step_rounds_at_random_is_right_in_the_mean(kind: str, dtype: str
     for step in range(200):
         word = noise.words(0, 4096, 3, 1, step, torch.device("cpu")).view(64, 64)
         moved = pieces.move(way, parts, scalars, None, word, amax)
-        values = {"weight": weights.read(way.keeping, moved.weight)}
+        values = {"weight": master_weights.read(way.master_format, moved.weight)}
         values |= {
             f"moment {i}": pieces._decoded(held, spec)
             for i, (held, spec) in enumerate(zip(moved.moments, way.moments, strict=True))
@@ -219,9 +220,9 @@ def test_a_remainder_keeps_all_mantissas(exponent: int) -> None:
     """All of 2**23 of subnormals, numbers of both signs, the largest, which round to infinity, and NaN."""
     bits = torch.arange(1 << 23, dtype=torch.int32) | (exponent << 23)
     bits = (bits | (-(1 << 31) if exponent % 2 else 0)).view(1, -1)
-    weight, keeping = bits.view(torch.float32), Keeping("remainder")
-    held = weights.write(keeping, weight, (torch.empty(0, dtype=torch.bfloat16),), None)
-    back = weights.read(keeping, held).view(torch.int32)
+    weight, master_format = bits.view(torch.float32), MasterFormat("remainder")
+    held = master_weights.write(master_format, weight, (torch.empty(0, dtype=torch.bfloat16),), None)
+    back = master_weights.read(master_format, held).view(torch.int32)
     # NaN is kept as such, its payload is not.
     assert torch.equal(back, torch.where(weight.isnan(), 0x7FC00000, bits))
     if exponent < 255:
@@ -247,13 +248,13 @@ def test_residuals_of_all_codes_become_finer_without_a_loss(recipe: str) -> None
         weight = (data, layer.weight_scale)
     # Below nothing there is no magnitude.
     residual = torch.where(data.float() == 0, residual.clamp(min=0), residual).to(torch.int8).contiguous()
-    old = Keeping("residual8", spec, True)
-    value = weights.read(old, (*weight, residual))
+    old = MasterFormat("residual8", spec, True)
+    value = master_weights.read(old, (*weight, residual))
     for kind in ("residual16", "float32") if spec is not None else ("residual16", "remainder"):
-        keeping = Keeping(kind, spec)
-        beside = weights.first_states(keeping, data, value)
-        beside = weights.around(keeping, value, (*weight, *beside))
-        assert torch.equal(weights.read(keeping, (*weight, *beside)), value), kind
+        master_format = MasterFormat(kind, spec)
+        beside = master_weights.first_states(master_format, data, value)
+        beside = master_weights.around(master_format, value, (*weight, *beside))
+        assert torch.equal(master_weights.read(master_format, (*weight, *beside)), value), kind
 
 
 KINDS = ("float32", "bfloat16", "tensorwise", "mxfp8")
@@ -282,12 +283,12 @@ def test_presets_become_each_other_as_float32_becomes_them(kind: str, before: st
         p.grad = torch.randn(64, 160).to(p.grad_dtype or torch.float32)
         first.step()
     plain = optimizer_of("float32", first.state_dict())
-    group, read = plain.param_groups[0], weights.read
-    whole = read((way := plain.way(p, group)).keeping, plain.parts_of_weight(p, way))
+    group, read = plain.param_groups[0], master_weights.read
+    whole = read((way := plain.way(p, group)).master_format, plain.parts_of_weight(p, way))
     old = first.way(p, first.param_groups[0])
     # A negative number half a step from a bfloat16 is an ulp of float32 more than its remainder can say.
     ulp = 2.0**-23 if (kind, before) == ("bfloat16", "lean") else 0.0
-    torch.testing.assert_close(whole, read(old.keeping, first.parts_of_weight(p, old)), rtol=ulp, atol=0)
+    torch.testing.assert_close(whole, read(old.master_format, first.parts_of_weight(p, old)), rtol=ulp, atol=0)
     for name, spec in zip(old.rule.names, old.moments, strict=True):
         held = first.state[p][key_of(name, spec)], first.state[p].get(f"{name}_scale")
         assert torch.equal(plain.state[p][name], optim.codes.decode(*held, spec))

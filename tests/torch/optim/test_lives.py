@@ -13,10 +13,10 @@ from torch._subclasses import FakeTensorMode
 
 import quaver.torch as qt
 from quaver.torch import optim
-from quaver.torch.linear.stored import storing
-from quaver.torch.linear.stored.stored import check_gradient, dequantized
-from quaver.torch.numerics import philox
-from quaver.torch.optim import weights
+from quaver.torch.linear import store_weight
+from quaver.torch.linear.stored_weight import check_gradient, dequantized
+from quaver.torch.numerics import rounding
+from quaver.torch.optim import master_weights
 from quaver.torch.optim.quantized_gradient import QuantizedGradient
 
 
@@ -170,7 +170,7 @@ def test_the_initial_value_that_a_layer_keeps_begins_the_master(preset: str, bou
     layer.weight.grad = torch.zeros(192, 160, dtype=layer.weight.grad_dtype)
     optimizer.step()
     way = optimizer.way(layer.weight, optimizer.param_groups[0])
-    weight = weights.read(way.keeping, optimizer.parts_of_weight(layer.weight, way))
+    weight = master_weights.read(way.master_format, optimizer.parts_of_weight(layer.weight, way))
     error, largest = (float(tensor.detach().abs().max()) for tensor in (weight - initial, initial))
     assert error <= bound * largest
     assert float((codes != layer.weight.detach().view(torch.uint8)).float().mean()) < 0.01
@@ -224,30 +224,30 @@ def test_a_parameters_layer_is_the_one_that_has_it_now() -> None:
     """What an earlier search went through does not outlive a change: another parameter, a copy, plain weights."""
     model = model_of()
     first, last = model[0], model[2]
-    assert storing.owner(first.weight) is first and storing.owner(last.weight) is last
+    assert store_weight.owner(first.weight) is first and store_weight.owner(last.weight) is last
     old, new = first.weight, nn.Parameter(first.weight.detach().clone(), requires_grad=False)
     first.weight, first.weight_scale = new, first.weight_scale.clone()
-    assert storing.owner(new) is first and storing.owner(old) is None
+    assert store_weight.owner(new) is first and store_weight.owner(old) is None
     twin = copy.deepcopy(model)
-    assert storing.owner(twin[2].weight) is twin[2] and storing.owner(last.weight) is last
+    assert store_weight.owner(twin[2].weight) is twin[2] and store_weight.owner(last.weight) is last
     weight = twin[2].weight
     del twin
     gc.collect()
-    assert storing.owner(weight) is None
+    assert store_weight.owner(weight) is None
     weight = last.weight
     qt.dequantize_weights(model)
-    assert storing.owner(weight) is None
+    assert store_weight.owner(weight) is None
 
 
 def test_layers_are_searched_once_for_all_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step asks of each parameter several times: a search of all layers for each would grow with their square."""
     model = nn.ModuleList(qt.Linear(64, 64, bias=False) for _ in range(9))
     qt.quantize_weights(model, "tensorwise")
-    searched, search = [], storing._owners
-    monkeypatch.setattr(storing, "_owners", lambda: searched.append(1) or search())
+    searched, search = [], store_weight._owners
+    monkeypatch.setattr(store_weight, "_owners", lambda: searched.append(1) or search())
     for _ in range(3):
         for layer in model:
-            assert storing.owner(layer.weight) is layer
+            assert store_weight.owner(layer.weight) is layer
     assert len(searched) == 1
 
 
@@ -259,10 +259,10 @@ def test_a_fake_step_leaves_nothing_to_real_ones() -> None:
             p = nn.Parameter(torch.ones(128, 64, dtype=torch.bfloat16))
             p.grad = torch.ones_like(p)
             optim.AdamW([p], lr=1e-3, preset="exact", seed=seed).step()
-            philox.uniform(4, 4, seed, 1, 0, device)
+            rounding.uniform(4, 4, seed, 1, 0, device)
         if not real:
-            first = philox.uniform(4, 4, seed, 1, 0, device)
-    assert torch.equal(first, philox.uniform(4, 4, seed, 1, 0, device))
+            first = rounding.uniform(4, 4, seed, 1, 0, device)
+    assert torch.equal(first, rounding.uniform(4, 4, seed, 1, 0, device))
 
 
 def test_a_thread_that_compiles_refuses_no_other_threads_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 import quaver.torch as qt
 from quaver.torch import optim
-from quaver.torch.optim import codes, weights
-from quaver.torch.optim.loading.rules import key_of
+from quaver.torch.optim import codes, master_weights
+from quaver.torch.optim.state_conversion import key_of
 
 PAIRS = list(itertools.permutations(("float32", "exact", "balanced", "lean", "msamp"), 2))
 KINDS = ("float32", "bfloat16", "tensorwise", "blockwise", "mxfp8")
@@ -45,7 +45,7 @@ def run(layer: Any, optimizer: torch.optim.Optimizer, steps: int, first: int = 0
 
 def full_weight(optimizer: optim.Optimizer, p: Tensor) -> Tensor:
     way = optimizer.way(p, optimizer.param_groups[0])
-    return weights.read(way.keeping, optimizer.parts_of_weight(p, way)).view(p.shape)
+    return master_weights.read(way.master_format, optimizer.parts_of_weight(p, way)).view(p.shape)
 
 
 def through_a_file(state: Any) -> Any:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import quaver.torch as qt
-from quaver.core.states import bounds
+from quaver.reference import optim as bounds
 from quaver.torch import optim
-from quaver.torch.optim import weights
-from quaver.torch.optim.stepping import pieces
+from quaver.torch.optim import master_weights
+from quaver.torch.optim.step import step as pieces
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
 #: Rates beside decays; lr * decay near 1 leaves nothing of a weight, where float32 rounds by what it was.
@@ -40,7 +40,7 @@ def give(p: Tensor, gradient: Tensor) -> None:
 def kept(optimizer: optim.Optimizer, p: Tensor) -> Tensor:
     """The weight with all that is kept of it, float32."""
     way = optimizer.way(p, optimizer.param_groups[0])
-    return weights.read(way.keeping, optimizer.parts_of_weight(p, way))
+    return master_weights.read(way.master_format, optimizer.parts_of_weight(p, way))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -78,8 +78,8 @@ def hard_bits() -> Tensor:
 
 def test_a_remainder_keeps_every_float32_and_a_gemm_reads_its_nan() -> None:
     weight = hard_bits().view(torch.float32)
-    held = weights.write(weights.Keeping("remainder"), weight, (weight.bfloat16(),), None)
-    back = weights.read(weights.Keeping("remainder"), held)
+    held = master_weights.write(master_weights.MasterFormat("remainder"), weight, (weight.bfloat16(),), None)
+    back = master_weights.read(master_weights.MasterFormat("remainder"), held)
     nan = weight.isnan()
     assert torch.equal(back.view(torch.int32)[~nan], weight.view(torch.int32)[~nan])
     assert bool(back[nan].isnan().all() and held[0][nan].isnan().all())
@@ -132,7 +132,7 @@ def test_a_pruned_weight_is_a_number_next_to_nothing(preset: str) -> None:
             read = kept(optimizer, layer.weight)
             assert bool(read.isfinite().all())
             # Masters stay what they are.
-            held = optimizer.way(layer.weight, optimizer.param_groups[0]).keeping.kind[:3] == "res"
+            held = optimizer.way(layer.weight, optimizer.param_groups[0]).master_format.kind[:3] == "res"
             assert not held or read.abs().amax() < 2e-2 * was
     for layer in layers:
         assert bool(layer.weight.detach().float().isfinite().all())
@@ -148,13 +148,13 @@ def test_no_weight_exceeds_what_was_said_before_the_step(rule: str, monkeypatch:
         "no bound": {"betas": (0.95, 0.9)},
     }.get(kind, {})
     written: list[tuple[Tensor, Tensor | None]] = []
-    write = weights.write
+    write = master_weights.write
 
-    def seen(keeping: Any, weight: Tensor, tensors: Any, noise: Any, amax: Tensor | None = None) -> Any:
-        written.append((weights.block_amax(keeping.spec, weight), amax))
-        return write(keeping, weight, tensors, noise, amax)
+    def seen(master_format: Any, weight: Tensor, tensors: Any, noise: Any, amax: Tensor | None = None) -> Any:
+        written.append((master_weights.block_amax(master_format.spec, weight), amax))
+        return write(master_format, weight, tensors, noise, amax)
 
-    monkeypatch.setattr(weights, "write", seen)
+    monkeypatch.setattr(master_weights, "write", seen)
     for number, (recipe, preset, (lr, decay)) in enumerate(
         itertools.product(("tensorwise", "rowwise"), ("balanced", "lean"), RATES)
     ):
@@ -176,7 +176,7 @@ def test_no_weight_exceeds_what_was_said_before_the_step(rule: str, monkeypatch:
                 # What is stored may be above by the half step of a code that residuals are parts of, rounded.
                 stored = optimizer.state[p]["amax"]
                 assert bool((stored <= said * (1 + 2.0**-11)).all())
-                assert torch.equal(stored, weights.block_amax(layer.weight_spec, after))
+                assert torch.equal(stored, master_weights.block_amax(layer.weight_spec, after))
 
 
 @pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999), (0.5, 0.9), (0.0, 0.999), (0.99, 0.999)])

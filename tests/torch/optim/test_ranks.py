@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import quaver.torch as qt
 from quaver.torch import optim
-from quaver.torch.optim.stepping import layout, noise
+from quaver.torch.optim.step import layout, noise
 from quaver.torch.parallel import Checkpoint, gather_quantized
 from tests import two_ranks
 from tests.close import assert_bitwise

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.core.states import bounds
+from quaver.reference import optim as bounds
 from quaver.torch import optim
-from quaver.torch.optim import weights
+from quaver.torch.optim import master_weights
 
 #: Ours, torch's, and options.
 PAIRS: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]] = {
@@ -35,7 +35,7 @@ def gradients(number: int, shape: tuple[int, ...], decades: int = 3) -> list[Ten
 def weight_of(optimizer: optim.Optimizer, p: Tensor) -> Tensor:
     """The weight with all that is kept of it, float32."""
     way = optimizer.way(p, optimizer.param_groups[0])
-    return weights.read(way.keeping, optimizer.parts(p, way).weight)
+    return master_weights.read(way.master_format, optimizer.parts(p, way).weight)
 
 
 @pytest.mark.parametrize("name", PAIRS)

@@ -22,9 +22,12 @@ import quaver.torch as qt
 from quaver import recipes
 from quaver.torch import parallel
 from tests.torch.parallel import test_pipeline, test_pipeline_mesh
-from tests.torch.parallel.context import test_applying
-from tests.torch.parallel.fsdp import test_codes, test_gathering
-from tests.torch.parallel.quantized import test_dispatch, test_experts, test_gradients
+from tests.torch.parallel import test_quantized_gradients as test_gradients
+from tests.torch.parallel.context import test_context_parallel as test_applying
+from tests.torch.parallel.fsdp import test_codes
+from tests.torch.parallel.fsdp import test_gather as test_gathering
+from tests.torch.parallel.moe import test_dispatch
+from tests.torch.parallel.moe import test_expert_parallel as test_experts
 from tests.torch.parallel.tensor import matrices, test_mesh, test_styles, vocabulary
 
 PAGE = Path(__file__).parents[3] / "docs" / "design" / "parallel-matrix.md"
@@ -66,13 +69,13 @@ def alone() -> Iterator[None]:
 def send(recipe: str) -> None:
     """To this process alone."""
     with alone():
-        parallel.exchange(torch.randn(8, 64), parallel.Splits((8,), (8,)), recipes.get(recipe).fprop.a)
+        parallel.all_to_all(torch.randn(8, 64), parallel.AllToAllSplits((8,), (8,)), recipes.get(recipe).fprop.a)
 
 
 def divide(recipe: str) -> None:
     """Among this process alone."""
     with alone(), qt.autocast(recipe):
-        moe = qt.MoE(64, 64, qt.Mixture(experts=2, k=1))
+        moe = qt.MoE(64, 64, qt.MixtureConfig(experts=2, k=1))
         parallelize_module(moe, init_device_mesh("cpu", (1,)), parallel.ExpertParallel())(torch.randn(8, 64))
 
 
@@ -101,7 +104,7 @@ def rows() -> list[Row]:
     gathered, frozen, both = test_gathering, test_gathering.STORED, test_applying.WITH_HEADS
     return [
         Row("`gather_quantized`, `fully_shard`", gathered.QUICK, dict.fromkeys(gathered._OWN, gathered.STEPS), gather),
-        Row("the same, after `Column`, `Row`", test_mesh.STEPS, test_mesh.LONG),
+        Row("the same, after `ColwiseParallel`, `RowwiseParallel`", test_mesh.STEPS, test_mesh.LONG),
         Row("`quantized_init`, `fully_shard`, frozen", frozen, dict.fromkeys(frozen, gathered.STEPS), store),
         Row(
             "the same, stepped by `quaver.torch.optim`",
@@ -109,11 +112,18 @@ def rows() -> list[Row]:
             dict.fromkeys(test_codes.LEARN, test_codes.ALL_STEPS),
             learn,
         ),
-        Row("`Column`, `Row`, tokens in parts", test_styles.STEPS, test_styles.LONG),
-        Row("`Heads`: several matrices in one weight", matrices.STEPS, matrices.LONG),
-        Row("`Vocabulary`: a quantized head, its loss", vocabulary.HEADS, vocabulary.LONG),
+        Row("`ColwiseParallel`, `RowwiseParallel`, tokens in parts", test_styles.STEPS, test_styles.LONG),
+        Row("`HeadParallel`: several matrices in one weight", matrices.STEPS, matrices.LONG),
+        Row("`VocabParallel`: a quantized head, its loss", vocabulary.HEADS, vocabulary.LONG),
         *(Row(f'`context_parallel(how="{how}")`', test_applying.ALONE[how], test_applying.LONG[how]) for how in hows),
-        *(Row(f'`how="{how}"`, after `Heads`, `Column`, `Row`', both[how], test_applying.LONG[how]) for how in hows),
+        *(
+            Row(
+                f'`how="{how}"`, after `HeadParallel`, `ColwiseParallel`, `RowwiseParallel`',
+                both[how],
+                test_applying.LONG[how],
+            )
+            for how in hows
+        ),
         Row("`exchange`", sent(), call=send),
         Row("`ExpertParallel`", test_experts.STEPS, call=divide),
         Row("`quantize_gradients`", test_gradients.TRAINED, test_gradients.LONG),

@@ -21,24 +21,24 @@ from torch.nn.parallel import DistributedDataParallel
 import quaver
 import quaver.torch as qt
 from quaver import recipes
-from quaver.core.spec import QuantSpec
+from quaver.recipes.spec import QuantSpec
 from quaver.torch.parallel import (
-    Column,
+    AllToAllSplits,
+    ColwiseParallel,
     ExpertParallel,
-    Row,
-    Sequence,
-    Splits,
-    Vocabulary,
-    agree_histories,
-    check_alike,
+    RowwiseParallel,
+    SequenceParallel,
+    VocabParallel,
+    all_to_all,
+    check_consistency,
     context_parallel,
     cross_entropy,
-    exchange,
-    gather_again,
     gather_quantized,
     quantize_gradients,
+    refresh_gather,
+    sync_amax_histories,
 )
-from quaver.torch.parallel.context.across import attention
+from quaver.torch.parallel.context.attention import context_parallel_attention
 from tests import two_ranks
 from tests.close import assert_bitwise
 
@@ -58,7 +58,7 @@ def mlp(recipe: Any = "mxfp8", sequence: bool = False) -> Any:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
     qt.convert(net, recipe)
-    plan = {"0": Column(sequence=sequence), "2": Row(sequence=sequence)}
+    plan = {"0": ColwiseParallel(sequence=sequence), "2": RowwiseParallel(sequence=sequence)}
     return parallelize_module(net, two_ranks.mesh(2), plan)
 
 
@@ -110,8 +110,8 @@ def column_and_row(rank: int) -> None:
 
 def other_styles_and_losses(rank: int) -> None:
     mesh = two_ranks.mesh(2)
-    norm: Any = parallelize_module(nn.LayerNorm(64), mesh, Sequence())
-    words: Any = parallelize_module(nn.Embedding(32, 64), mesh, Vocabulary())
+    norm: Any = parallelize_module(nn.LayerNorm(64), mesh, SequenceParallel())
+    words: Any = parallelize_module(nn.Embedding(32, 64), mesh, VocabParallel())
     x, tokens = torch.ones(8, 64), torch.arange(8)
     norm(x), words(tokens)
     refused("differ at LayerNorm: rank 0: input", lambda: norm(x if rank else x.bfloat16()))
@@ -125,14 +125,14 @@ def other_styles_and_losses(rank: int) -> None:
     unknown = "unknown" if rank else "mean"
     refused("rank 1: no reduction 'unknown'", lambda: cross_entropy(x, tokens, mesh, reduction=unknown))
     assert targets.numel() and cross_entropy(x, tokens, mesh).isfinite()
-    late: Any = parallelize_module(nn.Sequential(nn.Linear(64, 64)), mesh, {"0": Column()})
+    late: Any = parallelize_module(nn.Sequential(nn.Linear(64, 64)), mesh, {"0": ColwiseParallel()})
     with pytest.warns(UserWarning, match="0 .its weight lies in parts already: call convert before parallelize_module"):
         qt.convert(late, "mxfp8")
 
 
 def expert_parallelism(rank: int) -> None:
     torch.manual_seed(0)
-    moe = qt.MoE(64, 32, qt.Mixture(experts=4, k=2), recipe="mxfp8")
+    moe = qt.MoE(64, 32, qt.MixtureConfig(experts=4, k=2), recipe="mxfp8")
     parallelize_module(moe, two_ranks.mesh(2), ExpertParallel())
     x = torch.randn(8 + rank, 64, requires_grad=True)
     moe(x).sum().backward()
@@ -143,8 +143,8 @@ def expert_parallelism(rank: int) -> None:
     refused("gradients of parameters", lambda: moe(x))
     moe.requires_grad_(True)
     moe(x).sum().backward()
-    rows, splits = torch.ones(4, 64), Splits.even(2)
-    refused("differ at exchange: rank 0: width 64; rank 1: width 32", lambda: exchange(rows[:, : 64 >> rank], splits))
+    rows, splits = torch.ones(4, 64), AllToAllSplits.even(2)
+    refused("differ at exchange: rank 0: width 64; rank 1: width 32", lambda: all_to_all(rows[:, : 64 >> rank], splits))
 
 
 def weights_gathered_as_codes(rank: int) -> None:
@@ -204,7 +204,7 @@ def other_calls(rank: int) -> None:
     net(x).sum().backward()
     qt.convert(net, "rowwise")
     says = "different calls: rank 0: a forward after gather_quantized; rank 1: the comparison of models by"
-    refused(says, lambda: gather_again(net) if rank else net(x))
+    refused(says, lambda: refresh_gather(net) if rank else net(x))
     net = model("delayed")
     torch.set_grad_enabled(not rank)
     refused("different calls: rank 0: the end of a step .*; rank 1: gather_quantized's first gather", lambda: net(x))
@@ -218,8 +218,8 @@ def other_calls(rank: int) -> None:
             net(x).sum().backward()
 
     step()
-    says = "different calls: rank 0: the end of a step of delayed scaling; rank 1: agree_histories"
-    refused(says, lambda: agree_histories(net) if rank else step())
+    says = "different calls: rank 0: the end of a step of delayed scaling; rank 1: sync_amax_histories"
+    refused(says, lambda: sync_amax_histories(net) if rank else step())
     # As many bytes are reduced as a header has: maxima of two layers.
     net = mlp("delayed")
     net(x).sum().backward()
@@ -238,7 +238,7 @@ def in_vain(rank: int) -> None:
     if rank == 0:
         says = "this rank came to the comparison of models .* and waited for the others in vain .*call it on all ranks"
         with pytest.raises(RuntimeError, match=says):
-            check_alike(nn.Linear(4, 4), DeviceMesh.from_group(group, "cpu"))
+            check_consistency(nn.Linear(4, 4), DeviceMesh.from_group(group, "cpu"))
 
 
 def gradients_by_other_specs(rank: int) -> None:
@@ -265,7 +265,7 @@ def recipes_that_change(rank: int) -> None:
     for recipe in ("tensorwise", "rowwise"):
         net(x).sum().backward()
         qt.convert(net, recipe)
-        gather_again(net)
+        refresh_gather(net)
         if rank:
             gc.collect()
         net(x).sum().backward()
@@ -315,7 +315,7 @@ def sequences_in_parts(rank: int) -> None:
     q, k, v = (torch.randn(2, 8, 4, 16, requires_grad=True) for _ in range(3))
 
     def attend(q: Any = q, k: Any = k, v: Any = v, **options: Any) -> None:
-        attention(q, k, v, **{"mask_type": "causal", "how": "gather", **options}).sum().backward()
+        context_parallel_attention(q, k, v, **{"mask_type": "causal", "how": "gather", **options}).sum().backward()
 
     for how in ("gather", "ring", "all_to_all"):
         attend(how=how)

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.torch.parallel import Checkpoint, Column, Row, agree_histories, gather_quantized
+from quaver.torch.parallel import Checkpoint, ColwiseParallel, RowwiseParallel, gather_quantized, sync_amax_histories
 from tests import two_ranks
 from tests.close import assert_bitwise, assert_close
 
@@ -69,12 +69,14 @@ def by_copies(model: nn.Module) -> nn.Module:
 
 
 def by_tensor(model: nn.Module) -> nn.Module:
-    return parallelize_module(model, two_ranks.mesh(two_ranks.world()), {"up": Column(), "down": Row()})
+    return parallelize_module(
+        model, two_ranks.mesh(two_ranks.world()), {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    )
 
 
 def by_both(model: nn.Module) -> nn.Module:
     mesh = two_ranks.mesh(2, 2, names=("fsdp", "tp"))
-    parallelize_module(model, mesh["tp"], {"up": Column(), "down": Row()})
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     for part in (model.up, model.down, model):
         fully_shard(part, mesh=mesh["fsdp"])
     return model
@@ -178,7 +180,7 @@ def the_newest_row_is_that_of_all_ranks(rank: int) -> None:
             model.state_dict()
     assert [str(each.message)[:45] for each in seen] == ["the newest row of delayed scaling's histories"]
     factor = model.module.up.factor.clone()
-    agree_histories(model)
+    sync_amax_histories(model)
     assert_bitwise(model.module.up.history[0], torch.maximum(*rows))
     assert_bitwise(model.module.up.factor, factor)
     # By torch's own functions, as a loop has them.
@@ -188,7 +190,7 @@ def the_newest_row_is_that_of_all_ranks(rank: int) -> None:
     expected = train((model, optimizer), by_copies, range(2, 4))
     other = run("delayed", by_copies, seed=3)
     train(other, by_copies, range(7, 8))
-    agree_histories(other[0])
+    sync_amax_histories(other[0])
     held = dict(zip(("model", "optimizer"), get_state_dict(*other), strict=True))
     dcp.load(held, checkpoint_id=folder)
     set_state_dict(*other, model_state_dict=held["model"], optim_state_dict=held["optimizer"])
@@ -390,7 +392,7 @@ def a_stage_without_histories(rank: int) -> None:
         part = nn.ModuleList([qt.Linear(WIDE, WIDE) if rank == 0 else nn.LayerNorm(WIDE)])
         with qt.autocast("delayed"):
             part[0](x_of(0)).sum().backward()
-        agree_histories(part)
+        sync_amax_histories(part)
 
 
 def bad_input(rank: int) -> None:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import quaver.torch as qt
-from quaver.torch.parallel import agree_histories, gather_quantized
+from quaver.torch.parallel import gather_quantized, sync_amax_histories
 from tests import two_ranks
 from tests.close import assert_bitwise
 from tests.two_ranks import gathered
@@ -99,7 +99,7 @@ def copies_in_checkpoints(rank: int) -> None:
                     late.eval()(data(rank, 5))
                 late.train()
         whole = nn.ModuleList([late, *nets])
-        agree_histories(whole)
+        sync_amax_histories(whole)
         for net in (late, *nets):
             assert_scales(net, f"{reentrant}, at the end", agreed=True)
 
@@ -121,7 +121,7 @@ def two_models(rank: int) -> None:
                         y = one.eval()(data(rank, number + again))
                     step(other, optimizers[1], y)
                 one.train()
-                agree_histories(nn.ModuleList(nets))
+                sync_amax_histories(nn.ModuleList(nets))
                 one.state_dict()
                 for net in nets if recipe == "delayed" else ():
                     assert_scales(net, f"{wrap.__name__}, step {number}", agreed=True)
@@ -164,7 +164,7 @@ def accumulation(rank: int) -> None:
                             with torch.no_grad():
                                 model.eval()(data(rank, 9))
                             model.train()
-                    agree_histories(model)
+                    sync_amax_histories(model)
                     model.state_dict()
                     if number % 2 == 0:
                         optimizer.step()

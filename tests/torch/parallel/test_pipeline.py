@@ -177,7 +177,7 @@ def in_stages(
         counting: entered around each step of the schedule.
     """
     has, last = kind.stages[rank], len(net) - 1
-    stages = [parallel.stage(net[i], i, len(net), torch.empty(*TOKENS, WIDTH, device="meta")) for i in has]
+    stages = [parallel.pipeline_stage(net[i], i, len(net), torch.empty(*TOKENS, WIDTH, device="meta")) for i in has]
     schedule = kind.schedule(stages if len(stages) > 1 else stages[0], n_microbatches=MICRO, loss_fn=loss_of)
     optimizer, losses = torch.optim.SGD([p for i in has for p in net[i].parameters()], LR), []
     for x, target in batches(steps):
@@ -262,7 +262,7 @@ def shapes_are_known_beforehand(rank: int) -> None:
     """A first step records and draws for its micro-batches alone; where torch rehearses, for other values too."""
     for recipe in ("delayed", "nvfp4"):
         net = converted(2, recipe)
-        part = parallel.stage(net[rank], rank, 2, torch.empty(*TOKENS, WIDTH, device="meta"))
+        part = parallel.pipeline_stage(net[rank], rank, 2, torch.empty(*TOKENS, WIDTH, device="meta"))
         layers = [layer for layer in net[rank] if isinstance(layer, qt.Linear)]
         assert not any(buffer.any() for layer in layers for name, buffer in layer.named_buffers() if name == "history")
         schedule = ScheduleGPipe(part, n_microbatches=MICRO, loss_fn=loss_of)
@@ -279,20 +279,20 @@ def statistics_are_not_of_shapes(rank: int) -> None:
     norm = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
     norm[1].running_mean.fill_(3)  # type: ignore[operator, union-attr]
     before = copy.deepcopy(norm.state_dict())
-    parallel.stage(norm, rank, 2, torch.empty(TOKENS[0], WIDTH))
+    parallel.pipeline_stage(norm, rank, 2, torch.empty(TOKENS[0], WIDTH))
     for name, value in norm.state_dict().items():
         assert_bitwise(value, before[name], name)
 
 
 def a_stage_outside_of_autocast_is_refused(rank: int) -> None:
     net = converted(2, "delayed")
-    part = parallel.stage(net[rank], rank, 2, torch.empty(*TOKENS, WIDTH))
+    part = parallel.pipeline_stage(net[rank], rank, 2, torch.empty(*TOKENS, WIDTH))
     with pytest.raises(ValueError, match=f"stage {rank} of a pipeline ran under delayed scaling outside of autocast"):
         part.submod(torch.randn(*TOKENS, WIDTH))
     with pytest.raises(ValueError, match="from 0 to 1"):
-        parallel.stage(net[rank], 2, 2, torch.empty(*TOKENS, WIDTH))
+        parallel.pipeline_stage(net[rank], 2, 2, torch.empty(*TOKENS, WIDTH))
     with pytest.raises(ValueError, match="give device="):
-        parallel.stage(nn.GELU(), 0, 2, torch.empty(*TOKENS, WIDTH))
+        parallel.pipeline_stage(nn.GELU(), 0, 2, torch.empty(*TOKENS, WIDTH))
 
 
 def cases() -> Sequence[two_ranks.Case]:

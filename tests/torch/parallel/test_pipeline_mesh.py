@@ -97,7 +97,7 @@ def on_ranks(
     stages = []
     for i in has:
         example = torch.empty(*TOKENS, WIDTH, device="meta")
-        stages.append(parallel.stage(net[i], i, len(net), example, group=mesh.get_group("pp")))
+        stages.append(parallel.pipeline_stage(net[i], i, len(net), example, group=mesh.get_group("pp")))
         if recipes.get(recipe).quantizes:
             parallel.gather_quantized(net[i], mesh=mesh["dp"])
         for layer in net[i]:
@@ -163,7 +163,7 @@ def are_one_process(rank: int, cases: list[Run]) -> None:
             values = [loss for step in losses for loss in step]
             assert values == wanted, f"{case}: {first_difference(values, wanted)}"
         # What the last step has recorded is each rank's own until they agree.
-        parallel.agree_histories(nn.ModuleDict({str(i): net[i] for i in stages}))
+        parallel.sync_amax_histories(nn.ModuleDict({str(i): net[i] for i in stages}))
         for i in stages:
             state = net[i].state_dict()
             assert list(state) == list(states[i]), case

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.torch.state.context import ambient, nodes, recipe_in_force
+from quaver.torch.state.context import active_context, nodes, recipe_in_force
 from tests.close import assert_bitwise
 
 
@@ -23,7 +23,7 @@ def layer() -> qt.Linear:
 def _no_layer_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other tests run and compile layers in this thread, and autocast warns of less after that."""
     for name in ("compiled", "ever", "asked"):
-        monkeypatch.setattr(ambient, name, False)
+        monkeypatch.setattr(active_context, name, False)
 
 
 X = torch.linspace(-1, 1, 64 * 32).reshape(64, 32)
@@ -195,7 +195,7 @@ def test_a_body_that_runs_nothing_or_fails_does_not_warn() -> None:
 def test_an_empty_body_without_gradients_does_not_warn_where_a_layer_has_run(mode: type, layer: qt.Linear) -> None:
     """A validation over no batch, after training or after another validation."""
     for forward in (torch.enable_grad, mode):
-        ambient.ever = ambient.asked = False
+        active_context.ever = active_context.asked = False
         with forward():
             in_one("mxfp8", layer)()
         for _ in range(2):
@@ -213,7 +213,7 @@ def test_compiled_layers_count_as_layers(layer: qt.Linear) -> None:
         with mode():
             for _ in range(2):
                 in_one("mxfp8", compiled)()
-    ambient.compiled = False
+    active_context.compiled = False
 
 
 def test_without_torchs_number_of_nodes_only_forwards_without_gradients_warn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.torch.linear.plans import direct
+from quaver.torch.linear import plan
 from tests.close import assert_bitwise
 from tests.pairs import turns
 
@@ -168,11 +168,13 @@ def test_micro_batches_accumulate_alike(name: str, use_reentrant: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["_StepBackward", "ProjectionsBackward"], ids=["decided", "general"])
+@pytest.mark.parametrize(
+    "name", ["_PlannedLinearFunctionBackward", "LinearFunctionBackward"], ids=["decided", "general"]
+)
 def test_codes_that_are_made_again_come_with_their_scale(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forwards without gradients roll the histories between a forward and its backward: ones are 1 by any factor."""
-    if name == "ProjectionsBackward":
-        monkeypatch.setattr(direct, "plan", lambda *_: None)
+    if name == "LinearFunctionBackward":
+        monkeypatch.setattr(plan, "plan", lambda *_: None)
     tokens, recipe = 16, recipes.delayed()
     layer = qt.Linear(64, 64, bias=False)
     x = torch.ones(tokens, 64, requires_grad=True)
@@ -204,8 +206,8 @@ def test_an_input_that_is_made_again_is_noted_once_where_each_gemm_quantizes_it_
     history = block.down_proj.history
     with qt.autocast(recipe):
         y = block(torch.randn(32, 64, requires_grad=True))
-    noted = history[0, 0].clone()
-    assert noted > 0
+    recorded_amax = history[0, 0].clone()
+    assert recorded_amax > 0
     history[:, 0] = 0
     y.sum().backward()
     assert history[0, 0] == 0

@@ -10,7 +10,7 @@ from torch import nn
 import quaver.torch as qt
 from quaver import recipes
 from quaver.torch.state import counters
-from quaver.torch.state.counters import Counts
+from quaver.torch.state.counters import OperandCounts
 
 QUANTIZING = [name for name in recipes.RECIPES if name != "bf16"]
 
@@ -50,7 +50,7 @@ def test_current_scaling_saturates_nothing(power_of_two: bool) -> None:
         for seed in range(20):
             x = torch.randn(8, 32, generator=torch.Generator().manual_seed(seed))
             layer(x).sum().backward()
-    assert counted.table[""]["input"] == Counts(elements=20 * 8 * 32)
+    assert counted.table[""]["input"] == OperandCounts(elements=20 * 8 * 32)
 
 
 def test_values_beyond_a_given_factor_are_counted_as_saturated() -> None:
@@ -61,7 +61,7 @@ def test_values_beyond_a_given_factor_are_counted_as_saturated() -> None:
     with qt.count(model) as counted:
         model(x)
     assert model[0].factor[0] == 256.0
-    assert counted.table["0"]["input"] == Counts(elements=256, saturated=3)
+    assert counted.table["0"]["input"] == OperandCounts(elements=256, saturated=3)
 
 
 def test_values_too_small_for_their_scale_are_counted_as_flushed() -> None:
@@ -72,7 +72,7 @@ def test_values_too_small_for_their_scale_are_counted_as_flushed() -> None:
     x[1, :4] = torch.tensor([2.0**-10, -(2.0**-11), 2.0**-9, 2.0**-10 * 1.25])
     with qt.count(model) as counted:
         model(x)
-    assert counted.table["0"]["input"] == Counts(elements=256, flushed=2)
+    assert counted.table["0"]["input"] == OperandCounts(elements=256, flushed=2)
 
 
 def test_infinities_and_nan_are_counted_once_each() -> None:
@@ -81,7 +81,7 @@ def test_infinities_and_nan_are_counted_once_each() -> None:
     x[0, 0], x[1, 1], x[1, 2] = float("inf"), float("nan"), float("-inf")
     with qt.count(model) as counted:
         model(x)
-    assert counted.table["0"]["input"] == Counts(elements=256, nonfinite=3)
+    assert counted.table["0"]["input"] == OperandCounts(elements=256, nonfinite=3)
 
 
 def test_a_hadamard_neither_multiplies_infinities_nor_adds_elements() -> None:

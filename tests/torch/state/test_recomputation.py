@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.core.numbers.formats import E4M3
-from quaver.core.spec import GemmSpec, QuantSpec, Recipe
-from quaver.torch.state import recomputation
-from quaver.torch.state.history import rolling
+from quaver.recipes.formats import E4M3
+from quaver.recipes.spec import GemmSpec, QuantSpec, Recipe
+from quaver.torch.state import layer_state
+from quaver.torch.state.history import roll
 from tests.close import assert_bitwise
 from tests.pairs import turns
 
@@ -115,7 +115,7 @@ def test_a_roll_between_leaves_the_next_step_without_what_was_recomputed() -> No
     net = qt.Linear(16, 16)
     with qt.autocast("delayed"):
         y = qt.checkpoint(net, torch.randn(4, 16) * 1000)
-    rolling.roll_all()
+    roll.roll_all()
     y.sum().backward()
     assert net.history[0, :2].tolist() == [0.0, 0.0] and net.history[0, 2] > 0
 
@@ -290,7 +290,7 @@ def test_an_error_inside_leaves_nothing_behind() -> None:
 
     with qt.autocast("delayed"), pytest.raises(RuntimeError, match="broken"):
         qt.checkpoint(broken, torch.randn(2, 2))
-    assert recomputation.state.writing == () and recomputation.state.replay is None
+    assert layer_state.state.writing == () and layer_state.state.replay is None
 
 
 @pytest.mark.parametrize("options", [{"use_reentrant": True}, {"context_fn": lambda: None}])

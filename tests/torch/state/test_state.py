@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.torch.state.history import rolling
-from quaver.torch.state.layer import state_of
+from quaver.torch.state.history import roll
+from quaver.torch.state.layer_state import state_of
 from tests.close import assert_bitwise
 from tests.pairs import pairs
 
@@ -89,9 +89,9 @@ def test_training_resumes_bit_for_bit(name: str, kind: type[Run], assign: bool) 
     # One after the other: an autocast rolls what this thread has run, of both.
     for a, b in zip(first.steps(3, 7), second.steps(3, 7), strict=True):
         assert_bitwise(b, a)
-    rolling.roll_all()
+    roll.roll_all()
     for net in (first.net, second.net):
-        rolling.roll(layer for layer in net.modules() if isinstance(layer, qt.Linear) and "history" in layer._buffers)
+        roll.roll(layer for layer in net.modules() if isinstance(layer, qt.Linear) and "history" in layer._buffers)
     assert_same_state(first.net, second.net)
 
 

@@ -17,12 +17,12 @@ from torch.optim import swa_utils
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.torch.backends.cpu import fp8
-from quaver.torch.linear.plans import on_cpu
+from quaver.torch.backends.cpu import quantize
+from quaver.torch.linear import plan
 from quaver.torch.operations import ops
-from quaver.torch.operations.operation import Impl
-from quaver.torch.state import kept_weights
-from quaver.torch.state.layer import state_of
+from quaver.torch.operations.operation import Implementation
+from quaver.torch.state import weight_cache
+from quaver.torch.state.layer_state import state_of
 from tests.close import assert_bitwise
 
 QUANTIZING = [name for name in recipes.RECIPES if name != "bf16"]
@@ -41,13 +41,13 @@ def quantized(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]
 
         return counting
 
-    impls = [Impl(i.name, counted(i.run), i.reason) for i in ops.QUANTIZE.impls]
+    impls = [Implementation(i.name, counted(i.run), i.reason) for i in ops.QUANTIZE.impls]
     monkeypatch.setattr(ops.QUANTIZE, "impls", impls)
     monkeypatch.setattr(ops.QUANTIZE, "active", impls)
     # A step that is decided beforehand asks no operation.
-    known = vars(fp8)
+    known = vars(quantize)
     counting = {name: counted(known[name]) for name in ("quantize", "per_tensor")}
-    monkeypatch.setattr(on_cpu, "fp8", SimpleNamespace(**{**known, **counting}))
+    monkeypatch.setattr(plan, "fp8", SimpleNamespace(**{**known, **counting}))
     ops._resolved.clear()
     yield shapes
     ops._resolved.clear()
@@ -459,9 +459,9 @@ def test_a_steps_begin_and_end_are_counted_once_however_many_layers() -> None:
     for _ in range(2):
         layer = layer_with("tensorwise")
         forward_backward(layer)
-    before = kept_weights._Steps.count
+    before = weight_cache._OptimizerSteps.count
     torch.optim.SGD(layer.parameters(), 0.1).step()
-    assert kept_weights._Steps.count == before + 2
+    assert weight_cache._OptimizerSteps.count == before + 2
 
 
 # When torch exchanges parameters.

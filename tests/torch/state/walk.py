@@ -17,7 +17,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import quaver.torch as qt
-from quaver.torch.state.layer import state_of
+from quaver.torch.state.layer_state import state_of
 from tests.close import assert_bitwise
 
 N, K, T = 48, 32, 5

@@ -14,10 +14,10 @@ from quaver.recipes import RECIPES
 from quaver.train.commands import doctor
 from quaver.train.commands.cli import app
 from quaver.train.commands.doctor import NEEDS, Device, how
-from quaver.train.configuration.config import TrainConfig, read_toml, to_toml
-from quaver.train.configuration.sizes import MODELS
-from quaver.train.learning.torch import trials
-from quaver.train.records.metrics import losses, read
+from quaver.train.config import TrainConfig, read_toml, to_toml
+from quaver.train.metrics import losses, read
+from quaver.train.model_config import MODELS
+from quaver.train.torch import learner
 from tests.train.conftest import MakeConfig
 
 
@@ -198,7 +198,7 @@ def test_doctor_tries_what_it_claims(monkeypatch: pytest.MonkeyPatch) -> None:
             ("emulated", "fprop, dgrad, wgrad decoded: no such GEMM"),
         ),
     ):
-        monkeypatch.setattr(trials, "trial", lambda recipe, ran=ran: ran)
+        monkeypatch.setattr(learner, "trial", lambda recipe, ran=ran: ran)
         assert doctor.seen("mxfp8", hopper) == said
     monkeypatch.setattr(doctor, "has", lambda framework: False)
     assert doctor.recipes_table(hopper)[1][1:] == ("not tried", "H100 could: it is sm_90")

@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
-from quaver.torch.model.weights.serving.decoding import Reader
+from quaver.torch.conversion.export.operands import Reader
 from quaver.train import run_training
 from quaver.train.commands.cli import app
-from quaver.train.running.generation import config_of, in_force, newest, of_this_model
+from quaver.train.generate import config_of, in_force, newest, of_this_model
 from tests.train.conftest import MakeConfig
 
 
@@ -47,12 +47,12 @@ def test_a_run_goes_out_by_the_names_of_hugging_faces_models(
     result = quaver("export", run, "--out", tmp_path / "served", "--check")
     assert result.exit_code == 0, result.output
     assert "0 from weights" in result.stdout and str(tmp_path / "served") in result.stdout
-    from quaver.train.learning.torch.decoding import Decoding
+    from quaver.train.torch.learner import NextTokenLogits
 
     config = config_of(run)
     vocab = json.loads((tmp_path / "served" / "config.json").read_text())["vocab_size"]
     saved = of_this_model(newest(run), config, 256)
-    trainer = Decoding(config, in_force(run, config), 256, saved, "none", 1).model
+    trainer = NextTokenLogits(config, in_force(run, config), 256, saved, "none", 1).model
     ids = torch.randint(256, (2, 24), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         theirs = trainer(ids)

@@ -8,14 +8,14 @@ import sys
 import pytest
 from typer.testing import CliRunner, Result
 
-from quaver.core.costs import ledger
-from quaver.core.costs.gpus import GPUS
+from quaver.costs import ledger
+from quaver.costs.hardware import GPUS
 from quaver.recipes import RECIPES, get
 from quaver.train.commands import cli
 from quaver.train.commands.cli import app
-from quaver.train.commands.planning import as_json, cells, plan, verdict
-from quaver.train.configuration.parameter_table import projections
-from quaver.train.configuration.sizes import KNOWN, MODELS
+from quaver.train.commands.plan import as_json, cells, plan, verdict
+from quaver.train.memory import projections
+from quaver.train.model_config import KNOWN, MODELS
 
 
 def quaver(*arguments: object) -> Result:

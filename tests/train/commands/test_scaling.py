@@ -10,13 +10,13 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from quaver import recipes
-from quaver.core.costs.decoder import llama
+from quaver.costs.decoder import llama
+from quaver.train import memory
 from quaver.train.commands import cli
 from quaver.train.commands.cli import app
 from quaver.train.commands.scaling import OTHERS, PARTS, VOCAB, Cluster, cells, decoder, price
-from quaver.train.configuration import memory
-from quaver.train.configuration.parameter_table import projections
-from quaver.train.configuration.sizes import KNOWN, MODELS
+from quaver.train.memory import projections
+from quaver.train.model_config import KNOWN, MODELS
 
 LLAMA = ("--gpu", "h100", "--model", "llama3-70b", "--recipe", "tensorwise", "--gpus", 512)
 

@@ -7,9 +7,9 @@ import torch
 import quaver.torch as qt
 from benchmarks.gpu.measuring.clock import Step, interleave
 from benchmarks.gpu.measuring.setting import Case, Findings, Section, Setting
-from quaver.core.costs import ledger
-from quaver.core.spec import GemmSpec
+from quaver.costs import ledger
 from quaver.recipes import RECIPES
+from quaver.recipes.spec import GemmSpec
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import functional, ops

@@ -10,8 +10,7 @@ from benchmarks.gpu.measuring.clock import interleave
 from benchmarks.gpu.measuring.setting import Case, Findings, Section, Setting
 from benchmarks.gpu.sections.kernels.ceilings import copy_rate
 from quaver import recipes
-from quaver.core.states.footprint import of_matrix
-from quaver.core.states.presets import PRESETS
+from quaver.reference.optimizer_state import PRESETS, of_matrix
 from quaver.torch import optim
 
 #: What is compared and what is timed, [out, in].

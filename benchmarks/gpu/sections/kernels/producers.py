@@ -74,7 +74,7 @@ def relative(results: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 
 def norm_rows(sizes: Sizes, setting: Setting) -> list[Row]:
-    from quaver.torch.backends.gpu.fused import norm
+    from quaver.torch.backends.gpu import norm
 
     rows, dim, _ = sizes
     gamma = torch.rand(dim, device=setting.device) + 0.5
@@ -120,7 +120,7 @@ def norm_rows(sizes: Sizes, setting: Setting) -> list[Row]:
 
 
 def activation_rows(sizes: Sizes, setting: Setting) -> list[Row]:
-    from quaver.torch.backends.gpu.fused import activation
+    from quaver.torch.backends.gpu import activation
 
     rows, _, hidden = sizes
 
@@ -162,8 +162,8 @@ def activation_rows(sizes: Sizes, setting: Setting) -> list[Row]:
 
 
 def other_rows(sizes: Sizes, setting: Setting) -> list[Row]:
-    from quaver.torch.backends.gpu import families
-    from quaver.torch.backends.gpu.fused import rope
+    from quaver.torch.backends.gpu import norm as rope
+    from quaver.torch.backends.gpu import quantize
 
     rows, dim, _ = sizes
     heads = 2 if setting.toy else dim // HEAD
@@ -172,25 +172,25 @@ def other_rows(sizes: Sizes, setting: Setting) -> list[Row]:
 
     def amax_wrong(s: Setting) -> int:
         x = torch.randn(rows - 1, dim - 1, dtype=BF16, device=s.device)
-        return int(families.measure(x).item() != x.abs().max().item())
+        return int(quantize.measure(x).item() != x.abs().max().item())
 
     def transpose_wrong(s: Setting) -> int:
         codes = torch.randint(256, (rows - 1, dim - 1), dtype=torch.uint8, device=s.device)
-        turned = families.transpose(codes.view(torch.float8_e4m3fn)).view(torch.uint8)
-        return int((turned != codes.t()).sum())
+        transposed = quantize.transpose(codes.view(torch.float8_e4m3fn)).view(torch.uint8)
+        return int((transposed != codes.t()).sum())
 
     return [
         Row(
             name="amax",
             shapes=((rows, dim),),
-            run=families.measure,
+            run=quantize.measure,
             moved=rows * dim * 2.0,
             wrong=amax_wrong,
         ),
         Row(
             name="transpose of FP8",
             shapes=((rows, dim // 2),),
-            run=lambda x: families.transpose(x.view(torch.float8_e4m3fn)),
+            run=lambda x: quantize.transpose(x.view(torch.float8_e4m3fn)),
             moved=rows * dim * 2.0,
             wrong=transpose_wrong,
         ),

@@ -14,8 +14,8 @@ from benchmarks.gpu.measuring import card
 from benchmarks.gpu.measuring.clock import interleave
 from benchmarks.gpu.measuring.setting import Case, Findings, Section, Setting
 from benchmarks.gpu.sections.kernels.ceilings import copy_rate
-from quaver.core.costs import ledger
-from quaver.core.costs.ledger import Copy
+from quaver.costs import ledger
+from quaver.costs.ledger import QuantizedCopy
 from quaver.recipes import RECIPES
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import Quantized
@@ -34,7 +34,7 @@ NOISE, OTHER_NOISE = (0, 1, 0), (0, 2, 0)
 class Work:
     """A tensor as a recipe quantizes it."""
 
-    copies: tuple[Copy, ...]
+    copies: tuple[QuantizedCopy, ...]
     delayed: bool
 
     def run(self, x: Tensor) -> tuple[Quantized, ...]:
@@ -44,22 +44,22 @@ class Work:
 
     def on(self, x: Tensor, factor: Tensor | None) -> tuple[Quantized, ...]:
         if len(self.copies) == 2:
-            plain, turned = (copy.spec for copy in self.copies)
-            both = ops.QUANTIZE_BOTH(x, plain, turned, None, factor, NOISE, OTHER_NOISE, self.delayed)
+            plain, transposed = (copy.spec for copy in self.copies)
+            both = ops.QUANTIZE_BOTH(x, plain, transposed, None, factor, NOISE, OTHER_NOISE, self.delayed)
             return tuple(both)
         (copy,) = self.copies
-        return (kernel()(x.t() if copy.turned else x, copy.spec, None, factor, NOISE, self.delayed),)
+        return (kernel()(x.t() if copy.transposed else x, copy.spec, None, factor, NOISE, self.delayed),)
 
     def expected(self, x: Tensor) -> tuple[Quantized, ...]:
         """By the reference."""
         factor = 4.0 if self.delayed else None
         noises = NOISE, OTHER_NOISE
         return tuple(
-            reference.quantize(x.t() if copy.turned else x, copy.spec, None, factor, noise)
+            reference.quantize(x.t() if copy.transposed else x, copy.spec, None, factor, noise)
             for copy, noise in zip(self.copies, noises, strict=False)
         )
 
-    def why_not(self, x: Tensor) -> str:
+    def reason_unsupported(self, x: Tensor) -> str:
         """Why there is no kernel for it, or ""."""
         impl = next(i for i in ops.QUANTIZE.impls if i.name == "triton")
         return next((why for c in self.copies if (why := impl.reason(x, c.spec, None, None, NOISE))), "")
@@ -175,7 +175,7 @@ def cases(setting: Setting) -> list[Case]:
     """Of what has a kernel."""
     x = torch.ones((32, 32), dtype=torch.bfloat16, device=setting.device)
     with setting.kernels():
-        return [Case(name, measured(name, work)) for name, work in works().items() if not work.why_not(x)]
+        return [Case(name, measured(name, work)) for name, work in works().items() if not work.reason_unsupported(x)]
 
 
 SECTION = Section(

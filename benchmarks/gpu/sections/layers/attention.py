@@ -12,7 +12,7 @@ from benchmarks.gpu.measuring.steps import step_of
 from benchmarks.gpu.sections.layers.layer import BASE, LLAMA, TOKENS, TOY, report
 from benchmarks.subjects.blocks import Attend
 from quaver import recipes
-from quaver.core.spec import AttentionSpec
+from quaver.recipes.spec import AttentionSpec
 
 TOY_TOKENS = 32
 

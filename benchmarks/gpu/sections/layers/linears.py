@@ -10,7 +10,7 @@ from benchmarks.gpu.measuring.setting import Case, Findings, Section, Setting
 from benchmarks.gpu.measuring.steps import step_of
 from benchmarks.measuring.timing import Timing
 from quaver import recipes
-from quaver.core.costs import ledger
+from quaver.costs import ledger
 
 #: Tokens, in, out; the judged one first.
 MATRICES = ((4096, 4096), (4096, 14_336), (14_336, 4096), (8192, 28_672))

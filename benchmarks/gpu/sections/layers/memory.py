@@ -14,7 +14,7 @@ from benchmarks.gpu.sections.layers.layer import plain_layer
 from benchmarks.gpu.sections.layers.linears import some
 from benchmarks.subjects import blocks
 from quaver import recipes
-from quaver.core.spec import Recipe
+from quaver.recipes.spec import Recipe
 
 SHAPE = (8192, 4096, 14_336)
 

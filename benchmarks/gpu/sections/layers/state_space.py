@@ -12,10 +12,10 @@ import quaver.torch as qt
 from benchmarks.gpu.measuring.clock import Step, interleave
 from benchmarks.gpu.measuring.setting import Case, Findings, Section, Setting
 from benchmarks.gpu.sections.layers.layer import report
-from quaver.torch.blocks.state_space.convolution import causal_conv1d
-from quaver.torch.blocks.state_space.scan import packages
-from quaver.torch.blocks.state_space.scan.op import ssd
-from quaver.torch.blocks.state_space.scan.recurrent import recurrence, steps_of
+from quaver.torch.nn.ssm import scan
+from quaver.torch.nn.ssm.causal_conv import causal_conv1d
+from quaver.torch.nn.ssm.chunked_scan import recurrence, steps_of
+from quaver.torch.nn.ssm.scan import ssd
 
 #: How far results may be from float64 on the same inputs, relative RMS: as the kernels' docstrings promise.
 OF_SCAN = {torch.float32: 3e-6, torch.bfloat16: 1e-2}
@@ -154,7 +154,7 @@ def timed_scan(setting: Setting, findings: Findings) -> None:
     steps: dict[str, Any] = {BASE: in_plain_torch(stepped(scanned, given))}
     with setting.kernels():
         steps["quaver scan"] = stepped(scanned, given)
-    for name in packages.PACKAGES:
+    for name in scan.PACKAGES:
         why = missing(name, setting)
         if why:
             findings.failures.append(why)

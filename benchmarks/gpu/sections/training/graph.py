@@ -20,8 +20,8 @@ def measure(recipe: str, setting: Setting, findings: Findings) -> None:
     """Under one recipe; without a GPU both are eager, which shows that the comparison runs."""
     without_extras()
     from quaver.recipes import get
-    from quaver.train.configuration.config import TrainConfig
-    from quaver.train.learning.torch.learner import TorchLearner
+    from quaver.train.config import TrainConfig
+    from quaver.train.torch.learner import TorchLearner
 
     # Read by cuBLAS when the first GEMM of this process runs.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

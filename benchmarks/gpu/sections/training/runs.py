@@ -33,11 +33,9 @@ def without_extras() -> None:
 def run(recipe: str, setting: Setting) -> tuple[float, float]:
     """(validation loss, tokens in a second) of one run: the trainer's model, batches, schedule and optimizer."""
     without_extras()
-    from quaver.train.configuration.config import TrainConfig
-    from quaver.train.configuration.schedule import lr_at
-    from quaver.train.data.batches import training_batch, validation_batches
-    from quaver.train.data.text import read, split
-    from quaver.train.learning.torch.learner import TorchLearner
+    from quaver.train.config import TrainConfig, lr_at
+    from quaver.train.data import read_text, split, training_batch, validation_batches
+    from quaver.train.torch.learner import TorchLearner
 
     config = TrainConfig(
         recipe=recipe,
@@ -49,7 +47,7 @@ def run(recipe: str, setting: Setting) -> tuple[float, float]:
         validation_batches=1 if setting.toy else 16,
     )
     train, held_out = (
-        np.frombuffer(b"\0".join(document.data for document in part), dtype=np.uint8) for part in split(read(()))
+        np.frombuffer(b"\0".join(document.data for document in part), dtype=np.uint8) for part in split(read_text(()))
     )
     learner = TorchLearner(config, quaver.recipes.get(recipe), 256)
     begun, tokens = time.perf_counter(), 0

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from quaver.core.options import pick
-from quaver.core.spec import Recipe
+from quaver.options import pick
+from quaver.recipes.spec import Recipe
 
 Initializer = Callable[..., Any]
 
@@ -68,7 +68,7 @@ class NormOptions:
 
 @dataclass(kw_only=True)
 class CoreOptions:
-    """Of `quaver.jax.blocks.attention.dot_product.attention`."""
+    """Of `quaver.jax.blocks.attention.attention`."""
 
     mask_type: str = "none"
     window: tuple[int, int] | None = None
@@ -113,7 +113,7 @@ class AttentionOptions(CoreOptions, PartOptions):
 class TransformerOptions(AttentionOptions, NormOptions):
     """Of a whole layer."""
 
-    # Of the MLP: a row of `quaver.jax.blocks.activation.ACTIVATIONS`.
+    # Of the MLP: a row of `quaver.jax.blocks.layers.ACTIVATIONS`.
     activation: str = "gelu"
     # Normalize after adding, else before each part.
     post_norm: bool = False

@@ -17,22 +17,117 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 
-from quaver.core.spec import Recipe
-from quaver.core.text.given import instance
 from quaver.jax.linears import gemms
-from quaver.jax.linears.differentiation import differentiated_once, unwrapped
-from quaver.jax.linears.gemms import Call
-from quaver.jax.numerics.constants import without_derivative
-from quaver.jax.numerics.elementwise import without_elements
-from quaver.jax.numerics.given import array, floating, state_of
-from quaver.jax.numerics.quantized import Quantized, as_bytes, as_codes
-from quaver.jax.operations.gather import Along, Gather, along_input, along_weight, piece, whole_lead, whole_shape
+from quaver.jax.linears.gemms import LinearContext
+from quaver.jax.numerics.quantized import Quantized, array, as_bytes, as_codes, floating, state_of, without_elements
+from quaver.jax.numerics.rounding import without_derivative
 from quaver.jax.operations.ops import DTYPES, static
-from quaver.jax.operations.sharding import Axes, axes_of, shardings_inferred, spec_of, sum_like, varying
+from quaver.jax.operations.sharding import (
+    GemmMeshAxes,
+    ShardedOperand,
+    ShardPlacement,
+    along_input,
+    along_weight,
+    axes_of,
+    piece,
+    shardings_inferred,
+    spec_of,
+    sum_like,
+    varying,
+    whole_lead,
+    whole_shape,
+)
 from quaver.jax.state import buffers
 from quaver.jax.state.buffers import State
-from quaver.jax.state.context import recipe_in_force
-from quaver.jax.state.uses import uses_of
+from quaver.jax.state.context import recipe_in_force, uses_of
+from quaver.recipes.spec import Recipe
+from quaver.recipes.text import instance
+
+# ---- differentiation -------------------------------------------------------------------------------------
+# What JAX may ask of a quantized layer's derivative, and what is refused with a sentence.
+#
+# A forward rule is told which of its arguments are differentiated. A quantized layer has one derivative, written by
+# hand; rounding has none that a second one could follow, and the programs that round would pass for constants in
+# places.
+
+
+def unwrapped(*parts: Any) -> tuple[list[Any], list[bool]]:
+    """A forward rule's arguments as plain arrays, and which of them are differentiated."""
+    perturbed = [any(p.perturbed for p in jax.tree.leaves(part, is_leaf=_is_primal)) for part in parts]
+    return [jax.tree.map(lambda p: p.value, part, is_leaf=_is_primal) for part in parts], perturbed
+
+
+def _is_primal(node: Any) -> bool:
+    return hasattr(node, "perturbed")
+
+
+def differentiated_once(call: LinearContext, x: Any, w: Any, bias: Any, state: State, perturbed: list[bool]) -> Any:
+    """x, w, bias and state in a forward rule, if their gradients may be asked for as they are.
+
+    Args:
+        perturbed: whose gradients are.
+    Raises:
+        ValueError: the gradient of an operand that was given quantized, or one that leaves out the state, or adds up
+            several.
+        NotImplementedError: later, where what is returned is differentiated.
+    """
+    for what, operand, asked in (("x", x, perturbed[0]), ("w", w, perturbed[1])):
+        if asked and isinstance(operand, Quantized):
+            raise ValueError(
+                f"{call.where}: the gradient of {what} is asked for, and {what} is a Quantized, whose codes have none; "
+                f"give {what} as an array, or differentiate with respect to the other arguments alone"
+            )
+    if call.recipe.stochastic:
+        _refuse_repeated_noise(call, state, perturbed)
+    if call.recipe.delayed is not None or call.recipe.stochastic:
+        _refuse_forgotten(call, perturbed)
+    return without_derivative(call.where, (x, w, bias, state))
+
+
+#: How Flax's modules, which have the state, are differentiated.
+FLAX = (
+    "In Flax NNX call quaver.jax.nnx.value_and_grad(loss)(model, ...) instead of nnx.value_and_grad; in Flax Linen "
+    "differentiate with respect to all variables, as TrainState.create(params=variables, ...).apply_gradients takes "
+    "them."
+)
+
+
+def _refuse_repeated_noise(call: LinearContext, state: State, perturbed: list[bool]) -> None:
+    if "count" not in state:
+        raise ValueError(
+            f"{call.where}: recipe {call.recipe.name!r} rounds gradients at random and got no state, so every step "
+            "would draw the same noise; pass state=quaver.jax.state.init(recipe) and differentiate with respect to it, "
+            f"or take the recipe with stochastic_rounding=False. {FLAX}"
+        )
+    if not any(perturbed[1:]):
+        raise ValueError(
+            f"{call.where}: the gradient of x alone is taken under recipe {call.recipe.name!r}, which rounds at random "
+            "and counts its noise in the state, so every step would draw the same; differentiate with respect to x and "
+            "the state, jax.grad(loss, argnums=(0, 1))(x, state), whose gradient is its next value, or take the recipe "
+            "with stochastic_rounding=False"
+        )
+
+
+def _refuse_forgotten(call: LinearContext, perturbed: list[bool]) -> None:
+    trains = perturbed[1] or perturbed[2]
+    if trains and not perturbed[3]:
+        raise ValueError(
+            f"{call.where}: gradients are taken under recipe {call.recipe.name!r}, but not with respect to the layer's "
+            "state, so the next step would know nothing of this one; differentiate with respect to both, "
+            "jax.value_and_grad(loss, argnums=(0, 1))(parameters, state): the state's gradient is its next value. "
+            f"{FLAX} If the layer is to stay as it is, put jax.lax.stop_gradient around its weights, its bias and its "
+            "state: the gradient of x alone reads a history and leaves it alone"
+        )
+    if perturbed[3] and call.uses.count > 1:
+        raise ValueError(
+            f"{call.where}: {call.uses.count} calls read the same state in one step, and autodiff would add up what "
+            f"they return for it; give each a slice of quaver.jax.state.share(state, {call.uses.count}). If only one "
+            "of them runs, as of branches of jax.lax.cond, hand the state to the branches as an operand; a call that "
+            "is only to read it takes jax.lax.stop_gradient of its weights, its bias and its state"
+        )
+
+
+# ---- function --------------------------------------------------------------------------------------------
 
 #: The name of kept operands, for `jax.checkpoint_policies.save_only_these_names`.
 KEPT = "quaver.quantized"
@@ -48,9 +143,9 @@ def linear(
     dtype: Any = None,
     name: str = "linear",
     seed: int = 0,
-    axes: Axes | None = None,
-    gather_input: Gather | None = None,
-    gather_weight: Gather | None = None,
+    axes: GemmMeshAxes | None = None,
+    gather_input: ShardedOperand | None = None,
+    gather_weight: ShardedOperand | None = None,
 ) -> Array:
     """x @ w + bias under a recipe: the one given, else the innermost `autocast`'s, else none.
 
@@ -67,7 +162,7 @@ def linear(
         seed: of random rounding.
         axes: the mesh axes that cut the GEMMs, inside shard_map; None reads them off the types
             (`quaver.jax.operations.sharding`).
-        gather_input, gather_weight: gather x or w in eight bits, as it is quantized (`quaver.jax.Gather`).
+        gather_input, gather_weight: gather x or w in eight bits, as it is quantized (`quaver.jax.ShardedOperand`).
     Returns:
         [..., N]. Without a recipe, in dtype's own precision; float64 is never quantized, with a warning.
     Raises:
@@ -92,7 +187,7 @@ def linear(
         return high_precision(x, w, bias, dtype)
     state = state_of(where, state)
     buffers.fitting(state, in_force, where)
-    call = Call(in_force, dtype, name, seed, axes, *along, uses_of(state))
+    call = LinearContext(in_force, dtype, name, seed, axes, *along, uses_of(state))
     _refuse_repeated_bias(call, x, w, bias, state)
 
     def tokens(x: Any, w: Any, bias: Array | None, state: State) -> Array:
@@ -114,20 +209,20 @@ def high_precision(x: Any, w: Any, bias: Array | None, dtype: Any) -> Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear(call: Call, x: Any, w: Any, bias: Array | None, state: State) -> Array:
+def _linear(call: LinearContext, x: Any, w: Any, bias: Array | None, state: State) -> Array:
     """x [T, K] and w [K, N] to [T, N]."""
     return gemms.fprop(call, x, w, bias, buffers.ready(state, call.recipe), _axes(call, x, w, state))[0]
 
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
-class _Cut:
+class _GemmSharding:
     """How the GEMMs are cut; backward needs it, and no array holds it."""
 
-    axes: Axes
+    axes: GemmMeshAxes
 
 
-class _Needs(NamedTuple):
+class _NeedsGrad(NamedTuple):
     """Which arrays need gradients."""
 
     input: bool
@@ -135,14 +230,14 @@ class _Needs(NamedTuple):
     bias: bool
 
 
-def _forward(call: Call, x: Any, w: Any, bias: Any, state: Any) -> tuple[Array, Any]:
+def _forward(call: LinearContext, x: Any, w: Any, bias: Any, state: Any) -> tuple[Array, Any]:
     (x, w, bias, state), perturbed = unwrapped(x, w, bias, state)
     given_x, given_w = x, w
     x, w, bias, state = differentiated_once(call, x, w, bias, state, perturbed)
     if perturbed[3] and (call.recipe.delayed is not None or call.recipe.stochastic):
         state = _mapped_alike(call, state, x, w)
     axes = _axes(call, x, w, state)
-    needs = _Needs(*perturbed[:3])
+    needs = _NeedsGrad(*perturbed[:3])
     ready = buffers.ready(state, call.recipe)
     y, xq, wq = gemms.fprop(call, x, w, bias, ready, axes)
     # JAX may trace one call forward for several needs before it runs their backwards, and remembers one pytree for all:
@@ -156,7 +251,7 @@ def _forward(call: Call, x: Any, w: Any, bias: Any, state: Any) -> tuple[Array, 
         amaxes = xq.amax, wq.amax
     # Gradients have their dtypes; an array without elements carries one, and its type under shard_map.
     likes = [None if isinstance(p, Quantized) or p is None else without_elements(p) for p in (x, w, bias)]
-    return y, (jnp.zeros((*needs, 0), jnp.bool_), _Cut(axes), kept_x, kept_w, likes, amaxes, ready)
+    return y, (jnp.zeros((*needs, 0), jnp.bool_), _GemmSharding(axes), kept_x, kept_w, likes, amaxes, ready)
 
 
 def _kept(needed: bool, operand: Any, given: Any, serves: bool, make: Callable[[], Any]) -> Any:
@@ -172,17 +267,17 @@ def _kept(needed: bool, operand: Any, given: Any, serves: bool, make: Callable[[
         make: what backward needs of the operand.
     """
     if not needed:
-        unfit = isinstance(operand, Quantized) and not serves
-        return None if unfit else jax.tree.map(without_elements, as_bytes(make()))
+        unsupported = isinstance(operand, Quantized) and not serves
+        return None if unsupported else jax.tree.map(without_elements, as_bytes(make()))
     kept = make()
     if isinstance(kept, Quantized):
         return checkpoint_name(as_bytes(kept), KEPT)
     return given if kept is operand else kept
 
 
-def _backward(call: Call, kept: Any, g: Any) -> tuple[Any, Any, Any, Any]:
+def _backward(call: LinearContext, kept: Any, g: Any) -> tuple[Any, Any, Any, Any]:
     asked, cut, kept_x, kept_w, (like_x, like_w, like_bias), amaxes, state = kept
-    axes, needs = cut.axes, _Needs(*map(bool, asked.shape[:3]))
+    axes, needs = cut.axes, _NeedsGrad(*map(bool, asked.shape[:3]))
     g, kept_x, kept_w = without_derivative(call.where, (g, kept_x, kept_w))
     kept_x, kept_w = as_codes(kept_x), as_codes(kept_w)
     gq, gt = gemms.quantized_gradient(call, g, state, axes, needs.input, needs.weight)
@@ -200,7 +295,7 @@ def _backward(call: Call, kept: Any, g: Any) -> tuple[Any, Any, Any, Any]:
     return grad_x, grad_w, grad_bias, next_state(call, state, amaxes, gq, gt)
 
 
-def next_state(call: Call, state: State, amaxes: Any, gq: Any, gt: Any) -> State:
+def next_state(call: LinearContext, state: State, amaxes: Any, gq: Any, gt: Any) -> State:
     """The state's gradient."""
     after = dict(state)
     if call.recipe.delayed is not None:
@@ -216,14 +311,14 @@ def next_state(call: Call, state: State, amaxes: Any, gq: Any, gt: Any) -> State
 _linear.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _axes(call: Call, x: Any, w: Any, state: State) -> Axes:
+def _axes(call: LinearContext, x: Any, w: Any, state: State) -> GemmMeshAxes:
     if call.axes is not None:
         return call.axes
     gathered = [None if along is None else along.gather.axis for along in (call.input, call.weight)]
     return axes_of(x, w, state, gathered[0], gathered[1])
 
 
-def _refuse_repeated_bias(call: Call, x: Any, w: Any, bias: Array | None, state: State) -> None:
+def _refuse_repeated_bias(call: LinearContext, x: Any, w: Any, bias: Array | None, state: State) -> None:
     cut = () if bias is None else tuple(axis for axis in _axes(call, x, w, state).inputs if axis not in varying(bias))
     if cut:
         raise ValueError(
@@ -232,7 +327,7 @@ def _refuse_repeated_bias(call: Call, x: Any, w: Any, bias: Array | None, state:
         )
 
 
-def _mapped_alike(call: Call, state: State, *operands: Any) -> State:
+def _mapped_alike(call: LinearContext, state: State, *operands: Any) -> State:
     """The state, refused under a vmap that maps the operands and not the state: autodiff would add up the slices."""
 
     @custom_vmap
@@ -251,7 +346,7 @@ def _mapped_alike(call: Call, state: State, *operands: Any) -> State:
     return same(state, operands)
 
 
-def _fitting(x: Any, w: Any, bias: Any, name: str, weight: Along | None) -> tuple[int, ...]:
+def _fitting(x: Any, w: Any, bias: Any, name: str, weight: ShardPlacement | None) -> tuple[int, ...]:
     """The shape of x, if everything fits it."""
     shape = tuple(x.shape)
     if len(w.shape) != 2:
@@ -267,10 +362,12 @@ def _fitting(x: Any, w: Any, bias: Any, name: str, weight: Along | None) -> tupl
 def _typed(axes: Any, gather_input: Any, gather_weight: Any, name: Any) -> None:
     instance("linear", "name", name, str, "'layers.0.mlp'")
     if axes is not None:
-        instance(name, "axes", axes, Axes, "quaver.jax.operations.sharding.Axes(tokens=('dp',))")
+        instance(name, "axes", axes, GemmMeshAxes, "quaver.jax.operations.sharding.GemmMeshAxes(tokens=('dp',))")
     for what, gather in (("gather_input", gather_input), ("gather_weight", gather_weight)):
         if gather is not None:
-            instance(name, what, gather, Gather, "quaver.jax.Gather('fsdp', PartitionSpec('fsdp', None))")
+            instance(
+                name, what, gather, ShardedOperand, "quaver.jax.ShardedOperand('fsdp', PartitionSpec('fsdp', None))"
+            )
 
 
 def _dtype(where: str, x: Any, w: Any, dtype: Any) -> Any:

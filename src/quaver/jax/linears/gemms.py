@@ -14,17 +14,16 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from quaver.core.spec import QuantSpec, Recipe
 from quaver.jax.numerics.quantized import Quantized
-from quaver.jax.operations.gather import Along, cut_by, whole
 from quaver.jax.operations.ops import matmul
-from quaver.jax.operations.sharding import Axes, quantize_piece
+from quaver.jax.operations.sharding import GemmMeshAxes, ShardPlacement, cut_by, quantize_piece, whole
 from quaver.jax.state.buffers import GRAD_OUTPUT, INPUT, WEIGHT, State, factor_of, unless_overrun
-from quaver.jax.state.uses import Uses
+from quaver.jax.state.context import StateReads
+from quaver.recipes.spec import QuantSpec, Recipe
 
 
 @dataclass(frozen=True)
-class Call:
+class LinearContext:
     """The decisions of one call of a layer, made before anything is computed."""
 
     recipe: Recipe
@@ -33,12 +32,12 @@ class Call:
     name: str
     seed: int
     #: The mesh axes that cut its GEMMs; None reads them off the types.
-    axes: Axes | None
+    axes: GemmMeshAxes | None
     #: How shards of x [T, K] and of w [K, N] are gathered; None where they are multiplied as they lie.
-    input: Along | None
-    weight: Along | None
+    input: ShardPlacement | None
+    weight: ShardPlacement | None
     #: How many calls have read this state.
-    uses: Uses
+    uses: StateReads
 
     def __post_init__(self) -> None:
         for label in ("fprop.a", "wgrad.b"):
@@ -59,22 +58,29 @@ class Call:
 
 
 def fprop(
-    call: Call, x: Array | Quantized, w: Array | Quantized, bias: Array | None, state: State, axes: Axes
+    call: LinearContext,
+    x: Array | Quantized,
+    w: Array | Quantized,
+    bias: Array | None,
+    state: State,
+    axes: GemmMeshAxes,
 ) -> tuple[Array, Quantized | None, Quantized | None]:
     """The output [T, N], and the operands input [T, K] and weight [N, K], not gathered, if they were quantized."""
     gemm = call.recipe.fprop
-    turned = None if call.weight is None else call.weight.T
+    transposed = None if call.weight is None else call.weight.T
     if gemm.a is None or gemm.b is None:
         high = whole(_unquantized(call, x), call.input), whole(_unquantized(call, w), call.weight).T
         return product(*high, call.dtype, bias), None, None
-    tokens, (rows, k) = cut_by(call.input, axes.tokens, axes.inputs)[0], cut_by(turned, axes.outputs, axes.inputs)
+    tokens, (rows, k) = cut_by(call.input, axes.tokens, axes.inputs)[0], cut_by(transposed, axes.outputs, axes.inputs)
     xq = quantize_piece(x, gemm.a, tokens, axes.inputs, factor=factor_of(state, INPUT))
     wq = quantize_piece(w if isinstance(w, Quantized) else w.T, gemm.b, rows, k, factor=factor_of(state, WEIGHT))
-    y = matmul(whole(xq, call.input), whole(wq, turned), call.dtype, bias, fast_accum=gemm.fast_accum)
+    y = matmul(whole(xq, call.input), whole(wq, transposed), call.dtype, bias, fast_accum=gemm.fast_accum)
     return y, xq, wq
 
 
-def kept_input(call: Call, x: Array | Quantized, xq: Quantized | None, state: State, axes: Axes) -> Array | Quantized:
+def kept_input(
+    call: LinearContext, x: Array | Quantized, xq: Quantized | None, state: State, axes: GemmMeshAxes
+) -> Array | Quantized:
     """What wgrad needs of the input, not gathered: fprop's operand where wgrad can use it, else input.T [K, T], else
     the input."""
     spec = call.recipe.wgrad.b
@@ -91,7 +97,7 @@ def kept_input(call: Call, x: Array | Quantized, xq: Quantized | None, state: St
     return quantize_piece(x.T, spec, inputs, tokens, factor=factor_of(state, INPUT))
 
 
-def kept_weight(call: Call, w: Array | Quantized, wq: Quantized | None) -> Array | Quantized:
+def kept_weight(call: LinearContext, w: Array | Quantized, wq: Quantized | None) -> Array | Quantized:
     """What dgrad needs of the weight: fprop's operand where dgrad can use it, else the parameter, which lives on."""
     if serves_dgrad(call.recipe):
         assert wq is not None
@@ -110,25 +116,31 @@ def serves_dgrad(recipe: Recipe) -> bool:
 
 
 def quantized_gradient(
-    call: Call, g: Array, state: State, axes: Axes, need_input: bool, need_weight: bool
+    call: LinearContext, g: Array, state: State, axes: GemmMeshAxes, need_input: bool, need_weight: bool
 ) -> tuple[Quantized | None, Quantized | None]:
     """grad_output [T, N] for dgrad and grad_output.T [N, T] for wgrad, as far as they are needed and quantized."""
     recipe = call.recipe
     shared = recipe.plan.grad_output
-    forward = turned = None
+    forward = transposed = None
     if recipe.dgrad.a is not None and (need_input or (need_weight and shared)):
         forward = _gradient(call, g, "grad_output", recipe.dgrad.a, axes.tokens, axes.outputs, state)
     if recipe.wgrad.a is not None and need_weight:
         if shared:
             assert forward is not None
-            turned = forward.T
+            transposed = forward.T
         else:
-            turned = _gradient(call, g.T, "grad_output.T", recipe.wgrad.a, axes.outputs, axes.tokens, state)
-    return forward, turned
+            transposed = _gradient(call, g.T, "grad_output.T", recipe.wgrad.a, axes.outputs, axes.tokens, state)
+    return forward, transposed
 
 
 def _gradient(
-    call: Call, g: Array, operand: str, spec: QuantSpec, rows: tuple[str, ...], k: tuple[str, ...], state: State
+    call: LinearContext,
+    g: Array,
+    operand: str,
+    spec: QuantSpec,
+    rows: tuple[str, ...],
+    k: tuple[str, ...],
+    state: State,
 ) -> Quantized:
     if spec.rounding == "nearest":
         return quantize_piece(g, spec, rows, k, factor=factor_of(state, GRAD_OUTPUT))
@@ -139,7 +151,13 @@ def _gradient(
 
 
 def dgrad(
-    call: Call, g: Array, gq: Quantized | None, weight: Array | Quantized, state: State, axes: Axes, dtype: Any
+    call: LinearContext,
+    g: Array,
+    gq: Quantized | None,
+    weight: Array | Quantized,
+    state: State,
+    axes: GemmMeshAxes,
+    dtype: Any,
 ) -> Array:
     """grad_input [T, K] from what `kept_weight` kept."""
     gemm = call.recipe.dgrad
@@ -157,7 +175,7 @@ def dgrad(
     return matmul(gq, operand, dtype, fast_accum=gemm.fast_accum)
 
 
-def wgrad(call: Call, g: Array, gq: Quantized | None, kept: Array | Quantized, dtype: Any) -> Array:
+def wgrad(call: LinearContext, g: Array, gq: Quantized | None, kept: Array | Quantized, dtype: Any) -> Array:
     """The gradient of w, grad_weight.T [K, N], from what `kept_input` kept."""
     gemm = call.recipe.wgrad
     if gemm.b is None:
@@ -180,7 +198,7 @@ def product(a: Array, b: Array, dtype: Any, bias: Array | None = None) -> Array:
     return (y if bias is None else y + bias.astype(jnp.float32)).astype(dtype)
 
 
-def _unquantized(call: Call, x: Array | Quantized) -> Array:
+def _unquantized(call: LinearContext, x: Array | Quantized) -> Array:
     if isinstance(x, Quantized):
         raise ValueError(
             f"{call.where}: recipe {call.recipe.name!r} needs this operand also in other blocks than the {x.spec} it "

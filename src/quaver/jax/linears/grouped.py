@@ -19,22 +19,18 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.custom_batching import sequential_vmap
 
-from quaver.core.spec import QuantSpec, Recipe
-from quaver.core.text.given import instance
-from quaver.jax.linears.differentiation import differentiated_once, unwrapped
-from quaver.jax.linears.function import next_state, warn_unquantized
-from quaver.jax.linears.gemms import Call
-from quaver.jax.numerics.constants import without_derivative
-from quaver.jax.numerics.elementwise import without_elements
-from quaver.jax.numerics.given import array, floating, state_of
-from quaver.jax.numerics.quantized import Quantized, as_bytes, as_codes
+from quaver.jax.linears.function import differentiated_once, next_state, unwrapped, warn_unquantized
+from quaver.jax.linears.gemms import LinearContext
+from quaver.jax.numerics.quantized import Quantized, array, as_bytes, as_codes, floating, state_of, without_elements
+from quaver.jax.numerics.rounding import without_derivative
 from quaver.jax.operations.native import decoded, scaled
 from quaver.jax.operations.ops import DTYPES, quantize, static
 from quaver.jax.operations.sharding import sum_like
 from quaver.jax.state import buffers
 from quaver.jax.state.buffers import GRAD_OUTPUT, INPUT, WEIGHT, State, factor_of
-from quaver.jax.state.context import recipe_in_force
-from quaver.jax.state.uses import uses_of
+from quaver.jax.state.context import recipe_in_force, uses_of
+from quaver.recipes.spec import QuantSpec, Recipe
+from quaver.recipes.text import instance
 
 #: Rows of a tile where experts have many tokens, and where they have few.
 TILE, SMALL_TILE = 128, 32
@@ -88,16 +84,16 @@ def grouped_dot(
         return lax.ragged_dot(*high, group_sizes, preferred_element_type=jnp.float32).astype(dtype)
     state = state_of(name, state)
     buffers.fitting(state, in_force, name)
-    call = Call(in_force, dtype, name, seed, None, None, None, uses_of(state))
+    call = LinearContext(in_force, dtype, name, seed, None, None, None, uses_of(state))
     return _grouped(call, x.astype(dtype), w, group_sizes, state)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped(call: Call, x: Array, w: Array, sizes: Array, state: State) -> Array:
+def _grouped(call: LinearContext, x: Array, w: Array, sizes: Array, state: State) -> Array:
     return _fprop(call, x, w, _layout(call.recipe, x, sizes), buffers.ready(state, call.recipe))[0]
 
 
-def _fprop(call: Call, x: Array, w: Array, lay: "Layout", state: State) -> tuple[Array, Any, Any]:
+def _fprop(call: LinearContext, x: Array, w: Array, lay: "GroupedLayout", state: State) -> tuple[Array, Any, Any]:
     """The output [T, N], and the operands input [T, K] and weights [experts, N, K]."""
     gemm = call.recipe.fprop
     xq = x if gemm.a is None else quantize(x, gemm.a, factor=factor_of(state, INPUT))
@@ -105,7 +101,7 @@ def _fprop(call: Call, x: Array, w: Array, lay: "Layout", state: State) -> tuple
     return _by_rows(xq, wq, lay).astype(call.dtype), xq, wq
 
 
-def _forward(call: Call, x: Any, w: Any, sizes: Any, state: Any) -> tuple[Array, Any]:
+def _forward(call: LinearContext, x: Any, w: Any, sizes: Any, state: Any) -> tuple[Array, Any]:
     (x, w, sizes, state), (of_x, of_w, _, of_state) = unwrapped(x, w, sizes, state)
     perturbed, given_w = [of_x, of_w, False, of_state], w
     x, w, _, state = differentiated_once(call, x, w, None, state, perturbed)
@@ -124,7 +120,7 @@ def _forward(call: Call, x: Any, w: Any, sizes: Any, state: Any) -> tuple[Array,
     return y, (as_bytes(kept_x), as_bytes(kept_w), lay, amaxes, state, without_elements(x), without_elements(w))
 
 
-def _backward(call: Call, kept: Any, g: Array) -> tuple[Any, ...]:
+def _backward(call: LinearContext, kept: Any, g: Array) -> tuple[Any, ...]:
     kept_x, kept_w, lay, amaxes, state, like_x, like_w = kept
     recipe, plan, factor = call.recipe, call.recipe.plan, factor_of(state, GRAD_OUTPUT)
     g, kept_x, kept_w = without_derivative(call.where, (g, kept_x, kept_w))
@@ -146,7 +142,7 @@ def _backward(call: Call, kept: Any, g: Array) -> tuple[Any, ...]:
 _grouped.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _noise(call: Call, state: State, which: int) -> dict[str, Any]:
+def _noise(call: LinearContext, state: State, which: int) -> dict[str, Any]:
     """The stream of grad_output, or of its transpose."""
     if "count" not in state:
         return {}
@@ -159,13 +155,13 @@ def _experts(w: Array, spec: QuantSpec | None, factor: Array | None) -> Any:
     return w if spec is None else jax.vmap(lambda one: quantize(one, spec, factor=factor))(w)
 
 
-def _along_tokens(x: Array, spec: QuantSpec | None, lay: "Layout", **options: Any) -> Any:
+def _along_tokens(x: Array, spec: QuantSpec | None, lay: "GroupedLayout", **options: Any) -> Any:
     """x [T, features] in tiles, as an operand [features, slots] of wgrad."""
-    turned = _take(x, lay.token).T
-    return turned if spec is None else quantize(turned, spec, **options)
+    transposed = _take(x, lay.token).T
+    return transposed if spec is None else quantize(transposed, spec, **options)
 
 
-class Layout(NamedTuple):
+class GroupedLayout(NamedTuple):
     """Tokens in tiles of one expert each: slots, some of which are empty."""
 
     #: int32 [slots]: the token of each slot, T in an empty one.
@@ -178,7 +174,7 @@ class Layout(NamedTuple):
     sizes: Array
 
 
-def _layout(recipe: Recipe, x: Array, sizes: Array) -> Layout:
+def _layout(recipe: Recipe, x: Array, sizes: Array) -> GroupedLayout:
     rows, experts = x.shape[0], sizes.shape[0]
     tile = TILE if rows >= TILE * experts else SMALL_TILE
     for spec in (recipe.wgrad.a, recipe.wgrad.b):
@@ -196,7 +192,7 @@ def _layout(recipe: Recipe, x: Array, sizes: Array) -> Layout:
     within = slots - first_slot[owner]
     token = jnp.where(within < sizes[owner], first_token[owner] + within, rows)
     slot = jnp.full(rows, tiles * tile, jnp.int32).at[token].set(slots, mode="drop")
-    return Layout(token, slot, expert, filled * tile)
+    return GroupedLayout(token, slot, expert, filled * tile)
 
 
 def _take(x: Array, index: Array, axis: int = 0) -> Array:
@@ -211,13 +207,13 @@ def _operand(q: Any) -> tuple[Array, Array]:
     return decoded(q) if isinstance(q, Quantized) else (q, jnp.ones((1, 1), jnp.float32))
 
 
-def _laid_columns(q: Any, lay: Layout) -> tuple[Array, Array]:
+def _laid_columns(q: Any, lay: GroupedLayout) -> tuple[Array, Array]:
     """An operand [features, T] with its columns in tiles."""
     values, scale = _operand(q)
     return _take(values, lay.token, 1), scale
 
 
-def _by_rows(a: Any, b: Any, lay: Layout) -> Array:
+def _by_rows(a: Any, b: Any, lay: GroupedLayout) -> Array:
     """float32 [T, n]: row t of a [T, k] times the matrix [n, k] of its expert, transposed."""
     (x, s), (w, t) = _operand(a), jax.vmap(_operand)(b)
     wide = jnp.promote_types(x.dtype, w.dtype)
@@ -229,7 +225,7 @@ def _by_rows(a: Any, b: Any, lay: Layout) -> Array:
     return _take(y.reshape(-1, y.shape[2]), lay.slot)
 
 
-def _by_tokens(a: tuple[Array, Array], b: tuple[Array, Array], lay: Layout) -> Array:
+def _by_tokens(a: tuple[Array, Array], b: tuple[Array, Array], lay: GroupedLayout) -> Array:
     """float32 [experts, m, n]: a [m, slots] times b [n, slots] transposed, summed over the slots of each expert."""
     (x, s), (g, t) = a, b
     wide = jnp.promote_types(x.dtype, g.dtype)
@@ -237,7 +233,7 @@ def _by_tokens(a: tuple[Array, Array], b: tuple[Array, Array], lay: Layout) -> A
     return scaled(y, lax.expand_dims(s, (0,)), lax.expand_dims(t.T, (0,)))
 
 
-def _rows_tiled(x: Array, w: Array, lay: Layout) -> Array:
+def _rows_tiled(x: Array, w: Array, lay: GroupedLayout) -> Array:
     def one(tile: tuple[Array, Array]) -> Array:
         return lax.dot_general(tile[0], w[tile[1]], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
@@ -245,11 +241,11 @@ def _rows_tiled(x: Array, w: Array, lay: Layout) -> Array:
 
 
 @sequential_vmap
-def _rows_ragged(x: Array, w: Array, lay: Layout) -> Array:
+def _rows_ragged(x: Array, w: Array, lay: GroupedLayout) -> Array:
     return lax.ragged_dot(x, jnp.swapaxes(w, 1, 2), lay.sizes, preferred_element_type=jnp.float32)
 
 
-def _tokens_tiled(x: Array, g: Array, lay: Layout) -> Array:
+def _tokens_tiled(x: Array, g: Array, lay: GroupedLayout) -> Array:
     tiles = lay.expert.shape[0]
 
     def add(sums: Array, tile: tuple[Array, ...]) -> tuple[Array, None]:
@@ -263,6 +259,6 @@ def _tokens_tiled(x: Array, g: Array, lay: Layout) -> Array:
 
 
 @sequential_vmap
-def _tokens_ragged(x: Array, g: Array, lay: Layout) -> Array:
+def _tokens_ragged(x: Array, g: Array, lay: GroupedLayout) -> Array:
     contract = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [1], [])
     return lax.ragged_dot_general(x, g, lay.sizes, contract, preferred_element_type=jnp.float32)

@@ -7,13 +7,9 @@ if find_spec("flax") is None:
     raise ModuleNotFoundError(sentence, name="flax")
 
 from quaver.jax.blocks.options import Rope
-from quaver.jax.linen.attention import DotProductAttention, MultiHeadAttention, RelativePositionBias
-from quaver.jax.linen.dense import DenseGeneral
-from quaver.jax.linen.inject import DotGeneral, Einsum, dot_general_cls, einsum_cls
-from quaver.jax.linen.mlp import MLP, LayerNormMLP
-from quaver.jax.linen.norm import LayerNorm, LayerNormDenseGeneral, RMSNorm
-from quaver.jax.linen.state import COLLECTION
-from quaver.jax.linen.transformer import TransformerLayer
+from quaver.jax.linen.dense import COLLECTION, DenseGeneral, DotGeneral, Einsum, dot_general_cls, einsum_cls
+from quaver.jax.linen.mlp import MLP, LayerNorm, LayerNormDenseGeneral, LayerNormMLP, RMSNorm
+from quaver.jax.linen.transformer import DotProductAttention, MultiHeadAttention, RelativePositionBias, TransformerLayer
 
 __all__ = [
     "COLLECTION",

@@ -1,20 +1,76 @@
 """DenseGeneral: flax.linen's, with its three GEMMs under a recipe."""
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import field
 from typing import Any
 
+import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import meta
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax import Array
 from jax.typing import DTypeLike
 
-from quaver.core.options import pick, suggests
+from quaver import recipes
+from quaver.jax import state
 from quaver.jax.blocks.options import DenseOptions, Initializer
-from quaver.jax.linears.general import Matrix, dense, normalize_axes
-from quaver.jax.linen.state import layer_state, qualified_name
-from quaver.jax.numerics.given import array
+from quaver.jax.linears.dot_general import KernelMatrix, dense, dot_general, normalize_axes
+from quaver.jax.numerics.quantized import array
+from quaver.jax.state.context import recipe_in_force
+from quaver.options import pick, suggests
+from quaver.recipes.spec import Recipe
+
+# ---- state -----------------------------------------------------------------------------------------------
+# Where a linen module keeps a recipe's state: the collection whose gradient is its next value.
+#
+# It is Flax's own, so that `flax.training.train_state.TrainState` and what else knows Flax's FP8 modules know it too.
+#
+# A layer that is used several times in one step needs a state for each use, as autodiff would add up what they return
+# for one. nn.scan with variable_broadcast="params" and variable_axes={COLLECTION: 0} gives each use its own history.
+
+#: "_overwrite_with_gradient".
+COLLECTION = OVERWRITE_WITH_GRADIENT
+
+
+def layer_state(module: nn.Module, own: str | Recipe | None) -> dict[str, Array] | None:
+    """The state of a module's linear layer under the recipe in force; made by `init`, None where it has none.
+
+    A count of random roundings may be missing where no gradients are taken; `linear` sees to that.
+    Raises:
+        ValueError: `apply` was not given the collection, or one of another recipe.
+    """
+    recipe = recipe_in_force(own)
+    fresh = {} if recipe is None else state.init(recipe)
+    if not fresh:
+        return None
+    given = all(module.has_variable(COLLECTION, key) for key in fresh) or module.is_mutable_collection(COLLECTION)
+    if not given and set(fresh) == {"count"}:
+        return None
+    where = f"{type(module).__name__} {'.'.join(module.path) or '(root)'} under recipe {str(recipe)!r}"
+    if not given:
+        raise ValueError(
+            f"{where} needs its state, {' and '.join(fresh)} in the collection {COLLECTION!r}, and it was not given. "
+            "Initialize under the same recipe (with quaver.jax.autocast(recipe): variables = model.init(...)) and pass "
+            "all variables to apply, not 'params' alone; nn.scan and nn.vmap need the collection in variable_axes"
+        )
+    held = {key: module.variable(COLLECTION, key, lambda value=value: value).value for key, value in fresh.items()}
+    for key, value in fresh.items():
+        if held[key].shape != value.shape:
+            raise ValueError(
+                f"{where} has a {key} of shape {held[key].shape} and needs {value.shape}: it is another recipe's; "
+                "initialize under this one, and keep the params that you have"
+            )
+    return held
+
+
+def qualified_name(module: nn.Module) -> str:
+    """The module's path with dots, as PyTorch writes it; it tells the streams of random rounding apart."""
+    return ".".join(module.path)
+
+
+# ---- dense -----------------------------------------------------------------------------------------------
 
 
 @suggests
@@ -32,7 +88,7 @@ class DenseGeneral(nn.Module, DenseOptions):
         recipe: name or Recipe that this layer always uses; None takes the ambient one.
         seed: of stochastic rounding.
     Raises:
-        ValueError: the recipe's state was not given, see `quaver.jax.linen.state`.
+        ValueError: the recipe's state was not given, see `quaver.jax.linen.dense`.
     Exact, bounded: as `quaver.jax.linear`.
     """
 
@@ -65,7 +121,7 @@ class DenseGeneral(nn.Module, DenseOptions):
         )
 
 
-def dense_of(layer: Any, name: str, matrix: Matrix) -> DenseGeneral:
+def dense_of(layer: Any, name: str, matrix: KernelMatrix) -> DenseGeneral:
     """A layer's part over the last axes, with the layer's options."""
     axis = range(len(matrix.features) - len(matrix.axes), 0)
     return DenseGeneral(
@@ -84,3 +140,68 @@ def _as_matrix(init: Initializer, rows: int, names: tuple[str | None, ...]) -> I
         return value.reshape(shape)
 
     return nn.with_logical_partitioning(initialize, names) if names else initialize
+
+
+# ---- inject ----------------------------------------------------------------------------------------------
+# Recipes for models made of Flax's own modules: operations that fit the slots of those modules.
+#
+# nn.Dense(4096, dot_general_cls=dot_general_cls("tensorwise"))
+
+
+def dot_general_cls(recipe: str | Recipe | None = None, *, seed: int = 0) -> Callable[[], "DotGeneral"]:
+    """For the slot `dot_general_cls` of flax.linen's Dense, DenseGeneral and MultiHeadDotProductAttention.
+
+    Args:
+        recipe: name or Recipe; None takes the ambient one.
+        seed: of stochastic rounding.
+    Returns:
+        A class, as the slot wants it: called without arguments it makes the operation.
+    Raises:
+        ValueError: no such recipe.
+    """
+    return functools.partial(DotGeneral, recipe=None if recipe is None else recipes.get(recipe), seed=seed)
+
+
+def einsum_cls(recipe: str | Recipe | None = None, *, seed: int = 0) -> Callable[[], "Einsum"]:
+    """The same for where a model takes an einsum, as with flax.linen.fp8_ops.Fp8Einsum."""
+    return functools.partial(Einsum, recipe=None if recipe is None else recipes.get(recipe), seed=seed)
+
+
+class DotGeneral(nn.Module):
+    """jax.lax.dot_general of an input and a kernel under a recipe; the state of delayed scaling is the module's."""
+
+    recipe: str | Recipe | None = None
+    seed: int = 0
+
+    @nn.compact
+    def __call__(self, lhs: Array, rhs: Array, dimension_numbers: Any, *args: Any, **options: Any) -> Array:
+        return _operation(self)(lhs, rhs, dimension_numbers, *args, **options)
+
+
+class Einsum(nn.Module):
+    """jnp.einsum of an input and a kernel under a recipe; the second operand is the kernel."""
+
+    recipe: str | Recipe | None = None
+    seed: int = 0
+
+    @nn.compact
+    def __call__(
+        self,
+        equation: str,
+        lhs: Array,
+        rhs: Array,
+        precision: Any = None,
+        preferred_element_type: DTypeLike | None = None,
+    ) -> Array:
+        run = _operation(self)
+        return jnp.einsum(
+            equation, lhs, rhs, precision=precision, preferred_element_type=preferred_element_type, _dot_general=run
+        )
+
+
+def _operation(module: Any) -> Callable[..., Array]:
+    """`dot_general` with a module's recipe and state."""
+    # The name of the layer that the module was put into: "layers_0.Dense_0", not "….DotGeneral_0".
+    layer = qualified_name(module).rpartition(".")[0]
+    state = layer_state(module, module.recipe)
+    return functools.partial(dot_general, recipe=module.recipe, state=state, name=layer, seed=module.seed)

@@ -1,13 +1,102 @@
 """The MLP of a Transformer, with and without a norm before it."""
 
+from collections.abc import Sequence
+from dataclasses import field
+from typing import Any
+
+import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array
+from jax.typing import DTypeLike
 
-from quaver.core.options import pick, suggests
-from quaver.jax.blocks.feed_forward import activate_fused, matrices
-from quaver.jax.blocks.options import MLPOptions, NormOptions
-from quaver.jax.linen.dense import dense_of
-from quaver.jax.linen.norm import norm_of
+from quaver.jax.blocks.layers import activate_fused, layer_norm, matrices, named, rms_norm
+from quaver.jax.blocks.options import DenseOptions, MLPOptions, NormOptions
+from quaver.jax.linen.dense import DenseGeneral, dense_of
+from quaver.jax.numerics.quantized import array
+from quaver.options import pick, suggests
+
+# ---- norm ------------------------------------------------------------------------------------------------
+# LayerNorm and RMSNorm, and a linear layer behind one.
+
+
+@suggests
+class LayerNorm(nn.Module):
+    """`quaver.jax.blocks.layers.layer_norm` with parameters `scale` and `bias`; the result has x's dtype."""
+
+    eps: float = 1e-6
+    zero_centered: bool = False
+    use_bias: bool = True
+    param_dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        x, scale = _scaled(self, x)
+        bias = self.param("bias", nn.initializers.zeros, x.shape[-1:], self.param_dtype) if self.use_bias else None
+        return layer_norm(x, scale, bias, eps=self.eps, zero_centered=self.zero_centered)
+
+
+@suggests
+class RMSNorm(nn.Module):
+    """`quaver.jax.blocks.layers.rms_norm` with a parameter `scale`; the result has x's dtype."""
+
+    eps: float = 1e-6
+    zero_centered: bool = False
+    param_dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        x, scale = _scaled(self, x)
+        return rms_norm(x, scale, eps=self.eps, zero_centered=self.zero_centered)
+
+
+def _scaled(norm: Any, x: Array) -> tuple[Array, Array]:
+    """The input and the parameter that it is multiplied by."""
+    x = array(type(norm).__name__, "x", x)
+    init = nn.initializers.zeros if norm.zero_centered else nn.initializers.ones
+    return x, norm.param("scale", init, x.shape[-1:], norm.param_dtype)
+
+
+#: The norm modules by the name that other modules take.
+NORMS: dict[str, Any] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+
+
+def norm_of(layer: Any, name: str) -> Any:
+    """The normalization that a layer's options say.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    kind = named(layer.normalization, NORMS)
+    return kind(eps=layer.eps, zero_centered=layer.zero_centered, param_dtype=layer.param_dtype, name=name)
+
+
+@suggests
+class LayerNormDenseGeneral(nn.Module, DenseOptions, NormOptions):
+    """DenseGeneral of the normalized input: submodules `norm` and `dense`.
+
+    Attributes are those of LayerNorm or RMSNorm, and of DenseGeneral.
+    Returns:
+        The output, and the normalized input.
+    """
+
+    features: int | Sequence[int]
+    kernel_axes: tuple[str | None, ...] = field(default=(), kw_only=True)
+    bias_axes: tuple[str | None, ...] = field(default=(), kw_only=True)
+
+    @nn.compact
+    def __call__(self, x: Array) -> tuple[Array, Array]:
+        normalized = norm_of(self, "norm")(x)
+        dense = DenseGeneral(
+            self.features,
+            kernel_axes=self.kernel_axes,
+            bias_axes=self.bias_axes,
+            **pick(DenseOptions, self),
+            name="dense",
+        )
+        return dense(normalized), normalized
+
+
+# ---- mlp -------------------------------------------------------------------------------------------------
 
 
 @suggests
@@ -16,7 +105,7 @@ class MLP(nn.Module, MLPOptions):
 
     Attributes:
         hidden: features between the two.
-        activation: a row of `quaver.jax.blocks.activation.ACTIVATIONS`.
+        activation: a row of `quaver.jax.blocks.layers.ACTIVATIONS`.
         out: features of the output; None keeps the input's.
         partition: name the kernels' axes "embed" and "mlp", for flax's logical sharding rules.
         others: those of DenseGeneral.

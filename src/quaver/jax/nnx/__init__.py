@@ -6,17 +6,12 @@ if find_spec("flax") is None:
     sentence = "quaver.jax.nnx needs Flax, which is not installed: pip install 'quaver[flax]'"
     raise ModuleNotFoundError(sentence, name="flax")
 
-from quaver.core.converting.conversion import Report
 from quaver.jax.blocks.options import Rope
-from quaver.jax.nnx.attention import DotProductAttention, MultiHeadAttention, RelativePositionBias
 from quaver.jax.nnx.conversion import convert, plain_state, revert
-from quaver.jax.nnx.dense import DenseGeneral
-from quaver.jax.nnx.gradient import value_and_grad
-from quaver.jax.nnx.inject import DotGeneral, Einsum
-from quaver.jax.nnx.mlp import MLP, LayerNormMLP
-from quaver.jax.nnx.norm import LayerNorm, LayerNormDenseGeneral, RMSNorm
-from quaver.jax.nnx.transformer import TransformerLayer
-from quaver.jax.nnx.variable import OverwriteWithGradient
+from quaver.jax.nnx.dense import DenseGeneral, DotGeneral, Einsum, OverwriteWithGradient, value_and_grad
+from quaver.jax.nnx.mlp import MLP, LayerNorm, LayerNormDenseGeneral, LayerNormMLP, RMSNorm
+from quaver.jax.nnx.transformer import DotProductAttention, MultiHeadAttention, RelativePositionBias, TransformerLayer
+from quaver.recipes.conversion import Report
 
 __all__ = [
     "MLP",

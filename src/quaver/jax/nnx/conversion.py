@@ -16,13 +16,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from quaver import recipes
-from quaver.core.converting.conversion import Choice, Report
-from quaver.core.converting.rules import Rules, Skip
-from quaver.core.spec import Recipe
-from quaver.jax.blocks.attention.dot_product import refuse_quantized
-from quaver.jax.nnx.dense import DenseGeneral
-from quaver.jax.nnx.inject import DotGeneral, Einsum
-from quaver.jax.nnx.variable import LayerState, OverwriteWithGradient
+from quaver.jax.blocks.attention import refuse_quantized
+from quaver.jax.nnx.dense import DenseGeneral, DotGeneral, Einsum, LayerState, OverwriteWithGradient
+from quaver.recipes.conversion import ConversionRules, Report, Rules, Skip
+from quaver.recipes.spec import Recipe
 
 
 def convert(
@@ -49,7 +46,7 @@ def convert(
     Raises:
         ValueError: an unknown recipe, or one that quantizes attention, before anything is changed.
     """
-    choice = Choice(recipe, skip)
+    choice = ConversionRules(recipe, skip)
     chosen = {rule: None if rule.recipe is None else recipes.get(rule.recipe) for rule in choice.rules.rules}
     for wanted in chosen.values():
         refuse_quantized(wanted)
@@ -58,7 +55,7 @@ def convert(
         in_features, out_features = kind.features(layer)
         rule, why = choice.decide([name], in_features, out_features)
         wanted = None if rule is None else chosen[rule]
-        why = why or kind.unfit(layer)
+        why = why or kind.unsupported(layer)
         if wanted is not None:
             why = why or choice.refused(name, in_features, out_features, wanted)
         if why or wanted is None:
@@ -87,7 +84,7 @@ def plain_state(model: nnx.Module) -> nnx.State[Any, Any]:
 
 
 @dataclass(frozen=True)
-class _Slot:
+class _OperationSlot:
     """A class of layers with a slot for the operation."""
 
     #: The attribute, and what puts a recipe into it.
@@ -101,7 +98,7 @@ class _Slot:
     #: The class whose __call__ reads the slot.
     reader: type
 
-    def unfit(self, layer: Any) -> str:
+    def unsupported(self, layer: Any) -> str:
         """Why a layer cannot be converted, or ""."""
         if not isinstance(layer, nnx.LoRALinear) and type(layer).__call__ is not self.reader.__call__:
             return f"{type(layer).__name__} has a __call__ of its own"
@@ -127,14 +124,14 @@ class _Slot:
         return True
 
 
-class _Own:
+class _OwnDenseGeneral:
     """This package's DenseGeneral."""
 
     def features(self, layer: DenseGeneral) -> tuple[int, int]:
         shape = layer.kernel.shape[layer.kernel.ndim - layer.ndim :]
         return math.prod(shape[: len(layer.axis)]), math.prod(shape[len(layer.axis) :])
 
-    def unfit(self, layer: DenseGeneral) -> str:
+    def unsupported(self, layer: DenseGeneral) -> str:
         return ""
 
     def put(self, layer: DenseGeneral, recipe: Recipe, name: str, seed: int) -> None:
@@ -159,8 +156,8 @@ def _einsum_features(layer: Any) -> tuple[int, int]:
 
 
 _KINDS: dict[type, Any] = {
-    DenseGeneral: _Own(),
-    nnx.Linear: _Slot(
+    DenseGeneral: _OwnDenseGeneral(),
+    nnx.Linear: _OperationSlot(
         "dot_general",
         DotGeneral,
         jax.lax.dot_general,
@@ -168,7 +165,7 @@ _KINDS: dict[type, Any] = {
         lambda m: 2,
         nnx.Linear,
     ),
-    nnx.LinearGeneral: _Slot(
+    nnx.LinearGeneral: _OperationSlot(
         "dot_general",
         DotGeneral,
         None,
@@ -176,7 +173,9 @@ _KINDS: dict[type, Any] = {
         lambda m: len(m.batch_axis) + len(m.in_features) + len(m.out_features),
         nnx.LinearGeneral,
     ),
-    nnx.Einsum: _Slot("einsum_op", Einsum, jnp.einsum, _einsum_features, lambda m: len(m.kernel_shape), nnx.Einsum),
+    nnx.Einsum: _OperationSlot(
+        "einsum_op", Einsum, jnp.einsum, _einsum_features, lambda m: len(m.kernel_shape), nnx.Einsum
+    ),
 }
 
 

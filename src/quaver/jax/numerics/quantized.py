@@ -1,5 +1,6 @@
 """The one container of quantized data, a pytree, and how its bytes are laid out."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -9,11 +10,67 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from quaver.core.numbers import rounding
-from quaver.core.numbers.formats import Format
-from quaver.core.numbers.rounding import NAN_CODE
-from quaver.core.spec import Block, QuantSpec
-from quaver.jax.numerics.elementwise import padded, where
+from quaver.recipes.formats import Format
+from quaver.recipes.spec import Block, QuantSpec
+from quaver.reference import numerics
+from quaver.reference.numerics import NAN_CODE
+
+# ---- elementwise -----------------------------------------------------------------------------------------
+# Operations on all elements that `jax.lax` lacks, made of its primitives alone.
+#
+# A function of jax.numpy, and so an operator between two arrays, is a program within the program: of a shape that is
+# new it takes four times as long to trace as a primitive of `jax.lax`, and twice as long to lower. What every operand
+# passes through is written in primitives; they ask for operands of one dtype, and of one rank unless one of them is a
+# number. A number is numpy's, of that dtype: Python's has 64 bits where `jax_enable_x64` is set.
+
+
+def where(condition: Array, x: Array | float, y: Array | float) -> Array:
+    """x where the condition holds, else y: numbers, or arrays of the result's shape, one at least. Exact.
+
+    Args:
+        condition: bool, of the result's rank, or one for all; axes of length one are repeated.
+    """
+    like = x if _is_array(x) else y
+    assert isinstance(like, Array)
+    if condition.shape not in ((), like.shape):
+        condition = lax.broadcast_in_dim(condition, like.shape, range(like.ndim))
+    x, y = (one if _is_array(one) else lax.full_like(like, one) for one in (x, y))
+    return lax.select(condition, x, y)
+
+
+def _is_array(x: object) -> bool:
+    return isinstance(x, (Array, np.ndarray))
+
+
+def isnan(x: Array) -> Array:
+    """True for each NaN. Exact."""
+    return lax.ne(x, x)
+
+
+def copysign(magnitude: Array, y: Array) -> Array:
+    """float32 magnitudes, which are no negative numbers, with the signs of float32 y. Exact."""
+    bits = lax.bitcast_convert_type(magnitude, np.uint32)
+    sign = lax.bitwise_and(lax.bitcast_convert_type(y, np.uint32), np.uint32(0x80000000))
+    return lax.bitcast_convert_type(lax.bitwise_or(bits, sign), np.float32)
+
+
+def largest(x: Array, axes: tuple[int, ...]) -> Array:
+    """The largest int32, at least 0, over these axes, which stay with length one. Exact."""
+    kept = tuple(1 if axis in axes else size for axis, size in enumerate(x.shape))
+    return lax.reshape(lax.max(lax.reduce_max(x, axes), np.int32(0)), kept)
+
+
+def padded(x: Array, *after: int) -> Array:
+    """x with so many zeros after the end of each axis. Exact."""
+    return lax.pad(x, np.zeros((), x.dtype), [(0, more, 0) for more in after]) if any(after) else x
+
+
+def without_elements(x: Array) -> Array:
+    """x with a last axis of length zero: what knows its dtype and its place on a mesh."""
+    return lax.slice_in_dim(x, 0, 0, axis=-1)
+
+
+# ---- quantized -------------------------------------------------------------------------------------------
 
 #: Formats that codes are cast to. Those of others are bytes; two E2M1 codes share one, the lower nibble being the even
 #: index of k.
@@ -194,4 +251,50 @@ def e2m1_values(codes: Array, dtype: Any) -> Array:
 
 def values_of(codes: Array, fmt: Format, dtype: Any) -> Array:
     """The values of a format's codes, one a byte, looked up."""
-    return jnp.asarray(rounding.values(fmt)).astype(dtype)[codes.astype(jnp.int32)]
+    return jnp.asarray(numerics.values(fmt)).astype(dtype)[codes.astype(jnp.int32)]
+
+
+# ---- given -----------------------------------------------------------------------------------------------
+# What users hand to a function, looked at before JAX does: what does not fit is told in a sentence.
+
+
+def array(where: str, argument: str, value: Any) -> Array:
+    """An array of real numbers, also from numpy or a Variable of NNX.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if hasattr(value, "__jax_array__"):
+        value = jnp.asarray(value)
+    if not isinstance(value, (jax.Array, np.ndarray)):
+        raise TypeError(
+            f"{where}: {argument} is a {type(value).__name__}; give an array, such as jax.numpy.asarray({argument})"
+        )
+    real = jnp.issubdtype(value.dtype, np.number) and not jnp.issubdtype(value.dtype, np.complexfloating)
+    if not real and value.dtype != np.bool_:
+        raise TypeError(f"{where}: {argument} is an array of {value.dtype}; give one of real numbers")
+    return value if isinstance(value, jax.Array) else jnp.asarray(value)
+
+
+def floating(where: str, dtype: Any) -> Any:
+    """A floating dtype. Raises: ValueError where it is none."""
+    try:
+        own = None if isinstance(dtype, (jax.Array, np.ndarray)) else jnp.dtype(dtype)
+    except (TypeError, ValueError):
+        own = None
+    if own is None or not jnp.issubdtype(own, jnp.floating):
+        shown = repr(dtype) if own is None else own
+        raise ValueError(f"{where} computes in a floating dtype, not {shown}; convert x, or give dtype=jnp.float32")
+    return own
+
+
+def state_of(where: str, state: Any) -> dict[str, Any]:
+    """A layer's state as a dict of its own; {} for None. Raises: TypeError where it is none."""
+    if state is None:
+        return {}
+    if not isinstance(state, Mapping) or not all(hasattr(leaf, "dtype") for leaf in state.values()):
+        raise TypeError(
+            f"{where}: state is a {type(state).__name__} and should be a dict of arrays, as "
+            "quaver.jax.state.init(recipe) makes it and the state's gradient returns it"
+        )
+    return dict(state)

@@ -1,4 +1,4 @@
-"""From a block's largest magnitude to its factor and scale, on the bits: the twin of `quaver.core.numbers.scaling`.
+"""From a block's largest magnitude to its factor and scale, on the bits: the twin of `quaver.reference.numerics`.
 
 XLA rewrites divisions and products of constants, on a GPU it divides approximately, on a CPU it flushes subnormals:
 integers survive all of that, and what must be a float stands behind a barrier.
@@ -8,13 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from quaver.core.numbers.formats import E4M3, Format
-from quaver.core.numbers.rounding import magnitudes
-from quaver.core.numbers.scaling import FACTOR_EXPONENTS, FLT_MAX, TENSOR_EXPONENTS, TWO_LEVEL_MAX
-from quaver.core.spec import QuantSpec
-from quaver.jax.numerics.elementwise import isnan, largest, where
-from quaver.jax.numerics.quantized import blocked
+from quaver.jax.numerics.quantized import blocked, isnan, largest, where
 from quaver.jax.numerics.rounding import INFINITY_BITS, SMALLEST_NORMAL_BITS, magnitude_bits, two_to_the
+from quaver.recipes.formats import E4M3, Format
+from quaver.recipes.spec import QuantSpec
+from quaver.reference.numerics import FACTOR_EXPONENTS, FLT_MAX, TENSOR_EXPONENTS, TWO_LEVEL_MAX, magnitudes
 
 
 def block_bits(x: Array, spec: QuantSpec) -> Array:
@@ -45,7 +43,7 @@ def given_bits(amax: Array | float, shape: tuple[int, int]) -> Array:
 
 
 def factors(x: Array, spec: QuantSpec, amax: Array | float | None, factor: Array | float | None) -> "Factors":
-    """Encode factors and stored scales of the blocks of float32 x; see `quaver.core.reference.factors`."""
+    """Encode factors and stored scales of the blocks of float32 x; see `quaver.reference.factors`."""
     shape = spec.blocks(*x.shape)
     if spec.scale == "unit":
         one = jnp.ones(shape, jnp.float32)

@@ -20,11 +20,9 @@ import numpy as np
 from jax import Array, lax
 from jax.custom_batching import custom_vmap
 
-from quaver.core.spec import QuantSpec
-from quaver.jax.numerics.constants import constant
-from quaver.jax.numerics.elementwise import isnan, padded, where
-from quaver.jax.numerics.quantized import FLOAT8, Quantized, cut, over_blocks
-from quaver.jax.numerics.rounding import SMALLEST_NORMAL_BITS, two_to_the
+from quaver.jax.numerics.quantized import FLOAT8, Quantized, cut, isnan, over_blocks, padded, where
+from quaver.jax.numerics.rounding import SMALLEST_NORMAL_BITS, constant, two_to_the
+from quaver.recipes.spec import QuantSpec
 
 NT = (((1,), (1,)), ((), ()))
 

@@ -7,16 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from quaver.core.spec import QuantSpec
-from quaver.core.text.given import instance
-from quaver.jax.numerics.constants import constant
-from quaver.jax.numerics.given import array, floating
-from quaver.jax.numerics.hadamard import rotate
-from quaver.jax.numerics.philox import Place, uniform
-from quaver.jax.numerics.quantized import Quantized, over_blocks, pack
-from quaver.jax.numerics.rounding import encode, flush, widen
+from quaver.jax.numerics.quantized import Quantized, array, floating, over_blocks, pack
+from quaver.jax.numerics.rounding import Place, constant, encode, flush, rotate, uniform, widen
 from quaver.jax.numerics.scaling import factors
 from quaver.jax.operations import native
+from quaver.recipes.spec import QuantSpec
+from quaver.recipes.text import instance
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
@@ -55,9 +51,9 @@ def quantize(
     Raises:
         ValueError: x is no matrix, has another dtype, or is quantized by another spec.
         NotImplementedError: its derivative is asked for: see `linear`.
-    Exact: the bits of `quaver.core.reference.quantize`, eager and under jit. Bounded where scales are no powers of two:
+    Exact: the bits of `quaver.reference.quantize`, eager and under jit. Bounded where scales are no powers of two:
         they are within an ulp, codes within a step, and subnormals (scales too) count as 0 on a CPU. Rotated operands
-        have an exception (`quaver.jax.numerics.hadamard.rotate`).
+        have an exception (`quaver.jax.numerics.rounding.rotate`).
     """
     instance("quantize", "spec", spec, QuantSpec, "quaver.recipes.get('mxfp8').fprop.a")
     if isinstance(x, Quantized):

@@ -12,7 +12,9 @@ So amaxes agree over the pieces, noise depends on an element's place in the whol
 the axes that their parameter does not vary over.
 """
 
+import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -20,16 +22,16 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from quaver.core.spec import QuantSpec
-from quaver.jax.numerics.elementwise import largest
-from quaver.jax.numerics.hadamard import rotate
-from quaver.jax.numerics.quantized import Quantized
-from quaver.jax.numerics.rounding import widen
+from quaver.jax.numerics.quantized import Quantized, largest
+from quaver.jax.numerics.rounding import rotate, widen
 from quaver.jax.numerics.scaling import block_bits
 from quaver.jax.operations.ops import quantize
+from quaver.recipes.spec import QuantSpec
+
+# ---- sharding --------------------------------------------------------------------------------------------
 
 
-class Axes(NamedTuple):
+class GemmMeshAxes(NamedTuple):
     """Mesh axes that cut the three axes of a linear layer's GEMMs, each in the mesh's order."""
 
     tokens: tuple[str, ...] = ()
@@ -49,7 +51,9 @@ def ordered(axes: Iterable[str]) -> tuple[str, ...]:
     return tuple(axis for axis in jax.sharding.get_abstract_mesh().axis_names if axis in chosen) if chosen else ()
 
 
-def axes_of(x: Any, w: Any, state: Any = None, gathered_x: str | None = None, gathered_w: str | None = None) -> Axes:
+def axes_of(
+    x: Any, w: Any, state: Any = None, gathered_x: str | None = None, gathered_w: str | None = None
+) -> GemmMeshAxes:
     """How a linear layer is cut, from the types of what it is given.
 
     An axis over which the layer's state varies separates layers, such as the stages of a pipeline, and cuts nothing;
@@ -59,7 +63,7 @@ def axes_of(x: Any, w: Any, state: Any = None, gathered_x: str | None = None, ga
     """
     manual = jax.sharding.get_abstract_mesh().manual_axes
     if not manual:
-        return Axes()
+        return GemmMeshAxes()
     if any(not varying(lax.axis_index(axis)) for axis in manual):
         raise ValueError(
             "a quantized layer runs in jax.pmap, or in a shard_map with check_vma=False, where nothing tells which "
@@ -68,7 +72,7 @@ def axes_of(x: Any, w: Any, state: Any = None, gathered_x: str | None = None, ga
         )
     own = varying(state)
     a, b = varying(x) - own - {gathered_x}, varying(w) - own - {gathered_w}
-    return Axes(ordered(a - b), ordered(a & b), ordered(b - a))
+    return GemmMeshAxes(ordered(a - b), ordered(a & b), ordered(b - a))
 
 
 def quantize_piece(
@@ -175,3 +179,208 @@ def shardings_inferred(function: Callable[..., Array], x: Any, out: tuple[Any, .
     return jax.sharding.auto_axes(
         function, axes=mesh.explicit_axes, out_sharding=NamedSharding(mesh, PartitionSpec(*entries))
     )
+
+
+# ---- gather ----------------------------------------------------------------------------------------------
+# Gathering operands in eight bits: a shard is quantized where it lies, and codes and scales travel.
+#
+# Fully sharded weights (FSDP) and activations sharded along the sequence (SP) are gathered before they are multiplied.
+# Gathered afterwards in high precision they would cost two to four times the traffic; the codes are the same either
+# way, for scales agree over the shards first. Backward gathers again, so that what is kept for it is a shard too, and
+# each gradient is scattered as it is summed.
+
+
+@dataclass(frozen=True)
+class ShardedOperand:
+    """An operand that lies sharded over a mesh axis and is to be whole on it when it is multiplied.
+
+    Args:
+        axis: the mesh axis to gather over.
+        sharding: how the operand lies, x [..., K] or w [K, N]: a PartitionSpec that names the axis, or a NamedSharding
+            of one. Inside shard_map, of the whole array, as in `in_specs`.
+    """
+
+    axis: str
+    sharding: PartitionSpec | NamedSharding
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.axis, str) or not isinstance(self.sharding, (PartitionSpec, NamedSharding)):
+            raise TypeError(
+                f"Gather takes the name of a mesh axis and a PartitionSpec or NamedSharding that names it, not "
+                f"{self.axis!r} and {self.sharding!r}"
+            )
+
+    @property
+    def spec(self) -> PartitionSpec:
+        return self.sharding.spec if isinstance(self.sharding, NamedSharding) else self.sharding
+
+    def position(self, ndim: int) -> int:
+        """Which axis of the operand is cut."""
+        for position, names in enumerate(tuple(self.spec)[:ndim]):
+            if self.axis in _names(names):
+                return position
+        raise ValueError(
+            f"Gather({self.axis!r}, {self.spec}): the spec says nothing of that axis; give the one the operand has"
+        )
+
+
+class ShardPlacement(NamedTuple):
+    """Where the shards of a matrix lie in the whole matrix."""
+
+    gather: ShardedOperand
+    #: The axis of the matrix that is cut.
+    axis: int
+    #: The axes of the operand that were flattened into it, as they are in a shard, and which of them is cut.
+    lead: tuple[int, ...]
+    position: int
+    #: The entries of the PartitionSpec for the matrix' axes.
+    entries: tuple[Any, Any]
+
+    @property
+    def T(self) -> "ShardPlacement":
+        return ShardPlacement(self.gather, 1 - self.axis, self.lead, self.position, (self.entries[1], self.entries[0]))
+
+
+def along_weight(gather: ShardedOperand | None, w: Any) -> ShardPlacement | None:
+    """How w [K, N] is gathered."""
+    if gather is None:
+        return None
+    position, shape = gather.position(2), w.shape
+    _refuse_whole(gather, w)
+    a, b = (*tuple(gather.spec), None, None)[:2]
+    return ShardPlacement(gather, position, (shape[position],), 0, (a, b))
+
+
+def along_input(gather: ShardedOperand | None, x: Any) -> ShardPlacement | None:
+    """How x [..., K] is gathered as the matrix [T, K]."""
+    if gather is None:
+        return None
+    shape, ndim = x.shape, len(x.shape)
+    position = gather.position(ndim)
+    _refuse_whole(gather, x)
+    entries = (*tuple(gather.spec), *[None] * ndim)[:ndim]
+    if position == ndim - 1:
+        raise ValueError(
+            f"Gather({gather.axis!r}, {gather.spec}) cuts x along K, which the GEMM sums over: shard w alike and leave "
+            "out the gather"
+        )
+    others = [entry for i, entry in enumerate(entries[:-1]) if i != position]
+    if not _manual(gather) and (any(others) or any(n > 1 for n in shape[:position])):
+        raise ValueError(
+            f"Gather({gather.axis!r}, {gather.spec}): under jit, activations are gathered in eight bits along their "
+            f"first axis, and here it is axis {position} of {ndim}; put the sequence first, or use shard_map"
+        )
+    return ShardPlacement(gather, 0, shape[:-1], position, (entries[position], entries[-1]))
+
+
+def cut_by(
+    along: ShardPlacement | None, rows: tuple[str, ...], k: tuple[str, ...]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The mesh axes that cut a matrix' axes before it is gathered, from those that still do afterwards."""
+    if along is None or not _manual(along.gather):
+        return rows, k
+    own = (along.gather.axis,)
+    return (rows + own, k) if along.axis == 0 else (rows, k + own)
+
+
+def whole(q: Quantized | Array, along: ShardPlacement | None) -> Any:
+    """The operand gathered: codes and scales, or the array where it is not quantized."""
+    if along is None:
+        return q
+    if not isinstance(q, Quantized):
+        return _gathered(q, along)
+    # As bytes: XLA on a CPU would send float8 as float16.
+    data = lax.bitcast_convert_type(_gathered(lax.bitcast_convert_type(q.data, jnp.uint8), along), q.data.dtype)
+    # A block that reaches over all shards has the same scale on each.
+    scale = q.scale if q.spec.block[along.axis] is None else _gathered(q.scale, along)
+    return Quantized(data, scale, q.tensor_factor, q.amax, q.spec, whole_shape(q.shape, along))
+
+
+def whole_shape(shape: tuple[int, int], along: ShardPlacement | None) -> tuple[int, int]:
+    """The shape of the matrix that a shard becomes."""
+    if along is None or not _manual(along.gather):
+        return shape
+    size = lax.axis_size(along.gather.axis)
+    return (shape[0] * size, shape[1]) if along.axis == 0 else (shape[0], shape[1] * size)
+
+
+def whole_lead(lead: tuple[int, ...], along: ShardPlacement | None) -> tuple[int, ...]:
+    """The leading axes of x that a shard's become."""
+    if along is None or not _manual(along.gather):
+        return lead
+    size = lax.axis_size(along.gather.axis)
+    return tuple(n * size if i == along.position else n for i, n in enumerate(lead))
+
+
+def piece(gradient: Array, along: ShardPlacement | None) -> Array:
+    """This shard's part of a whole gradient, summed over the axis where the shards have parts of the sum."""
+    if along is None:
+        return gradient
+    gather = along.gather
+    if not _manual(gather):
+        return _constrained(gradient, along, along.entries)
+    size = lax.axis_size(gather.axis)
+    view, dim = _unflattened(gradient, along)
+    if gather.axis in jax.typeof(view).manual_axis_type.varying:
+        view = lax.psum_scatter(view, gather.axis, scatter_dimension=dim, tiled=True)
+    else:
+        width = view.shape[dim] // size
+        view = lax.dynamic_slice_in_dim(view, lax.axis_index(gather.axis) * width, width, dim)
+    return _flattened(view, along)
+
+
+def _gathered(a: Array, along: ShardPlacement) -> Array:
+    if not _manual(along.gather):
+        a = _constrained(a, along, along.entries)
+        rest = tuple(_without(entry, along.gather.axis) for entry in along.entries)
+        return _constrained(a, along, rest)
+    view, dim = _unflattened(a, along)
+    return _flattened(lax.all_gather(view, along.gather.axis, axis=dim, tiled=True, to="invarying"), along)
+
+
+def _unflattened(a: Array, along: ShardPlacement) -> tuple[Array, int]:
+    """The matrix with the axes before the cut one apart, so that the shards lie one after the other along it."""
+    other, before = a.shape[1 - along.axis], along.lead[: along.position]
+    if a.shape[along.axis] % max(math.prod(before), 1):
+        raise ValueError(
+            f"Gather({along.gather.axis!r}, {along.gather.spec}): a shard {along.lead} of the tokens ends within a "
+            "block of the recipe; make it a multiple of the block, or use a recipe with other blocks"
+        )
+    shape = (*before, -1, other) if along.axis == 0 else (other, *before, -1)
+    return a.reshape(shape), along.position + along.axis
+
+
+def _flattened(view: Array, along: ShardPlacement) -> Array:
+    return view.reshape(-1, view.shape[-1]) if along.axis == 0 else view.reshape(view.shape[0], -1)
+
+
+def _constrained(a: Array, along: ShardPlacement, entries: tuple[Any, ...]) -> Array:
+    sharding = along.gather.sharding
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else jax.sharding.get_abstract_mesh()
+    # Scales of few blocks do not divide, and matter little.
+    divides = [
+        n % math.prod(mesh.shape[axis] for axis in _names(e)) == 0 for n, e in zip(a.shape, entries, strict=True)
+    ]
+    spec = PartitionSpec(*(e if even else None for e, even in zip(entries, divides, strict=True)))
+    return lax.with_sharding_constraint(a, NamedSharding(mesh, spec) if isinstance(sharding, NamedSharding) else spec)
+
+
+def _refuse_whole(gather: ShardedOperand, x: Any) -> None:
+    if _manual(gather) and gather.axis not in varying(x):
+        raise ValueError(
+            f"Gather({gather.axis!r}, {gather.spec}): the operand does not vary over that mesh axis; leave out the "
+            "gather, or shard the operand over it"
+        )
+
+
+def _manual(gather: ShardedOperand) -> bool:
+    return gather.axis in jax.sharding.get_abstract_mesh().manual_axes
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _without(entry: Any, axis: str) -> Any:
+    left = tuple(name for name in _names(entry) if name != axis)
+    return left or None

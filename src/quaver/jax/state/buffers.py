@@ -13,7 +13,7 @@ several calls read in one step goes through `share`, and states of micro-batches
 
 Row 0 of a history that a step returns is 0, and -0 in a column that recorded nothing, by which `merge` tells them.
 Source: flax's and Transformer Engine's overwrite-with-gradient collections; the window is
-`quaver.core.reference.history`.
+`quaver.reference.operations`.
 """
 
 from collections.abc import Callable
@@ -26,15 +26,13 @@ import numpy as np
 from jax import Array, lax
 
 from quaver import recipes
-from quaver.core.numbers.scaling import FACTOR_EXPONENTS, FLT_MAX
-from quaver.core.spec import QuantSpec, Recipe
-from quaver.jax.numerics.constants import without_derivative
-from quaver.jax.numerics.elementwise import where
-from quaver.jax.numerics.given import array
-from quaver.jax.numerics.rounding import two_to_the
+from quaver.jax.numerics.quantized import array, where
+from quaver.jax.numerics.rounding import two_to_the, without_derivative
 from quaver.jax.numerics.scaling import encode_factor, exponent
 from quaver.jax.operations.ops import static
 from quaver.jax.operations.sharding import max_like
+from quaver.recipes.spec import QuantSpec, Recipe
+from quaver.reference.numerics import FACTOR_EXPONENTS, FLT_MAX
 
 State = dict[str, Array]
 
@@ -71,7 +69,7 @@ def factor_of(state: State, column: int) -> Array | None:
 def roll(state: State, recipe: Recipe) -> State:
     """End a step: what row 0 recorded joins each window, and the factors follow; a column with 0 there stays.
 
-    Exact: `quaver.core.reference.history.roll` column by column.
+    Exact: `quaver.reference.operations.roll` column by column.
     """
     if recipe.delayed is None:
         return state
@@ -138,7 +136,7 @@ def _factors(amax: Array, recipe: Recipe) -> Array:
 
 
 def _factor(amax: Array, spec: QuantSpec, margin: int) -> Array:
-    """`quaver.core.reference.history.factor_from`."""
+    """`quaver.reference.operations.factor_from`."""
     bits = lax.bitcast_convert_type(amax, jnp.int32)
     if spec.power_of_two:
         p = lax.sub(exponent(bits, spec.format.max), np.int32(margin))

@@ -4,13 +4,17 @@ A function reads the recipe while it is traced, and the recipe is part of jit's 
 under another recipe and never reuses it.
 """
 
+import weakref
 from contextlib import AbstractContextManager, ContextDecorator
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 
 from quaver import recipes
-from quaver.core.spec import Recipe
+from quaver.recipes.spec import Recipe
+
+# ---- context ---------------------------------------------------------------------------------------------
 
 
 class _Ambient(NamedTuple):
@@ -57,7 +61,42 @@ class autocast(ContextDecorator):
 
 def recipe_in_force(own: str | Recipe | None = None) -> Recipe | None:
     """A layer's own recipe, else the innermost autocast's, else none; none where autocast(enabled=False) rules."""
-    ambient = _context.value
-    if ambient.disabled:
+    active_context = _context.value
+    if active_context.disabled:
         return None
-    return ambient.recipe if own is None else recipes.get(own)
+    return active_context.recipe if own is None else recipes.get(own)
+
+
+# ---- uses ------------------------------------------------------------------------------------------------
+# How many calls read one layer's state in one step: autodiff would add up the states that it returns for them.
+#
+# A state that is traced is an object; the calls that get the same one are counted beside it, and a backward rule that
+# is about to be traced looks at the count. What is counted is not part of any computation, and goes when the object
+# does.
+
+_seen: "dict[int, tuple[weakref.ref[Any], StateReads]]" = {}
+
+
+class StateReads:
+    """How many calls read one state."""
+
+    count = 0
+
+
+def uses_of(state: Any) -> StateReads:
+    """Count one more call that reads this state."""
+    leaf = next(iter(jax.tree.leaves(state)), None)
+    if not isinstance(leaf, jax.core.Tracer):
+        # A value is not what is differentiated.
+        return StateReads()
+    known, uses = _seen.get(id(leaf), (None, None))
+    if known is None or uses is None or known() is not leaf:
+        uses = StateReads()
+        _seen[id(leaf)] = (weakref.ref(leaf, partial(_forget, id(leaf))), uses)
+    uses.count += 1
+    return uses
+
+
+def _forget(key: int, ref: "weakref.ref[Any]") -> None:
+    if key in _seen and _seen[key][0] is ref:
+        del _seen[key]

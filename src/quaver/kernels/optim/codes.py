@@ -1,4 +1,4 @@
-"""Optimizer states inside a kernel: `quaver.core.states.reference` for rows that are blocks, bit for bit.
+"""Optimizer states inside a kernel: `quaver.reference.optim` for rows that are blocks, bit for bit.
 
 What is encoded is float32 [R, B], a block a row; R scales are taken along. A number is rounded to a whole one by adding
 `_ROUND`, whose last bit is worth one, and its code then lies in the lowest byte. Codes are those that a preset of ours
@@ -8,12 +8,17 @@ keeps; others step in plain torch.
 import triton
 import triton.language as tl
 
-from quaver.kernels.bits.numbers import (
+from quaver.kernels.numerics import (
     INFINITY_BITS,
     NAN_BITS,
     SMALLEST_NORMAL_BITS,
+    encode,
     magnitude_bits,
+    philox,
+    widened,
 )
+
+# ---- codes -----------------------------------------------------------------------------------------------
 
 #: 1.5 × 2**23.
 _ROUND = tl.constexpr(12582912.0)
@@ -122,3 +127,272 @@ def _whole(c):
 def _at_least(c, x, least):
     """Codes of x, not negative; at least 1 where x is not zero and its block has a scale."""
     return tl.maximum(c, tl.minimum(x.to(tl.int32, bitcast=True), least))
+
+
+# ---- keeping ---------------------------------------------------------------------------------------------
+# A weight read as float32 and written from it, with what is kept beside it: `quaver.torch.optim.master_weights` in a
+# kernel.
+#
+# PLAIN      a float; bfloat16 may be rounded at random
+# REMAINDER  bfloat16, and the 16 bits that float32 has more
+# RESIDUAL   E4M3 codes and their scale, or bfloat16, and the bits that a longer mantissa has more
+# MASTER     E4M3 codes and their scale, and float32 itself
+
+PLAIN, REMAINDER, RESIDUAL, MASTER = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+#: From E4M3's exponents to where its bits are float32's, and back.
+_BELOW_E4M3, _ABOVE_E4M3 = tl.constexpr(2.0**-120), tl.constexpr(2.0**120)
+
+
+@triton.jit
+def read_weight(weight, beside, scale, MASTER_FORMAT: tl.constexpr, CODES: tl.constexpr):
+    """float32 of what is kept. weight: codes as uint8, or floats; scale: of codes, float32. Exact."""
+    if MASTER_FORMAT == PLAIN:
+        value = widened(weight)
+    elif MASTER_FORMAT == MASTER:
+        value = beside
+    else:
+        MORE: tl.constexpr = 16 if beside.dtype == tl.int16 else 8
+        if CODES:
+            code = weight.to(tl.int32)
+            number, sign = ((code & 0x7F) << MORE) + beside.to(tl.int32), code << 24
+        else:
+            sign = weight.to(tl.int16, bitcast=True).to(tl.int32)
+            number = ((sign & 0x7FFF) << MORE) + beside.to(tl.int32)
+        # Below a code of 0, which a pruning mask writes over a residual, there is nothing.
+        value = with_sign(_longer(tl.maximum(number, 0), MORE, CODES), sign)
+        if CODES:
+            value = value * scale
+    return value
+
+
+@triton.jit
+def write_weight(
+    x, e, noise, MASTER_FORMAT: tl.constexpr, CODES: tl.constexpr, WEIGHT: tl.constexpr, BESIDE: tl.constexpr,
+    STOCHASTIC: tl.constexpr, INTEGERS: tl.constexpr,
+):  # fmt: skip
+    """What is kept of a weight, float32: itself (codes as uint8), what is beside it, and the magnitude that both are
+    worth as a multiple of the scale, if CODES.
+
+    e: what codes are rounded from, as a multiple of x. noise: int32 below 2**15, if STOCHASTIC. Exact.
+    """
+    beside, value = x, x
+    if MASTER_FORMAT == PLAIN:
+        kept = bfloat16_at_random(x, noise) if STOCHASTIC else x.to(WEIGHT)
+    elif MASTER_FORMAT == REMAINDER:
+        bits = tl.where(x != x, NAN_BITS, x.to(tl.int32, bitcast=True))
+        beside = bits.to(tl.int16)
+        kept = ((bits - beside.to(tl.int32)) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    elif MASTER_FORMAT == MASTER:
+        kept = encode(x * e, tl.float8e4nv, INTEGERS)
+    else:
+        MORE: tl.constexpr = 16 if tl.int16 == BESIDE else 8
+        BELOW: tl.constexpr = (20 if CODES else 16) - MORE
+        HALF: tl.constexpr = 1 << (MORE - 1)
+        if CODES:
+            x = x * e
+            # As far as the largest code reaches, of NaN too.
+            MOST: tl.constexpr = ((0x7E << MORE) + HALF - 1) << BELOW
+            bits = tl.minimum((tl.abs(x) * _BELOW_E4M3).to(tl.int32, bitcast=True), MOST)
+        else:
+            bits = tl.where(x != x, NAN_BITS, x.to(tl.int32, bitcast=True)) & 0x7FFFFFFF
+        lost = noise >> (15 - BELOW) if STOCHASTIC else (1 << BELOW) // 2
+        number = (bits + lost) >> BELOW
+        sign = x.to(tl.int32, bitcast=True)
+        code = (number + HALF) >> MORE
+        beside = number.to(BESIDE)
+        if CODES:
+            kept = (code | ((sign >> 24) & 0x80)).to(tl.uint8)
+        else:
+            kept = (code | ((sign >> 16) & -0x8000)).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        value = _longer(number, MORE, CODES)
+    return kept, beside, value
+
+
+@triton.jit
+def _longer(number, MORE: tl.constexpr, CODES: tl.constexpr):
+    """The magnitude whose bits these are: float32. Exact."""
+    if CODES:
+        # Subnormals of E4M3 are float32's here, and numbers again by the product.
+        value = (number << (20 - MORE)).to(tl.float32, bitcast=True) * _ABOVE_E4M3
+    else:
+        value = (number << (16 - MORE)).to(tl.float32, bitcast=True)
+    return value
+
+
+# ---- places ----------------------------------------------------------------------------------------------
+# Where a program's elements lie in a parameter, by addresses of a table: blocks of 64 along its rows, some at a time.
+#
+# EVEN: rows are whole blocks, a program's blocks are all there, and addresses are multiples of 16 bytes; all that is
+# asked for lies in one run then. Else each block is looked for by its row, and what is beyond a row or the parameter is
+# zero.
+
+
+@triton.jit
+def blocks_at(first, columns, across, blocks, BLOCKS: tl.constexpr, EVEN: tl.constexpr):
+    """The blocks first, first + 1, ...: their numbers [BLOCKS] and which of them are there, offsets of their elements
+    [BLOCKS, 64] and which of these are, and the numbers of the scales that pairs of blocks share, [BLOCKS].
+
+    columns: of the parameter; across: its blocks in a row; blocks: in all.
+    """
+    i, k = tl.arange(0, BLOCKS), tl.arange(0, 64)
+    if EVEN:
+        number = first.to(tl.int64) + i
+        there = tl.full([BLOCKS], True, tl.int1)
+        at = (first.to(tl.int64) * 64) + (tl.expand_dims(i * 64, 1) + tl.expand_dims(k, 0))
+        inside = tl.full([BLOCKS, 64], True, tl.int1)
+        pair = (first >> 1).to(tl.int64) + (i >> 1)
+    else:
+        b = first + i
+        number, there = b.to(tl.int64), b < blocks
+        row, block = (b // across).to(tl.int64), b % across
+        column = tl.expand_dims(block * 64, 1) + tl.expand_dims(k, 0)
+        at = tl.expand_dims(row * columns, 1) + column
+        inside = tl.expand_dims(there, 1) & (column < columns)
+        pair = row * ((across + 1) >> 1) + (block >> 1)
+    return number, there, at, inside, pair
+
+
+@triton.jit
+def read(address, at, inside, dtype: tl.constexpr, EVEN: tl.constexpr):
+    """Elements of the tensor at an address, int64."""
+    if EVEN:
+        x = tl.load(tl.multiple_of(address.to(tl.pointer_type(dtype)), 16) + at)
+    else:
+        x = tl.load(address.to(tl.pointer_type(dtype)) + at, mask=inside, other=0)
+    return x
+
+
+@triton.jit
+def write(address, x, at, inside, dtype: tl.constexpr, EVEN: tl.constexpr):
+    """x to the same place."""
+    if EVEN:
+        tl.store(tl.multiple_of(address.to(tl.pointer_type(dtype)), 16) + at, x)
+    else:
+        tl.store(address.to(tl.pointer_type(dtype)) + at, x, mask=inside)
+
+
+@triton.jit
+def read_scales(address, number, there, dtype: tl.constexpr, EVEN: tl.constexpr):
+    """A number a block, as float32 [BLOCKS, 1]."""
+    if EVEN:
+        scale = tl.load(address.to(tl.pointer_type(dtype)) + number)
+    else:
+        scale = tl.load(address.to(tl.pointer_type(dtype)) + number, mask=there, other=0)
+    return tl.expand_dims(scale.to(tl.float32), 1)
+
+
+@triton.jit
+def write_scales(address, scale, number, there, dtype: tl.constexpr, EVEN: tl.constexpr):
+    """scale [BLOCKS] to the same place."""
+    if EVEN:
+        tl.store(address.to(tl.pointer_type(dtype)) + number, scale)
+    else:
+        tl.store(address.to(tl.pointer_type(dtype)) + number, scale, mask=there)
+
+
+@triton.jit
+def tile_at(row, block, columns, across, rows, BLOCKS: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr):
+    """What `blocks_at` gives, of BLOCKS / WIDE rows from `row` on, and of WIDE blocks of each from `block` on."""
+    i, k = tl.arange(0, BLOCKS), tl.arange(0, 64)
+    r, b = row + i // WIDE, block + i % WIDE
+    number = r.to(tl.int64) * across + b
+    if EVEN:
+        there = tl.full([BLOCKS], True, tl.int1)
+        inside = tl.full([BLOCKS, 64], True, tl.int1)
+        at = tl.expand_dims(number * 64, 1) + tl.expand_dims(k, 0)
+    else:
+        there = (r < rows) & (b < across)
+        column = tl.expand_dims(b * 64, 1) + tl.expand_dims(k, 0)
+        inside = tl.expand_dims(there, 1) & (column < columns)
+        at = tl.expand_dims(r.to(tl.int64) * columns, 1) + column
+    return number, there, at, inside, r.to(tl.int64) * ((across + 1) >> 1) + (b >> 1)
+
+
+# ---- states ----------------------------------------------------------------------------------------------
+# A moment of a program's blocks read and written by the kind of its code: `quaver.torch.optim.codes` inside a kernel.
+#
+# A kind is a number, 0 where there is no such moment; scales of blocks are bfloat16.
+
+NONE, FLOAT32, BFLOAT16 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+#: Kind "mitchell": int8 of one halving, uint8 of two.
+INT8, UINT8 = tl.constexpr(3), tl.constexpr(4)
+#: Their largest magnitudes.
+_INT8_LARGEST, _UINT8_LARGEST = tl.constexpr(8063.876953125), tl.constexpr(528474240.0)
+
+
+@triton.jit
+def read_state(address, scales, number, there, at, inside, KIND: tl.constexpr, EVEN: tl.constexpr):
+    """A moment, float32 [BLOCKS, 64]. Exact."""
+    if KIND == FLOAT32:
+        value = read(address, at, inside, tl.float32, EVEN)
+    elif KIND == BFLOAT16:
+        value = read(address, at, inside, tl.bfloat16, EVEN).to(tl.float32)
+    else:
+        if KIND == INT8:
+            value = decode_mitchell(read(address, at, inside, tl.int8, EVEN), 1)
+        else:
+            value = decode_mitchell(read(address, at, inside, tl.uint8, EVEN), 2)
+        value = value * read_scales(scales, number, there, tl.bfloat16, EVEN)
+    return value
+
+
+@triton.jit
+def write_state(
+    x, address, scales, noise, number, there, at, inside, KIND: tl.constexpr, STOCHASTIC: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    """A moment, float32 [BLOCKS, 64], which is not negative as UINT8; noise: as `codes` takes it. Exact."""
+    if KIND == FLOAT32:
+        write(address, x, at, inside, tl.float32, EVEN)
+    elif KIND == BFLOAT16:
+        narrow = bfloat16_at_random(x, noise) if STOCHASTIC else x.to(tl.bfloat16)
+        write(address, narrow, at, inside, tl.bfloat16, EVEN)
+    else:
+        bits = scale_of(block_amax(x, KIND == INT8), _INT8_LARGEST if KIND == INT8 else _UINT8_LARGEST)
+        inverse, least = inverse_of(bits)
+        if KIND == INT8:
+            write(address, encode_mitchell(x, inverse, least, noise, 1, True, STOCHASTIC), at, inside, tl.int8, EVEN)
+        else:
+            code = encode_mitchell(x, inverse, least, noise, 2, False, STOCHASTIC)
+            write(address, code, at, inside, tl.uint8, EVEN)
+        scale = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        write_scales(scales, scale, number, there, tl.bfloat16, EVEN)
+
+
+# ---- table -----------------------------------------------------------------------------------------------
+# What a program of an optimizer's step reads of its parameter: a row of a table of int64.
+
+#: Columns of the table of parameters: addresses, then numbers.
+WEIGHT, WEIGHT_SCALE, BESIDE, FIRST, FIRST_SCALE, SECOND, SECOND_SCALE = (
+    *(tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)),
+    *(tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)),
+)
+GRADIENT, GRADIENT_SCALE, FACTOR, AMAX, STEP = (
+    *(tl.constexpr(7), tl.constexpr(8), tl.constexpr(9), tl.constexpr(10), tl.constexpr(11)),
+)
+COLUMNS, ACROSS, BLOCKS_IN_ALL, PROGRAMS, PLACE, NUMBER, SEED_LOW, SEED_HIGH = (
+    *(tl.constexpr(12), tl.constexpr(13), tl.constexpr(14), tl.constexpr(15)),
+    *(tl.constexpr(16), tl.constexpr(17), tl.constexpr(18), tl.constexpr(19)),
+)
+FIELDS = tl.constexpr(20)
+
+
+@triton.jit
+def addresses_of(row):
+    """Those that every round reads: the weight, what is beside it, the gradient, and codes and scale of each moment."""
+    weight, beside, gradient = tl.load(row + WEIGHT), tl.load(row + BESIDE), tl.load(row + GRADIENT)
+    first, first_scale = tl.load(row + FIRST), tl.load(row + FIRST_SCALE)
+    second, second_scale = tl.load(row + SECOND), tl.load(row + SECOND_SCALE)
+    return weight, beside, gradient, first, first_scale, second, second_scale
+
+
+@triton.jit
+def drawing_of(row, count):
+    """Where the part begins in the whole, and what random words are keyed by: a key and an upper word, uint32.
+
+    count: of steps, float32.
+    """
+    seed_low, seed_high = tl.load(row + SEED_LOW), tl.load(row + SEED_HIGH)
+    number = tl.load(row + NUMBER)
+    key, upper, _, _ = philox(number * 0, number, count.to(tl.int64), seed_low, seed_high)
+    return tl.load(row + PLACE), key, upper

@@ -1,31 +1,277 @@
-"""An optimizer's step of many parameters in one launch: each gradient and state is read once and written once.
-
-A table of addresses says where the tensors of each parameter lie, a second one which blocks of which parameter a
-program takes. What changes from step to step is read on the device, so that a graph can hold the launch. The twin is
-`quaver.torch.optim.stepping.pieces`, the bits are its.
-"""
+"""The formulas of `quaver.torch.optim.rules` inside a kernel: the same operations, each rounded, in the same order."""
 
 import triton
 import triton.language as tl
 
-from quaver.kernels.bits.numbers import NAN_BITS, decode_scale, encode_factor, flushed, magnitude_bits, meet
-from quaver.kernels.optim.keeping import PLAIN, write_weight
-from quaver.kernels.optim.places import blocks_at, write
-from quaver.kernels.optim.rounds import moved, write_moments
-from quaver.kernels.optim.rules import numbers_of, reach
-from quaver.kernels.optim.table import (
+from quaver.kernels.numerics import (
+    NAN_BITS,
+    decode_scale,
+    decoded,
+    encode_factor,
+    flushed,
+    magnitude_bits,
+    meet,
+    philox_of_two,
+    shared_exponent,
+)
+from quaver.kernels.optim.codes import (
     ACROSS,
     AMAX,
     BLOCKS_IN_ALL,
     COLUMNS,
     FACTOR,
     FIELDS,
+    GRADIENT_SCALE,
+    NONE,
+    PLAIN,
     PROGRAMS,
     STEP,
     WEIGHT_SCALE,
     addresses_of,
+    blocks_at,
     drawing_of,
+    read,
+    read_scales,
+    read_state,
+    read_weight,
+    tile_at,
+    write,
+    write_state,
+    write_weight,
 )
+
+# ---- rules -----------------------------------------------------------------------------------------------
+
+#: Adam with decoupled decay, Adam with coupled decay, Lion, SGD, and SGD with Nesterov's momentum.
+ADAMW, ADAM, LION = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+SGD, NESTEROV = tl.constexpr(3), tl.constexpr(4)
+#: What a bound is raised by, above what float32 rounds; and the ulps of 1 by which a decay is.
+_ABOVE, _ULPS = tl.constexpr(1.0 + 2.0**-20), tl.constexpr(2.0**-22)
+#: The largest float32.
+_LARGEST = tl.constexpr(2.0**128 - 2.0**104)
+#: 1 + 1e-6 in float32.
+_BEYOND = tl.constexpr(1.00000095367431640625)
+
+
+@triton.jit
+def averaged(old, new, share):
+    """β old + (1 - β) new; share: 1 - β, or -β where β is below one half. Exact."""
+    return (new - old) * share + tl.where(share > 0, old, new)
+
+
+@triton.jit
+def adam(
+    w, g, m, v, share1, share2, eps, lr, decay, grow1, grow2, limit,
+    RULE: tl.constexpr, CLAMP: tl.constexpr, MAXIMIZE: tl.constexpr,
+):  # fmt: skip
+    """The weight, both moments, and whether an update was beyond its bound. Exact."""
+    if MAXIMIZE:
+        # Of +0 `-g` is +0.
+        g = g * -1.0
+    if RULE == ADAM:
+        g = g + w * decay
+    m = averaged(m, g, share1)
+    # A NaN has no sign then, as a GPU has it, and is above all numbers.
+    # A square beyond float32 would be infinite, and infinity less infinity is NaN at the next step.
+    v = averaged(v, tl.minimum(tl.abs(g * g), _LARGEST, propagate_nan=tl.PropagateNan.ALL), share2)
+    update = tl.div_rn(m * grow1, tl.sqrt_rn(v) * grow2 + eps)
+    beyond = tl.abs(update) > limit * _BEYOND
+    if CLAMP:
+        update = tl.maximum(update, -limit, propagate_nan=tl.PropagateNan.ALL)
+        update = tl.minimum(update, limit, propagate_nan=tl.PropagateNan.ALL)
+    if RULE == ADAMW:
+        w = w - w * decay
+    return w - update * lr, m, v, beyond
+
+
+@triton.jit
+def lion(w, g, m, share1, share2, lr, decay, MAXIMIZE: tl.constexpr):
+    """The weight and the moment. Exact."""
+    if MAXIMIZE:
+        # Of +0 `-g` is +0.
+        g = g * -1.0
+    mixed = averaged(m, g, share1)
+    sign = tl.where(mixed > 0, 1.0, tl.where(mixed < 0, -1.0, tl.where(mixed == mixed, 0.0, mixed)))
+    return (w - w * decay) - sign * lr, averaged(m, g, share2)
+
+
+@triton.jit
+def sgd(w, g, m, lr, decay, momentum, new, RULE: tl.constexpr, MOMENTUM: tl.constexpr, MAXIMIZE: tl.constexpr):
+    """The weight, and the moment if there is one, else what came. Exact."""
+    if MAXIMIZE:
+        # Of +0 `-g` is +0.
+        g = g * -1.0
+    g = g + w * decay
+    update = g
+    if MOMENTUM:
+        m = m * momentum + g * new
+        update = g + m * momentum if RULE == NESTEROV else m
+    return w - update * lr, m
+
+
+@triton.jit
+def reach(amax, lr, decay, limit, RULE: tl.constexpr):
+    """What no weight exceeds after a step of weights of at most `amax`, float32. Exact."""
+    kept = tl.abs(1.0 - decay) + tl.abs(decay) * _ULPS
+    if RULE == LION:
+        most = amax * kept + tl.abs(lr)
+    elif RULE == ADAMW:
+        most = amax * kept + tl.abs(lr) * limit
+    else:
+        most = amax + tl.abs(lr) * limit
+    return most * _ABOVE
+
+
+@triton.jit
+def numbers_of(at, parameters, RULE: tl.constexpr):
+    """What a step is told of its rule, a float32 each `parameters` apart: the learning rate, the decay and what bounds
+    an update, then those that the rule alone has."""
+    if (RULE == SGD) | (RULE == NESTEROV):
+        lr, decay = tl.load(at), tl.load(at + parameters)
+        numbers = lr, decay, lr, tl.load(at + 2 * parameters), tl.load(at + 3 * parameters)
+    elif RULE == LION:
+        share1, share2 = tl.load(at), tl.load(at + parameters)
+        lr, decay = tl.load(at + 2 * parameters), tl.load(at + 3 * parameters)
+        numbers = lr, decay, lr, share1, share2
+    else:
+        share1, share2 = tl.load(at), tl.load(at + parameters)
+        eps, lr = tl.load(at + 2 * parameters), tl.load(at + 3 * parameters)
+        decay, grow1 = tl.load(at + 4 * parameters), tl.load(at + 5 * parameters)
+        grow2, limit = tl.load(at + 6 * parameters), tl.load(at + 7 * parameters)
+        numbers = lr, decay, limit, share1, share2, eps, grow1, grow2  # type: ignore[assignment]
+    return numbers
+
+
+@triton.jit
+def move(w, g, m, v, numbers, RULE: tl.constexpr, MOMENTUM: tl.constexpr, CLAMP: tl.constexpr, MAXIMIZE: tl.constexpr):
+    """The weight and both moments of a rule, those that it has, and where an update of Adam was beyond its bound.
+    Exact."""
+    held = w
+    if (RULE == SGD) | (RULE == NESTEROV):
+        lr, decay, _, momentum, new = numbers
+        w, m = sgd(w, g, m, lr, decay, momentum, new, RULE, MOMENTUM, MAXIMIZE)
+    elif RULE == LION:
+        lr, decay, _, share1, share2 = numbers
+        w, m = lion(w, g, m, share1, share2, lr, decay, MAXIMIZE)
+    else:
+        lr, decay, limit, share1, share2, eps, grow1, grow2 = numbers
+        w, m, v, held = adam(w, g, m, v, share1, share2, eps, lr, decay, grow1, grow2, limit, RULE, CLAMP, MAXIMIZE)
+    return w, m, v, held
+
+
+# ---- rounds ----------------------------------------------------------------------------------------------
+# A round of a program: its elements are read and moved by the rule, and their moments written.
+
+
+@triton.jit
+def moved(
+    row, addresses, places, before, factor, numbers,
+    RULE: tl.constexpr, CLAMP: tl.constexpr, MAXIMIZE: tl.constexpr,
+    FACTORED: tl.constexpr, GRADIENT_TYPE: tl.constexpr, GRADIENT_CODES: tl.constexpr,
+    MASTER_FORMAT: tl.constexpr, WEIGHT_TYPE: tl.constexpr, BESIDE_TYPE: tl.constexpr, CODES: tl.constexpr,
+    FIRST_KIND: tl.constexpr, SECOND_KIND: tl.constexpr, EVEN: tl.constexpr, INTEGERS: tl.constexpr,
+):  # fmt: skip
+    """The weight and both moments after the step, and which updates were beyond their bound: [BLOCKS, 64] each.
+
+    addresses: as `addresses_of` has them; places: as `blocks_at` and `tile_at`; numbers: as `numbers_of`.
+    before: the scale of codes that are read, float32; factor: of gradients, if FACTORED. Exact.
+    """
+    weight_at, beside_at, gradient_at, first_at, first_scale_at, second_at, second_scale_at = addresses
+    here, there, at, inside, pair = places
+    g = read(gradient_at, at, inside, GRADIENT_TYPE, EVEN)
+    if GRADIENT_CODES:
+        gradient_scale = read_scales(tl.load(row + GRADIENT_SCALE), pair, there, tl.bfloat16, EVEN)
+        g = decoded(g, tl.float8e4nv, INTEGERS) * gradient_scale
+    else:
+        g = g.to(tl.float32)
+    if FACTORED:
+        g = g * factor
+    kept = read(weight_at, at, inside, WEIGHT_TYPE, EVEN)
+    beside = kept
+    if MASTER_FORMAT != PLAIN:
+        beside = read(beside_at, at, inside, BESIDE_TYPE, EVEN)
+    w = read_weight(kept, beside, before, MASTER_FORMAT, CODES)
+    m, v = w, w
+    if FIRST_KIND != NONE:
+        m = read_state(first_at, first_scale_at, here, there, at, inside, FIRST_KIND, EVEN)
+    if SECOND_KIND != NONE:
+        v = read_state(second_at, second_scale_at, here, there, at, inside, SECOND_KIND, EVEN)
+    return move(w, g, m, v, numbers, RULE, FIRST_KIND != NONE, CLAMP, MAXIMIZE)
+
+
+@triton.jit
+def write_moments(
+    m, v, addresses, places, drawing,
+    FIRST_KIND: tl.constexpr, FIRST_NOISE: tl.constexpr,
+    SECOND_KIND: tl.constexpr, SECOND_NOISE: tl.constexpr,
+    WEIGHT_NOISE: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Write both moments, which share their noise, to where they were read.
+
+    drawing: as `drawing_of` has it, if anything is rounded at random.
+    Returns the weight's noise, int32 below 2**15. Exact.
+    """
+    _, _, _, first_at, first_scale_at, second_at, second_scale_at = addresses
+    here, there, at, inside, _ = places
+    DRAWS: tl.constexpr = (1 if FIRST_NOISE or SECOND_NOISE else 0) + (1 if WEIGHT_NOISE else 0)
+    if DRAWS > 0:
+        start = here * 64 if EVEN else at
+        word = _words(start, drawing, EVEN, BLOCKS)
+        noise = _share(word, 0, DRAWS)
+        of_weight = _share(word, DRAWS - 1, DRAWS)
+    else:
+        noise, of_weight = 0, 0
+    if FIRST_KIND != NONE:
+        write_state(
+            m, first_at, first_scale_at, noise, here, there, at, inside,
+            FIRST_KIND, FIRST_NOISE, EVEN,
+        )  # fmt: skip
+    if SECOND_KIND != NONE:
+        write_state(
+            v, second_at, second_scale_at, noise, here, there, at, inside,
+            SECOND_KIND, SECOND_NOISE, EVEN,
+        )  # fmt: skip
+    return of_weight
+
+
+@triton.jit
+def _words(at, drawing, EVEN: tl.constexpr, BLOCKS: tl.constexpr):
+    """A random word of each element [BLOCKS, 64], uint32. at: of each element, or of the first of each block."""
+    # Of the part's first element in the whole parameter.
+    place, key, upper = drawing
+    if EVEN:
+        # Four neighbours have the words of one counter, each a half.
+        four = tl.arange(0, 16)
+        g = tl.expand_dims((place + at) >> 2, 1) + tl.expand_dims(four, 0)
+        first, second = philox_of_two(g, upper, key)
+        word = tl.join(first, second)
+        word = tl.reshape(tl.join(word, _turned(word)), [BLOCKS, 64])
+    else:
+        e = place + at
+        first, second = philox_of_two(e >> 2, upper, key)
+        word = tl.where((e & 2) == 0, first, second)
+        word = tl.where((e & 1) == 0, word, _turned(word))
+    return word
+
+
+@triton.jit
+def _turned(word):
+    """A word's halves the other way round."""
+    return (word << 16) | (word >> 16)
+
+
+@triton.jit
+def _share(word, INDEX: tl.constexpr, NUMBER: tl.constexpr):
+    """Noise of the code INDEX of NUMBER that share a word: int32 below 2**15."""
+    return ((word >> (17 - 16 // NUMBER * INDEX)) & 0x7FFF).to(tl.int32)
+
+
+# ---- step ------------------------------------------------------------------------------------------------
+# An optimizer's step of many parameters in one launch: each gradient and state is read once and written once.
+#
+# A table of addresses says where the tensors of each parameter lie, a second one which blocks of which parameter a
+# program takes. What changes from step to step is read on the device, so that a graph can hold the launch. The twin is
+# `quaver.torch.optim.step.step`, the bits are its.
 
 
 @triton.jit
@@ -34,7 +280,7 @@ def step(
     BLOCKS: tl.constexpr, EVEN: tl.constexpr,
     RULE: tl.constexpr, CLAMP: tl.constexpr, MAXIMIZE: tl.constexpr,
     FACTORED: tl.constexpr, GRADIENT_TYPE: tl.constexpr, GRADIENT_CODES: tl.constexpr,
-    KEEPING: tl.constexpr, WEIGHT_TYPE: tl.constexpr, BESIDE_TYPE: tl.constexpr, WEIGHT_NOISE: tl.constexpr,
+    MASTER_FORMAT: tl.constexpr, WEIGHT_TYPE: tl.constexpr, BESIDE_TYPE: tl.constexpr, WEIGHT_NOISE: tl.constexpr,
     CODES: tl.constexpr, POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr,
     MAX: tl.constexpr, INTEGERS: tl.constexpr,
     FIRST_KIND: tl.constexpr, FIRST_NOISE: tl.constexpr,
@@ -82,7 +328,7 @@ def step(
         places = blocks_at(first + i * BLOCKS, columns, across, blocks, BLOCKS, EVEN)
         w, m, v, held = moved(
             row, addresses, places, before, factor, numbers, RULE, CLAMP, MAXIMIZE,
-            FACTORED, GRADIENT_TYPE, GRADIENT_CODES, KEEPING, WEIGHT_TYPE, BESIDE_TYPE, CODES,
+            FACTORED, GRADIENT_TYPE, GRADIENT_CODES, MASTER_FORMAT, WEIGHT_TYPE, BESIDE_TYPE, CODES,
             FIRST_KIND, SECOND_KIND, EVEN, INTEGERS,
         )  # fmt: skip
         at, inside = places[2], places[3]
@@ -93,10 +339,10 @@ def step(
             SECOND_KIND, SECOND_NOISE, WEIGHT_NOISE, BLOCKS, EVEN,
         )  # fmt: skip
         kept, beside, value = write_weight(
-            w, e, noise, KEEPING, CODES, WEIGHT_TYPE, BESIDE_TYPE, WEIGHT_NOISE, INTEGERS
+            w, e, noise, MASTER_FORMAT, CODES, WEIGHT_TYPE, BESIDE_TYPE, WEIGHT_NOISE, INTEGERS
         )
         write(addresses[0], kept, at, inside, WEIGHT_TYPE, EVEN)
-        if KEEPING != PLAIN:
+        if MASTER_FORMAT != PLAIN:
             write(addresses[1], beside, at, inside, BESIDE_TYPE, EVEN)
         if CODES:
             # NaN where the weight is none, or infinite: its code is a number then.
@@ -119,3 +365,202 @@ def step(
                 finite = largest < 0x7F800000
                 tl.store(amax_at, largest.to(tl.float32, bitcast=True))
                 tl.store(scale_at, tl.where(finite, after, largest.to(tl.float32, bitcast=True)))
+
+
+# ---- step of blocks --------------------------------------------------------------------------------------
+# An optimizer's step of weights whose codes have scales of blocks, measured of what is written: `step` of these.
+#
+# A program takes tiles of whole blocks. Where a block is more than it holds at once it goes over it twice: the first
+# time for the largest weight after the step, the second to write, reading from the caches.
+
+
+@triton.jit
+def step_of_blocks(
+    chunks, table, scalars, work, keep, counts, parameters,
+    BLOCKS: tl.constexpr, HIGH: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr,
+    RULE: tl.constexpr, CLAMP: tl.constexpr, MAXIMIZE: tl.constexpr,
+    FACTORED: tl.constexpr, GRADIENT_TYPE: tl.constexpr, GRADIENT_CODES: tl.constexpr,
+    MASTER_FORMAT: tl.constexpr, WEIGHT_TYPE: tl.constexpr, BESIDE_TYPE: tl.constexpr, WEIGHT_NOISE: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr,
+    MAX: tl.constexpr, INTEGERS: tl.constexpr,
+    FIRST_KIND: tl.constexpr, FIRST_NOISE: tl.constexpr,
+    SECOND_KIND: tl.constexpr, SECOND_NOISE: tl.constexpr,
+):  # fmt: skip
+    """Some tiles of one parameter a program: BLOCKS blocks of 64; or one tile, in so many rounds.
+
+    chunks: int32 [programs, 3]: a parameter, the first of its tiles, and how many are taken; of one tile, its rounds.
+    HIGH: rows that share a scale; 1 if EVEN. PAIRS: of 32 columns, E8M0, so that a block of 64 has two; else of 128,
+    float32. Else as `step` takes it. Exact.
+    """
+    own = chunks + 3 * tl.program_id(0)
+    parameter, first, rounds = tl.load(own), tl.load(own + 1), tl.load(own + 2)
+    row = table + FIELDS * parameter.to(tl.int64)
+    goes = True
+    if keep is not None:
+        goes = tl.load(keep) != 0
+        rounds = tl.where(goes, rounds, 0)
+    columns, across = tl.load(row + COLUMNS), tl.load(row + ACROSS).to(tl.int32)
+    rows = tl.load(row + BLOCKS_IN_ALL).to(tl.int32) // across
+    addresses = addresses_of(row)
+    numbers = numbers_of(scalars + parameter, parameters, RULE)
+    step_at = tl.load(row + STEP).to(tl.pointer_type(tl.float32))
+    count = tl.load(step_at) + 1.0
+    drawing = drawing_of(row, count)
+    factor = 1.0
+    if FACTORED:
+        factor = tl.load(tl.load(row + FACTOR).to(tl.pointer_type(tl.float32)))
+    scales_at = tl.load(row + WEIGHT_SCALE)
+    # Blocks of a row and rows that are taken at once, and whether blocks of the weight have more.
+    WIDE: tl.constexpr = 1 if PAIRS else 2
+    ROWS: tl.constexpr = BLOCKS // WIDE
+    TWICE: tl.constexpr = HIGH > ROWS
+    tiles = (across + (WIDE - 1)) // WIDE
+    if TWICE:
+        r, b = (first // tiles) * HIGH, (first % tiles) * WIDE
+        before = _read(scales_at, r, b, 0, columns, HIGH, PAIRS)
+        top = tl.zeros([BLOCKS, 64], tl.int32)
+        for i in range(rounds):
+            seen = tile_at(r + i * ROWS, b, columns, across, rows, BLOCKS, WIDE, EVEN)
+            after, _, _, _ = moved(
+                row, addresses, seen, before, factor, numbers, RULE, CLAMP, MAXIMIZE,
+                FACTORED, GRADIENT_TYPE, GRADIENT_CODES, MASTER_FORMAT, WEIGHT_TYPE, BESIDE_TYPE, True,
+                FIRST_KIND, SECOND_KIND, EVEN, INTEGERS,
+            )  # fmt: skip
+            top = tl.maximum(top, _bits(after, seen[3], EVEN))
+        bits0, bits1 = _largest(top, HIGH, PAIRS, BLOCKS)
+        e = _factors(bits0, bits1, HIGH, PAIRS, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
+        # All warps have read the scales that are written now.
+        tl.debug_barrier()
+        if goes:
+            _write(scales_at, r, b, 0, columns, bits0, bits1, HIGH, PAIRS, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
+    beyond = tl.zeros([], tl.int32)
+    for i in range(rounds):
+        if TWICE:
+            places = tile_at(r + i * ROWS, b, columns, across, rows, BLOCKS, WIDE, EVEN)
+        else:
+            r, b = ((first + i) // tiles) * ROWS, ((first + i) % tiles) * WIDE
+            places = tile_at(r, b, columns, across, rows, BLOCKS, WIDE, EVEN)
+            before = _read(scales_at, r, b, places[0], columns, HIGH, PAIRS)
+        w, m, v, held = moved(
+            row, addresses, places, before, factor, numbers, RULE, CLAMP, MAXIMIZE,
+            FACTORED, GRADIENT_TYPE, GRADIENT_CODES, MASTER_FORMAT, WEIGHT_TYPE, BESIDE_TYPE, True,
+            FIRST_KIND, SECOND_KIND, EVEN, INTEGERS,
+        )  # fmt: skip
+        at, inside = places[2], places[3]
+        if counts is not None:
+            beyond += tl.sum(tl.sum((held & inside).to(tl.int32), axis=1), axis=0)
+        noise = write_moments(
+            m, v, addresses, places, drawing, FIRST_KIND, FIRST_NOISE,
+            SECOND_KIND, SECOND_NOISE, WEIGHT_NOISE, BLOCKS, EVEN,
+        )  # fmt: skip
+        if not TWICE:
+            bits0, bits1 = _largest(_bits(w, inside, EVEN), HIGH, PAIRS, BLOCKS)
+            e = _factors(bits0, bits1, HIGH, PAIRS, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
+            # All warps have read the scales that are written now.
+            tl.debug_barrier()
+            _write(
+                scales_at, r, b, places[0], columns, bits0, bits1, HIGH, PAIRS, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX
+            )
+        kept, rest, _ = write_weight(w, e, noise, MASTER_FORMAT, True, WEIGHT_TYPE, BESIDE_TYPE, WEIGHT_NOISE, INTEGERS)
+        write(addresses[0], kept, at, inside, WEIGHT_TYPE, EVEN)
+        write(addresses[1], rest, at, inside, BESIDE_TYPE, EVEN)
+    # Another program may be the last: no warp of this one may then still read what that writes.
+    tl.debug_barrier()
+    if goes:
+        if counts is not None:
+            tl.atomic_add(counts + parameter, beyond.to(tl.int64), sem="relaxed")
+        last, _ = meet(work + 2 * parameter, tl.zeros([], tl.int32), tl.load(row + PROGRAMS).to(tl.int32))
+        if last:
+            tl.store(step_at, count)
+
+
+@triton.jit
+def _bits(w, inside, EVEN: tl.constexpr):
+    bits = magnitude_bits(w)
+    return bits if EVEN else tl.where(inside, bits, 0)
+
+
+@triton.jit
+def _first(row, block, columns, HIGH: tl.constexpr, LONG: tl.constexpr):
+    """The number of a tile's first scale."""
+    return (row // HIGH).to(tl.int64) * ((columns + (LONG - 1)) // LONG) + block * 64 // LONG
+
+
+@triton.jit
+def _read(address, row, block, number, columns, HIGH: tl.constexpr, PAIRS: tl.constexpr):
+    """Of a tile's elements the scales, float32 that is broadcast to [BLOCKS, 64]. number: of blocks, if HIGH is 1."""
+    if HIGH == 1:
+        # Both of a block at once.
+        pair = tl.load(address.to(tl.pointer_type(tl.uint16)) + number).to(tl.int32)
+        scale = _halves(tl.expand_dims(_value(pair & 255), 1), tl.expand_dims(_value(pair >> 8), 1))
+    elif PAIRS:
+        at = address.to(tl.pointer_type(tl.uint8)) + _first(row, block, columns, HIGH, 32)
+        other = tl.load(at + 1, mask=block * 64 + 32 < columns, other=0)
+        scale = _halves(_value(tl.load(at).to(tl.int32)), _value(other.to(tl.int32)))
+    else:
+        scale = tl.load(address.to(tl.pointer_type(tl.float32)) + _first(row, block, columns, HIGH, 128))
+    return scale
+
+
+@triton.jit
+def _largest(bits, HIGH: tl.constexpr, PAIRS: tl.constexpr, BLOCKS: tl.constexpr):
+    """The largest of both blocks of a tile, or of each row's both, or twice that of all. bits: int32 [BLOCKS, 64]."""
+    if PAIRS:
+        bits0, bits1 = tl.split(tl.max(tl.reshape(bits, [BLOCKS, 2, 32]), axis=2))
+        if HIGH != 1:
+            bits0, bits1 = tl.max(bits0, axis=0), tl.max(bits1, axis=0)
+    else:
+        bits0 = tl.max(tl.max(bits, axis=1), axis=0)
+        bits1 = bits0
+    return bits0, bits1
+
+
+@triton.jit
+def _factors(
+    bits0, bits1, HIGH: tl.constexpr, PAIRS: tl.constexpr, POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr,
+    TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr,
+):  # fmt: skip
+    """From the bits of amaxes what codes are rounded from, as multiples of weights: broadcast to [BLOCKS, 64]."""
+    if PAIRS:
+        if HIGH == 1:
+            bits0, bits1 = tl.expand_dims(bits0, 1), tl.expand_dims(bits1, 1)
+        _, e0 = shared_exponent(bits0, EMAX, TOP_MANTISSA)
+        _, e1 = shared_exponent(bits1, EMAX, TOP_MANTISSA)
+        e = _halves(e0, e1)
+    else:
+        e = encode_factor(bits0, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
+    return e
+
+
+@triton.jit
+def _write(
+    address, row, block, number, columns, bits0, bits1, HIGH: tl.constexpr, PAIRS: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr,
+):  # fmt: skip
+    """The scales of blocks with amaxes of these bits to where they were read."""
+    if PAIRS:
+        code0, _ = shared_exponent(bits0, EMAX, TOP_MANTISSA)
+        code1, _ = shared_exponent(bits1, EMAX, TOP_MANTISSA)
+        if HIGH == 1:
+            tl.store(address.to(tl.pointer_type(tl.uint16)) + number, (code0 | (code1 << 8)).to(tl.uint16))
+        else:
+            at = address.to(tl.pointer_type(tl.uint8)) + _first(row, block, columns, HIGH, 32)
+            tl.store(at, code0.to(tl.uint8))
+            tl.store(at + 1, code1.to(tl.uint8), mask=block * 64 + 32 < columns)
+    else:
+        at = address.to(tl.pointer_type(tl.float32)) + _first(row, block, columns, HIGH, 128)
+        e = encode_factor(bits0, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
+        tl.store(at, decode_scale(bits0, e, POWER_OF_TWO))
+
+
+@triton.jit
+def _halves(x, y):
+    """x for the first 32 columns of a block of 64, y for the others."""
+    return tl.where(tl.expand_dims(tl.arange(0, 64), 0) < 32, x, y)
+
+
+@triton.jit
+def _value(code):
+    """float32 of an E8M0 code, int32."""
+    bits = tl.where(code == 0, 0x00400000, tl.where(code == 255, NAN_BITS, code << 23))
+    return bits.to(tl.float32, bitcast=True)

@@ -12,30 +12,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quaver.torch.backends.cpu import repeated
-from quaver.torch.backends.gpu.launching.device import out_of_memory
-from quaver.torch.linear.entrance import Prologue, Setup, enter, remade
-from quaver.torch.linear.gemms import Call
+from quaver.torch.backends.cpu import decode
+from quaver.torch.backends.gpu.device import out_of_memory
+from quaver.torch.linear.gemms import LinearContext
+from quaver.torch.linear.quantized_input import InputOp, LinearSetup, enter, recomputed
 from quaver.torch.numerics.quantized import Quantized, put_together, take_apart
-from quaver.torch.numerics.tracing import is_tracing
+from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations import ops, selecting
-from quaver.torch.operations.derivatives import NO_DOUBLE_BACKWARD, first_derivative
+from quaver.torch.operations.autograd import NO_DOUBLE_BACKWARD, add, first_derivative
 from quaver.torch.operations.ops import any_autocast_enabled
-from quaver.torch.operations.sums import add
 from quaver.torch.state import counters
 
 #: What ran a call: its setup, the runs of its layers (None where a compiler traces them), the shape and dtype of their
 #: input, and the dtypes of weights and biases.
-Facts = tuple[Setup, Sequence[Any] | None, tuple[int, ...], torch.dtype, Sequence[torch.dtype], Sequence[Any]]
+Facts = tuple[LinearSetup, Sequence[Any] | None, tuple[int, ...], torch.dtype, Sequence[torch.dtype], Sequence[Any]]
 
 
-class Projections(torch.autograd.Function):
+class LinearFunction(torch.autograd.Function):
     """Of a `Setup`, what its prologue takes, the weights, and the biases or None: the output [..., n] of each layer,
     and before them their input if it is asked for. Saves plain tensors only: no wrapper subclass is on the way.
     """
 
     @staticmethod
-    def forward(ctx: Any, setup: Setup, *tensors: Tensor | None) -> Any:
+    def forward(ctx: Any, setup: LinearSetup, *tensors: Tensor | None) -> Any:
         if setup.runs:
             return _as_decided(ctx, setup, tensors)
         if not is_tracing() and selecting.depth() > 0:
@@ -53,35 +52,35 @@ class Projections(torch.autograd.Function):
 #: `Function.apply` without its checks for torch.func, which the layers have made. Layers call it, and a compiler
 #: `Projections.apply`, themselves: a function between would be compiled by itself where the layer that calls it runs
 #: eagerly because a compiler would round the gradient of its weight.
-apply: Any = super(torch.autograd.Function, Projections).apply
+apply: Any = super(torch.autograd.Function, LinearFunction).apply
 
 
-def _generally(ctx: Any, setup: Setup, tensors: Sequence[Any]) -> Any:
+def _generally(ctx: Any, setup: LinearSetup, tensors: Sequence[Any]) -> Any:
     """`Projections.forward` without steps that were decided."""
     n, taken, needs, c = len(setup.layers), setup.taken, ctx.needs_input_grad, setup.recipe.kept_input
     weights, biases = tensors[taken : taken + n], tensors[taken + n :]
     # Noise is not drawn a second time; and a prologue keeps nothing if none of its own gradients is needed.
     differentiated = any(needs[1 : 1 + taken])
-    remakes = setup.prologue.remakes and differentiated and (c is None or c.rounding == "nearest")
-    keeps = setup.training and not remakes and any(needs[1 + taken : 1 + taken + n])
+    recomputes_input = setup.prologue.recomputes_input and differentiated and (c is None or c.rounding == "nearest")
+    keeps = setup.training and not recomputes_input and any(needs[1 + taken : 1 + taken + n])
     entrance = enter(setup, tensors[:taken], keeps)
     runs, lead, outputs = entrance.runs, entrance.shape[:-1], []
     # Each layer reads it.
     shares = n > 1 and not is_tracing()
     if shares:
-        repeated.mark(entrance.operand, repeated.INPUT)
+        decode.mark(entrance.operand, decode.INPUT)
     try:
         for run, weight, bias in zip(runs, weights, biases, strict=True):
             assert weight is not None
             outputs.append(shaped(run.output(entrance.operand, weight, bias), (*lead, weight.shape[0])))
     finally:
         if shares:
-            repeated.unmark(entrance.operand)
-    kept: tuple[Any, Any] = entrance.turned, None
-    if keeps and entrance.turned is None:
-        kept = runs[0].turned(entrance.matrix, entrance.operand)
-        if entrance.noted is not None and isinstance(kept[0], Quantized):
-            entrance.noted.operands = entrance.operand, kept[0]
+            decode.unmark(entrance.operand)
+    kept: tuple[Any, Any] = entrance.transposed, None
+    if keeps and entrance.transposed is None:
+        kept = runs[0].transposed(entrance.matrix, entrance.operand)
+        if entrance.recorded_amax is not None and isinstance(kept[0], Quantized):
+            entrance.recorded_amax.operands = entrance.operand, kept[0]
     # dgrad alone reads the weights: where it does not run, they may be written before backward.
     of_dgrad = weights if differentiated else (None,) * n
     # A compiler carries tensors and plain values from forward to backward, no objects.
@@ -98,7 +97,7 @@ def _generally(ctx: Any, setup: Setup, tensors: Sequence[Any]) -> Any:
 _unseen = selecting.unseen(_generally)
 
 
-def _as_decided(ctx: Any, setup: Setup, tensors: Sequence[Any]) -> tuple[Tensor, ...]:
+def _as_decided(ctx: Any, setup: LinearSetup, tensors: Sequence[Any]) -> tuple[Tensor, ...]:
     """`Projections.forward` by steps that were decided beforehand."""
     outputs, values, facts = _decided(setup, tensors)
     layouts: list[tuple[int, Any]] = []
@@ -112,7 +111,7 @@ def _as_decided(ctx: Any, setup: Setup, tensors: Sequence[Any]) -> tuple[Tensor,
     return tuple(outputs)
 
 
-def _decided(setup: Setup, tensors: Sequence[Any], flat: bool = False) -> tuple[list[Tensor], list[Any], Facts]:
+def _decided(setup: LinearSetup, tensors: Sequence[Any], flat: bool = False) -> tuple[list[Tensor], list[Any], Facts]:
     """The outputs, matrices if `flat`; what backward needs, the weights first; and what `_gradients` is told besides.
 
     What wgrad consumes is kept though the prologue could make it again: it is small, and that takes launches.
@@ -128,7 +127,7 @@ def _decided(setup: Setup, tensors: Sequence[Any], flat: bool = False) -> tuple[
         raise out_of_memory(y, 2) from error
     outputs, of_biases = [y] if setup.return_input else [], []
     if n > 1:
-        repeated.mark(operands[0], repeated.INPUT)
+        decode.mark(operands[0], decode.INPUT)
     try:
         for run, weight, bias in zip(runs, weights, tensors[taken + n :], strict=True):
             if run is not first:
@@ -137,14 +136,14 @@ def _decided(setup: Setup, tensors: Sequence[Any], flat: bool = False) -> tuple[
             of_biases.append(bias is not None and bias.dtype)
     finally:
         if n > 1:
-            repeated.unmark(operands[0])
-    kept, scale = first.turned(x, operands)
+            decode.unmark(operands[0])
+    kept, scale = first.transposed(x, operands)
     # Tensors alone are not taken apart.
     values = [*weights, kept, *scale, *saved] if scale.__class__ is list else [*weights, kept, scale, *saved]
     return outputs, values, (setup, runs, y.shape, setup.dtype, [setup.dtype] * n, of_biases)
 
 
-class Chained:
+class FusedMLPInput:
     """The prologue that is decided layers and what follows them: of an MLP all that comes before its last matrix. One
     autograd function does for both.
 
@@ -154,9 +153,9 @@ class Chained:
     """
 
     #: Large inputs are for functions of their own: what the last layers kept is free before backward goes on.
-    remakes = True
+    recomputes_input = True
 
-    def __init__(self, setup: Setup, after: Prologue) -> None:
+    def __init__(self, setup: LinearSetup, after: InputOp) -> None:
         self.setup, self.after = setup, after
 
     def forward(self, *x: Tensor | None, decided: int | None = None) -> tuple[Tensor, Sequence[Any]]:
@@ -249,17 +248,17 @@ def _gradients(facts: Facts, values: Sequence[Any], needs: Sequence[Any], gs: Se
     if runs is None:
         runs, saved = _again(setup, of_layers, saved[:n]), saved[n:]
     of_input = any(needs[:taken])
-    again: Remaking | None = None
+    again: RecomputedInput | None = None
     if kept[0] is None and any(needs[taken : taken + n]):
         once = n == 1 and of_input and needs[taken] is True and not setup.return_input
         # Counters show operands in the order in which a layer alone quantizes them.
         if once and ops.on_host(of_layers[0]) and counters.active.counters is None:
-            kept = again = Remaking(setup, saved, runs[0], shape, dtype)
+            kept = again = RecomputedInput(setup, saved, runs[0], shape, dtype)
         else:
-            kept, _ = remade(setup, saved, runs[0])
+            kept, _ = recomputed(setup, saved, runs[0])
     shares = n > 1 and not is_tracing()
     if shares:
-        repeated.mark(kept[0], repeated.INPUT)
+        decode.mark(kept[0], decode.INPUT)
     of_y = gs[0].reshape(-1, shape[-1]) if setup.return_input else None
     of_weights: list[Any] = [None] * n
     of_biases: list[Tensor | None] = [None] * n
@@ -275,7 +274,7 @@ def _gradients(facts: Facts, values: Sequence[Any], needs: Sequence[Any], gs: Se
                 of_y = part if of_y is None else add(of_y, part)
     finally:
         if shares:
-            repeated.unmark(kept[0])
+            decode.unmark(kept[0])
     of_x: Sequence[Tensor | None] = (None,) * taken
     if again is not None and again.gradients is not None:
         of_x = again.gradients
@@ -288,26 +287,28 @@ def _gradients(facts: Facts, values: Sequence[Any], needs: Sequence[Any], gs: Se
     return *of_x, *of_weights, *of_biases
 
 
-class Remaking:
+class RecomputedInput:
     """What wgrad consumes of one layer's input, which is made again when the gradient of that input is there."""
 
     #: Of what the prologue took, if it gave them on the way.
     gradients: Sequence[Tensor | None] | None = None
 
-    def __init__(self, setup: Setup, saved: Sequence[Any], run: Any, shape: Sequence[int], dtype: torch.dtype) -> None:
+    def __init__(
+        self, setup: LinearSetup, saved: Sequence[Any], run: Any, shape: Sequence[int], dtype: torch.dtype
+    ) -> None:
         self.of = setup, saved, run
         self.shape, self.dtype = tuple(shape), dtype
 
     def __call__(self, of_input: Tensor) -> tuple[Any, Any]:
         g = of_input if of_input.dtype is self.dtype else of_input.to(self.dtype)
         kept: tuple[Any, Any]
-        kept, self.gradients = remade(*self.of, shaped(g, self.shape))
+        kept, self.gradients = recomputed(*self.of, shaped(g, self.shape))
         return kept
 
 
-def _again(setup: Setup, gs: Sequence[Tensor], factors: Sequence[Any]) -> list[Call]:
+def _again(setup: LinearSetup, gs: Sequence[Tensor], factors: Sequence[Any]) -> list[LinearContext]:
     """What ran the layers, in a backward that a compiler traces."""
     return [
-        Call(layer, setup.recipe, g, setup.dtype, setup.training, of_layer)
+        LinearContext(layer, setup.recipe, g, setup.dtype, setup.training, of_layer)
         for layer, g, of_layer in zip(setup.layers, gs, factors, strict=True)
     ]

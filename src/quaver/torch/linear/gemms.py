@@ -17,23 +17,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quaver.core.spec import QuantSpec, Recipe
-from quaver.torch.backends.cpu import repeated
-from quaver.torch.backends.gpu.launching import capture, device
-from quaver.torch.linear.stored import stored
-from quaver.torch.numerics.philox import QUIET, Noise
+from quaver.recipes.spec import QuantSpec, Recipe
+from quaver.torch.backends.cpu import decode
+from quaver.torch.backends.gpu import capture, device
+from quaver.torch.linear import stored_weight
 from quaver.torch.numerics.quantized import Quantized
-from quaver.torch.numerics.tracing import is_tracing
+from quaver.torch.numerics.rounding import QUIET, Noise, is_tracing
 from quaver.torch.operations import ops, selecting
-from quaver.torch.state import counters, kept_weights, recomputation
-from quaver.torch.state.history import amax, steps
-from quaver.torch.state.layer import state_of
+from quaver.torch.state import counters, layer_state, weight_cache
+from quaver.torch.state.history import amax, scaling_step
+from quaver.torch.state.layer_state import state_of
 from quaver.torch.state.noise import draw, drawn
 
 Factors = Tensor | list[float] | None
 
 
-def announce_features(layer: nn.Module, weight: Tensor) -> None:
+def warn_once_features(layer: nn.Module, weight: Tensor) -> None:
     """Warn once of a layer whose features no native GEMM takes; tokens are padded, features are not."""
     state = state_of(layer)
     if state.announced or device.why_no_fp8(weight.device, "native"):
@@ -49,7 +48,7 @@ def announce_features(layer: nn.Module, weight: Tensor) -> None:
     )
 
 
-class GivenWeight(Protocol):
+class PrequantizedWeight(Protocol):
     """What a weight [N, K] is that comes quantized: a tensor with no values, whose operands a layer asks for.
 
     Nothing is kept of it, and no step is decided for it: who gives it knows when it changes. A compiler would take its
@@ -63,7 +62,7 @@ class GivenWeight(Protocol):
     def check_recipe(self, layer: nn.Module, recipe: Recipe | None) -> None:
         """Raise a ValueError where the layer's recipe in force is not the one that it was quantized by."""
 
-    def quantized_operand(self, call: "Call", side: str) -> Quantized:
+    def quantized_operand(self, call: "LinearContext", side: str) -> Quantized:
         """[N, K] for "fprop", or the transpose [K, N] for "dgrad", by the call's recipe and factors. What a history of
         the weight would have seen is noted here."""
 
@@ -84,7 +83,7 @@ Gradients = tuple[Tensor | None, Any, Tensor | None]
 Kept = tuple[Tensor | Quantized, None]
 
 
-class Parts(Protocol):
+class OperandComm(Protocol):
     """What is done to the operands of a layer that has a part of each, where others have the rest."""
 
     @property
@@ -98,12 +97,12 @@ class Parts(Protocol):
         where they share it."""
 
 
-class Call:
+class LinearContext:
     """One call of one layer: what its forward decides, and what its backward needs of that."""
 
     __slots__ = (
-        *("both", "dtype", "factors", "layer", "matmul", "owed", "parts", "plan", "quantize", "recipe", "record"),
-        *("traced", "turned_weight", "version", "weight"),
+        *("both", "dtype", "factors", "layer", "matmul", "pending", "parts", "plan", "quantize", "recipe", "record"),
+        *("traced", "transposed_weight", "version", "weight"),
     )
 
     def __init__(
@@ -129,15 +128,15 @@ class Call:
         else:
             _, self.quantize, self.matmul, self.both = ops.resolve(recipe, x)
         #: None where the layer has its operands whole.
-        self.parts: Parts | None = None
+        self.parts: OperandComm | None = None
         #: Of factors on a device, which writing of theirs the forward saw.
         self.version: int | None = None
         #: fprop's weight where dgrad will consume it too and the layer keeps it anyway.
-        self.weight: kept_weights.Entry | None = None
+        self.weight: weight_cache.CachedWeight | None = None
         #: dgrad's weight where the read that wrote fprop's wrote it too and the layer does not keep it.
-        self.turned_weight: Quantized | None = None
+        self.transposed_weight: Quantized | None = None
         #: What keeps a step of delayed scaling from being over until its backward has run.
-        self.owed: steps.Owed | None = None
+        self.pending: scaling_step.PendingBackward | None = None
 
     @property
     def written(self) -> float:
@@ -150,22 +149,22 @@ class Call:
         """x [T, K], quantized already if the recipe says so, to [T, N]."""
         b = self.recipe.fprop.b
         if isinstance(x, Tensor):
-            w = stored.dequantized(self.layer, weight, x.dtype) if stored.are_codes(weight) else weight
+            w = stored_weight.dequantized(self.layer, weight, x.dtype) if stored_weight.are_codes(weight) else weight
             if self.record and not self.traced and w is weight:
                 # Nothing else looks at the weight here: the gradient could go and come back, and dgrad's codes stay.
-                kept_weights.look(self.layer, weight)
+                weight_cache.look(self.layer, weight)
             if not self.traced and selecting.is_hidden():
                 return selecting.seen(high_precision, x, w, x.dtype, bias)
             return high_precision(x, w, x.dtype, bias)
         assert b is not None
         if weight.is_cuda and (weight.shape[0] | weight.shape[1]) & 15:
-            announce_features(self.layer, weight)
+            warn_once_features(self.layer, weight)
         wq = quantized_weight(self, weight, "fprop", b)
         if not self.traced and selecting.is_hidden():
             return ops.shown_matmul(x, wq, self.dtype, bias, self.recipe.fprop.fast_accum)
         return self.matmul(x, wq, self.dtype, bias, self.recipe.fprop.fast_accum)
 
-    def turned(self, x: Tensor | None, xq: Tensor | Quantized) -> tuple[Tensor | Quantized, None]:
+    def transposed(self, x: Tensor | None, xq: Tensor | Quantized) -> tuple[Tensor | Quantized, None]:
         """The operand of wgrad, input.T [K, T]: of what fprop consumed, or of x [T, K]; x itself unquantized."""
         c = self.recipe.wgrad.b
         if self.plan.input:
@@ -176,31 +175,31 @@ class Call:
         assert x is not None
         return x if c is None else quantize(self, amax.INPUT, "input.T", x.t(), c, True), None
 
-    def remade(self, x: Tensor) -> tuple[Tensor | Quantized, None]:
-        """`turned` of an x that backward has made again: no history and no counter sees codes twice."""
+    def recomputed(self, x: Tensor) -> tuple[Tensor | Quantized, None]:
+        """`transposed` of an x that backward has made again: no history and no counter sees codes twice."""
         a, c = self.recipe.fprop.a, self.recipe.wgrad.b
         factor = None if self.factors is None else self.factors[amax.INPUT]
         if self.plan.input:
             assert a is not None
-            return self.turned(None, self.unnoted(x, a, False, factor))
+            return self.transposed(None, self.unnoted(x, a, False, factor))
         if c is None and self.recipe.dequantized_backward:
             assert a is not None
             return self.unnoted(x, a, False), None
         if c is None or factor is None:
-            return self.turned(x, x)
+            return self.transposed(x, x)
         return self.unnoted(x.t(), c, True, factor), None
 
     def unnoted(
-        self, x: Tensor, spec: QuantSpec, turned: bool, factor: Tensor | float | None = None, noise: Noise = QUIET
+        self, x: Tensor, spec: QuantSpec, transposed: bool, factor: Tensor | float | None = None, noise: Noise = QUIET
     ) -> Quantized:
         """x quantized where no history and no counter sees it.
 
         Args:
-            turned: as `QUANTIZE.traced` takes it.
+            transposed: as `QUANTIZE.traced` takes it.
             noise: to a compiler alone, what tells this quantization from an earlier one.
         """
         if self.traced:
-            q: Quantized = ops.QUANTIZE.traced(x, spec, None, factor, noise, turned=turned)
+            q: Quantized = ops.QUANTIZE.traced(x, spec, None, factor, noise, transposed=transposed)
             return q
         return self.quantize(x, spec, None, factor)
 
@@ -216,26 +215,26 @@ class Call:
         """grad_output [..., N] to grad_input [T, K], grad_weight [N, K] and grad_bias [N], as needed.
 
         Args:
-            kept: what `turned` gave, or a function that gives it of grad_input.
+            kept: what `transposed` gave, or a function that gives it of grad_input.
             needs: whether each is needed; of the weight's perhaps `LATER`.
         """
-        if self.owed is not None:
-            self.owed.settle()
+        if self.pending is not None:
+            self.pending.settle()
         g = matrix(g)
         need_input, need_weight, need_bias = needs
         gq: Tensor | Quantized = g
-        turned: Quantized | None = None
+        transposed: Quantized | None = None
         grad_input = grad_bias = None
         grad_weight: Any = None
         a, c = self.recipe.dgrad.a, self.recipe.wgrad.a
         if a is not None and (need_input or (need_weight and self.plan.grad_output)):
             if self.both is not None and need_input and need_weight and c is not None and both_at_once(self, a, c):
                 sums = need_bias and bias_dtype in ops.DTYPES
-                gq, turned = quantize_both(self, amax.GRAD_OUTPUT, "grad_output", g, a, c, sums)
+                gq, transposed = quantize_both(self, amax.GRAD_OUTPUT, "grad_output", g, a, c, sums)
             else:
                 gq = quantize(self, amax.GRAD_OUTPUT, "grad_output", g, a, False)
                 if need_input and need_weight and self.plan.grad_output and not self.traced and g.is_cpu:
-                    repeated.mark(gq, repeated.GRADIENT)
+                    decode.mark(gq, decode.GRADIENT)
         if need_bias:
             grad_bias = ops.bias_gradient(g, bias_dtype, gq.partial_sums if isinstance(gq, Quantized) else None)
         if need_input:
@@ -245,8 +244,8 @@ class Call:
                 assert grad_input is not None
                 kept = kept(grad_input)
             gt: Tensor | Quantized
-            if turned is not None:
-                gt = turned
+            if transposed is not None:
+                gt = transposed
             elif c is None:
                 gt = g.t()
             elif self.plan.grad_output:
@@ -261,7 +260,7 @@ class Call:
         """`_wgrad`, the last that backward does for the layer."""
         grad_weight = self._wgrad(g, kept, dtype)
         if not self.traced:
-            kept_weights.used(self.layer)
+            weight_cache.used(self.layer)
         return grad_weight
 
     def _dgrad(self, g: Tensor | Quantized, weight: Tensor) -> Tensor:
@@ -280,7 +279,7 @@ class Call:
             spec = self.recipe.fprop.b
             assert spec is not None
             return plain(quantized_weight(self, weight, "fprop", spec), dtype)
-        return stored.dequantized(self.layer, weight, dtype) if stored.are_codes(weight) else weight
+        return stored_weight.dequantized(self.layer, weight, dtype) if stored_weight.are_codes(weight) else weight
 
     def _wgrad(self, g: Tensor | Quantized, kept: Tensor | Quantized, dtype: torch.dtype) -> Tensor:
         """grad_output.T [N, T] and input.T [K, T] to grad_weight [N, K] in the parameter's dtype.
@@ -307,34 +306,34 @@ def matrix(x: Tensor) -> Tensor:
     return x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
 
 
-def begin(layer: nn.Module, recipe: Recipe, x: Tensor, dtype: torch.dtype, training: bool) -> Call:
+def begin(layer: nn.Module, recipe: Recipe, x: Tensor, dtype: torch.dtype, training: bool) -> LinearContext:
     """A call of a layer, which joins the step of delayed scaling that its thread is in.
 
     Args:
         x: what its operands are like.
         dtype: of the GEMMs' inputs and outputs.
     """
-    factors = None if recipe.delayed is None else steps.factors(layer, training)
-    call = Call(layer, recipe, x, dtype, training, factors)
+    factors = None if recipe.delayed is None else scaling_step.factors(layer, training)
+    call = LinearContext(layer, recipe, x, dtype, training, factors)
     if factors is not None and training and not call.traced:
         # The forward will note its grad_output.
-        call.owed = steps.owed(layer)
+        call.pending = scaling_step.pending(layer)
     return call
 
 
 def quantize(
-    call: Call, column: int, operand: str, x: Tensor, spec: QuantSpec, turned: bool | None = None
+    call: LinearContext, column: int, operand: str, x: Tensor, spec: QuantSpec, transposed: bool | None = None
 ) -> Quantized:
     """Quantize one operand of a layer, with its history or its noise where the recipe has them.
 
     Args:
-        turned: as `QUANTIZE.traced` takes it.
+        transposed: as `QUANTIZE.traced` takes it.
     """
     layer, factor = call.layer, None if call.factors is None else call.factors[column]
     noise, record = _noise(layer, operand, spec), call.record and factor is not None
     if call.traced:
         number = state_of(layer).number if record and column == amax.GRAD_OUTPUT else None
-        q, record = ops.QUANTIZE.traced(x, spec, None, factor, noise, number, turned), record and number is None
+        q, record = ops.QUANTIZE.traced(x, spec, None, factor, noise, number, transposed), record and number is None
     elif call.parts is not None:
         q = call.parts.quantize(operand, x, spec, factor, noise)
     elif call.both is None:
@@ -343,8 +342,8 @@ def quantize(
         q = call.quantize(x, spec, None, factor, noise, *_hints(call, column, x))
     _drawn(layer, operand, spec)
     if record:
-        amax.record(layer, column, q.amax, q.noted)
-    if counters.active.counters is not None and not recomputation.replaying():
+        amax.record(layer, column, q.amax, q.recorded_amax)
+    if counters.active.counters is not None and not layer_state.replaying():
         counters.active.counters.note(layer, operand, x, q)
     return q
 
@@ -358,7 +357,7 @@ def _drawn(layer: nn.Module, operand: str, spec: QuantSpec) -> None:
         drawn(layer, operand)
 
 
-def _hints(call: Call, column: int, x: Tensor) -> tuple[bool, Tensor | None]:
+def _hints(call: LinearContext, column: int, x: Tensor) -> tuple[bool, Tensor | None]:
     """Whether a column's factor is known to be set, and the place where a kernel notes an operand's amax, if this call
     records it."""
     if call.factors is None:
@@ -366,7 +365,7 @@ def _hints(call: Call, column: int, x: Tensor) -> tuple[bool, Tensor | None]:
     return amax.is_set(column, call.factors), amax.newest(call.layer, column, x) if call.record else None
 
 
-def both_at_once(call: Call, spec: QuantSpec, other: QuantSpec) -> bool:
+def both_at_once(call: LinearContext, spec: QuantSpec, other: QuantSpec) -> bool:
     """True if an operand and its transpose come from one call of `quantize_both`."""
     if counters.active.counters is not None:
         return False
@@ -374,7 +373,7 @@ def both_at_once(call: Call, spec: QuantSpec, other: QuantSpec) -> bool:
 
 
 def quantize_both(
-    call: Call, column: int, operand: str, x: Tensor, spec: QuantSpec, other: QuantSpec, sums: bool = False
+    call: LinearContext, column: int, operand: str, x: Tensor, spec: QuantSpec, other: QuantSpec, sums: bool = False
 ) -> tuple[Quantized, Quantized]:
     """x by one spec and its transpose by another; see `quantize`. They share nothing but what their kernel shares.
 
@@ -383,35 +382,35 @@ def quantize_both(
     """
     assert call.both is not None
     layer = call.layer
-    noise = turned_noise = _noise(layer, operand, spec)
+    noise = transposed_noise = _noise(layer, operand, spec)
     shared = spec == other and spec.transposable
     if not shared:
-        turned_noise = _noise(layer, operand + ".T", other)
+        transposed_noise = _noise(layer, operand + ".T", other)
     factor = None if call.factors is None else call.factors[column]
     record = call.record and factor is not None
     if call.traced:
         number = state_of(layer).number if record and column == amax.GRAD_OUTPUT else None
-        q, turned = ops.QUANTIZE_BOTH.traced(x, spec, other, None, factor, number=number)
+        q, transposed = ops.QUANTIZE_BOTH.traced(x, spec, other, None, factor, number=number)
         record = record and number is None
     else:
         hints = _hints(call, column, x)
-        q, turned = call.both(x, spec, other, None, factor, noise, turned_noise, *hints, sums)
+        q, transposed = call.both(x, spec, other, None, factor, noise, transposed_noise, *hints, sums)
     if record:
-        amax.record(layer, column, q.amax, q.noted)
+        amax.record(layer, column, q.amax, q.recorded_amax)
     _drawn(layer, operand, spec)
     if not shared:
         _drawn(layer, operand + ".T", other)
-    return q, turned
+    return q, transposed
 
 
-def _version(call: Call) -> int:
+def _version(call: LinearContext) -> int:
     """Which writing of its factors on a device a forward saw: what stands for their value in a key."""
     if call.version is None:
         factor = call.layer._buffers["factor"]
         assert factor is not None
         call.version = factor._version
-        if recomputation.state.replay is not None or recomputation.state.writing:
-            call.version = recomputation.noted(call.layer, "version of factors", call.version)
+        if layer_state.state.replay is not None or layer_state.state.writing:
+            call.version = layer_state.recorded_amax(call.layer, "version of factors", call.version)
     return call.version
 
 
@@ -421,8 +420,8 @@ def capturing(x: Tensor) -> bool:
     return bool(not x.is_cpu or device.asked or capture.rehearsed) and capture.as_captured(x.device)
 
 
-def quantized_weight(call: Call, weight: Tensor, side: str, spec: QuantSpec) -> Quantized:
-    """The weight [N, K] for fprop, or its transpose [K, N] for dgrad; kept as `quaver.torch.state.kept_weights`
+def quantized_weight(call: LinearContext, weight: Tensor, side: str, spec: QuantSpec) -> Quantized:
+    """The weight [N, K] for fprop, or its transpose [K, N] for dgrad; kept as `quaver.torch.state.weight_cache`
     says."""
     layer = call.layer
     if weight.__class__ is not nn.Parameter and is_given(weight):
@@ -432,11 +431,11 @@ def quantized_weight(call: Call, weight: Tensor, side: str, spec: QuantSpec) -> 
     q = None if call.weight is None else call.weight.quantized
     if shared and q is not None:
         return q.T
-    if side == "dgrad" and call.turned_weight is not None:
-        turned, call.turned_weight = call.turned_weight, None
-        return turned
-    if weight.dtype in stored.CODES:
-        return stored.operand(layer, weight, side == "dgrad", call.plan.weight, spec, call)
+    if side == "dgrad" and call.transposed_weight is not None:
+        transposed, call.transposed_weight = call.transposed_weight, None
+        return transposed
+    if weight.dtype in stored_weight.CODES:
+        return stored_weight.operand(layer, weight, side == "dgrad", call.plan.weight, spec, call)
     if call.traced:
         if shared:
             factor = None if call.factors is None else call.factors[amax.WEIGHT]
@@ -448,21 +447,23 @@ def quantized_weight(call: Call, weight: Tensor, side: str, spec: QuantSpec) -> 
     kept_as = "fprop" if shared else side
     keeps = not capturing(weight)
     parameter = weight if call.parts is None else call.parts.parameter
-    entry = kept_weights.lookup(layer, kept_as, parameter, spec, written, call.record) if keeps else None
+    entry = weight_cache.lookup(layer, kept_as, parameter, spec, written, call.record) if keeps else None
     q = None if entry is None else entry.quantized
     if q is None:
-        window = kept_weights.begin(layer, parameter, call.record) if keeps else None
+        window = weight_cache.begin(layer, parameter, call.record) if keeps else None
         q, other = _quantize_weight(call, weight, side, spec)
         if other is not None and call.plan.weight:
             q.twin = other
         entry = (
-            kept_weights.keep(layer, kept_as, parameter, spec, written, q, window) if keeps else kept_weights.Entry(q)
+            weight_cache.keep(layer, kept_as, parameter, spec, written, q, window)
+            if keeps
+            else weight_cache.CachedWeight(q)
         )
         if other is not None and not call.plan.weight:
-            kept = kept_weights.keep(layer, "dgrad", parameter, other.spec, written, other, window)
-            call.turned_weight = other if kept is None else None
+            kept = weight_cache.keep(layer, "dgrad", parameter, other.spec, written, other, window)
+            call.transposed_weight = other if kept is None else None
         if not call.record and entry is None:
-            kept_weights.quantized_again(layer, parameter)
+            weight_cache.quantized_again(layer, parameter)
     elif call.record and call.factors is not None and side == "fprop":
         amax.record(layer, amax.WEIGHT, q.amax)
     if call.plan.weight:
@@ -470,10 +471,12 @@ def quantized_weight(call: Call, weight: Tensor, side: str, spec: QuantSpec) -> 
     return q.T if shared else q
 
 
-def _quantize_weight(call: Call, weight: Tensor, side: str, spec: QuantSpec) -> tuple[Quantized, Quantized | None]:
+def _quantize_weight(
+    call: LinearContext, weight: Tensor, side: str, spec: QuantSpec
+) -> tuple[Quantized, Quantized | None]:
     """The weight, and what dgrad will ask for if the same read gives it; or for a dgrad that reuses nothing that."""
     parameter = weight if call.parts is None else call.parts.parameter
-    if torch.is_inference_mode_enabled() and kept_weights.can_keep(call.layer, parameter):
+    if torch.is_inference_mode_enabled() and weight_cache.can_keep(call.layer, parameter):
         # What is kept serves other modes too.
         with torch.inference_mode(False), torch.no_grad():
             return _quantize_weight(call, weight, side, spec)

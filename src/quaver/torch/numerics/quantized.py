@@ -6,11 +6,39 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from quaver.core.numbers.formats import Format
-from quaver.core.numbers.rounding import NAN_CODE
-from quaver.core.spec import Block, QuantSpec
-from quaver.torch.numerics.swizzling import unswizzle
+from quaver.recipes.formats import Format
+from quaver.recipes.spec import Block, QuantSpec
+from quaver.reference.numerics import NAN_CODE
+
+# ---- swizzling -------------------------------------------------------------------------------------------
+# The order in which Blackwell's GEMMs read the scales of narrow blocks: 32_4_4.
+#
+# Scales lie in tiles of 128 rows and 4 blocks of k, 512 bytes each; within a tile the rows r, r + 32, r + 64 and r + 96
+# are neighbours, 16 bytes for their four blocks. Rows and blocks that a tile has too many are zero.
+#
+# Source: NVIDIA cuBLAS documentation, "1D block scaling factors layout"; `torch.nn.functional.SwizzleType`.
+
+ROWS, BLOCKS = 128, 4
+
+
+def swizzle(scale: Tensor) -> Tensor:
+    """uint8 scales [rows, blocks of k] to the flat order of the GEMM, padded with zeros. Exact."""
+    rows, blocks = scale.shape
+    filled = pad(scale, (0, -blocks % BLOCKS, 0, -rows % ROWS))
+    tiles = filled.view(-1, 4, 32, filled.shape[1] // BLOCKS, BLOCKS)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1)
+
+
+def unswizzle(flat: Tensor, rows: int, blocks: int) -> Tensor:
+    """What `swizzle` put in order, [rows, blocks of k]. Exact."""
+    across = -(-blocks // BLOCKS)
+    tiles = flat.view(-1, across, 32, 4, BLOCKS).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(-1, across * BLOCKS)[:rows, :blocks]
+
+
+# ---- quantized -------------------------------------------------------------------------------------------
 
 #: An amax or an encode factor that is given: on a device, on the host, or None where it is measured.
 Given = Tensor | float | None
@@ -31,7 +59,7 @@ class Quantized:
     """A GEMM operand [rows, k] in eight or four bits: original ≈ data × scale.
 
     Always: rows and k count codes, the Hadamard's padding included; an infinity or NaN in the original makes its scale
-    NaN; a `turned` operand lies in memory as its transpose [k, rows], data and scales alike, so that transposing is
+    NaN; a `transposed` operand lies in memory as its transpose [k, rows], data and scales alike, so that transposing is
     free. Rows of eight-bit data that are k bytes long but lie k rounded up to 16 bytes apart end in zeros.
     """
 
@@ -45,7 +73,7 @@ class Quantized:
     spec: QuantSpec
     #: (rows, k).
     shape: tuple[int, int]
-    turned: bool = False
+    transposed: bool = False
     #: Two-level only: what the blocks' scales are divided by, float32 [1, 1], NaN for a tensor that is not finite. The
     #: quotient is one rounding, a stored reciprocal would make it two.
     tensor_factor: Tensor | None = None
@@ -55,15 +83,15 @@ class Quantized:
     decoded: Tensor | None = None
     #: The transpose, once it was asked for, or what was written as such beside the data.
     twin: "Quantized | None" = None
-    #: Whether the scales, uint8, are in the order of `quaver.torch.numerics.swizzling`: flat, and a row of them for
+    #: Whether the scales, uint8, are in the order of `quaver.torch.numerics.quantized`: flat, and a row of them for
     #: every row of the data as they lie, which those of a block share.
     swizzled: bool = False
     #: Whether the kernel that measured `amax` has noted it in a history already.
-    noted: bool = False
+    recorded_amax: bool = False
     #: What the kernel that quantized a matrix summed of it on the way: float32 [blocks of rows, columns], of the values
     #: as they were. The gradient of a bias is the sum of these.
     partial_sums: Tensor | None = None
-    #: Of an operand on a CPU that a call reads more than once: `quaver.torch.backends.cpu.repeated`.
+    #: Of an operand on a CPU that a call reads more than once: `quaver.torch.backends.cpu.decode`.
     mark: object = None
 
     @property
@@ -79,12 +107,12 @@ class Quantized:
     @property
     def lying_block(self) -> Block:
         """The block as data lie in memory."""
-        return self.spec.block[::-1] if self.turned else self.spec.block
+        return self.spec.block[::-1] if self.transposed else self.spec.block
 
     @property
     def lying_shape(self) -> tuple[int, int]:
         """The shape as codes lie in memory."""
-        return self.shape[::-1] if self.turned else self.shape
+        return self.shape[::-1] if self.transposed else self.shape
 
     @property
     def T(self) -> "Quantized":
@@ -92,9 +120,9 @@ class Quantized:
         assert self.spec.transposable
         twin = self.twin
         if twin is None:
-            shape, turned = (self.shape[1], self.shape[0]), not self.turned
+            shape, transposed = (self.shape[1], self.shape[0]), not self.transposed
             twin = Quantized(
-                self.data, self.scale, self.spec, shape, turned, self.tensor_factor, self.amax, self.decoded
+                self.data, self.scale, self.spec, shape, transposed, self.tensor_factor, self.amax, self.decoded
             )
             twin.swizzled, twin.mark = self.swizzled, self.mark
             self.twin = twin
@@ -104,12 +132,12 @@ class Quantized:
         """The same operand with nothing between its rows and its scales in their order: what is stored or shared."""
         scale = self.plain_scale().contiguous() if isinstance(self.scale, Tensor) else self.scale
         data = self.data.contiguous()
-        return Quantized(data, scale, self.spec, self.shape, self.turned, self.tensor_factor, self.amax)
+        return Quantized(data, scale, self.spec, self.shape, self.transposed, self.tensor_factor, self.amax)
 
     def upright(self) -> "Quantized":
         """`plain`, lying as its rows: what is taken row by row."""
         q = self.plain()
-        if not q.turned:
+        if not q.transposed:
             return q
         codes = q.lying_codes().t()
         data = pack(codes) if q.spec.format.packed else codes.contiguous().view(q.data.dtype)
@@ -121,7 +149,7 @@ class Quantized:
         codes = self.lying_codes()
         if self.data.is_floating_point():
             codes = torch.where(self.data.isnan(), torch.full_like(codes, NAN_CODE), codes)
-        return codes.t() if self.turned else codes
+        return codes.t() if self.transposed else codes
 
     def lying_codes(self) -> Tensor:
         """uint8, one code an element, as they lie and as they are stored."""
@@ -132,7 +160,7 @@ class Quantized:
     def scales(self) -> Tensor:
         """float32 decode scales [blocks of rows, blocks of k], both levels multiplied."""
         scales = self.lying_scales()
-        return scales.t() if self.turned else scales
+        return scales.t() if self.transposed else scales
 
     def lying_scales(self) -> Tensor:
         """`scales()` as they lie in memory."""
@@ -153,7 +181,7 @@ class Quantized:
     def values(self) -> Tensor:
         """float32 [rows, k]: the data without the scales."""
         values = self.lying_values()
-        return values.t() if self.turned else values
+        return values.t() if self.transposed else values
 
     def lying_values(self) -> Tensor:
         """`values()` as they lie in memory."""
@@ -232,7 +260,7 @@ def take_apart(value: Tensor | Quantized | float | None) -> tuple[list[Tensor | 
     if not isinstance(value, Quantized):
         return [value], None
     scale = value.scale if isinstance(value.scale, Tensor) else of_host(value.scale)
-    layout = value.spec, value.shape, value.turned, scale is not value.scale, value.swizzled
+    layout = value.spec, value.shape, value.transposed, scale is not value.scale, value.swizzled
     return [value.data, scale, value.tensor_factor], layout
 
 
@@ -240,6 +268,6 @@ def put_together(layout: tuple[Any, ...] | None, tensors: Sequence[Any]) -> Any:
     """What `take_apart` took apart."""
     if not layout:
         return tensors[0] if layout is None else tensors[0].item()
-    spec, shape, turned, on_host, swizzled = layout
+    spec, shape, transposed, on_host, swizzled = layout
     scale = tensors[1].item() if on_host else tensors[1]
-    return Quantized(tensors[0], scale, spec, shape, turned, tensors[2], swizzled=swizzled)
+    return Quantized(tensors[0], scale, spec, shape, transposed, tensors[2], swizzled=swizzled)

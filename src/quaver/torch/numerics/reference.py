@@ -3,29 +3,30 @@
 import torch
 from torch import Tensor
 
-from quaver.core.numbers.rounding import NAN_CODE
-from quaver.core.numbers.scaling import FLT_MAX, TWO_LEVEL_MAX
-from quaver.core.spec import QuantSpec
-from quaver.torch.numerics.hadamard import rotate
-from quaver.torch.numerics.philox import QUIET, EagerNoise, uniform
+from quaver.recipes.spec import QuantSpec
+from quaver.reference.numerics import FLT_MAX, NAN_CODE, TWO_LEVEL_MAX
 from quaver.torch.numerics.quantized import Given, Quantized, pack, spread
 from quaver.torch.numerics.rounding import (
     INFINITY_BITS,
+    QUIET,
     SMALLEST_NORMAL_BITS,
+    EagerNoise,
     encode,
     exponent,
     flush,
     magnitude_bits,
     power_of_two,
     ratio,
+    rotate,
     tensor_exponent,
+    uniform,
 )
 
 
 def quantize(
     x: Tensor, spec: QuantSpec, amax: Given = None, factor: Given = None, noise: EagerNoise | Tensor = QUIET, *_: object
 ) -> Quantized:
-    """One GEMM operand [rows, k]; see `quaver.core.reference.quantize`. `noise` is (seed, tensor id, count), or what
+    """One GEMM operand [rows, k]; see `quaver.reference.quantize`. `noise` is (seed, tensor id, count), or what
     `uniform` makes of that; a factor of 0 is an unset one. What a kernel is told besides changes no bit.
     """
     x = x.to(torch.float32)

@@ -6,6 +6,7 @@ and keeps what the operation returns, not what it decodes on the way.
 """
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,10 +14,58 @@ from functools import cached_property, partial
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
+from torch import Tensor
 
-from quaver.core.text.spelling import suggest
-from quaver.torch.numerics.tracing import is_tracing
-from quaver.torch.operations import counting
+from quaver.recipes.text import suggest
+from quaver.torch.numerics.rounding import is_tracing
+
+# ---- counting --------------------------------------------------------------------------------------------
+# What torch's FlopCounterMode counts for operators into which it does not look, as those of exported programs.
+#
+# Eager layers need no formula on a CPU: the mode sees the product that stands for a GEMM in eight bits. On a GPU that
+# is an operator of torch's own for which torch has no formula.
+
+#: (the operator's arguments, out_val=what it returned) to FLOPs, by operator.
+FORMULAS: dict[Any, Callable[..., int]] = {}
+
+
+def register() -> None:
+    """Tell torch's counter of FLOPs the formulas that it lacks, if it has been imported: that takes Triton's time.
+
+    A FlopCounterMode made before has none of them.
+    """
+    module = sys.modules.get("torch.utils.flop_counter")
+    registered = getattr(module, "flop_registry", None)
+    # While another thread imports it, it has no names yet.
+    if module is None or registered is None:
+        return
+    for operator, formula in FORMULAS.items():
+        if operator not in registered:
+            module.register_flop_formula(operator, get_raw=True)(formula)
+
+
+def _columns(x: Tensor) -> int:
+    """Features along the last axis, of which codes of four bits hold two in one."""
+    return x.shape[-1] * (2 if x.dtype is torch.float4_e2m1fn_x2 else 1)
+
+
+def _scaled_mm(a: Tensor, b: Tensor, *_: Any, out_val: Tensor, **__: Any) -> int:
+    """a [m, k] @ b [k, n]."""
+    return 2 * out_val.numel() * _columns(a)
+
+
+def _scaled_grouped_mm(a: Tensor, b: Tensor, *_: Any, out_val: Tensor, **__: Any) -> int:
+    """a [T, k] @ b [groups, k, n]; of two matrices, whose groups lie along what is summed, a [n, T] @ b [T, k]."""
+    columns = out_val.shape[-1]
+    return 2 * a.shape[-2] * _columns(a) * columns * (a.shape[0] if a.dim() == 3 else 1)
+
+
+for _name, _formula in (("_scaled_mm_v2", _scaled_mm), ("_scaled_grouped_mm_v2", _scaled_grouped_mm)):
+    if hasattr(torch.ops.aten, _name):
+        FORMULAS[getattr(torch.ops.aten, _name)] = _formula
+
+
+# ---- operation -------------------------------------------------------------------------------------------
 
 R = TypeVar("R")
 #: A function, or "module:function", which is imported when it is first wanted.
@@ -51,7 +100,7 @@ def _imported(function: Function) -> Callable[..., Any]:
 
 
 @dataclass(frozen=True)
-class Impl:
+class Implementation:
     """One way to run an operation."""
 
     name: str
@@ -103,7 +152,7 @@ class Operation(Generic[R]):
     def __init__(
         self,
         schema: str,
-        implementations: Sequence[Impl] | Callable[..., R],
+        implementations: Sequence[Implementation] | Callable[..., R],
         *,
         fake: Callable[..., Any] | None = None,
         kernel: Callable[..., Any] | None = None,
@@ -112,7 +161,9 @@ class Operation(Generic[R]):
         parts: "Operation[Any] | None" = None,
     ) -> None:
         self.name = schema.partition("(")[0]
-        self.impls = [Impl("reference", implementations)] if callable(implementations) else list(implementations)
+        self.impls = (
+            [Implementation("reference", implementations)] if callable(implementations) else list(implementations)
+        )
         #: The implementations that `only` left; a call tries them in order.
         self.active = self.impls
         self.parts = parts
@@ -127,7 +178,7 @@ class Operation(Generic[R]):
             torch.library.register_fake(f"quaver::{self.name}", partial(_faked, fake), lib=_library)
             self.operator = getattr(torch.ops.quaver, self.name)
             if flops is not None:
-                counting.FORMULAS[self.operator] = flops
+                FORMULAS[self.operator] = flops
         self.traced: Callable[..., R] = traced or self.operator
         OPERATIONS.append(self)
 
@@ -158,7 +209,7 @@ class Operation(Generic[R]):
         reasons = "; ".join(f"{name}: {why}" for name, why in self.explain(*args))
         raise Unsupported(f"no implementation of {self.name} takes this call. {reasons}")
 
-    def named(self, name: str) -> Impl:
+    def named(self, name: str) -> Implementation:
         """The implementation of this name."""
         return next(impl for impl in self.impls if impl.name == name)
 
@@ -174,7 +225,7 @@ class Operation(Generic[R]):
 
 def _faked(fake: Callable[..., Any], *args: Any, **options: Any) -> Any:
     # What is traced now may be counted later.
-    counting.register()
+    register()
     return fake(*args, **options)
 
 

@@ -7,18 +7,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quaver.core.spec import QuantSpec, Recipe
-from quaver.torch.backends.cpu import few_bits, fp8, gemm
-from quaver.torch.backends.gpu import announcing
-from quaver.torch.backends.gpu.launching import device
+from quaver.recipes.spec import QuantSpec, Recipe
+from quaver.torch.backends.cpu import gemm
+from quaver.torch.backends.cpu import quantize as few_bits
+from quaver.torch.backends.cpu import quantize as fp8
+from quaver.torch.backends.gpu import device, fused_quantize
 from quaver.torch.numerics import reference
-from quaver.torch.numerics.philox import QUIET, Noise
 from quaver.torch.numerics.quantized import Given, Quantized
-from quaver.torch.numerics.tracing import is_tracing
+from quaver.torch.numerics.rounding import QUIET, Noise, is_tracing
 from quaver.torch.operations import selecting
-from quaver.torch.operations.flattening import empty_parts, flat, joined, parts, restored
-from quaver.torch.operations.operation import Impl, Operation, narrowed
-from quaver.torch.state.context import ambient
+from quaver.torch.operations.autograd import empty_parts, flat, joined, parts, restored
+from quaver.torch.operations.operation import Implementation, Operation, narrowed
+from quaver.torch.state.context import active_context
 from quaver.torch.state.history import amax as amax_state
 
 _C: Any = torch._C
@@ -68,16 +68,17 @@ def _quantize_traced(
     factor: Given = None,
     noise: Noise = QUIET,
     number: Tensor | None = None,
-    turned: bool | None = None,
+    transposed: bool | None = None,
 ) -> Quantized:
     """With the number of a layer, the amax is recorded as its grad_output's.
 
     Args:
-        turned: whether x is the transpose of what lies row by row; None looks. A compiler that traces a backward knows
+        transposed: whether x is the transpose of what lies row by row; None looks. A compiler that traces a backward
+        knows
             no strides: asked for them, it traces that backward once more and copies gradients that are not contiguous.
     """
-    if turned is None:
-        turned = x.stride(1) != 1 and x.stride(0) == 1
+    if transposed is None:
+        transposed = x.stride(1) != 1 and x.stride(0) == 1
     tensor_id: Tensor | None
     count: Tensor | None
     # Two calls of equal arguments are one to a compiler, as of layers of one input, but for what is made for each.
@@ -88,7 +89,7 @@ def _quantize_traced(
             torch.tensor(v, dtype=torch.int64, device="cpu") if isinstance(v, int) else v for v in noise[1:]
         )
     given = (spec.text, _float(amax), _float(factor), noise[0], tensor_id, count, number)
-    return joined(x, spec, turned, *QUANTIZE.operator(x.t() if turned else x, turned, *given))
+    return joined(x, spec, transposed, *QUANTIZE.operator(x.t() if transposed else x, transposed, *given))
 
 
 def _float(v: Given) -> Tensor | None:
@@ -97,7 +98,7 @@ def _float(v: Given) -> Tensor | None:
 
 def _quantize_kernel(
     x: Tensor,
-    turned: bool,
+    transposed: bool,
     text: str,
     amax: Tensor | None,
     factor: Tensor | None,
@@ -107,15 +108,15 @@ def _quantize_kernel(
     number: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     noise = (seed, 0 if tensor_id is None else int(tensor_id), 0 if count is None else count)
-    q = QUANTIZE.eager(x.t() if turned else x, QuantSpec.parse(text), amax, factor, noise)
-    results = parts(q, turned)
+    q = QUANTIZE.eager(x.t() if transposed else x, QuantSpec.parse(text), amax, factor, noise)
+    results = parts(q, transposed)
     if number is not None:
         amax_state.record_gradient(number, results[3])
     return results
 
 
-def _quantize_fake(x: Tensor, turned: bool, text: str, *_: Any) -> tuple[Tensor, ...]:
-    return empty_parts(x, QuantSpec.parse(text), turned)
+def _quantize_fake(x: Tensor, transposed: bool, text: str, *_: Any) -> tuple[Tensor, ...]:
+    return empty_parts(x, QuantSpec.parse(text), transposed)
 
 
 QUANTIZE: Operation[Quantized] = Operation(
@@ -123,11 +124,11 @@ QUANTIZE: Operation[Quantized] = Operation(
     " Tensor? count, Tensor? number)"
     " -> (Tensor data, Tensor scale, Tensor tensor_factor, Tensor amax)",
     [
-        Impl("cpu", fp8.quantize, fp8.reason),
-        Impl("cpu_fp4", few_bits.two_level, few_bits.reason_two_level),
-        Impl("cpu_mx", few_bits.e8m0, few_bits.reason_e8m0),
-        Impl("triton", f"{GPU}.families:quantize", f"{GPU}.families:reason", no_kernels),
-        Impl("reference", reference.quantize),
+        Implementation("cpu", fp8.quantize, fp8.reason),
+        Implementation("cpu_fp4", few_bits.two_level, few_bits.reason_two_level),
+        Implementation("cpu_mx", few_bits.e8m0, few_bits.reason_e8m0),
+        Implementation("triton", f"{GPU}.quantize:quantize", f"{GPU}.quantize:reason", no_kernels),
+        Implementation("reference", reference.quantize),
     ],
     fake=_quantize_fake,
     kernel=_quantize_kernel,
@@ -156,21 +157,21 @@ def _matmul_traced(
 
 
 def _matmul_kernel(*args: Any) -> Tensor:
-    ambient.compiled = True
+    active_context.compiled = True
     with without_autocast(args[0].device.type), selecting.inside():
         return MATMUL.eager(restored(*args[:7]), restored(*args[7:14]), *args[14:])
 
 
 def _matmul_fake(*args: Any) -> Tensor:
-    (a, *_, a_turned, a_columns, _), (b, *_, b_turned, b_columns, _) = args[:7], args[7:14]
-    m = a_columns if a_turned else a.shape[0]
-    n = b_columns if b_turned else b.shape[0]
+    (a, *_, a_transposed, a_columns, _), (b, *_, b_transposed, b_columns, _) = args[:7], args[7:14]
+    m = a_columns if a_transposed else a.shape[0]
+    n = b_columns if b_transposed else b.shape[0]
     return a.new_empty((m, n), dtype=args[14])
 
 
 def _matmul_flops(*args: Any, out_val: Tensor, **_: Any) -> int:
-    a, turned, columns = args[0], args[4], args[5]
-    return 2 * out_val.numel() * int(a.shape[0] if turned else columns)
+    a, transposed, columns = args[0], args[4], args[5]
+    return 2 * out_val.numel() * int(a.shape[0] if transposed else columns)
 
 
 MATMUL: Operation[Tensor] = Operation(
@@ -178,10 +179,10 @@ MATMUL: Operation[Tensor] = Operation(
     " bool a_swizzled, Tensor b, Tensor b_scale, Tensor b_factor, str b_spec, bool b_turned, SymInt b_k,"
     " bool b_swizzled, ScalarType dtype, Tensor? bias, bool fast_accum=False) -> Tensor",
     [
-        Impl("cpu", gemm.matmul, gemm.reason),
-        Impl("native", f"{GPU}.gemms.scaled_mm:matmul", f"{GPU}.gemms.scaled_mm:reason", _no_gemms),
-        Impl("decoded", f"{GPU}.gemms.decoded:matmul", _off_a_gpu),
-        Impl("reference", reference.matmul),
+        Implementation("cpu", gemm.matmul, gemm.reason),
+        Implementation("native", f"{GPU}.scaled_mm:scaled_matmul", f"{GPU}.scaled_mm:reason", _no_gemms),
+        Implementation("decoded", f"{GPU}.scaled_mm:matmul", _off_a_gpu),
+        Implementation("reference", reference.matmul),
     ],
     fake=_matmul_fake,
     flops=_matmul_flops,
@@ -192,9 +193,9 @@ MATMUL: Operation[Tensor] = Operation(
 
 def shown_matmul(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:
     """MATMUL where all else is unseen: a selective checkpoint sees torch.ops.quaver.matmul, as in compiled code."""
-    operands, compiled = (*flat(a), *flat(b)), ambient.compiled
+    operands, compiled = (*flat(a), *flat(b)), active_context.compiled
     y: Tensor = selecting.shown(MATMUL.operator, *operands, dtype, bias, fast_accum)
-    ambient.compiled = compiled
+    active_context.compiled = compiled
     # What it keeps may not change, and an output may be written to.
     return y.clone()
 
@@ -239,17 +240,17 @@ def _both_kernel(
     x: Tensor, text: str, other: str, amax: Tensor | None, factor: Tensor | None, number: Tensor | None
 ) -> tuple[Tensor, ...]:
     pair = QUANTIZE_BOTH.eager(x, QuantSpec.parse(text), QuantSpec.parse(other), amax, factor)
-    q, turned = (_unshared(operand) for operand in pair)
+    q, transposed = (_unshared(operand) for operand in pair)
     if number is not None:
         amax_state.record_gradient(number, q[3])
-    return *q, *turned[:3]
+    return *q, *transposed[:3]
 
 
 def _unshared(q: Quantized) -> tuple[Tensor, ...]:
     """`parts` that share nothing with another operand."""
     data, *others = parts(q)
     # The transpose of a row is the row.
-    data = data.clone() if q.turned and data.data_ptr() == q.data.data_ptr() else data
+    data = data.clone() if q.transposed and data.data_ptr() == q.data.data_ptr() else data
     return data, *(one.clone() for one in others)
 
 
@@ -265,8 +266,8 @@ QUANTIZE_BOTH: Operation[tuple[Quantized, Quantized]] = Operation(
     " -> (Tensor data, Tensor scale, Tensor tensor_factor, Tensor amax,"
     " Tensor turned_data, Tensor turned_scale, Tensor turned_factor)",
     [
-        Impl("triton", f"{GPU}.families:quantize_both", f"{GPU}.families:reason_both", no_kernels),
-        Impl("two calls", _two_calls),
+        Implementation("triton", f"{GPU}.quantize:quantize_both", f"{GPU}.quantize:reason_both", no_kernels),
+        Implementation("two calls", _two_calls),
     ],
     fake=_both_fake,
     kernel=_both_kernel,
@@ -295,12 +296,14 @@ def _plain_sum(g: Tensor, dtype: torch.dtype) -> Tensor:
 BIAS_GRADIENT: Operation[Tensor] = Operation(
     "bias_gradient",
     [
-        Impl("triton", f"{GPU}.fused.column_sums:column_sum", f"{GPU}.fused.column_sums:reason", no_kernels),
-        Impl("reference", _plain_sum),
+        Implementation(
+            "triton", f"{GPU}.cross_entropy:column_sum", f"{GPU}.cross_entropy:column_sum_reason", no_kernels
+        ),
+        Implementation("reference", _plain_sum),
     ],
     traced=_plain_sum,
 )
-_ADD_UP = Impl("triton", f"{GPU}.fused.column_sums:add_up")
+_ADD_UP = Implementation("triton", f"{GPU}.cross_entropy:add_up")
 #: The implementation that runs in place of one that `only` names and that refuses the call.
 _FALL_BACK = {"triton": "reference", "native": "decoded"}
 
@@ -323,7 +326,7 @@ def only(name: str) -> Iterator[None]:
             _resolved.clear()
 
 
-class Resolved(NamedTuple):
+class ResolvedOperations(NamedTuple):
     """What quantizes and multiplies under a recipe."""
 
     #: Held, so that no other recipe gets its identity.
@@ -334,10 +337,10 @@ class Resolved(NamedTuple):
     both: Callable[..., tuple[Quantized, Quantized]] | None = None
 
 
-_resolved: dict[Any, Resolved] = {}
+_resolved: dict[Any, ResolvedOperations] = {}
 
 
-def resolve(recipe: Recipe, x: Tensor) -> Resolved:
+def resolve(recipe: Recipe, x: Tensor) -> ResolvedOperations:
     """The implementations that run a recipe's operations on operands like x.
 
     The choice does not depend on shapes, so it is made once for a recipe (and device, and dtype): asking takes as long
@@ -350,17 +353,17 @@ def resolve(recipe: Recipe, x: Tensor) -> Resolved:
     return resolved
 
 
-def _resolve(recipe: Recipe, x: Tensor) -> Resolved:
+def _resolve(recipe: Recipe, x: Tensor) -> ResolvedOperations:
     if x.is_cuda:
-        announcing.announce(recipe, x)
+        fused_quantize.warn_once(recipe, x)
     specs = {spec for spec in recipe.operands().values() if spec is not None}
     if not specs:
-        return Resolved(recipe, QUANTIZE.eager, MATMUL.eager, None)
+        return ResolvedOperations(recipe, QUANTIZE.eager, MATMUL.eager, None)
     picks = {QUANTIZE.pick(x, spec) for spec in specs}
     run = picks.pop() if len(picks) == 1 else QUANTIZE.eager
     if x.is_cpu and not device.asked:
         operand = Quantized(x, 1.0, next(iter(specs)), (0, 0))
-        return Resolved(recipe, run, MATMUL.pick(operand, operand, x.dtype, None))
+        return ResolvedOperations(recipe, run, MATMUL.pick(operand, operand, x.dtype, None))
     triton = QUANTIZE.named("triton")
     kernels = QUANTIZE.allows("triton") and any(not triton.reason(x, spec) for spec in specs)
     # Asking again at each call which implementation it is takes as long as a launch.
@@ -369,7 +372,7 @@ def _resolve(recipe: Recipe, x: Tensor) -> Resolved:
         multiply = MATMUL.named("decoded" if device.why_no_fp8(x.device, "native") else "native").run
     if x.is_cuda and QUANTIZE.active is QUANTIZE.impls:
         both = QUANTIZE_BOTH.named("triton").run
-    return Resolved(recipe, run, multiply, both if kernels else None)
+    return ResolvedOperations(recipe, run, multiply, both if kernels else None)
 
 
 def bias_gradient(g: Tensor, dtype: torch.dtype, partial: Tensor | None = None) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch.utils import _python_dispatch as dispatching
 from torch.utils import checkpoint
 
-from quaver.torch.numerics.tracing import is_tracing
+from quaver.torch.numerics.rounding import is_tracing
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -34,14 +34,14 @@ _push: Callable[[Any], None] | None = getattr(dispatching, "_push_mode", None)
 _pop: Callable[[], Any] | None = getattr(dispatching, "_pop_mode", None)
 
 
-class _Thread(threading.local):
+class _SelectionState(threading.local):
     #: All modes, the innermost first, while those of selective checkpoints see nothing of what runs.
     hidden: Sequence[Any] = ()
     #: Those that see the inside of an operation of which selective checkpoints see the outside.
     inside: Sequence[Any] = ()
 
 
-_thread = _Thread()
+_thread = _SelectionState()
 
 
 def is_active() -> bool:

@@ -1,7 +1,6 @@
 """Optimizers whose states, masters and gradients are kept in few bits; no schedule of learning rates and no model."""
 
-from quaver.core.states.codes import StateSpec
-from quaver.core.states.presets import PRESETS, Preset
+from quaver.reference.optimizer_state import PRESETS, Preset, StateSpec
 from quaver.torch.optim.optimizer import Optimizer
 from quaver.torch.optim.optimizers import SGD, Adam, AdamW, Lion, Muon
 

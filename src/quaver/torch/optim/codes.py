@@ -1,4 +1,4 @@
-"""Optimizer states written and read in torch tensors, on any device: the twin of `quaver.core.states.reference`.
+"""Optimizer states written and read in torch tensors, on any device: the twin of `quaver.reference.optim`.
 
 Written for a compiler, which fuses it, and quick without one: no step depends on a value.
 """
@@ -9,14 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quaver.core.numbers.formats import E4M3
-from quaver.core.states import expanded
-from quaver.core.states.codes import INTEGERS, StateCode, StateSpec
-from quaver.core.states.dynamic import boundaries, levels
-from quaver.core.states.reference import LARGEST_SCALE, NOISE_BITS
-from quaver.core.states.reference import THIRD as _THIRD
+from quaver.recipes.formats import E4M3
+from quaver.reference import optimizer_state
+from quaver.reference.optim import LARGEST_SCALE, NOISE_BITS
+from quaver.reference.optim import THIRD as _THIRD
+from quaver.reference.optimizer_state import INTEGERS, StateCode, StateSpec, boundaries, levels
 from quaver.torch.numerics.quantized import FLOAT8
-from quaver.torch.numerics.tracing import is_tracing
+from quaver.torch.numerics.rounding import is_tracing
 
 SMALLEST_NORMAL = 2.0**-126
 #: Numbers to a compiler, which numpy's are not.
@@ -43,7 +42,7 @@ def scale_shape(shape: tuple[int, ...], block: int | None, numbers: int = 1) -> 
 def encode(
     x: Tensor, spec: StateSpec, noise: Tensor | None = None, amax: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """A state's codes and scales; see `quaver.core.states.reference.encode`.
+    """A state's codes and scales; see `quaver.reference.optim.encode`.
 
     Args:
         x: float32 [..., K].
@@ -285,7 +284,7 @@ def _signed(c: Tensor, x: Tensor, code: StateCode) -> Tensor:
 
 
 def _expanded(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes of blocks, and their k, c and S; see `quaver.core.states.expanded`."""
+    """Codes of blocks, and their k, c and S; see `quaver.reference.optimizer_state`."""
     a = blocks.abs().double()
     counted = a >= SMALLEST_NORMAL
     finite = a.isfinite().all(-1, keepdim=True)
@@ -293,8 +292,13 @@ def _expanded(blocks: Tensor) -> tuple[Tensor, Tensor]:
     largest = torch.where(usable, a.amax(-1, keepdim=True) if a.numel() else a.new_ones(usable.shape), 1.0)
     low = torch.where(counted, a, float("inf"))
     smallest = torch.where(usable, low.amin(-1, keepdim=True) if a.numel() else a.new_ones(usable.shape), 1.0)
-    spread = (largest / smallest).log2_().clamp_(min=expanded.REACH / expanded.MOST)
-    k = (expanded.PARTS * expanded.REACH / spread).floor_().div_(expanded.PARTS).clamp_(min=expanded.LEAST)
+    spread = (largest / smallest).log2_().clamp_(min=optimizer_state.REACH / optimizer_state.MOST)
+    k = (
+        (optimizer_state.PARTS * optimizer_state.REACH / spread)
+        .floor_()
+        .div_(optimizer_state.PARTS)
+        .clamp_(min=optimizer_state.LEAST)
+    )
     c = (largest * smallest).sqrt_().float()
     s = ((largest / c).log2_().mul_(k).exp2_() / E4M3.max).float()
     power = (torch.where(counted, a, c) / c).log2_().mul_(k).exp2_().div_(s)

@@ -8,17 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quaver.torch.linear.stored import storing
-from quaver.torch.linear.stored.stored import record_versions
+from quaver.torch.linear import store_weight
+from quaver.torch.linear.stored_weight import record_versions
 from quaver.torch.operations.ops import no_kernels
-from quaver.torch.optim import weights
-from quaver.torch.optim.gradients.held import Gradients
-from quaver.torch.optim.gradients.release import Release
-from quaver.torch.optim.loading.beginning import LazyStates
-from quaver.torch.optim.loading.kept import OptimizerBase, groups_of
-from quaver.torch.optim.loading.presets import preset_of
-from quaver.torch.optim.quantized_gradient import local_quantized
-from quaver.torch.optim.refusals import (
+from quaver.torch.optim import master_weights
+from quaver.torch.optim.checks import (
     check_gradient,
     check_group,
     check_nonfinite,
@@ -29,11 +23,15 @@ from quaver.torch.optim.refusals import (
     check_tied,
     warn_of_rate,
 )
-from quaver.torch.optim.rules.rule import Rule
-from quaver.torch.optim.stepping import layout, on_gpu, ranks, stacks
-from quaver.torch.optim.stepping.compiled import Compiled
-from quaver.torch.optim.stepping.pieces import Drawn, Outcome, Way, begin
-from quaver.torch.state.history.agreement import check_agreement
+from quaver.torch.optim.gradients import GradientRelease, Gradients
+from quaver.torch.optim.quantized_gradient import local_quantized
+from quaver.torch.optim.rules import UpdateRule
+from quaver.torch.optim.state_conversion import preset_of
+from quaver.torch.optim.state_format import LazyStates, OptimizerBase, groups_of
+from quaver.torch.optim.step import gpu, layout, ranks
+from quaver.torch.optim.step.compiled import CompiledSteps
+from quaver.torch.optim.step.step import ParameterStepResult, RngKey, StepConfig, begin
+from quaver.torch.state.history.sync import check_agreement
 
 #: Parameters of more elements than this do not begin a step together: some are copies.
 TOGETHER = 1 << 24
@@ -68,7 +66,7 @@ class Optimizer(OptimizerBase):
         self.statistics = statistics
         #: Whether large pieces step by torch.compile.
         self.compile = compile
-        self._programs = Compiled() if compile else None
+        self._programs = CompiledSteps() if compile else None
         #: What kernels are told, by device, and why they did not take a parameter, if that was said.
         self._kernels: dict[torch.device, Any] = {}
         self._said: set[str] = set()
@@ -77,7 +75,7 @@ class Optimizer(OptimizerBase):
         #: Of each parameter: how many updates were held to their bound, and how many there were.
         self.counted: dict[Tensor, tuple[Tensor, int]] = {}
         self.gradients = Gradients()
-        self._release: Release | None = None
+        self._release: GradientRelease | None = None
         #: Sharded weights whose state "amax" covers only the rows of this rank.
         self._local_amax: set[Tensor] = set()
         #: By weight of codes: `layout.versions` after the last step.
@@ -103,7 +101,7 @@ class Optimizer(OptimizerBase):
             return
         # A copy: of gradients and counts it has none, and a step in backward is asked for anew.
         self.gradients, self._release, self.counted = Gradients(), None, {}
-        self._programs = Compiled() if self.compile else None
+        self._programs = CompiledSteps() if self.compile else None
         self._kernels, self._said, self._local_amax, self._stepped, self._compared = {}, set(), set(), {}, 0
         for group in self.param_groups:
             for p in group["params"]:
@@ -136,7 +134,7 @@ class Optimizer(OptimizerBase):
             if p.requires_grad and layout.divided(p):
                 layout.check_divided(p, self.way(p, group), self.preset(p, group).name)
             elif p.requires_grad and p.dim() == 3:
-                stacks.check(p, self.way(p, group), self.preset(p, group).name)
+                layout.check(p, self.way(p, group), self.preset(p, group).name)
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -194,8 +192,8 @@ class Optimizer(OptimizerBase):
                 return
             overflow = None
         keep = None if overflow is None else overflow.reshape(()) == 0
-        number, taken = 0, on_gpu.Launches(self._kernels)
-        begun: list[tuple[int, Mapping[str, Any], ranks.Stepping]] = []
+        number, taken = 0, gpu.Launches(self._kernels)
+        begun: list[tuple[int, Mapping[str, Any], ranks.SteppingParameter]] = []
         for group in self.param_groups:
             own = [(number + i, p) for i, p in enumerate(group["params"]) if id(p) in chosen]
             number += len(group["params"])
@@ -215,20 +213,22 @@ class Optimizer(OptimizerBase):
         self._launch(taken, keep)
         ranks.tell_scales(every)
         for p in parameters:
-            if storing.holds_codes(p) and (layer := storing.owner(p)) is not None:
+            if store_weight.holds_codes(p) and (layer := store_weight.owner(p)) is not None:
                 record_versions(layer)
                 self._stepped[p] = layout.versions(p)
 
-    def _follow_writes(self, p: Tensor, way: Way) -> None:
+    def _follow_writes(self, p: Tensor, way: StepConfig) -> None:
         """Have a master, or the largest magnitudes, follow writes to a weight of codes since the last step, such as by
         `load_state_dict`."""
         if not self._written(p):
             return
         state = self.state[p]
-        if way.keeping.master:
-            keeping, codes = layout.in_own_rows(p, way.keeping)
-            held = [layout.local(state[name]) for name in way.keeping.states]
-            for old, new in zip(held, weights.followed(keeping, (*codes, *map(layout.rows, held))), strict=True):
+        if way.master_format.master:
+            master_format, codes = layout.in_own_rows(p, way.master_format)
+            held = [layout.local(state[name]) for name in way.master_format.states]
+            for old, new in zip(
+                held, master_weights.followed(master_format, (*codes, *map(layout.rows, held))), strict=True
+            ):
                 old.copy_(new.view(old.shape))
         elif way.predicts and "amax" in state:
             # In place: a graph reads it.
@@ -236,7 +236,7 @@ class Optimizer(OptimizerBase):
 
     def _written(self, p: Tensor) -> bool:
         """Whether a weight of codes was written to since this optimizer stepped it, or may have been."""
-        return storing.holds_codes(p) and self._stepped.get(p) != layout.versions(p)
+        return store_weight.holds_codes(p) and self._stepped.get(p) != layout.versions(p)
 
     def _compare_ranks(self, parameters: list[Tensor]) -> None:
         """Compare ranks that share parameters: options at the first step, gradients and groups that were added later
@@ -247,7 +247,7 @@ class Optimizer(OptimizerBase):
         """
         every = [p for group in self.param_groups for p in group["params"]]
         groups = list(dict.fromkeys(group for p in every for group in layout.sharing(p)))
-        talks = self.nonfinite != "keep" or any(storing.holds_codes(p) for p in every)
+        talks = self.nonfinite != "keep" or any(store_weight.holds_codes(p) for p in every)
         if not groups or (self._compared and not talks):
             return
         stepping = {id(p) for p in parameters}
@@ -258,7 +258,7 @@ class Optimizer(OptimizerBase):
         ]
         if self._compared != len(self.param_groups):
             # Scales of codes travel in the order of parameters, whatever their names.
-            in_codes = [f"{part.name_of_codes}.weight" for part in map(storing.divided, every) if part is not None]
+            in_codes = [f"{part.name_of_codes}.weight" for part in map(store_weight.divided, every) if part is not None]
             options = [
                 {name: _option(value) for name, value in group.items() if name != "params"}
                 for group in self.param_groups
@@ -309,7 +309,7 @@ class Optimizer(OptimizerBase):
                 f"nonfinite is {self.nonfinite!r}, which needs all gradients of a step before its first update, and "
                 "step_in_backward has stepped some parameters by then; leave one of the two out"
             )
-        self._release = Release(self.gradients, self._update, outstanding_bytes, max_norm)
+        self._release = GradientRelease(self.gradients, self._update, outstanding_bytes, max_norm)
         self.gradients.watch(p for group in self.param_groups for p in group["params"])
         self.gradients.arrived = self._release.arrived
 
@@ -326,13 +326,13 @@ class Optimizer(OptimizerBase):
         own: list[tuple[int, Tensor]],
         keep: Tensor | None,
         factor: Tensor | None,
-        taken: on_gpu.Launches,
-    ) -> list[tuple[int, Mapping[str, Any], ranks.Stepping]]:
+        taken: gpu.Launches,
+    ) -> list[tuple[int, Mapping[str, Any], ranks.SteppingParameter]]:
         """Count the steps of a group's parameters, and say what each takes; those without scalars a kernel steps."""
         for _, p in own:
             if not self.state[p]:
                 self.state[p] = self.first_state(p, group)
-            if storing.holds_codes(p):
+            if store_weight.holds_codes(p):
                 self._follow_writes(p, self.way(p, group))
         rule = self.rule(group, preset_of(group["preset"]))
         self._check_rate(group, [p for _, p in own])
@@ -344,25 +344,27 @@ class Optimizer(OptimizerBase):
                 count += 1 if keep is None else keep.to(count.device)
             numbers = zip(*(s.unbind() for s in rule.scalars(group, torch.stack(steps).double())), strict=True)
             scalars = dict(zip((p for _, p in left), numbers, strict=True))
-        begun: list[tuple[int, Mapping[str, Any], ranks.Stepping]] = []
+        begun: list[tuple[int, Mapping[str, Any], ranks.SteppingParameter]] = []
         for number, p in own:
             way = self.way(p, group)
-            asks = way.keeping.spec is not None and layout.divided(p)
+            asks = way.master_format.spec is not None and layout.divided(p)
             if p in scalars or asks:
                 self._ensure_amax(p, way)
                 amax = layout.local(self.state[p]["amax"]) if way.predicts else None
                 # Of others they are looked up when their turn comes: some are copies.
                 parts, own_factor = self.parts(p, way) if asks else None, self._factor(p, factor)
-                begun.append((number, group, ranks.Stepping(p, way, parts, scalars.get(p, ()), own_factor, amax)))
+                begun.append(
+                    (number, group, ranks.SteppingParameter(p, way, parts, scalars.get(p, ()), own_factor, amax))
+                )
         return begun
 
     def _for_kernels(
         self,
         group: dict[str, Any],
-        rule: Rule,
+        rule: UpdateRule,
         own: list[tuple[int, Tensor]],
         factor: Tensor | None,
-        taken: on_gpu.Launches,
+        taken: gpu.Launches,
     ) -> list[tuple[int, Tensor]]:
         """Have kernels take along what they step; returns the others."""
         left, rows = [], dict[torch.device, list[Any]]()
@@ -374,12 +376,12 @@ class Optimizer(OptimizerBase):
             way = self.way(p, group)
             self._ensure_amax(p, way)
             given = (way, self.parts(p, way), layout.flat_place(p, layout.leading(p, rule.whole)))
-            if on_gpu.TAKES(weight, *given, state["step"]):
-                row = on_gpu.row(*given, group["seed"], number, state, self._factor(p, factor))
+            if gpu.TAKES(weight, *given, state["step"]):
+                row = gpu.row(*given, group["seed"], number, state, self._factor(p, factor))
                 row.owner = p
                 rows.setdefault(weight.device, []).append(row)
             else:
-                on_gpu.announce(self._said, weight, *given, state["step"])
+                gpu.warn_once(self._said, weight, *given, state["step"])
                 left.append((number, p))
         for of_device in rows.values():
             # The kernel counts the step where it is taken.
@@ -387,7 +389,7 @@ class Optimizer(OptimizerBase):
             taken.add(of_device, torch.stack(rule.scalars(group, steps)))
         return left
 
-    def _launch(self, taken: on_gpu.Launches, keep: Tensor | None) -> None:
+    def _launch(self, taken: gpu.Launches, keep: Tensor | None) -> None:
         """Step what kernels have taken along."""
         for where, counts in taken.run(keep, self.statistics).items():
             for i, row in enumerate(taken.rows[where]):
@@ -407,15 +409,15 @@ class Optimizer(OptimizerBase):
         """Warn once of a learning rate whose steps eight bits of residual lose."""
         if self._warned or isinstance(group["lr"], Tensor):
             return
-        fine = [p for p in own if self.way(p, group).keeping.kind == "residual8" and storing.holds_codes(p)]
+        fine = [p for p in own if self.way(p, group).master_format.kind == "residual8" and store_weight.holds_codes(p)]
         if fine and not self._resolution:
             here = [p for p in fine if layout.local(p).is_cpu and layout.local(p).numel()]
-            self._resolution = [weights.resolution(layout.value_of(p)) for p in here]
+            self._resolution = [master_weights.resolution(layout.value_of(p)) for p in here]
         self._warned = warn_of_rate(group["lr"], self._resolution, preset_of(group["preset"]).stochastic)
 
     def _begin_parameter(
         self,
-        one: ranks.Stepping,
+        one: ranks.SteppingParameter,
         group: Mapping[str, Any],
         number: int,
         told: Mapping[int, Tensor],
@@ -427,7 +429,7 @@ class Optimizer(OptimizerBase):
         whole = one.parts or self.parts(p, way)
         for segment in ranks.segments(p, way):
             parts = ranks.of_segment(whole, segment)
-            drawn = Drawn(group["seed"], number, self.state[p]["step"].long(), ranks.at_segment(place, segment))
+            drawn = RngKey(group["seed"], number, self.state[p]["step"].long(), ranks.at_segment(place, segment))
             known = ranks.told_of(told, segment)
             top = amax if amax is None or segment.group is None else amax[segment.group]
             finish = begin(way, parts, one.scalars, one.factor, drawn, top, keep, self._programs, known)
@@ -437,7 +439,12 @@ class Optimizer(OptimizerBase):
             yield lambda: own.copy_(whole.weight[0].view(own.shape))
 
     def _finish_segment(
-        self, p: Tensor, finish: Callable[[], Outcome], elements: int, top: Tensor | None, keep: Tensor | None
+        self,
+        p: Tensor,
+        finish: Callable[[], ParameterStepResult],
+        elements: int,
+        top: Tensor | None,
+        keep: Tensor | None,
     ) -> None:
         outcome = finish()
         if outcome.amax is not None:

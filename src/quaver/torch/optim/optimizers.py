@@ -13,14 +13,14 @@ from typing import Any
 
 from torch import Tensor
 
-from quaver.core.states.presets import Preset
+from quaver.reference.optimizer_state import Preset
+from quaver.torch.optim import rules
 from quaver.torch.optim.optimizer import Optimizer
-from quaver.torch.optim.rules import adam, lion, muon, sgd
-from quaver.torch.optim.rules.rule import Rule
+from quaver.torch.optim.rules import UpdateRule
 
 
 class Adam(Optimizer):
-    """Adam: weight decay is added to the gradient. See `quaver.torch.optim.rules.adam`."""
+    """Adam: weight decay is added to the gradient. See `quaver.torch.optim.rules`."""
 
     decoupled = False
 
@@ -44,11 +44,11 @@ class Adam(Optimizer):
         group = self.param_groups[-1]
         group.setdefault("steady_betas", tuple(group["betas"]))
 
-    def rule(self, group: Mapping[str, Any], preset: Preset) -> Rule:
+    def rule(self, group: Mapping[str, Any], preset: Preset) -> UpdateRule:
         return rule_of_adam(group, preset, self.decoupled)
 
 
-def rule_of_adam(group: Mapping[str, Any], preset: Preset, decoupled: bool) -> Rule:
+def rule_of_adam(group: Mapping[str, Any], preset: Preset, decoupled: bool) -> UpdateRule:
     """Adam's formula for a group, with the bound of its updates while that is known."""
     b1, b2 = group["betas"]
     # The bound is that of betas that stay: a schedule which moves them, as OneCycleLR does, has updates beyond it.
@@ -56,11 +56,11 @@ def rule_of_adam(group: Mapping[str, Any], preset: Preset, decoupled: bool) -> R
     if not steady and isinstance(group, dict):
         group["steady_betas"] = ()
     held = preset.clamp and b1**2 < b2 < 1 and steady
-    return adam.Adam(decoupled, held, group["maximize"])
+    return rules.Adam(decoupled, held, group["maximize"])
 
 
 class AdamW(Adam):
-    """AdamW: weight decay shrinks the weight itself. See `quaver.torch.optim.rules.adam`."""
+    """AdamW: weight decay shrinks the weight itself. See `quaver.torch.optim.rules`."""
 
     decoupled = True
 
@@ -77,7 +77,7 @@ class AdamW(Adam):
 
 
 class Lion(Optimizer):
-    """Lion. See `quaver.torch.optim.rules.lion`."""
+    """Lion. See `quaver.torch.optim.rules`."""
 
     def __init__(
         self,
@@ -93,12 +93,12 @@ class Lion(Optimizer):
         options = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, {**options, "preset": preset}, **others)
 
-    def rule(self, group: Mapping[str, Any], preset: Preset) -> Rule:
-        return lion.Lion(group["maximize"])
+    def rule(self, group: Mapping[str, Any], preset: Preset) -> UpdateRule:
+        return rules.Lion(group["maximize"])
 
 
 class SGD(Optimizer):
-    """SGD with momentum as torch has it. See `quaver.torch.optim.rules.sgd`."""
+    """SGD with momentum as torch has it. See `quaver.torch.optim.rules`."""
 
     def __init__(
         self,
@@ -123,15 +123,15 @@ class SGD(Optimizer):
         options |= {"nesterov": nesterov, "maximize": maximize, "preset": preset}
         super().__init__(params, options, **others)
 
-    def rule(self, group: Mapping[str, Any], preset: Preset) -> Rule:
-        return sgd.SGD(group["momentum"] != 0, group["nesterov"], group["maximize"])
+    def rule(self, group: Mapping[str, Any], preset: Preset) -> UpdateRule:
+        return rules.SGD(group["momentum"] != 0, group["nesterov"], group["maximize"])
 
 
 class Muon(Optimizer):
     """Muon, of matrices and of stacks [E, n, k], whose matrices are stepped one by one.
 
     A parameter group with `rule="adamw"` steps by AdamW, with `betas` and `eps`: embeddings, heads, norms, biases and
-    weights of convolutions belong there. See `quaver.torch.optim.rules.muon`.
+    weights of convolutions belong there. See `quaver.torch.optim.rules`.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class Muon(Optimizer):
         group = self.param_groups[-1]
         group.setdefault("steady_betas", tuple(group["betas"]))
 
-    def rule(self, group: Mapping[str, Any], preset: Preset) -> Rule:
+    def rule(self, group: Mapping[str, Any], preset: Preset) -> UpdateRule:
         if group["rule"] == "adamw":
             return rule_of_adam(group, preset, decoupled=True)
-        return muon.Muon(group["nesterov"], adjust=group["adjust_lr_fn"], maximize=group["maximize"])
+        return rules.Muon(group["nesterov"], adjust=group["adjust_lr_fn"], maximize=group["maximize"])

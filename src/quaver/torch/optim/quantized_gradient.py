@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from quaver.core.states.codes import StateSpec
+from quaver.reference.optimizer_state import StateSpec
 from quaver.torch.numerics.quantized import make_wrapper_subclass
 from quaver.torch.optim import codes
 

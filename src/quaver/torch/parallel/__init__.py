@@ -1,38 +1,43 @@
 """What is applied to a model from outside so that many ranks train it; no layer knows a mesh."""
 
-from quaver.torch.parallel.alike.comparing import check_alike
-from quaver.torch.parallel.checkpoint import Checkpoint, agree_histories
-from quaver.torch.parallel.context.applying import ContextParallel, context_parallel
-from quaver.torch.parallel.fsdp.agreeing import micro_batches
-from quaver.torch.parallel.fsdp.gathering import Gathers, gather_again, gather_quantized
-from quaver.torch.parallel.fsdp.watching import Traffic
-from quaver.torch.parallel.pipeline.stages import stage
-from quaver.torch.parallel.quantized.dispatch import Splits, exchange
-from quaver.torch.parallel.quantized.experts import ExpertParallel
-from quaver.torch.parallel.quantized.gradients import quantize_gradients
-from quaver.torch.parallel.tensor.styles import Column, Heads, Row, Sequence, Vocabulary
-from quaver.torch.parallel.tensor.words.loss import cross_entropy
+from quaver.torch.parallel.checkpoint import Checkpoint, sync_amax_histories
+from quaver.torch.parallel.consistency import check_consistency
+from quaver.torch.parallel.context.context_parallel import ContextParallel, context_parallel
+from quaver.torch.parallel.fsdp.amax_sync import micro_batches
+from quaver.torch.parallel.fsdp.gather import CommCounter, GatherReport, gather_quantized, refresh_gather
+from quaver.torch.parallel.moe.dispatch import AllToAllSplits, all_to_all
+from quaver.torch.parallel.moe.expert_parallel import ExpertParallel
+from quaver.torch.parallel.pipeline import pipeline_stage
+from quaver.torch.parallel.quantized_gradients import quantize_gradients
+from quaver.torch.parallel.tensor.styles import (
+    ColwiseParallel,
+    HeadParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    VocabParallel,
+)
+from quaver.torch.parallel.tensor.vocab import cross_entropy
 
 __all__ = [
+    "AllToAllSplits",
     "Checkpoint",
-    "Column",
+    "ColwiseParallel",
+    "CommCounter",
     "ContextParallel",
     "ExpertParallel",
-    "Gathers",
-    "Heads",
-    "Row",
-    "Sequence",
-    "Splits",
-    "Traffic",
-    "Vocabulary",
-    "agree_histories",
-    "check_alike",
+    "GatherReport",
+    "HeadParallel",
+    "RowwiseParallel",
+    "SequenceParallel",
+    "VocabParallel",
+    "all_to_all",
+    "check_consistency",
     "context_parallel",
     "cross_entropy",
-    "exchange",
-    "gather_again",
     "gather_quantized",
     "micro_batches",
+    "pipeline_stage",
     "quantize_gradients",
-    "stage",
+    "refresh_gather",
+    "sync_amax_histories",
 ]

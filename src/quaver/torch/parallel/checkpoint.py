@@ -3,7 +3,7 @@
 What a checkpoint holds goes by no rank: the names of the model without wrappers, and of its optimizers by parameter.
 So other numbers of ranks, other parallelisms and other recipes read it. The newest row of delayed scaling's histories
 is what a rank alone has recorded, and torch.distributed.checkpoint writes one rank's of what all ranks have:
-`agree_histories` makes it that of all.
+`sync_amax_histories` makes it that of all.
 
 Source: pytorch.org/docs/stable/distributed.checkpoint.html.
 """
@@ -33,12 +33,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from quaver.torch.linear.layer import Quantizable
-from quaver.torch.linear.stored.stored import CODES, SCALES
+from quaver.torch.linear.linear import Quantizable
+from quaver.torch.linear.stored_weight import CODES, SCALES
 from quaver.torch.state.buffers import STATE, take_state
-from quaver.torch.state.history import steps
-from quaver.torch.state.history.agreement import check_agreement
-from quaver.torch.state.history.groups import new_group
+from quaver.torch.state.history import scaling_step
+from quaver.torch.state.history.sync import check_agreement, new_group
 
 #: The file of a checkpoint that has the SHA-256 of each other one.
 DIGESTS = "digests.json"
@@ -54,7 +53,7 @@ _LENIENT = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
-def agree_histories(model: nn.Module) -> None:
+def sync_amax_histories(model: nn.Module) -> None:
     """Have all ranks agree on what delayed scaling's histories of a model have recorded since they rolled.
 
     Call it on all ranks before a state dict is taken on any, between two steps; it is one all-reduce of three numbers a
@@ -64,7 +63,7 @@ def agree_histories(model: nn.Module) -> None:
     Args:
         model: with layers of quaver's, in whatever wrappers; on a rank of a pipeline its stages.
     """
-    steps.agree(_layers(model))
+    scaling_step.agree(_layers(model))
 
 
 class Checkpoint:
@@ -104,7 +103,7 @@ class Checkpoint:
         Raises:
             ValueError: on all ranks, if the state of a model, an optimizer or one of `others` cannot be taken on one.
         """
-        agree_histories(self.model)
+        sync_amax_histories(self.model)
         with self._on_all_ranks("take the state"):
             fresh = [optimizer for optimizer in self.optimizers if not len(optimizer.state)]
             try:
@@ -198,7 +197,7 @@ class Checkpoint:
                 # Before anything is loaded. Raises: FileNotFoundError, with the name.
                 (where / name).stat()
         saved = metadata.state_dict_metadata
-        agree_histories(self.model)
+        sync_amax_histories(self.model)
         before = self._held_states()
         try:
             whole = self._with_all_states(before)
@@ -210,7 +209,7 @@ class Checkpoint:
             raise
         if self._take_state(saved):
             whole = self._state()
-        asked = {name: _room(name, value, saved) for name, value in whole.items() if _holds(saved, name)}
+        asked = {name: _buffer(name, value, saved) for name, value in whole.items() if _holds(saved, name)}
         with _one_error(f"load {where}"):
             dcp.load(asked, checkpoint_id=where, process_group=self.group)
         with self._on_all_ranks(f"load {where}"):
@@ -495,7 +494,7 @@ def _some(names: Iterable[str]) -> str:
     return f"{first} and {len(more)} more" if more else first
 
 
-def _room(name: str, value: Any, saved: Mapping[str, Any]) -> Any:
+def _buffer(name: str, value: Any, saved: Mapping[str, Any]) -> Any:
     """Where a value is read to: its own memory, else new memory of the checkpoint's shape and dtype."""
     held = saved.get(name)
     if not isinstance(value, Tensor) or not isinstance(held, TensorStorageMetadata):

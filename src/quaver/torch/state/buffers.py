@@ -7,30 +7,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quaver.core.spec import Recipe
-from quaver.torch.numerics.tracing import is_tracing
-from quaver.torch.state import recomputation
+from quaver.recipes.spec import Recipe
+from quaver.torch.numerics.rounding import is_tracing
+from quaver.torch.state import layer_state
 from quaver.torch.state.history import amax
-from quaver.torch.state.layer import device_of, state_of
+from quaver.torch.state.layer_state import device_of, state_of
 from quaver.torch.state.noise import fresh_count, stream_of, streams
 
 #: Buffers that recipes add.
 STATE = ("history", "factor", "count")
 
 
-class _Saving(threading.local):
+class _SavingState(threading.local):
     """What a thread's state dicts are."""
 
     #: None for all of a layer; else those of unconverted layers, with weights that were decoded so far by layer.
     decoded: dict[nn.Module, Tensor] | None = None
 
 
-saving = _Saving()
+saving = _SavingState()
 
 
 def prepare(layer: nn.Module, recipe: Recipe) -> None:
     """Give a layer the buffers that a recipe keeps state in: for training, nothing else writes them."""
-    if recomputation.replaying():
+    if layer_state.replaying():
         # The first run has prepared it; since then another recipe may have.
         return
     if recipe.delayed is None and not recipe.stochastic and is_tracing():
@@ -101,10 +101,10 @@ def take_state(layer: nn.Module, name: str, shape: tuple[int, ...], dtype: torch
     if layer._buffers.get(name) is not None or layer.recipe is not None:
         return False
     # A history lies column by column.
-    turned = name == "history"
-    lies = (*shape[:-2], shape[-1], shape[-2]) if turned else shape
+    transposed = name == "history"
+    lies = (*shape[:-2], shape[-1], shape[-2]) if transposed else shape
     buffer = torch.zeros(lies, dtype=dtype, device=device_of(layer))
-    layer.register_buffer(name, buffer.mT if turned else buffer)
+    layer.register_buffer(name, buffer.mT if transposed else buffer)
     amax.register(layer)
     return True
 
@@ -135,7 +135,7 @@ def _start_fresh(layer: nn.Module, name: str, state_dict: Any, prefix: str) -> N
         state_dict[prefix + buffer] = torch.zeros_like(layer._buffers[buffer], device=device)  # type: ignore[arg-type]
 
 
-class _Load:
+class _LoadState:
     """The load_state_dict that warned last, known by the list it collects missing keys in."""
 
     current: object = None
@@ -143,6 +143,6 @@ class _Load:
 
 def _warn_once(load: object, sentence: str) -> None:
     """Warn for the first layer of a load; the others say the same."""
-    if _Load.current is not load:
-        _Load.current = load
+    if _LoadState.current is not load:
+        _LoadState.current = load
         warnings.warn(sentence + ", and so does what other layers lack", stacklevel=2)

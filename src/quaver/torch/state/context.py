@@ -7,13 +7,16 @@ from contextlib import ContextDecorator
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 
 from quaver import recipes
-from quaver.core.spec import Recipe
-from quaver.torch.numerics.tracing import is_tracing
-from quaver.torch.state.history import rolling, steps
+from quaver.recipes.spec import Recipe
+from quaver.torch.numerics.rounding import is_tracing
+from quaver.torch.state.history import roll, scaling_step
+from quaver.torch.state.layer_state import ReadLog, Replay, recomputing
 from quaver.torch.state.noise import order
-from quaver.torch.state.recomputation import recomputing
+
+# ---- context ---------------------------------------------------------------------------------------------
 
 
 class _Ambient(threading.local):
@@ -38,7 +41,7 @@ class _Ambient(threading.local):
         self.now = None, False, 0
 
 
-ambient = _Ambient()
+active_context = _Ambient()
 
 
 class autocast(ContextDecorator):
@@ -70,39 +73,41 @@ class autocast(ContextDecorator):
         self.enabled = enabled
         self.group = group
         #: What each entry found, and of an outermost one: the step of delayed scaling, and the number of graph nodes.
-        self._before: list[tuple[tuple[Recipe | None, bool, int], tuple[steps.Step | None, int] | None]] = []
+        self._before: list[
+            tuple[tuple[Recipe | None, bool, int], tuple[scaling_step.ScalingStep | None, int] | None]
+        ] = []
 
     def _recreate_cm(self) -> "autocast":
         # A decorated function may run in several threads at once.
         return autocast(self.recipe, enabled=self.enabled, group=self.group)
 
     def __enter__(self) -> "autocast":
-        before, entered = ambient.now, None
+        before, entered = active_context.now, None
         if before[2] == 0:
             order.next = 0
         if before[2] == 0 and not recomputing():
             rolls = self.enabled and torch.is_grad_enabled()
             if not is_tracing():
-                entered = steps.enter(rolls, self.group, self.recipe), nodes() if rolls else -1
-                ambient.ever, ambient.asked = ambient.ever or ambient.asked, False
+                entered = scaling_step.enter(rolls, self.group, self.recipe), nodes() if rolls else -1
+                active_context.ever, active_context.asked = active_context.ever or active_context.asked, False
             elif rolls:
-                rolling.roll_all(self.group, self.recipe)
+                roll.roll_all(self.group, self.recipe)
         self._before.append((before, entered))
-        ambient.now = (self.recipe if self.enabled else None, not self.enabled, before[2] + 1)
+        active_context.now = (self.recipe if self.enabled else None, not self.enabled, before[2] + 1)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        ambient.now, entered = self._before.pop()
-        if ambient.now[2] == 0:
+        active_context.now, entered = self._before.pop()
+        if active_context.now[2] == 0:
             order.next = None
         if entered is not None:
             step, before = entered
-            steps.leave(step)
-            if kind is None and not ambient.asked and self._expects_layers() and ran(before):
+            scaling_step.leave(step)
+            if kind is None and not active_context.asked and self._expects_layers() and ran(before):
                 warnings.warn(NOTHING_RAN.format(self.recipe), stacklevel=2)
 
     def _expects_layers(self) -> bool:
-        return self.enabled and self.recipe is not None and self.recipe.quantizes and not ambient.compiled
+        return self.enabled and self.recipe is not None and self.recipe.quantizes and not active_context.compiled
 
 
 NOTHING_RAN = (
@@ -117,7 +122,7 @@ def ran(before: int) -> bool:
     That one leaves no trace: it is taken for a forward until the thread has run a quantizable layer. From then on it is
     more likely that it was empty, as a loop over no batch is.
     """
-    return not ambient.ever if before < 0 else nodes() != before
+    return not active_context.ever if before < 0 else nodes() != before
 
 
 def nodes() -> int:
@@ -150,13 +155,74 @@ def recipe_in_force(own: Recipe | None) -> Recipe | None:
     It is what a quantizable layer asks when it runs.
     """
     if not is_tracing():
-        ambient.asked = True
+        active_context.asked = True
     return in_force(own)
 
 
 def in_force(own: Recipe | None) -> Recipe | None:
     """`recipe_in_force` of what may have nothing to quantize under it."""
-    recipe, disabled, _ = ambient.now
+    recipe, disabled, _ = active_context.now
     if own is None:
         return recipe
     return None if disabled else own
+
+
+# ---- checkpointing ---------------------------------------------------------------------------------------
+# Activation recomputation that is exact under every recipe.
+#
+# torch's own checkpoint, told what the first run took from state that moves on meanwhile: which recipe was in force,
+# delayed scaling's factors, the counts of the noise. So the forward may be run again after later forwards, after the
+# histories have rolled and after autocast has ended.
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function, keep nothing but its arguments for backward, and run it again there.
+
+    The random state is kept, so that dropout drops the same, and so are torch's checks that the second run does what
+    the first one did. Inside a compiled function it is torch's own checkpoint, which the compiler knows.
+
+    Args:
+        function: what to run; a module or a function, which may enter `autocast` itself.
+        *args, **kwargs: its own. `debug`, `determinism_check`, `early_stop` and `preserve_rng_state` are
+            torch.utils.checkpoint.checkpoint's.
+    Returns:
+        What the function returns.
+    Raises:
+        ValueError: use_reentrant=True or a context_fn is asked for: replaying needs this one.
+    Exact: outputs, gradients, histories and counts are those without checkpointing.
+    """
+    if kwargs.pop("use_reentrant", False) or "context_fn" in kwargs:
+        raise ValueError(
+            "quaver.torch.checkpoint is not reentrant and has a context_fn of its own; leave out use_reentrant and "
+            "context_fn, or call torch.utils.checkpoint.checkpoint"
+        )
+    if is_tracing():
+        return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
+    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
+
+
+def _contexts() -> tuple[ReadLog, "_RecomputeContext"]:
+    """The contexts that torch enters around the first run, and around each run that repeats it."""
+    log = ReadLog()
+    return log, _RecomputeContext(log)
+
+
+class _RecomputeContext:
+    """The first run's recipe and reads in force, and what has taken gradients of weights from it."""
+
+    def __init__(self, log: ReadLog) -> None:
+        self.replay = Replay(log)
+        self.active_context = active_context.now
+        self.taker = active_context.split if active_context.takes_weights else None
+        self.before: list[Any] = []
+
+    def __enter__(self) -> None:
+        self.before.append((active_context.now, active_context.split, active_context.takes_weights))
+        active_context.now = self.active_context
+        if self.taker is not None:
+            active_context.split, active_context.takes_weights = self.taker, True
+        self.replay.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self.replay.__exit__(*error)
+        active_context.now, active_context.split, active_context.takes_weights = self.before.pop()

@@ -12,16 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from quaver.core.text.given import instance
-from quaver.core.text.tables import html_lines, html_table
-from quaver.torch.numerics.hadamard import rotate
+from quaver.recipes.text import html_lines, html_table, instance
 from quaver.torch.numerics.quantized import Quantized, spread
-from quaver.torch.numerics.tracing import is_tracing
-from quaver.torch.state.kept_weights import refresh
+from quaver.torch.numerics.rounding import is_tracing, rotate
+from quaver.torch.state.weight_cache import refresh
 
 
 @dataclass
-class Counts:
+class OperandCounts:
     """Counts of one operand of one layer, over everything quantized while counting."""
 
     elements: int = 0
@@ -45,7 +43,7 @@ class Counters:
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {id(module): name for name, module in model.named_modules()}
-        self.table: dict[str, dict[str, Counts]] = defaultdict(lambda: defaultdict(Counts))
+        self.table: dict[str, dict[str, OperandCounts]] = defaultdict(lambda: defaultdict(OperandCounts))
 
     def note(self, layer: nn.Module, operand: str, x: Tensor, q: Quantized, parameter: str = "weight") -> None:
         """Add up one operand of the product with a parameter; x is what was quantized, before a Hadamard."""
@@ -86,11 +84,11 @@ def _line(row: Sequence[object]) -> str:
     return f"{layer:<40}{operand:<16}" + "".join(f"{n:>12}" for n in numbers)
 
 
-class _Active:
+class _ActiveCounts:
     counters: Counters | None = None
 
 
-active = _Active()
+active = _ActiveCounts()
 
 
 @contextmanager

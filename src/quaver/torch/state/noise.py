@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quaver.torch.numerics.philox import Noise
-from quaver.torch.numerics.tracing import is_tracing
-from quaver.torch.state import recomputation
-from quaver.torch.state.layer import device_of, state_of
+from quaver.torch.numerics.rounding import Noise, is_tracing
+from quaver.torch.state import layer_state
+from quaver.torch.state.layer_state import device_of, state_of
 
 
 class _Order(threading.local):
@@ -59,7 +58,7 @@ def draw(layer: nn.Module, operand: str) -> Noise:
     stream = streams(layer)[operand] if is_tracing() else tensor_id(layer, operand)
     number = count[..., int(operand.endswith(".T"))].clone()
     if not is_tracing() and operand.startswith("input"):
-        number = recomputation.noted(layer, operand, number)
+        number = layer_state.recorded_amax(layer, operand, number)
     return seed, stream, number
 
 
@@ -71,7 +70,7 @@ def drawn(layer: nn.Module, operand: str, by: Tensor | int = 1, first: int = 0) 
         first: the first of these.
     """
     count = layer._buffers.get("count")
-    if count is None or recomputation.replaying():
+    if count is None or layer_state.replaying():
         return
     column = int(operand.endswith(".T"))
     if isinstance(by, Tensor):

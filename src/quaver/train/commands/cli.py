@@ -8,6 +8,7 @@ ranks under torchrun the one that met it says it, and the first one alone prints
 import functools
 import inspect
 import json
+import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -16,27 +17,88 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Optional, get_args, get_type_hints
 
+import numpy as np
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 import quaver
+from quaver.train import config as recipe_name
+from quaver.train import frameworks, mesh, report
 from quaver.train.commands import doctor as machine
-from quaver.train.commands import exporting, failing, planning, scaling
-from quaver.train.configuration import recipe_name
-from quaver.train.configuration.config import TrainConfig, read_run, read_toml, reason
-from quaver.train.learning import ranks
-from quaver.train.learning.ranks import OnRank, Told
-from quaver.train.records.comparison import Run
-from quaver.train.records.metrics import Record, losses, read, switches
-from quaver.train.running.compare import compare_runs
-from quaver.train.running.generation import generate
-from quaver.train.running.interrupt import Interrupted
-from quaver.train.running.loop import folder_of, run_training
-from quaver.train.running.sampling import Sampling
-from quaver.train.showing import report
-from quaver.train.showing.progress import Lines, numbers, time_left
+from quaver.train.commands import failing, scaling
+from quaver.train.commands import plan as planning
+from quaver.train.compare import SeedRun, compare_runs
+from quaver.train.config import TrainConfig, read_run, read_toml, reason
+from quaver.train.data import load, open_tokenizer, validation_batches
+from quaver.train.generate import Sampling, Vocabulary, config_of, generate, in_force, newest, of_this_model
+from quaver.train.loop import Interrupted, folder_of, run_training
+from quaver.train.memory import configuration, family, renamed
+from quaver.train.mesh import OtherRankFailed, RankError
+from quaver.train.metrics import Record, losses, read, switches
+from quaver.train.model_config import MODELS
+from quaver.train.report import ProgressLines, numbers, time_left
+
+# ---- exporting -------------------------------------------------------------------------------------------
+# `quaver export`: the newest checkpoint of a run, under the recipe that it was saved under, as servers read it.
+
+
+def export_run(run: Path, folder: Path, format: str, check: bool) -> list[str]:
+    """Export a run, and its tokenizer beside it.
+
+    Args:
+        folder: a new one.
+        format: as of `quaver.torch.export`.
+        check: whether to compare the next token's distribution on a batch held out for validation, which also gives
+            formats the scales of inputs that they store.
+    Returns:
+        What was written, in lines.
+    Raises: ValueError for bad input, before anything is written.
+    """
+    config = config_of(run)
+    recipe = in_force(run, config)
+    if not recipe.quantizes:
+        raise ValueError(
+            f"{run} was trained under {recipe}, which quantizes no weight, so there are no codes to export; train one "
+            f"that does, such as: quaver train --recipe mxfp8 --model {config.model}"
+        )
+    saved_tokenizer = run / "tokenizer.json"
+    vocabulary = Vocabulary(None if config.tokens == "byte" else open_tokenizer(saved_tokenizer))
+    frameworks.installed("torch", "quaver export")
+    import torch
+
+    from quaver.torch.conversion.export.export import export
+    from quaver.train.torch.learner import NextTokenLogits
+
+    sizes = MODELS[config.model]
+    positions = max(sizes.positions, config.sequence)
+    model = NextTokenLogits(
+        config, recipe, vocabulary.size, of_this_model(newest(run), config, vocabulary.size), "none", 1
+    ).model
+    model.checkpoint_names = lambda name: renamed(name, sizes)  # type: ignore[assignment]
+    model.checkpoint_config = {**configuration(sizes, vocabulary.size, positions), "dtype": config.dtype}  # type: ignore[assignment]
+    inputs = _held_out(config, saved_tokenizer) if check else None
+    given = None if inputs is None else torch.from_numpy(inputs).to(next(model.parameters()).device)
+    with torch.autocast(
+        given.device.type if given is not None else "cpu", torch.bfloat16, enabled=config.dtype == "bfloat16"
+    ):
+        result = export(model, folder, format=format, check=given, calibrate=given)
+    if saved_tokenizer.exists():
+        shutil.copy(saved_tokenizer, folder / "tokenizer.json")
+    lines = str(result).splitlines()
+    if not family(sizes):
+        lines.append(f"{config.model} has no counterpart among Llama, Mistral and Qwen3: names are the trainer's own")
+    return lines
+
+
+def _held_out(config: TrainConfig, saved_tokenizer: Path) -> np.ndarray:
+    """Tokens of the run's validation, int64 [B, S]."""
+    tokens = load(config, saved_tokenizer if saved_tokenizer.exists() else None)
+    return np.ascontiguousarray(validation_batches(tokens.validation, config)[0][:, :-1].astype(np.int64))
+
+
+# ---- cli -------------------------------------------------------------------------------------------------
 
 app = typer.Typer(
     help="Train Transformers in FP8, MXFP8 and NVFP4, by exact emulation where the hardware cannot.",
@@ -57,7 +119,7 @@ def sentences() -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.showwarning = warn
             yield
-    except Told as told:
+    except OtherRankFailed as told:
         raise typer.Exit(1) from told
     except Interrupted as stopped:
         tell(str(stopped), "yellow")
@@ -65,9 +127,9 @@ def sentences() -> Iterator[None]:
     except (ValueError, OSError, Warning, MemoryError) as error:
         where = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
         sentence = (reason(error) or "there is not enough memory") + where
-        if not isinstance(error, OnRank) and ranks.rank():
-            sentence = f"rank {ranks.rank()}: {sentence}"
-        if ranks.speaks() or isinstance(error, OnRank):  # else another one says the same
+        if not isinstance(error, RankError) and mesh.rank():
+            sentence = f"rank {mesh.rank()}: {sentence}"
+        if mesh.speaks() or isinstance(error, RankError):  # else another one says the same
             failing.record(sentence)
             tell(sentence, "red")
         raise typer.Exit(1) from error
@@ -75,7 +137,7 @@ def sentences() -> Iterator[None]:
 
 def warn(message: Warning | str, *where: object, **options: object) -> None:
     """Show a warning as one sentence, without the place in the code that gave it."""
-    if ranks.rank() == 0:
+    if mesh.rank() == 0:
         tell(str(message), "yellow")
 
 
@@ -167,9 +229,9 @@ def train(
     quiet: Annotated[bool, typer.Option("--quiet", help="no progress, bar or lines")] = False,
 ) -> None:
     """Train a language model under a recipe."""
-    from quaver.train.showing.plots import plot_loss  # half of what all the command imports
+    from quaver.train.plots import plot_loss  # half of what all the command imports
 
-    quiet = quiet or ranks.rank() > 0
+    quiet = quiet or mesh.rank() > 0
     settings = configure(typed, config, more_text)
     before = folder_of(settings) / "config.toml"
     if (resume or auto_resume) and config is None and before.exists():
@@ -187,7 +249,7 @@ def train(
                 progress.update(task, completed=record["step"], numbers=numbers(record, parts))
 
         result = run_training(settings, resume="auto" if auto_resume else resume, watch=watch)
-    if ranks.rank():
+    if mesh.rank():
         return
     title = f"{settings.model}, {settings.recipe}, seed {settings.seed}"
     records = read(result.folder / "metrics.jsonl")
@@ -215,7 +277,7 @@ def compare(
     quiet: Annotated[bool, typer.Option("--quiet", help="no progress, bars or lines")] = False,
 ) -> None:
     """Train under several recipes with the same data and seeds, and report the differences from bf16."""
-    from quaver.train.showing.plots import plot_comparison
+    from quaver.train.plots import plot_comparison
 
     settings = configure(typed, config, more_text)
     with bars(quiet) as progress:
@@ -224,7 +286,7 @@ def compare(
         began = time.monotonic()
         done_before, left = -1, ""
 
-        def watch(runs: Sequence[Run]) -> None:
+        def watch(runs: Sequence[SeedRun]) -> None:
             nonlocal done_before, left
             progress.start()
             done = sum(max(run.losses, default=0) for run in runs)
@@ -262,7 +324,7 @@ def plot(
     picture: Annotated[Path, typer.Option(help="the file to write, a PNG")] = Path("runs.png"),
 ) -> None:
     """Draw the losses of several runs beside one another, and their differences from the first one's."""
-    from quaver.train.showing.plots import plot_runs
+    from quaver.train.plots import plot_runs
 
     with sentences():
         records = {str(run): read(run / "metrics.jsonl") for run in runs}
@@ -318,7 +380,7 @@ def export_weights(
 ) -> None:
     """Write the codes that a run trained with into files that vLLM, SGLang, TensorRT-LLM and transformers read."""
     with sentences():
-        for line in exporting.export_run(run, to, format, check):
+        for line in export_run(run, to, format, check):
             say(line)
 
 
@@ -376,14 +438,14 @@ def plan(
     show(planning, planned, as_json)
 
 
-def show(room: Any, planned: Any, as_json: bool) -> None:
+def show(buffer: Any, planned: Any, as_json: bool) -> None:
     """Print what a room of plans has planned, with its own words."""
     if as_json:
-        say(json.dumps(room.as_json(planned), indent=2))
+        say(json.dumps(buffer.as_json(planned), indent=2))
         return
-    say(room.title(planned))
-    out.print(room.rich_table(planned))
-    for line in room.notes(planned):
+    say(buffer.title(planned))
+    out.print(buffer.rich_table(planned))
+    for line in buffer.notes(planned):
         say(line)
 
 
@@ -411,7 +473,7 @@ def lines(
     """What takes a run's records and says some of them, where there is no terminal for a bar."""
     if quiet or err.is_terminal:
         return lambda record: None
-    return Lines(label, config.steps, lambda line: tell(line, ""), parts_of(config), left)
+    return ProgressLines(label, config.steps, lambda line: tell(line, ""), parts_of(config), left)
 
 
 def parts_of(config: TrainConfig) -> list[str]:
@@ -419,7 +481,7 @@ def parts_of(config: TrainConfig) -> list[str]:
     return [part.text for part in recipe_name.parts(config.recipe)]
 
 
-def follow(progress: Progress, task: TaskID, run: Run) -> None:
+def follow(progress: Progress, task: TaskID, run: SeedRun) -> None:
     """Bring a run's bar up to its records; its clock starts with its first step."""
     latest = next((record for record in reversed(run.records) if "loss" in record), None)
     if run.failure:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import quaver
 from quaver.recipes import RECIPES
-from quaver.train.configuration.config import FRAMEWORKS
-from quaver.train.learning.frameworks import EXTRAS
+from quaver.train.config import FRAMEWORKS
+from quaver.train.frameworks import EXTRAS
 
 # Lowest compute capability whose tensor cores take the recipe's operands; no GEMM of torch's or XLA's takes those of
 # others that quantize.
@@ -145,7 +145,7 @@ def how(recipe: str, devices: Sequence[Device]) -> tuple[str, str]:
 
 def seen(recipe: str, devices: Sequence[Device]) -> tuple[str, str]:
     """How a small layer of PyTorch's ran under a recipe, and why."""
-    from quaver.train.learning.torch.trials import trial
+    from quaver.train.torch.learner import trial
 
     try:
         ran = trial(RECIPES[recipe]())

@@ -1,6 +1,6 @@
 """What a whole training step would take on many GPUs, beside bf16: `quaver plan --gpus 512`, without any of them.
 
-Prices are `quaver.core.costs.steps`'. Here a model's configuration becomes what those see, and the step a table.
+Prices are `quaver.costs.steps`'. Here a model's configuration becomes what those see, and the step a table.
 """
 
 import math
@@ -11,16 +11,16 @@ from typing import Annotated, Any
 from rich import box
 from rich.table import Table
 
-from quaver.core.costs import interconnects, meshes, steps
-from quaver.core.costs.decoder import Block, Decoder, Matrix, deepseek_v3_like, dense, latent
-from quaver.core.costs.steps import Step
-from quaver.core.spec import Recipe
-from quaver.core.states.footprint import of_matrix, plain
-from quaver.core.text.given import shown
-from quaver.core.text.spelling import suggest
-from quaver.train.configuration import optimizer_name, recipe_name
-from quaver.train.configuration.parameter_table import projections
-from quaver.train.configuration.sizes import KNOWN, Kind, ModelConfig
+from quaver.costs import hardware, steps
+from quaver.costs.decoder import DecoderBlock, DecoderShape, WeightMatrix, deepseek_v3_like, dense, latent
+from quaver.costs.steps import StepCost
+from quaver.recipes.spec import Recipe
+from quaver.recipes.text import shown, suggest
+from quaver.reference.optimizer_state import of_matrix, plain
+from quaver.train import config as optimizer_name
+from quaver.train import config as recipe_name
+from quaver.train.memory import projections
+from quaver.train.model_config import KNOWN, Kind, ModelConfig
 
 #: Tokens of a vocabulary where a model does not say: Llama 3's.
 VOCAB = 128_256
@@ -59,17 +59,17 @@ class Cluster:
     interleaved: Annotated[int, "parts of a stage that take turns"] = 1
 
     @property
-    def mesh(self) -> meshes.Mesh:
+    def mesh(self) -> hardware.Mesh:
         """Raises: ValueError for axes that do not multiply to the GPUs."""
-        return meshes.over(self.gpus, fsdp=self.fsdp, tp=self.tp, cp=self.cp, pp=self.pp, ep=self.ep)
+        return hardware.over(self.gpus, fsdp=self.fsdp, tp=self.tp, cp=self.cp, pp=self.pp, ep=self.ep)
 
 
 @dataclass(frozen=True)
 class Scaling:
     """A step under a recipe and the same in bf16."""
 
-    recipe: Step
-    bf16: Step
+    recipe: StepCost
+    bf16: StepCost
     #: As `quaver train` takes it.
     optimizer: str = optimizer_name.TORCH
 
@@ -78,7 +78,7 @@ class Scaling:
         return self.recipe.tokens_per_second / self.bf16.tokens_per_second
 
 
-def decoder(model: str) -> Decoder:
+def decoder(model: str) -> DecoderShape:
     """The model of this name as costs see it: a row of `MODELS`, `PLANNED` or `OTHERS`.
 
     Raises:
@@ -98,10 +98,10 @@ def decoder(model: str) -> Decoder:
     for layer in range(config.layers):
         kinds[config.kind(layer)] = kinds.get(config.kind(layer), 0) + 1
     blocks = tuple((count, _block(config, kind)) for kind, count in kinds.items())
-    return Decoder(name=model, blocks=blocks, dim=config.dim, vocab=config.vocab or VOCAB, tied=config.tied)
+    return DecoderShape(name=model, blocks=blocks, dim=config.dim, vocab=config.vocab or VOCAB, tied=config.tied)
 
 
-def _block(config: ModelConfig, kind: Kind) -> Block:
+def _block(config: ModelConfig, kind: Kind) -> DecoderBlock:
     block = dense(config.dim, config.heads, config.groups, config.head_dim, config.hidden, gated=config.gated)
     attention, mlp = block.matrices[:4], block.matrices[4:]
     if config.latent is not None:
@@ -121,9 +121,9 @@ def _block(config: ModelConfig, kind: Kind) -> Block:
     return replace(block, matrices=(*attention, *mlp))
 
 
-def _mlp(config: ModelConfig, hidden: int, experts: int = 1, chosen: int = 1) -> tuple[Matrix, ...]:
-    wide = Matrix(out_features=hidden, in_features=config.dim, experts=experts, chosen=chosen)
-    down = Matrix(out_features=config.dim, in_features=hidden, cut="row", experts=experts, chosen=chosen)
+def _mlp(config: ModelConfig, hidden: int, experts: int = 1, chosen: int = 1) -> tuple[WeightMatrix, ...]:
+    wide = WeightMatrix(out_features=hidden, in_features=config.dim, experts=experts, chosen=chosen)
+    down = WeightMatrix(out_features=config.dim, in_features=hidden, cut="row", experts=experts, chosen=chosen)
     return *(wide,) * (1 + config.gated), down
 
 
@@ -159,15 +159,15 @@ def price(
     Args:
         model: as `decoder` takes it.
         recipe: as a user types it.
-        gpu: a row of `quaver.core.costs.gpus.GPUS`.
+        gpu: a row of `quaver.costs.hardware.GPUS`.
         cluster: of such GPUs.
         tokens: of a micro-batch of one rank of data: whole sequences.
         optimizer: as `quaver train` takes it; of memory alone: time is that of AdamW in float32.
     Raises:
         ValueError: an unknown name, with the nearest known one; a mesh that does not fit.
     """
-    chosen, mesh = recipe_name.find(recipe), cluster.mesh
-    codes, high = optimizer_name.may_be_codes(1, mesh.tp), recipe_name.find("bf16")
+    chosen, mesh = recipe_name.find_recipe(recipe), cluster.mesh
+    codes, high = optimizer_name.may_be_codes(1, mesh.tp), recipe_name.find_recipe("bf16")
     if mesh.gpus == 1:
         optimizer_name.check(optimizer, chosen)
     shapes = projections(KNOWN[model]) if model in KNOWN else {}
@@ -186,7 +186,7 @@ def price(
         chosen,
         gpu,
         mesh,
-        interconnects.get(cluster.interconnect),
+        hardware.get_interconnect(cluster.interconnect),
         sequences=tokens // cluster.sequence,
         tokens=cluster.sequence,
         micro_batches=micro_batches,
@@ -281,7 +281,7 @@ def as_json(planned: Scaling) -> dict[str, Any]:
     }
 
 
-def _step(step: Step) -> dict[str, Any]:
+def _step(step: StepCost) -> dict[str, Any]:
     return {
         "seconds": step.seconds,
         "tokens_per_second": step.tokens_per_second,

@@ -9,7 +9,7 @@ from torchao.float8 import config as theirs
 from quaver import recipes
 from quaver.compat.torchao.float8 import config as ours
 from quaver.compat.torchao.float8.config import CastConfig, Float8GemmConfig, Float8LinearConfig, recipe_of
-from quaver.core.spec import GemmSpec
+from quaver.recipes.spec import GemmSpec
 
 ROW = ours.ScalingGranularity.AXISWISE
 

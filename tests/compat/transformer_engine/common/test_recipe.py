@@ -17,8 +17,8 @@ from quaver.compat.transformer_engine.common.recipe import (
     NVFP4BlockScaling,
     recipe_of,
 )
-from quaver.core.numbers.formats import E4M3, E5M2
-from quaver.core.spec import GemmSpec, QuantSpec
+from quaver.recipes.formats import E4M3, E5M2
+from quaver.recipes.spec import GemmSpec, QuantSpec
 
 HIGH = GemmSpec(None, None)
 DEFAULTS = {

@@ -9,7 +9,7 @@ import quaver.compat.transformer_engine.pytorch as te
 import quaver.torch as qt
 from quaver.compat.transformer_engine.common import recipe
 from quaver.compat.transformer_engine.pytorch.quantization import check_mxfp8_support
-from quaver.torch.state.context import ambient
+from quaver.torch.state.context import active_context
 from tests.close import assert_bitwise
 
 
@@ -41,21 +41,21 @@ def test_without_a_recipe_it_is_that_of_the_device() -> None:
     assert isinstance(te.get_default_recipe(), recipe.DelayedScaling) or torch.cuda.is_available()
     with te.autocast():
         te.Linear(16, 16)(torch.zeros(2, 16))
-        assert str(ambient.now[0]).startswith("transformer_engine.")
+        assert str(active_context.now[0]).startswith("transformer_engine.")
     with te.autocast("mxfp8" == "", recipe=None):
-        assert ambient.now[:2] == (None, True)
+        assert active_context.now[:2] == (None, True)
 
 
 def test_contexts_nest_and_decorate() -> None:
     @te.autocast(recipe=quaver.recipes.mxfp8())
     def inside(x: Tensor) -> Tensor:
-        assert ambient.now[0] is quaver.recipes.mxfp8()
+        assert active_context.now[0] is quaver.recipes.mxfp8()
         with te.autocast(enabled=False):
-            assert ambient.now[0] is None
+            assert active_context.now[0] is None
         return te.Linear(16, 16)(x)  # type: ignore[no-any-return]
 
     inside(torch.zeros(2, 16))
-    assert ambient.now == (None, False, 0)
+    assert active_context.now == (None, False, 0)
 
 
 def test_everything_is_available() -> None:

@@ -6,14 +6,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quaver.torch.backends.cpu import brgemm
+from quaver.torch.backends.cpu import gemm
 
 Functions = tuple[Callable[..., None], Callable[[bool], None]]
 
 
 def functions() -> Functions:
     """What multiplies a block and what ends its use: the real ones, or what stands for them."""
-    return brgemm._functions() or (multiply, lambda in_pairs: None)
+    return gemm._functions() or (multiply, lambda in_pairs: None)
 
 
 def multiply(

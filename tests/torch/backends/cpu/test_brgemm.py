@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quaver.torch.backends.cpu import brgemm as cpu_brgemm
-from quaver.torch.backends.cpu import scratch, team
+from quaver.torch.backends.cpu import gemm, quantize
+from quaver.torch.backends.cpu import gemm as cpu_brgemm
 from tests import forked
 from tests.close import assert_bitwise
 from tests.torch.backends.cpu import block
@@ -28,18 +28,18 @@ def functions(monkeypatch: pytest.MonkeyPatch) -> block.Functions:
     return multiply_and_release
 
 
-@pytest.mark.parametrize("turned", [(False, False), (True, False), (False, True), (True, True)], ids=str)
+@pytest.mark.parametrize("transposed", [(False, False), (True, False), (False, True), (True, True)], ids=str)
 @pytest.mark.parametrize(
     "shape",
     [(1, 64, 2), (3, 32, 10), (128, 64, 512), (130, 96, 514), (257, 192, 1030), (130, 64, 77), (200, 64, 4095)],
     ids=str,
 )
-def test_product_is_float64s_within_float32s_error(shape: tuple[int, int, int], turned: tuple[bool, bool]) -> None:
+def test_product_is_float64s_within_float32s_error(shape: tuple[int, int, int], transposed: tuple[bool, bool]) -> None:
     m, n, k = shape
     a, b = torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16()
-    if turned[0]:
+    if transposed[0]:
         a = a.t().contiguous().t()
-    if turned[1]:
+    if transposed[1]:
         b = b.t().contiguous().t()
     y, exact = cpu_brgemm.product(a, b), a.double() @ b.double().t()
     assert y.dtype is torch.float32 and y.is_contiguous()
@@ -105,18 +105,18 @@ def test_blocks_are_compiled_for_few_sizes_whatever_the_tokens(
     assert len(sizes) <= 2 + 3 * 16, sorted(sizes)
 
 
-@pytest.mark.parametrize("piece", [scratch.PIECE, 4096])
+@pytest.mark.parametrize("piece", [quantize.PIECE, 4096])
 @pytest.mark.parametrize("k", [1, 2, 7, 64, 66, 127])
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("shifted", [False, True])
 def test_pairs_of_rows_lie_beside_each_other(
-    shifted: bool, turned: bool, k: int, piece: int, monkeypatch: pytest.MonkeyPatch
+    shifted: bool, transposed: bool, k: int, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Shifted by one element, nothing lies where a word of 32 bits may."""
-    monkeypatch.setattr(scratch, "PIECE", piece)
+    monkeypatch.setattr(quantize, "PIECE", piece)
     b = torch.randn(192, k).bfloat16()
     b[0, 0], b[1, k // 2], b[2, -1] = torch.nan, -torch.inf, -0.0
-    given = b.t().contiguous().t() if turned else b
+    given = b.t().contiguous().t() if transposed else b
     if shifted:
         given = torch.cat([given.new_zeros(1), given.as_strided((given.numel(),), (1,))])[1:].as_strided(
             given.shape, given.stride(), 1
@@ -143,7 +143,7 @@ def test_threads_give_the_bits_of_one(m: int, helpers: int, functions: block.Fun
 
 def test_as_many_threads_work_as_torch_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(team, "share", lambda work, units, helpers: asked.append(helpers))
+    monkeypatch.setattr(gemm, "share", lambda work, units, helpers: asked.append(helpers))
     for threads in (1, 2, 4, 32):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         cpu_brgemm.product(*operands(512, 512, 512))
@@ -223,7 +223,7 @@ def test_products_of_many_threads_are_those_of_one(functions: block.Functions) -
 #: In a process of its own, since other libraries' threads do not take a fork well.
 FORK = """
 import os, torch
-from quaver.torch.backends.cpu import brgemm
+from quaver.torch.backends.cpu import gemm as brgemm
 from tests.torch.backends.cpu import block
 a, b, functions = torch.ones(300, 512).bfloat16(), torch.ones(192, 512).bfloat16(), block.functions()
 torch.set_num_threads(1)
@@ -244,13 +244,13 @@ def test_a_fork_multiplies_though_it_inherits_no_helper() -> None:
 
 def test_without_openmp_the_caller_does_all(functions: block.Functions, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(functions, 1)
-    team._parallel.cache_clear()
-    monkeypatch.setattr(team, "_PARALLEL", "a name that libtorch was not linked with")
+    gemm._parallel.cache_clear()
+    monkeypatch.setattr(gemm, "_PARALLEL", "a name that libtorch was not linked with")
     try:
         a, b = operands(300)
         assert_bitwise(cpu_brgemm._product(watched.functions(), a, b, 3), cpu_brgemm._product(functions, a, b, 0))
     finally:
-        team._parallel.cache_clear()
+        gemm._parallel.cache_clear()
     assert list(watched.calls) == [threading.get_ident()]
 
 
@@ -269,5 +269,5 @@ def test_an_interrupt_in_a_thread_of_the_team_is_raised_in_the_caller() -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        team.share(work, range(100), 2)
+        gemm.share(work, range(100), 2)
     assert len(taken) <= 3

@@ -5,9 +5,9 @@ import torch
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.core.spec import GemmSpec
+from quaver.recipes.spec import GemmSpec
 from quaver.torch.backends.cpu import gemm as cpu_gemm
-from quaver.torch.backends.cpu import narrow
+from quaver.torch.backends.cpu import gemm as narrow
 from quaver.torch.numerics.reference import double
 from tests.close import assert_bitwise, assert_close
 from tests.operands import GEMMS, MAGNITUDES, factors
@@ -23,18 +23,20 @@ def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_gemm, "SMALL", 0)
 
 
-def operands(gemm: GemmSpec, m: int, k: int, n: int, magnitude: str, turned: bool) -> tuple[qt.Quantized, qt.Quantized]:
+def operands(
+    gemm: GemmSpec, m: int, k: int, n: int, magnitude: str, transposed: bool
+) -> tuple[qt.Quantized, qt.Quantized]:
     """a [m, k] and b [n, k], optionally quantized from transposed views."""
     a, b = map(torch.from_numpy, factors(magnitude, m, k, n))
     assert gemm.a is not None and gemm.b is not None
-    if turned:
+    if transposed:
         a, b = a.t().contiguous().t(), b.t().contiguous().t()
     return qt.quantize(a, gemm.a), qt.quantize(b, gemm.b)
 
 
 # Every other magnitude, with the next GEMM the others: five in a row still meet the five shapes.
 @pytest.mark.parametrize(
-    ("name", "magnitude", "turned"),
+    ("name", "magnitude", "transposed"),
     [
         (name, magnitude, bool((g + m) // 2 % 2))
         for g, name in enumerate(GEMMS)
@@ -42,10 +44,10 @@ def operands(gemm: GemmSpec, m: int, k: int, n: int, magnitude: str, turned: boo
         if (g + m) % 2 == 0
     ],
 )
-def test_narrow_products_are_within_1e_6_of_float64(name: str, magnitude: str, turned: bool) -> None:
+def test_narrow_products_are_within_1e_6_of_float64(name: str, magnitude: str, transposed: bool) -> None:
     """Every GEMM and every magnitude meets every shape, one a case by turns."""
     m, k, n = SHAPES[(list(GEMMS).index(name) + list(MAGNITUDES).index(magnitude)) % len(SHAPES)]
-    a, b = operands(GEMMS[name], m, k, n, magnitude, turned)
+    a, b = operands(GEMMS[name], m, k, n, magnitude, transposed)
     exact = double(a) @ double(b).t()
     assert_close(f"m {m}, k {k}, n {n}", qt.matmul(a, b), exact.float(), 1e-6)
     bias = torch.randn(n) * exact.abs().amax().clamp(1e-30, 1e30).float()

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.torch.backends.cpu import scratch
+from quaver.torch.backends.cpu import quantize
 from quaver.torch.numerics.quantized import FLOAT8
 from tests.close import assert_bitwise
 from tests.operands import SPECS, nasty
@@ -34,8 +34,8 @@ def test_operands_and_products_outlive_the_next_ones(name: str, dtype: torch.dty
     first = qt.quantize(x, spec)
     product = qt.matmul(first, first)
     codes, scales, before = first.codes().clone(), first.scales().clone(), product.clone()
-    turned = qt.quantize(y.t(), spec)
-    qt.matmul(turned, turned, torch.bfloat16)
+    transposed = qt.quantize(y.t(), spec)
+    qt.matmul(transposed, transposed, torch.bfloat16)
     assert_bitwise(first.codes(), codes)
     assert_bitwise(first.scales(), scales)
     assert_bitwise(product, before)
@@ -44,26 +44,26 @@ def test_operands_and_products_outlive_the_next_ones(name: str, dtype: torch.dty
 
 
 def test_a_slot_is_one_memory_for_a_thread_and_another_for_the_next() -> None:
-    held = scratch.room("test", SHAPE, torch.float32)
-    again = scratch.room("test", SHAPE, torch.int32)
+    held = quantize.buffer("test", SHAPE, torch.float32)
+    again = quantize.buffer("test", SHAPE, torch.int32)
     assert again.data_ptr() == held.data_ptr() and again.is_contiguous() and again.shape == SHAPE
     others: list[int] = []
-    thread = threading.Thread(target=lambda: others.append(scratch.room("test", SHAPE, torch.int32).data_ptr()))
+    thread = threading.Thread(target=lambda: others.append(quantize.buffer("test", SHAPE, torch.int32).data_ptr()))
     thread.start()
     thread.join()
     assert others != [held.data_ptr()]
 
 
-@pytest.mark.parametrize("size", [scratch.SMALLEST - 1, scratch.LARGEST + 1])
+@pytest.mark.parametrize("size", [quantize.SMALLEST - 1, quantize.LARGEST + 1])
 def test_little_and_much_is_not_held(size: int) -> None:
-    first, second = (scratch.room("test", (size,), torch.uint8) for _ in range(2))
+    first, second = (quantize.buffer("test", (size,), torch.uint8) for _ in range(2))
     assert first.data_ptr() != second.data_ptr()
 
 
 def test_memory_made_in_inference_mode_serves_training() -> None:
     layer = qt.Linear(256, 256, recipe=recipes.mxfp8())
     with torch.inference_mode():
-        scratch._held.slots.clear()
+        quantize._held.slots.clear()
         layer(torch.randn(256, 256))
     layer(torch.randn(256, 256, requires_grad=True)).sum().backward()
     assert layer.weight.grad is not None and not layer.weight.grad.isnan().any()
@@ -75,11 +75,11 @@ def test_memory_made_in_inference_mode_serves_training() -> None:
 def test_operands_are_the_same_piece_by_piece(
     shape: tuple[int, int], name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scratch, "PIECE", 5000)
+    monkeypatch.setattr(quantize, "PIECE", 5000)
     hard = nasty(shape)
     for kind in ("normal", "NaN", "-infinity", "wide") if shape[0] == 259 else ("normal",):
         x = torch.from_numpy(hard[kind]).to(dtype)
-        for side, given in (("as it lies", x), ("turned", x.t())):
+        for side, given in (("as it lies", x), ("transposed", x.t())):
             q = qt.quantize(given, FP8[name])
             with qt.only("reference"):
                 expected = qt.quantize(given, FP8[name])
@@ -104,11 +104,11 @@ class Fresh(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", FP8)
-@pytest.mark.parametrize("turned", [False, True])
-def test_quantizing_much_asks_for_no_more_than_its_codes(turned: bool, name: str) -> None:
+@pytest.mark.parametrize("transposed", [False, True])
+def test_quantizing_much_asks_for_no_more_than_its_codes(transposed: bool, name: str) -> None:
     x = torch.randn(2048, 1024 + 128)
-    assert x.numel() * 4 > scratch.LARGEST
-    given = x.t() if turned else x
+    assert x.numel() * 4 > quantize.LARGEST
+    given = x.t() if transposed else x
     qt.quantize(given, FP8[name])
     with Fresh() as fresh:
         q = qt.quantize(given, FP8[name])

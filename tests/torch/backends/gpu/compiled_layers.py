@@ -19,8 +19,8 @@ from torch import nn
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.torch.backends.gpu.gemms import scaled_mm
-from quaver.torch.backends.gpu.launching.launch import Launch, recording
+from quaver.torch.backends.gpu import scaled_mm
+from quaver.torch.backends.gpu.launch import KernelLaunch, recording
 from tests.kernels.gate.machine_code import compiled
 from tests.torch.backends.gpu.pretend import as_on_a_gpu, become
 
@@ -41,7 +41,7 @@ def transformer_layer(dtype: torch.dtype) -> tuple[nn.Module, torch.Tensor]:
 LAYERS = {"Linear": linear, "TransformerLayer": transformer_layer}
 
 
-def recorded(arch: int, recipe: str, layer: str, dtype: torch.dtype, attention: bool = False) -> list[Launch]:
+def recorded(arch: int, recipe: str, layer: str, dtype: torch.dtype, attention: bool = False) -> list[KernelLaunch]:
     """What one step launches on sm_`arch`, forward and backward, each kernel once."""
     module, x = LAYERS[layer](dtype)
     in_force = recipes.get(recipe, attention=True) if attention else recipes.get(recipe)
@@ -56,7 +56,7 @@ def recorded(arch: int, recipe: str, layer: str, dtype: torch.dtype, attention: 
     return list({launch.kernel: launch for launch in launches}.values())
 
 
-def failures(launches: list[Launch], arch: int) -> dict[str, str]:
+def failures(launches: list[KernelLaunch], arch: int) -> dict[str, str]:
     """By kernel, what the compiler says of those that it refuses for sm_`arch`."""
     refused = {}
     for launch in launches:

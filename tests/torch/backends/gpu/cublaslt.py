@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
-from quaver.core.numbers.formats import E2M1
-from quaver.torch.numerics.quantized import unpack, values_of
-from quaver.torch.numerics.swizzling import unswizzle
+from quaver.recipes.formats import E2M1
+from quaver.torch.numerics.quantized import unpack, unswizzle, values_of
 
 T = ScalingType
 #: For tests that multiply by torch's own scaled GEMM on a CPU.

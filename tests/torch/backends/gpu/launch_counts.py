@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.torch.backends.gpu.gemms.products import wide
-from quaver.torch.linear.plans import emulated
+from quaver.torch.backends.gpu.scaled_mm import wide
+from quaver.torch.linear import plan_emulated
 from quaver.torch.state.history import amax
 from tests.torch.backends.gpu.pretend import Driver, as_on_a_gpu, become
 
@@ -104,7 +104,9 @@ def launches(arch: int, name: str, module: nn.Module, x: torch.Tensor, changing:
 
         patch.setattr(torch, "_scaled_mm_v2", gemm)
         for of_values in ("wide", "narrow"):
-            patch.setattr(emulated, of_values, _noted(getattr(emulated, of_values), launched, lambda: counting))
+            patch.setattr(
+                plan_emulated, of_values, _recorded_amax(getattr(plan_emulated, of_values), launched, lambda: counting)
+            )
         # Another test's layers, which a cycle keeps alive, would roll here too.
         alive, ours = amax.layers, set(module.modules())
         patch.setattr(amax, "layers", lambda: [layer for layer in alive() if layer in ours])
@@ -114,11 +116,11 @@ def launches(arch: int, name: str, module: nn.Module, x: torch.Tensor, changing:
             given = x.bfloat16().requires_grad_()
             if counting:
                 driver.launched, driver.runs = _Kernels(launched), False
-            noted = launched if counting else []
-            with _Operations(noted), qt.autocast(recipe):
+            recorded_amax = launched if counting else []
+            with _Operations(recorded_amax), qt.autocast(recipe):
                 y = module(given)
             g = torch.ones_like(y)
-            with _Operations(noted):
+            with _Operations(recorded_amax):
                 y.backward(g)
             # A copy of delayed scaling's factors arrives at the host.
             driver._wait()
@@ -128,10 +130,10 @@ def launches(arch: int, name: str, module: nn.Module, x: torch.Tensor, changing:
     return launched
 
 
-def _noted(multiply: Any, launched: list[str], counting: Any) -> Any:
+def _recorded_amax(multiply: Any, launched: list[str], counting: Any) -> Any:
     """A product of bf16 values, which a CPU computes by more operations than a GPU."""
 
-    def noted(x: torch.Tensor, y: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def recorded_amax(x: torch.Tensor, y: torch.Tensor, *rest: Any) -> torch.Tensor:
         if not counting():
             product: torch.Tensor = multiply(x, y, *rest)
             return product
@@ -139,7 +141,7 @@ def _noted(multiply: Any, launched: list[str], counting: Any) -> Any:
         dtype = torch.float32 if multiply is wide else torch.bfloat16
         return torch.empty(x.shape[0], y.shape[1], dtype=dtype)
 
-    return noted
+    return recorded_amax
 
 
 class _Kernels(list[Any]):

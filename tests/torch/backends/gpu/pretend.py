@@ -10,15 +10,13 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 from torch.utils._python_dispatch import _disable_current_modes
 
-from quaver.core.spec import Recipe
-from quaver.torch.backends.gpu import families
-from quaver.torch.backends.gpu.gemms import decoded, scaled_mm
-from quaver.torch.backends.gpu.launching import capture, device, interpreter, launch
-from quaver.torch.backends.gpu.launching.launch import read_as
-from quaver.torch.linear.plans import direct
+from quaver.recipes.spec import Recipe
+from quaver.torch.backends.gpu import capture, device, interpreter, launch, quantize, scaled_mm
+from quaver.torch.backends.gpu.launch import read_as
+from quaver.torch.linear import plan
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import ops
-from quaver.torch.state.history import amax, on_gpu
+from quaver.torch.state.history import amax, roll_gpu
 from tests.torch.backends.gpu.cublaslt import stand_in
 
 #: What probes said of GEMMs, by architecture and class of a call: a probe takes a tenth of a second to interpret.
@@ -26,9 +24,9 @@ _probes: dict[Any, str] = {}
 KINDS, SWIZZLES = ({kind.value: kind for kind in all.__members__.values()} for all in (ScalingType, SwizzleType))
 
 
-def _resolve(recipe: Recipe, x: Tensor) -> ops.Resolved:
-    multiply = decoded.matmul if device.why_no_fp8(x.device, "native") else scaled_mm.matmul
-    return ops.Resolved(recipe, families.quantize, multiply, families.quantize_both)
+def _resolve(recipe: Recipe, x: Tensor) -> ops.ResolvedOperations:
+    multiply = scaled_mm.matmul if device.why_no_fp8(x.device, "native") else scaled_mm.scaled_matmul
+    return ops.ResolvedOperations(recipe, quantize.quantize, multiply, quantize.quantize_both)
 
 
 @contextmanager
@@ -60,20 +58,20 @@ def become(arch: int, patch: pytest.MonkeyPatch, either: bool | None = None) -> 
     calls: list[list[str]] = []
     run = stand_in(arch, calls, either)
 
-    def told(a: Tensor, b: Tensor, sa: Any, ka: Any, wa: Any, sb: Any, kb: Any, wb: Any, *rest: Any) -> Tensor:
+    def kernel_args(a: Tensor, b: Tensor, sa: Any, ka: Any, wa: Any, sb: Any, kb: Any, wb: Any, *rest: Any) -> Tensor:
         kinds = [[KINDS[kind] for kind in side] for side in (ka, kb)]
         swizzles = [[SWIZZLES[swizzle] for swizzle in side] or None for side in (wa, wb)]
         return run(a, b, sa, kinds[0], sb, kinds[1], *swizzles, *rest)
 
-    patch.setattr(torch, "_scaled_mm_v2", told)
+    patch.setattr(torch, "_scaled_mm_v2", kernel_args)
     patch.setattr(scaled_mm, "scaled_mm", run)
     patch.setattr(device, "_architecture", lambda _: arch)
     probe = scaled_mm._probe
 
-    def probed(chosen: scaled_mm.Way, a: Quantized, b: Quantized, *dtypes: Any) -> str:
+    def probed(chosen: scaled_mm.GemmChoice, a: Quantized, b: Quantized, *dtypes: Any) -> str:
         if scaled_mm.scaled_mm is not run:
             return probe(chosen, a, b, *dtypes)
-        sizes = scaled_mm._evenness(a.shape[0]), scaled_mm._evenness(a.shape[1], 128), a.turned, b.turned
+        sizes = scaled_mm._evenness(a.shape[0]), scaled_mm._evenness(a.shape[1], 128), a.transposed, b.transposed
         key = arch, either, chosen.kind, chosen.out, chosen.adds, a.spec, b.spec, sizes, dtypes
         if key not in _probes:
             _probes[key] = probe(chosen, a, b, *dtypes)
@@ -81,7 +79,7 @@ def become(arch: int, patch: pytest.MonkeyPatch, either: bool | None = None) -> 
 
     patch.setattr(scaled_mm, "_probe", probed)
     scaled_mm._ways.clear()
-    direct.plans.clear()
+    plan.plans.clear()
     scaled_mm._transposes.clear()
     return calls
 
@@ -106,7 +104,7 @@ class Driver:
         probe = scaled_mm._probe
         patch.setattr(scaled_mm, "_probe", lambda *args: self._probed(probe, args))
         # A copy to the host arrives when that waits for it.
-        patch.setattr(on_gpu.Stack, "_ask", lambda stack, rolled: self._ask(stack, rolled))
+        patch.setattr(roll_gpu.LayerStack, "_ask", lambda stack, rolled: self._ask(stack, rolled))
         for name, value in {
             "is_available": lambda: True,
             "is_current_stream_capturing": lambda: self.capturing,
@@ -120,7 +118,7 @@ class Driver:
         }.items():
             patch.setattr(torch.cuda, name, value)
 
-    def _compiled(self, launch: launch.Launch, tensors: Any, numbers: Any) -> Any:
+    def _compiled(self, launch: launch.KernelLaunch, tensors: Any, numbers: Any) -> Any:
         kernel = launch.kernel
         if kernel not in self.loaded:
             if self.capturing:
@@ -130,7 +128,7 @@ class Driver:
         constants = {name: launch.constants[name] for name in launch.fn.arg_names[len(dtypes) + len(numbers) :]}
         run = interpreter.run(launch.fn, launch.grid, dtypes, numbers, constants)
 
-        def noted(*given: Any) -> None:
+        def recorded_amax(*given: Any) -> None:
             self.launched.append(kernel)
             for name, tensor in zip(launch.fn.arg_names, given, strict=False):
                 # Compiled in: an access of 16 bytes elsewhere is an error of the GPU, which ends the process.
@@ -140,9 +138,9 @@ class Driver:
                 with _disable_current_modes():
                     run(*given)
 
-        return noted
+        return recorded_amax
 
-    def _ask(self, stack: on_gpu.Stack, rolled: Tensor) -> None:
+    def _ask(self, stack: roll_gpu.LayerStack, rolled: Tensor) -> None:
         self.waited = False
         stack._host, stack._arrived = rolled, self
 

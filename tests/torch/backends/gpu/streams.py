@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quaver.torch.backends.gpu.launching import capture
+from quaver.torch.backends.gpu import capture
 
 GPU = torch.device("cuda", 0)
 

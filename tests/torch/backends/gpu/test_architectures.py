@@ -12,9 +12,7 @@ from torch import Tensor
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.torch.backends.gpu import announcing
-from quaver.torch.backends.gpu.gemms import scaled_mm
-from quaver.torch.backends.gpu.launching import device
+from quaver.torch.backends.gpu import device, fused_quantize, scaled_mm
 from tests.kernels.gate.record import ARCHITECTURES
 from tests.kernels.test_gate import compiling
 from tests.operands import SPECS
@@ -93,8 +91,8 @@ def test_explain_says_which_gemms_are_native_and_why_the_others_are_not(
         row = rows[f"{name} GEMM"]
         assert row.runs == ("native" if there else "decoded"), row
         why = dict(row.passed_over).get("native", "")
-        told = f"{arch // 10}.{arch % 10} has no FP8 GEMMs", f"this GPU is sm_{arch}", "cuBLASLt has no GEMM for"
-        assert bool(why) is not there and (there or any(words in why for words in told)), why
+        kernel_args = f"{arch // 10}.{arch % 10} has no FP8 GEMMs", f"this GPU is sm_{arch}", "cuBLASLt has no GEMM for"
+        assert bool(why) is not there and (there or any(words in why for words in kernel_args)), why
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -124,10 +122,10 @@ def test_operands_on_an_older_gpu_have_the_bits_of_the_reference(
 def test_ampere_is_told_once_which_gemms_are_emulated(
     recipe: str, monkeypatch: pytest.MonkeyPatch, gpu: Callable[[int], list[list[str]]]
 ) -> None:
-    monkeypatch.setattr(announcing, "_announced", set())
+    monkeypatch.setattr(fused_quantize, "_announced", set())
     gpu(86)
     with pytest.warns(UserWarning, match="compute capability 8.6 has no FP8 GEMMs") as warned:
-        announcing.announce(recipes.get(recipe), torch.empty(0))
+        fused_quantize.warn_once(recipes.get(recipe), torch.empty(0))
     names = ", ".join(native(recipe))
     assert f"{names} run as bf16 GEMMs of decoded operands" in str(warned[0].message)
 
@@ -137,7 +135,7 @@ OF_HOPPER = "--arch", 90, "--target", 80, "--recipes", "tensorwise"
 
 
 @functools.cache
-def told(*arguments: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def kernel_args(*arguments: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """What `compiled_layers` says, and what it says of `OF_HOPPER`."""
     done = compiling("-m", "tests.torch.backends.gpu.compiled_layers", *map(str, (*arguments, "+", *OF_HOPPER)))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -171,7 +169,7 @@ def step_of(arch: int, layer: str, dtype: str, names: Sequence[str]) -> tuple[An
 def test_all_launches_of_a_layer_compile_for_the_architecture(
     arch: int, layer: str, dtype: str, names: Sequence[str]
 ) -> None:
-    said, _ = told(*step_of(arch, layer, dtype, names))
+    said, _ = kernel_args(*step_of(arch, layer, dtype, names))
     assert set(said) == set(names)
     for recipe, of in said.items():
         assert of["kernels"] or recipe in ("mxfp6", "mxfp4"), recipe
@@ -180,7 +178,7 @@ def test_all_launches_of_a_layer_compile_for_the_architecture(
 
 def test_launches_for_hopper_do_not_compile_for_ampere() -> None:
     """So the test above can fail."""
-    _, said = told(*step_of(*AMPERE))
+    _, said = kernel_args(*step_of(*AMPERE))
     assert any("fp8e4nv not supported" in why for why in said["tensorwise"]["refused"].values())
 
 
@@ -188,5 +186,5 @@ def test_launches_for_hopper_do_not_compile_for_ampere() -> None:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_attention_in_eight_bits_compiles_for_the_architecture(arch: int) -> None:
     names = "tensorwise", "rowwise", "mxfp8"
-    said, _ = told("--arch", arch, "--layer", "TransformerLayer", "--attention", "--recipes", *names)
+    said, _ = kernel_args("--arch", arch, "--layer", "TransformerLayer", "--attention", "--recipes", *names)
     assert all("attention" in of["kernels"] and not of["refused"] for of in said.values()), said

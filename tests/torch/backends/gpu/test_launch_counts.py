@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import quaver.torch as qt
-from quaver.torch.backends.gpu.mixing import scan
+from quaver.torch.backends.gpu import ssm
 from tests.torch.backends.gpu.launch_counts import (
     EMULATED,
     NATIVE,
@@ -69,21 +69,21 @@ def test_a_scan_and_its_convolution_take_as_many_launches_as_the_page_says() -> 
     with pytest.MonkeyPatch.context() as patch, as_on_a_gpu(patch):
         become(90, patch)
         # As in a scan that fills a GPU: one program takes all heads of a group.
-        patch.setattr(scan, "PROGRAMS", 0)
+        patch.setattr(ssm, "PROGRAMS", 0)
         driver = Driver(patch, runs=False)
         for run in (
             lambda: qt.ssd(x, dt, A, B, C, D=D, dt_bias=bias)[0],
             lambda: qt.causal_conv1d(channels, taps, of_taps),
         ):
             for _ in range(2):
-                driver.launched = noted = _Kernels([])
-                with _Operations(noted.launched):
+                driver.launched = recorded_amax = _Kernels([])
+                with _Operations(recorded_amax.launched):
                     y = run()
-                forward, noted.launched = noted.launched, []
+                forward, recorded_amax.launched = recorded_amax.launched, []
                 g = torch.ones_like(y)
-                with _Operations(noted.launched):
+                with _Operations(recorded_amax.launched):
                     y.backward(g)
-            back = [name for name in noted.launched if name != "torch.add_"]
+            back = [name for name in recorded_amax.launched if name != "torch.add_"]
             counts.append((len(forward), len(back)))
             # Zeros are the gradient of last states that nothing used; taps' gradients are turned as the weight lies.
             assert {name for name in (*forward, *back) if name.startswith("torch.")} <= {"torch.zeros", "torch.clone"}

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quaver.torch.backends.gpu import families
-from quaver.torch.backends.gpu.fused import activation, column_sums, cross_entropy, norm, rope
-from quaver.torch.backends.gpu.gemms.decoding import decode
+from quaver.torch.backends.gpu import activation, cross_entropy, norm, quantize
+from quaver.torch.backends.gpu.decode import decode
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import FLOAT8
 from tests.operands import SPECS
@@ -20,14 +19,14 @@ Lying = Callable[[Tensor], Tensor]
 
 
 def beyond(x: Tensor) -> Tensor:
-    room = torch.zeros(x.numel() + 16, dtype=x.dtype)
-    return room[1 : x.numel() + 1].view(x.shape).copy_(x)
+    buffer = torch.zeros(x.numel() + 16, dtype=x.dtype)
+    return buffer[1 : x.numel() + 1].view(x.shape).copy_(x)
 
 
 def apart(x: Tensor, by: int = 16, first: int = 0) -> Tensor:
-    room = torch.zeros((*x.shape[:-1], x.shape[-1] + by), dtype=x.dtype)
-    room[..., first : first + x.shape[-1]] = x
-    return room[..., first : first + x.shape[-1]]
+    buffer = torch.zeros((*x.shape[:-1], x.shape[-1] + by), dtype=x.dtype)
+    buffer[..., first : first + x.shape[-1]] = x
+    return buffer[..., first : first + x.shape[-1]]
 
 
 LYING: list[Lying] = [torch.clone, beyond, apart, lambda x: apart(x, 16, 1), lambda x: apart(x, 3)]
@@ -54,14 +53,14 @@ def test_of_quantize(name: str, driver: Driver) -> None:
     spec = SPECS[name]
     for lie in LYING:
         x = lie(matrix())
-        families.quantize(x, spec)
-        families.quantize(x.t(), spec)
-        families.quantize_both(x, spec, spec)
+        quantize.quantize(x, spec)
+        quantize.quantize(x.t(), spec)
+        quantize.quantize_both(x, spec, spec)
         if spec.per_tensor:
-            families.quantize(x, spec, None, torch.ones(3)[1:2], newest=torch.zeros(3)[2:])
+            quantize.quantize(x, spec, None, torch.ones(3)[1:2], newest=torch.zeros(3)[2:])
         elif not spec.two_level and not spec.hadamard:
             q = reference.quantize(matrix(), spec)
-            families.quantize(x, spec, lie(q.scales()) if q.scales().dim() == 2 else None)
+            quantize.quantize(x, spec, lie(q.scales()) if q.scales().dim() == 2 else None)
     assert driver.launched
 
 
@@ -110,9 +109,9 @@ def test_of_rope_and_sums_and_cross_entropy(driver: Driver) -> None:
                 wise(matrix().view(1, ROWS, 4, 16)),
                 wise(torch.stack([angles, angles])),
             )
-            if not rope.reason(q, k, cos, sin):
-                rope.turn(q, k, cos, sin, False, False)
-            column_sums.column_sum(lie(matrix()), torch.float32)
+            if not norm.reason(q, k, cos, sin):
+                norm.turn(q, k, cos, sin, False, False)
+            cross_entropy.column_sum(lie(matrix()), torch.float32)
             targets, weights = wise(torch.zeros(ROWS, dtype=torch.int64)), lie(torch.ones(ROWS))
             cross_entropy.rows(lie(matrix()), targets, weights, True, (-100, 0.0, 0.0, 0.0))
     assert driver.launched

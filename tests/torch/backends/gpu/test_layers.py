@@ -12,11 +12,11 @@ from torch import Tensor
 import quaver.torch as qt
 from quaver import E4M3, QuantSpec, recipes
 from quaver.torch.linear import gemms
-from quaver.torch.numerics.philox import QUIET
 from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.numerics.rounding import QUIET
 from quaver.torch.operations import ops
-from quaver.torch.operations.operation import Impl
-from quaver.torch.state.layer import state_of
+from quaver.torch.operations.operation import Implementation
+from quaver.torch.state.layer_state import state_of
 from tests.operands import SPECS
 from tests.torch.backends.gpu.cublaslt import torchs_own
 
@@ -28,12 +28,12 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """What was asked of the kernels: "quantize", or "both" for one read that serves two GEMMs."""
     asked: list[str] = []
 
-    def noting(name: str, impl: Impl) -> Impl:
+    def noting(name: str, impl: Implementation) -> Implementation:
         def run(*args: Any) -> Any:
             asked.append(name)
             return impl.run(*args)
 
-        return Impl(impl.name, run, impl.reason) if impl.name == "triton" else impl
+        return Implementation(impl.name, run, impl.reason) if impl.name == "triton" else impl
 
     for op, name in ((ops.QUANTIZE, "quantize"), (ops.QUANTIZE_BOTH, "both")):
         impls = [noting(name, impl) for impl in op.impls]
@@ -127,9 +127,9 @@ def test_backward_keeps_the_transpose_of_the_input_and_nothing_else_of_it(recipe
 
 def test_the_results_of_one_read_let_go_of_each_other() -> None:
     with qt.only("triton"):
-        q, turned = ops.QUANTIZE_BOTH(torch.randn(40, 48), QuantSpec(E4M3), QuantSpec(E4M3))
-    assert q.twin is None and turned.twin is None
-    assert q.data.untyped_storage().data_ptr() != turned.data.untyped_storage().data_ptr()
+        q, transposed = ops.QUANTIZE_BOTH(torch.randn(40, 48), QuantSpec(E4M3), QuantSpec(E4M3))
+    assert q.twin is None and transposed.twin is None
+    assert q.data.untyped_storage().data_ptr() != transposed.data.untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
@@ -142,7 +142,7 @@ def test_a_captured_graph_reads_and_leaves_no_kept_weight(recipe: str, monkeypat
         operand: Quantized = implementation.run(x, *args)
         return operand
 
-    impls = [Impl("cpu", counting, implementation.reason)]
+    impls = [Implementation("cpu", counting, implementation.reason)]
     monkeypatch.setattr(ops.QUANTIZE, "active", impls)
     ops._resolved.clear()
     layer, x = qt.Linear(48, 32, recipe=recipe), torch.randn(5, 48, requires_grad=True)
@@ -183,37 +183,36 @@ def test_two_operands_in_one_operator_are_those_of_two_calls(name: str) -> None:
 
 
 def test_a_warning_names_a_layer_whose_features_are_odd(monkeypatch: pytest.MonkeyPatch) -> None:
-    from quaver.torch.backends.gpu.launching import device
+    from quaver.torch.backends.gpu import device
 
     monkeypatch.setattr(device, "why_no_fp8", lambda *_: "")
     layer = qt.Linear(48, 30)
     layer.qualified_name = "blocks.0.out"
     with pytest.warns(UserWarning, match=r"blocks\.0\.out has a weight \[30, 48\]"):
-        gemms.announce_features(layer, layer.weight)
-    gemms.announce_features(layer, layer.weight)
+        gemms.warn_once_features(layer, layer.weight)
+    gemms.warn_once_features(layer, layer.weight)
 
 
 @torchs_own
 def test_a_warning_says_once_what_of_a_recipe_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    from quaver.torch.backends.gpu import announcing
-    from quaver.torch.backends.gpu.launching import device
+    from quaver.torch.backends.gpu import device, fused_quantize
 
-    monkeypatch.setattr(announcing, "_announced", set())
+    monkeypatch.setattr(fused_quantize, "_announced", set())
     monkeypatch.setattr(device, "why_no_fp8", lambda *_: "")
     with pytest.warns(UserWarning, match="fprop, dgrad, wgrad run as bf16 GEMMs of decoded operands.* from sm_100 on"):
-        announcing.announce(recipes.get("mxfp8"), torch.empty(0))
-    announcing.announce(recipes.get("mxfp8"), torch.empty(0))
-    announcing.announce(recipes.get("rowwise"), torch.empty(0))
+        fused_quantize.warn_once(recipes.get("mxfp8"), torch.empty(0))
+    fused_quantize.warn_once(recipes.get("mxfp8"), torch.empty(0))
+    fused_quantize.warn_once(recipes.get("rowwise"), torch.empty(0))
 
 
 def test_out_of_memory_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    from quaver.torch.backends.gpu import families
+    from quaver.torch.backends.gpu import quantize
 
     def fails(*_: object) -> Quantized:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     layer = qt.Linear(48, 32, recipe="delayed")
-    monkeypatch.setattr(families, "family_of", lambda *_: families.Family(lambda *_: True, fails))
+    monkeypatch.setattr(quantize, "family_of", lambda *_: quantize.QuantizeKernels(lambda *_: True, fails))
     with qt.only("triton"), torch.no_grad(), pytest.raises(torch.OutOfMemoryError, match="smaller batch"):
         layer(torch.randn(5, 48))
     history = layer.get_buffer("history")
@@ -259,7 +258,7 @@ def test_two_operands_in_one_operator_compile_as_layers_ask_for_them(noise: tupl
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-class CallOfAGPU(gemms.Call):
+class CallOfAGPU(gemms.LinearContext):
     """As one is made there: a compiler sees one operator for two operands."""
 
     def __init__(self, *args: Any) -> None:
@@ -273,8 +272,8 @@ def test_a_compiled_layer_reads_operands_once_as_on_a_gpu(recipe: str, monkeypat
     layer = qt.Linear(48, 32)
     twin = copy.deepcopy(layer)
     expected = run(layer, recipe, 5)
-    for where in ("entrance", "function"):
-        monkeypatch.setattr(f"quaver.torch.linear.{where}.Call", CallOfAGPU)
+    for where in ("quantized_input", "function"):
+        monkeypatch.setattr(f"quaver.torch.linear.{where}.LinearContext", CallOfAGPU)
     compiled = run(torch.compile(twin, fullgraph=True, backend="aot_eager"), recipe, 5)
     for one, other in zip(compiled, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)

@@ -11,7 +11,7 @@ from torch._dynamo.backends.debugging import aot_eager
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.core.spec import GemmSpec, QuantSpec, Recipe
+from quaver.recipes.spec import GemmSpec, QuantSpec, Recipe
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.state.noise import fresh_count, name_streams
 from tests.close import assert_bitwise
@@ -110,14 +110,14 @@ def test_codes_whose_blocks_have_rows_of_several_groups_are_refused() -> None:
 class Permuted:
     """Tokens that are quantized once each and copied to their rows as codes."""
 
-    remakes: bool = False
+    recomputes_input: bool = False
 
     def forward(self, *x: Tensor | None, spec: QuantSpec | None) -> tuple[Tensor | Quantized, Sequence[Any]]:
         tokens, places = x
         assert tokens is not None and places is not None
-        return self.remake((tokens, places), spec), (tokens, places)
+        return self.recompute_input((tokens, places), spec), (tokens, places)
 
-    def remake(self, saved: Sequence[Any], spec: QuantSpec | None) -> Tensor | Quantized:
+    def recompute_input(self, saved: Sequence[Any], spec: QuantSpec | None) -> Tensor | Quantized:
         tokens, places = saved
         if spec is None:
             return tokens[places]
@@ -136,14 +136,14 @@ class Permuted:
 
 
 @pytest.mark.parametrize("recipe", [*BY_ROWS, "bf16", RECIPES["rowwise, wgrad dequantized"]], ids=str)
-@pytest.mark.parametrize("remakes", [False, True])
-def test_rows_may_be_made_within_the_function(recipe: Any, remakes: bool) -> None:
+@pytest.mark.parametrize("recomputes_input", [False, True])
+def test_rows_may_be_made_within_the_function(recipe: Any, recomputes_input: bool) -> None:
     places = torch.randint(0, 24, (T,), generator=torch.Generator().manual_seed(3))
     tokens = rows(1, 24)[0].detach()
     one, other = tokens.clone().requires_grad_(), tokens.clone().requires_grad_()
     made_within, given = layer_of(recipe), layer_of(recipe)
     g = rows(0)[1]
-    y = made_within.project(Permuted(remakes), (one, places), ends(STEPS[0][1]))
+    y = made_within.project(Permuted(recomputes_input), (one, places), ends(STEPS[0][1]))
     expected = given(other.index_select(0, places), ends(STEPS[0][1]))
     assert_bitwise(y.detach(), expected.detach())
     y.backward(g)

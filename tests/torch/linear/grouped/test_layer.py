@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.torch.linear.grouped import host
-from quaver.torch.state import kept_weights
+from quaver.torch.linear.grouped import cpu
+from quaver.torch.state import weight_cache
 from tests.close import assert_bitwise
 
 G, K, N = 4, 48, 40
@@ -137,9 +137,9 @@ def test_a_weight_is_quantized_once_a_step_whatever_number_of_micro_batches(
     recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quantized: list[int] = []
-    quantize = host._Run._quantized
+    quantize = cpu._HostRun._quantized
 
-    def noted(run: Any, weight: Tensor, group: int, side: str, shared: bool) -> Any:
+    def recorded_amax(run: Any, weight: Tensor, group: int, side: str, shared: bool) -> Any:
         quantized.append(group)
         return quantize(run, weight, group, side, shared)
 
@@ -148,9 +148,9 @@ def test_a_weight_is_quantized_once_a_step_whatever_number_of_micro_batches(
         quantized.extend([0, 2, 3])
         return quantize_all(run, weight)
 
-    quantize_all = host._Run._all
-    monkeypatch.setattr(host._Run, "_quantized", noted)
-    monkeypatch.setattr(host._Run, "_all", noted_all)
+    quantize_all = cpu._HostRun._all
+    monkeypatch.setattr(cpu._HostRun, "_quantized", recorded_amax)
+    monkeypatch.setattr(cpu._HostRun, "_all", noted_all)
     layer = qt.GroupedLinear(G, K, N, recipe=recipe)
     optimizer = torch.optim.SGD(layer.parameters(), 1e-3)
     sides = 1 if recipes.get(recipe).plan.weight else 2
@@ -166,7 +166,7 @@ def test_a_weight_is_quantized_once_a_step_whatever_number_of_micro_batches(
         optimizer.zero_grad()
     layer.weight.data.add_(1.0)
     before = layer(rows(0)[0], ends(STEPS[0]))
-    kept_weights.drop(layer)
+    weight_cache.drop(layer)
     assert_bitwise(before, layer(rows(0)[0], ends(STEPS[0])))
 
 

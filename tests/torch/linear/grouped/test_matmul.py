@@ -8,10 +8,10 @@ from torch import Tensor
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.core.spec import GemmSpec, Recipe
-from quaver.torch.linear.grouped import host
+from quaver.recipes.spec import GemmSpec, Recipe
+from quaver.torch.linear.grouped import cpu
 from quaver.torch.numerics import reference
-from quaver.torch.numerics.groups import Offsets
+from quaver.torch.numerics.grouped import GroupOffsets
 from tests.close import assert_bitwise
 from tests.operands import SPECS
 
@@ -124,24 +124,24 @@ def test_what_a_cpu_runs_is_within_the_bound_of_the_reference(name: str, dtype: 
 
 @pytest.mark.parametrize("features", [(48, 40), (47, 40), (48, 41), (8, 8)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 def test_torchs_grouped_gemm_changes_no_bit(
-    features: tuple[int, int], dtype: torch.dtype, turned: bool, monkeypatch: pytest.MonkeyPatch
+    features: tuple[int, int], dtype: torch.dtype, transposed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (k, n), draw = features, torch.Generator().manual_seed(0)
     x, w, g = (torch.randn(shape, generator=draw) for shape in ((T, k), (G, n, k), (T, n)))
     x[3, 2], x[44, 1], w[2, 5, 3], g[50, 4] = float("inf"), float("nan"), -0.0, float("-inf")
-    w = w.transpose(1, 2).contiguous().transpose(1, 2) if turned else w
-    whole, results = host.all_groups, []
+    w = w.transpose(1, 2).contiguous().transpose(1, 2) if transposed else w
+    whole, results = cpu.all_groups, []
     taken: list[bool] = []
 
-    def noted(*args: Any) -> Tensor | None:
+    def recorded_amax(*args: Any) -> Tensor | None:
         y = whole(*args)
         taken.append(y is not None)
         return y
 
-    for way in (noted, lambda *args: None):
-        monkeypatch.setattr(host, "all_groups", way)
+    for way in (recorded_amax, lambda *args: None):
+        monkeypatch.setattr(cpu, "all_groups", way)
         for sizes in ((5, 0, 40, 17), (0, 0, 0, 0)):
             one, other = (t.clone().to(dtype).requires_grad_() for t in (x, w))
             y = qt.grouped_matmul(one, other, ends(sizes), recipe="bf16")
@@ -160,16 +160,16 @@ def test_rows_that_leave_the_cache_are_quantized_group_by_group_to_the_same_code
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = grouped(SIZES[0], RECIPES[name])
-    monkeypatch.setattr(host, "CACHED", 0)
+    monkeypatch.setattr(cpu, "CACHED", 0)
     # The processor's own implementation works in pieces.
     calls: list[int] = []
-    quantized = host._Run.quantized
+    quantized = cpu._HostRun.quantized
 
-    def noted(run: Any, group: int, column: int, operand: str, *rest: Any) -> Any:
+    def recorded_amax(run: Any, group: int, column: int, operand: str, *rest: Any) -> Any:
         calls.append(operand in ("input", "grad_output"))
         return quantized(run, group, column, operand, *rest)
 
-    monkeypatch.setattr(host._Run, "quantized", noted)
+    monkeypatch.setattr(cpu._HostRun, "quantized", recorded_amax)
     with qt.only("reference"):
         results = grouped(SIZES[0], RECIPES[name])
     for tensor, wanted in zip(results, expected, strict=True):
@@ -222,7 +222,7 @@ def test_the_ambient_recipe_and_autocast_hold() -> None:
     assert y.dtype is plain.dtype is torch.bfloat16
     y.float().sum().backward()
     assert w.grad is not None and w.grad.dtype is torch.float32
-    exact = torch.cat([x[s:e] @ w[i].t() for i, (s, e) in enumerate(Offsets(offsets, T).bounds())])
+    exact = torch.cat([x[s:e] @ w[i].t() for i, (s, e) in enumerate(GroupOffsets(offsets, T).bounds())])
     assert (plain.double() - exact.double()).norm() < 1e-2 * exact.double().norm()
 
 
@@ -244,14 +244,14 @@ def test_without_gradients_nothing_is_quantized_for_them(
 ) -> None:
     """torch says what an operand needs as if gradients were never switched off."""
     kept: list[bool] = []
-    forward = host.forward
+    forward = cpu.forward
 
-    def noted(*args: Any) -> Any:
+    def recorded_amax(*args: Any) -> Any:
         y, operands = forward(*args)
         kept.append(operands is not None)
         return y, operands
 
-    monkeypatch.setattr(host, "forward", noted)
+    monkeypatch.setattr(cpu, "forward", recorded_amax)
     x, w, _ = tensors()
     expected = qt.grouped_matmul(x, w, ends(SIZES[0]), recipe=recipe)
     with off():

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.core.states.codes import StateSpec
-from quaver.core.states.presets import Preset
+from quaver.reference.optimizer_state import Preset, StateSpec
 from quaver.torch import optim
-from quaver.torch.linear.stored import stored
+from quaver.torch.linear import stored_weight
 from tests.close import assert_bitwise, assert_close
 
 G, N, K, T = 3, 96, 64, 70
@@ -46,7 +45,7 @@ def rows(seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Ten
 
 
 def value(of: qt.GroupedLinear, dtype: torch.dtype = torch.float32) -> Tensor:
-    return stored.dequantized(of, of.weight, dtype)
+    return stored_weight.dequantized(of, of.weight, dtype)
 
 
 def run(of: nn.Module, name: str | None, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -64,10 +63,10 @@ def run(of: nn.Module, name: str | None, seed: int = 0, dtype: torch.dtype = tor
 @LAYOUTS
 def test_codes_are_those_of_each_linears_initial_values(name: str, layout: str) -> None:
     one, each = layer(name, layout, torch.bfloat16), linears(name, torch.bfloat16)
-    beside = stored.stack_codes(one)
-    matrices = one.weight if one.weight.dtype is stored.PACKED else one.matrices(one.weight)
+    beside = stored_weight.stack_codes(one)
+    matrices = one.weight if one.weight.dtype is stored_weight.PACKED else one.matrices(one.weight)
     for group, single in enumerate(each):
-        ours, expected = beside.of(matrices, group), stored.codes(single, single.weight)
+        ours, expected = beside.of(matrices, group), stored_weight.codes(single, single.weight)
         assert_bitwise(ours.codes(), expected.codes())
         assert_bitwise(torch.as_tensor(ours.scales()), torch.as_tensor(expected.scales()))
     held = one.weight.numel() * one.weight.element_size() + sum(b.numel() * b.element_size() for b in one.buffers())
@@ -110,10 +109,10 @@ def test_they_train_as_linears_in_codes_do(name: str, layout: str) -> None:
             for stepper in steppers:
                 stepper.step()
                 stepper.zero_grad()
-        beside = stored.stack_codes(one)
+        beside = stored_weight.stack_codes(one)
         for group, single in enumerate(each):
             ours = beside.values(one.matrices(one.weight), group)
-            assert_bitwise(ours, stored.dequantized(single, single.weight, torch.float32))
+            assert_bitwise(ours, stored_weight.dequantized(single, single.weight, torch.float32))
 
 
 @pytest.mark.parametrize("preset", ["balanced", "lean"])
@@ -149,7 +148,10 @@ def test_presets_that_round_at_random_step_and_come_back_from_a_file(name: str, 
         converted = optim.AdamW(other.parameters(), lr=1e-2, preset="exact")
         converted.load_state_dict(again.state_dict())
     way, new = again.way(other.weight, again.param_groups[0]), converted.way(other.weight, converted.param_groups[0])
-    assert (way.keeping.kind, new.keeping.kind) == ("residual16" if preset == "balanced" else "residual8", "float32")
+    assert (way.master_format.kind, new.master_format.kind) == (
+        "residual16" if preset == "balanced" else "residual8",
+        "float32",
+    )
     # The master begins at what codes and residuals said.
     assert (converted.state[other.weight]["master"] - value(other)).abs().max() < 1e-2
 
@@ -188,7 +190,7 @@ def through_a_file(of: qt.GroupedLinear) -> qt.GroupedLinear:
     file = io.BytesIO()
     torch.save(of.state_dict(), file)
     file.seek(0)
-    with qt.quantized_init("nvfp4" if of.weight.dtype is stored.PACKED else "mxfp8"):
+    with qt.quantized_init("nvfp4" if of.weight.dtype is stored_weight.PACKED else "mxfp8"):
         other = qt.GroupedLinear(G, K, N, layout=of.layout)
     other.load_state_dict(torch.load(file))
     return other
@@ -196,7 +198,7 @@ def through_a_file(of: qt.GroupedLinear) -> qt.GroupedLinear:
 
 def from_high_precision(of: qt.GroupedLinear) -> qt.GroupedLinear:
     """The state dict of the layer that it was made of."""
-    with qt.quantized_init("nvfp4" if of.weight.dtype is stored.PACKED else "mxfp8"):
+    with qt.quantized_init("nvfp4" if of.weight.dtype is stored_weight.PACKED else "mxfp8"):
         other = qt.GroupedLinear(G, K, N, layout=of.layout)
     other.load_state_dict(layer(None, of.layout).state_dict())
     return other
@@ -267,7 +269,7 @@ def test_codes_that_were_cast_as_numbers_are_refused(name: str) -> None:
         (layer(name), (rows()[0].bfloat16(), ENDS)),
         (qt.Linear(32, 32), (torch.randn(4, 32).bfloat16(),)),
         (qt.MLP(32, 64), (torch.randn(4, 32).bfloat16(),)),
-        (qt.MoE(32, 32, qt.Mixture(experts=4, k=2)), (torch.randn(4, 32).bfloat16(),)),
+        (qt.MoE(32, 32, qt.MixtureConfig(experts=4, k=2)), (torch.randn(4, 32).bfloat16(),)),
     ]
     for module, given in cases:
         qt.quantize_weights(module, name)
@@ -280,7 +282,7 @@ def test_codes_that_were_cast_as_numbers_are_refused(name: str) -> None:
 
 
 def test_experts_in_codes_say_what_to_do_with_tokens_of_another_dtype() -> None:
-    model = qt.MoE(32, 32, qt.Mixture(experts=4, k=2))
+    model = qt.MoE(32, 32, qt.MixtureConfig(experts=4, k=2))
     qt.quantize_weights(model, "mxfp8")
     with pytest.raises(ValueError, match=r"call model.to\(torch.bfloat16\) before it is sharded"):
         model(torch.randn(4, 32).bfloat16())

@@ -7,19 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quaver.torch.blocks.attention import DotProductAttention, attention
-from quaver.torch.parallel.context import blocks
-from quaver.torch.parallel.context.sequence import Order, Sight
+from quaver.torch.nn.attention import DotProductAttention, attention
+from quaver.torch.parallel.context import comm
+from quaver.torch.parallel.context.comm import CausalWindow, ChunkOrder
 
 #: Of all ranks' q, k and v [B, S, H, D], the outputs.
-Attend = Callable[[Order, list[Tensor], list[Tensor], list[Tensor]], list[Tensor]]
+Attend = Callable[[ChunkOrder, list[Tensor], list[Tensor], list[Tensor]], list[Tensor]]
 
 
 class Gathered(torch.autograd.Function):
     """Causal, chunk by chunk; gradients of keys and values are added chunk by chunk, then rank by rank."""
 
     @staticmethod
-    def forward(ctx: Any, order: Order, *qkv: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, order: ChunkOrder, *qkv: Tensor) -> tuple[Tensor, ...]:
         ranks = order.ranks
         keys, values = (order.join(qkv[i * ranks : (i + 1) * ranks], 1) for i in (1, 2))
         ctx.order, ctx.shape, ctx.runs = order, keys.shape, []
@@ -56,12 +56,12 @@ class Ring(torch.autograd.Function):
     """Causal, each rank's queries against one rank's keys after the other; their gradients are added in that order."""
 
     @staticmethod
-    def forward(ctx: Any, order: Order, *qkv: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, order: ChunkOrder, *qkv: Tensor) -> tuple[Tensor, ...]:
         ranks = order.ranks
         q, k, v = ([x.transpose(1, 2) for x in qkv[i * ranks : (i + 1) * ranks]] for i in range(3))
         ctx.order, ctx.qkv, ctx.merged = order, (q, k, v), []
         for rank in range(ranks):
-            merged = blocks.Merged(
+            merged = comm.MergedSoftmax(
                 torch.zeros_like(q[rank]), torch.full(q[rank].shape[:3], -torch.inf), torch.zeros(())
             )
             merged = merged._replace(total=torch.zeros_like(merged.top))
@@ -69,7 +69,7 @@ class Ring(torch.autograd.Function):
                 source = (rank - step) % ranks
                 for rows, columns, block in _pairs(order, rank, source, q[rank]):
                     operands = q[rank][:, :, rows], k[source][:, :, columns], v[source][:, :, columns]
-                    merged.rows(rows).add(blocks.forward(*operands, block))
+                    merged.rows(rows).add(comm.forward(*operands, block))
             ctx.merged.append(merged)
         ctx.outs = [merged.normalized() for merged in ctx.merged]
         return tuple(out.transpose(1, 2) for out in ctx.outs)
@@ -88,7 +88,7 @@ class Ring(torch.autograd.Function):
                 for rows, columns, block in _pairs(order, rank, source, q[rank]):
                     keys, values = k[source][:, :, columns], v[source][:, :, columns]
                     given = grad[:, :, rows], q[rank][:, :, rows], keys, values, merged.rows(rows), block
-                    gradients = blocks.backward(*given)
+                    gradients = comm.backward(*given)
                     for x, part, g in zip((dq[rank], *own), (rows, columns, columns), gradients, strict=True):
                         x[:, :, part] += g
                 before = sums[source]
@@ -97,19 +97,21 @@ class Ring(torch.autograd.Function):
         return None, *(x.transpose(1, 2) for x in every)
 
 
-def _pairs(order: Order, rank: int, source: int, q: Tensor) -> list[tuple[slice, slice, blocks.Block]]:
+def _pairs(order: ChunkOrder, rank: int, source: int, q: Tensor) -> list[tuple[slice, slice, comm.ScoreBlock]]:
     tokens = q.shape[2] * order.ranks
     length = tokens // order.chunks
     pairs = []
     for i, queries in enumerate(order.spans(rank, tokens)):
         for j, keys in enumerate(order.spans(source, tokens)):
             if keys[0] < queries[1]:
-                block = blocks.Block(q.shape[3] ** -0.5, None, Sight(-1, 0).hidden(queries, keys, q.device), None)
+                block = comm.ScoreBlock(
+                    q.shape[3] ** -0.5, None, CausalWindow(-1, 0).hidden(queries, keys, q.device), None
+                )
                 pairs.append((slice(i * length, (i + 1) * length), slice(j * length, (j + 1) * length), block))
     return pairs
 
 
-def by_heads(order: Order, *qkv: list[Tensor]) -> list[Tensor]:
+def by_heads(order: ChunkOrder, *qkv: list[Tensor]) -> list[Tensor]:
     """Plain attention: nothing is split."""
     out = attention(*(order.join(parts, 1) for parts in qkv), mask_type="causal")
     return [order.cut(out, 1, rank) for rank in range(order.ranks)]
@@ -126,7 +128,7 @@ SPLIT: dict[str, Attend] = {
 class Together:
     """Runs a model of each rank in this process, a thread each, which meet where they attend."""
 
-    def __init__(self, models: list[nn.Module], order: Order, attend: Attend) -> None:
+    def __init__(self, models: list[nn.Module], order: ChunkOrder, attend: Attend) -> None:
         self.models, self.order, self.attend = models, order, attend
         self.meeting = threading.Barrier(order.ranks, timeout=60)
         self.given: list[Any] = [None] * order.ranks

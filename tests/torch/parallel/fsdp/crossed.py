@@ -12,9 +12,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import quaver.torch as qt
-from quaver.core.spec import Recipe
-from quaver.torch.parallel import Column, Gathers, Row, gather_quantized
-from quaver.torch.parallel.fsdp import agreeing
+from quaver.recipes.spec import Recipe
+from quaver.torch.parallel import ColwiseParallel, GatherReport, RowwiseParallel, gather_quantized
+from quaver.torch.parallel.fsdp import amax_sync
 from tests import two_ranks
 from tests.torch.parallel.fsdp.training import Run, counted, first_difference
 
@@ -44,17 +44,17 @@ class Net(nn.Module):
 @contextmanager
 def agreements() -> Iterator[list[int]]:
     """Count the all-reduces of weights' amaxes, apart from those of activations."""
-    count, agree = [0], agreeing.agree
+    count, agree = [0], amax_sync.agree
 
     def counting(bits: Tensor, group: Any = None) -> Tensor:
         count[0] += 1
         return agree(bits, group)
 
-    agreeing.agree = counting
+    amax_sync.agree = counting
     try:
         yield count
     finally:
-        agreeing.agree = agree
+        amax_sync.agree = agree
 
 
 def sizes_of(block: int) -> tuple[int, int, int]:
@@ -69,7 +69,9 @@ def model(recipe: Recipe, mesh: Any, as_codes: bool, sizes: tuple[int, int, int]
     net = Net(*sizes, bias=options.get("bias", True))
     qt.convert(net, recipe)
     sequence = options.get("sequence", False)
-    parallelize_module(net, mesh["tp"], {"up": Column(sequence=sequence), "down": Row(sequence=sequence)})
+    parallelize_module(
+        net, mesh["tp"], {"up": ColwiseParallel(sequence=sequence), "down": RowwiseParallel(sequence=sequence)}
+    )
     return net, gather_quantized(net) if as_codes else None
 
 
@@ -92,7 +94,7 @@ def train(
     bias: bool = True,
     sizes: tuple[int, int, int] | None = None,
     before: Callable[[int, nn.Module], None] = lambda step, net: None,
-) -> tuple[Run, Gathers | None]:
+) -> tuple[Run, GatherReport | None]:
     """Train on a mesh of 2 × 2 by AdamW; ranks of tensor parallelism have the same data.
 
     Args:

@@ -23,13 +23,13 @@ from torch.distributed.tensor import DTensor
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.core.spec import Recipe
-from quaver.core.states.presets import PRESETS
+from quaver.recipes.spec import Recipe
+from quaver.reference.optimizer_state import PRESETS
 from quaver.torch import optim
-from quaver.torch.linear.stored import storing
-from quaver.torch.linear.stored.stored import dequantized
-from quaver.torch.optim.stepping import layout
-from quaver.torch.parallel import Checkpoint, agree_histories, gather_quantized
+from quaver.torch.linear import store_weight
+from quaver.torch.linear.stored_weight import dequantized
+from quaver.torch.optim.step import layout
+from quaver.torch.parallel import Checkpoint, gather_quantized, sync_amax_histories
 from tests import two_ranks
 from tests.close import assert_bitwise
 from tests.torch.parallel.fsdp.training import Case, counted
@@ -101,7 +101,7 @@ def losses_of(net: Any, optimizer: Any, steps: range, alone: bool, micro: int = 
 
 def everything(net: Any, optimizer: Any) -> dict[str, Tensor]:
     """Codes, scales and states, as they lie here."""
-    agree_histories(net)
+    sync_amax_histories(net)
     every = dict(net.named_buffers())
     for name, p in net.named_parameters():
         every[name] = layout.local(p).detach()
@@ -167,14 +167,14 @@ def of_parts(whole: Tensor, p: Any) -> Tensor:
 
 def bytes_and_collectives(rank: int) -> None:
     """A byte an element travels; ranks agree once a step at most, and not at all where a block lies on one rank."""
-    for name, straddles in (("tensorwise", False), ("mxfp8", False), ("rowwise", False), ("blockwise", True)):
+    for name, crosses_shards in (("tensorwise", False), ("mxfp8", False), ("rowwise", False), ("blockwise", True)):
         for sizes in (SIZES, (128, 256, 512)):
             net = on_ranks(network(LEARN[name], sizes))
             optimizer = optim.AdamW(net.parameters(), lr=1e-2, preset="lean")
             losses_of(net, optimizer, range(1), alone=False)
             with counted() as traffic:
                 losses_of(net, optimizer, range(1, 3), alone=False)
-            expected = 2 if straddles and sizes == SIZES else 0
+            expected = 2 if crosses_shards and sizes == SIZES else 0
             assert traffic.agreements == expected, f"{name}, {sizes}: {traffic.agreements}"
             a, b, c = sizes
             # Two gathers of each layer with its bias, padding, and the scales once a step.
@@ -518,7 +518,7 @@ def wrong_hands(rank: int) -> None:
     with pytest.raises(ValueError, match="'msamp' has one scale for all of it"):
         optim.AdamW([weight], preset="msamp")
     with pytest.raises(ValueError, match="codes that are sharded over"):
-        storing.decode(net[0], {}, "0.", {})
+        store_weight.decode(net[0], {}, "0.", {})
     plain = network("tensorwise")
     fully_shard(plain)
     with pytest.raises(ValueError, match="was given to fully_shard as it is, which rounds gradients to its dtype"):
@@ -671,11 +671,11 @@ def test_a_prepared_layer_is_copied_and_moved_as_any_other(tmp_path: Path) -> No
     gathers = gather_quantized(net)
     assert gathers.stored == ["0", "2"]
     assert net[0].weight.requires_grad and net[0].weight.dtype is torch.float32
-    assert storing.owner(net[0].weight) is net[0]
+    assert store_weight.owner(net[0].weight) is net[0]
     copied = copy.deepcopy(net)
     x = torch.ones(4, 96)
     assert_bitwise(copied(x), plain(x), "a copy is not prepared")
-    assert copied[0].weight.dtype is torch.float8_e4m3fn and storing.owner(copied[0].weight) is copied[0]
+    assert copied[0].weight.dtype is torch.float8_e4m3fn and store_weight.owner(copied[0].weight) is copied[0]
     torch.save(net, tmp_path / "net.pt")
     assert_bitwise(torch.load(tmp_path / "net.pt", weights_only=False)(x), plain(x), "read again")
     for key, value in plain.state_dict().items():

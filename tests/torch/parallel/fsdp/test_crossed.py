@@ -11,7 +11,7 @@ import quaver.torch as qt
 from quaver import recipes
 from tests import two_ranks
 from tests.torch.parallel.fsdp import crossed
-from tests.torch.parallel.fsdp.test_gathering import MOST, MOST_OF_MX_AND_ROWS
+from tests.torch.parallel.fsdp.test_gather import MOST, MOST_OF_MX_AND_ROWS
 from tests.torch.parallel.fsdp.test_operands import RECIPES
 from tests.torch.parallel.fsdp.training import Case, adam
 

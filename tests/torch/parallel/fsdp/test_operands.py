@@ -9,9 +9,19 @@ from torch import Tensor
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.core.spec import Recipe
-from quaver.torch.parallel.fsdp.cutting import Rows, Side, pieces, sides, straddling
-from quaver.torch.parallel.fsdp.operands import Joint, amaxes, part, room, whole
+from quaver.recipes.spec import Recipe
+from quaver.torch.parallel.fsdp.operands import (
+    GatheredLayout,
+    OperandSide,
+    RowShard,
+    amaxes,
+    buffer,
+    part,
+    pieces,
+    sides,
+    straddling,
+    whole,
+)
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
     **{name: function for name, function in recipes.RECIPES.items() if name != "bf16"},
@@ -34,18 +44,18 @@ def values(kind: str, n: int, k: int) -> Tensor:
     return x
 
 
-def together(x: Tensor, side: Side, ranks: int, factor: float | None = None) -> qt.Quantized:
+def together(x: Tensor, side: OperandSide, ranks: int, factor: float | None = None) -> qt.Quantized:
     """As ranks do it."""
     n, k = x.shape
-    rows = [Rows.of(n, ranks, rank) for rank in range(ranks)]
+    rows = [RowShard.of(n, ranks, rank) for rank in range(ranks)]
     own = [amaxes(x[r.start : r.stop], side, r, side.spec.two_level or factor is not None) for r in rows]
     agreed = {block: torch.stack([each[block] for each in own]).amax(0) for block in own[0]}
     parts = [part(x[r.start : r.stop], side, r, agreed, factor) for r in rows]
-    joint = Joint(side, (n, k), rows[0], parts[-1], whole(agreed))
+    joint = GatheredLayout(side, (n, k), rows[0], parts[-1], whole(agreed))
     gathered = [torch.cat([p.codes for p in parts])]
     if parts[0].scales is not None:
         gathered.append(torch.cat([p.scales for p in parts if p.scales is not None]))
-    shape = room(side, rows[0], k)
+    shape = buffer(side, rows[0], k)
     return joint.operand(gathered, None if shape is None else torch.full(shape, 77, dtype=torch.uint8))
 
 
@@ -66,7 +76,7 @@ def test_parts_make_the_whole(name: str, kind: str) -> None:
         for side in sides(recipe):
             for factor in (None,) if recipe.delayed is None else (0.0, 4.0):
                 q = together(x, side, ranks, factor)
-                expected = qt.quantize(x.t() if side.turned else x, side.spec, factor=factor)
+                expected = qt.quantize(x.t() if side.transposed else x, side.spec, factor=factor)
                 assert_equal(q, expected, f"{(n, k, ranks)}, {side.name}, factor {factor}")
                 if factor is not None:
                     assert q.amax is not None and expected.amax is not None
@@ -77,7 +87,7 @@ def test_parts_make_the_whole(name: str, kind: str) -> None:
 @pytest.mark.parametrize("height", [None, 1, 16, 32, 128])
 def test_pieces_are_all_rows_and_say_who_straddles(height: int | None) -> None:
     for n, _, ranks in SHAPES:
-        rows = [Rows.of(n, ranks, rank) for rank in range(ranks)]
+        rows = [RowShard.of(n, ranks, rank) for rank in range(ranks)]
         assert torch.equal(
             torch.tensor([r.stop - r.start for r in rows][: len(torch.empty(n).chunk(ranks))]),
             torch.tensor([len(c) for c in torch.empty(n).chunk(ranks)]),
@@ -93,4 +103,4 @@ def test_pieces_are_all_rows_and_say_who_straddles(height: int | None) -> None:
             on_several = [0]
         assert straddling(rows[0], height) == on_several
         for _, p in every:
-            assert p.straddles == (p.block in on_several)
+            assert p.crosses_shards == (p.block in on_several)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import quaver.torch as qt
-from quaver.core.spec import Recipe
+from quaver.recipes.spec import Recipe
 from quaver.torch.parallel import gather_quantized, micro_batches
 from tests import two_ranks
 

@@ -20,9 +20,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import quaver.torch as qt
 from quaver import GemmSpec, recipes
-from quaver.torch.parallel import Column, Heads, Row, Sequence
-from quaver.torch.parallel.tensor.joined import pieces
-from quaver.torch.state.layer import state_of
+from quaver.torch.parallel import ColwiseParallel, HeadParallel, RowwiseParallel, SequenceParallel
+from quaver.torch.parallel.tensor import joined as pieces
+from quaver.torch.state.layer_state import state_of
 from tests import two_ranks
 from tests.close import assert_bitwise, assert_close
 from tests.torch.parallel.tensor.split import SplitLinear, parts_of, tokens
@@ -62,7 +62,7 @@ def under_recipes(rank: int, of_steps: Mapping[str, int]) -> None:
             qt.convert(model, recipe)
             split = SplitLinear(copy.deepcopy(model[0]), recipe, RANKS, True, sequence, [*sizes.values()])  # type: ignore[arg-type]
             state_of(model[0]).pieces = sizes
-            style: Any = Column(sequence=sequence)
+            style: Any = ColwiseParallel(sequence=sequence)
             style.of_heads = True
             parallel = parallelize_module(model, mesh(), {"0": style})
             assert [p.placements for p in parallel.parameters()] == [(Shard(0),)] * 6  # type: ignore[attr-defined]
@@ -100,7 +100,7 @@ def block_of_transformer(recipe: str | None = "tensorwise") -> Any:
     )
 
 
-PLAN = {"attention": Heads(), "mlp.gate_up_proj": Column(), "mlp.down_proj": Row()}
+PLAN = {"attention": HeadParallel(), "mlp.gate_up_proj": ColwiseParallel(), "mlp.down_proj": RowwiseParallel()}
 
 
 def in_parts(layer: nn.Module) -> Any:
@@ -179,7 +179,7 @@ def cross_attention(rank: int) -> None:
     """q in a weight of its own, and k and v in one of the memory."""
     torch.manual_seed(0)
     whole = qt.MultiheadAttention(64, 4, memory_dim=32, head_dim=(16, 32))
-    attention: Any = parallelize_module(copy.deepcopy(whole), mesh(), Heads())
+    attention: Any = parallelize_module(copy.deepcopy(whole), mesh(), HeadParallel())
     x, memory = torch.randn(2, 6, 64), torch.randn(2, 10, 32)
     y, z = attention(x, memory), whole(x, memory)
     assert (y - z).abs().max() <= 1e-6 * z.abs().max()
@@ -210,17 +210,17 @@ def plan_of_phi_3(config: Any, sequence: bool, heads: int = 32) -> dict[str, Any
     layer, own = "model.layers.*.", {"sequence": sequence}
     q, k = config.num_attention_heads * heads, config.num_key_value_heads * heads
     plan: dict[str, Any] = {
-        f"{layer}self_attn.qkv_proj": Column(parts=(q, k, k)),
-        f"{layer}self_attn.o_proj": Row(**own),
-        f"{layer}mlp.gate_up_proj": Column(parts=(config.intermediate_size,) * 2, **own),
-        f"{layer}mlp.down_proj": Row(**own),
+        f"{layer}self_attn.qkv_proj": ColwiseParallel(parts=(q, k, k)),
+        f"{layer}self_attn.o_proj": RowwiseParallel(**own),
+        f"{layer}mlp.gate_up_proj": ColwiseParallel(parts=(config.intermediate_size,) * 2, **own),
+        f"{layer}mlp.down_proj": RowwiseParallel(**own),
     }
     if sequence:
         plan |= {
-            "model.embed_tokens": Sequence(takes_whole=True),
-            f"{layer}input_layernorm": Sequence(gives_whole=True),
-            f"{layer}post_attention_layernorm": Sequence(),
-            "model.norm": Sequence(gives_whole=True),
+            "model.embed_tokens": SequenceParallel(takes_whole=True),
+            f"{layer}input_layernorm": SequenceParallel(gives_whole=True),
+            f"{layer}post_attention_layernorm": SequenceParallel(),
+            "model.norm": SequenceParallel(gives_whole=True),
         }
     return plan
 
@@ -286,8 +286,11 @@ def rows_of_heads_that_lie_together(rank: int) -> None:
     model = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(vocab_size=96, **options))
     whole, ids = copy.deepcopy(model), torch.arange(32)[None]
     layer = "gpt_neox.layers.*."
-    plan: dict[str, Any] = {f"{layer}attention.query_key_value": Column(parts=(192,)), f"{layer}attention.dense": Row()}
-    plan |= {f"{layer}mlp.dense_h_to_4h": Column(), f"{layer}mlp.dense_4h_to_h": Row()}
+    plan: dict[str, Any] = {
+        f"{layer}attention.query_key_value": ColwiseParallel(parts=(192,)),
+        f"{layer}attention.dense": RowwiseParallel(),
+    }
+    plan |= {f"{layer}mlp.dense_h_to_4h": ColwiseParallel(), f"{layer}mlp.dense_4h_to_h": RowwiseParallel()}
     parallelize_module(model, mesh(), plan)
     losses = [each(ids, labels=ids).loss for each in (model, whole)]
     for loss in losses:
@@ -305,24 +308,24 @@ def matrices_that_nobody_has_told_of(rank: int) -> None:
         if converted:
             qt.convert(model, "mxfp8", skip=["lm_head"])
         for name, joined in (("self_attn.qkv_proj", "qkv_proj"), ("mlp.gate_up_proj", "gate_up_proj")):
-            with pytest.raises(ValueError, match=rf"is called '{joined}'.*Column\(parts=\(q, k, v\)\)"):
-                parallelize_module(model, mesh(), {f"model.layers.*.{name}": Column()})
+            with pytest.raises(ValueError, match=rf"is called '{joined}'.*ColwiseParallel\(parts=\(q, k, v\)\)"):
+                parallelize_module(model, mesh(), {f"model.layers.*.{name}": ColwiseParallel()})
     for parts, says in (
-        ((64, 64), "Column(parts=(64, 64)) has 128 rows, and"),
+        ((64, 64), "ColwiseParallel(parts=(64, 64)) has 128 rows, and"),
         ((64, 65, 63), "has 65 output features, which 2 ranks cannot share"),
         ((192, 0), "give the rows of each of its matrices"),
     ):
         layer = nn.ModuleDict({"qkv_proj": nn.Linear(8, 192)})
         with pytest.raises(ValueError, match=re.escape(says)):
-            parallelize_module(layer, mesh(), {"qkv_proj": Column(parts=parts)})
+            parallelize_module(layer, mesh(), {"qkv_proj": ColwiseParallel(parts=parts)})
     with pytest.raises(ValueError, match="says itself that it joins gate_proj, up_proj"):
-        parallelize_module(qt.MLP(64, 32, "swiglu"), mesh(), {"gate_up_proj": Column(parts=(32, 32))})
-    again = {"mlp.gate_up_proj": Column()}
+        parallelize_module(qt.MLP(64, 32, "swiglu"), mesh(), {"gate_up_proj": ColwiseParallel(parts=(32, 32))})
+    again = {"mlp.gate_up_proj": ColwiseParallel()}
     twice = parallelize_module(block_of_transformer(), mesh(), again)
-    with pytest.raises(ValueError, match=r"is in parts by Column.. already"):
+    with pytest.raises(ValueError, match=r"is in parts by ColwiseParallel.. already"):
         parallelize_module(twice, mesh(), again)
     for name in ("q_proj", "up_proj", "wi", "dense_h_to_4h", "lm_head"):
-        parallelize_module(nn.ModuleDict({name: nn.Linear(8, 8)}), mesh(), {name: Column()})
+        parallelize_module(nn.ModuleDict({name: nn.Linear(8, 8)}), mesh(), {name: ColwiseParallel()})
 
 
 def backward_of_dequantized_operands(rank: int) -> None:
@@ -334,7 +337,7 @@ def backward_of_dequantized_operands(rank: int) -> None:
         whole = nn.Sequential(qt.Linear(64, 128), qt.Linear(128, 64))
         parallel = copy.deepcopy(whole)
         qt.convert(parallel, recipe)
-        plan = {"0": Column(sequence=sequence), "1": Row(sequence=sequence)}
+        plan = {"0": ColwiseParallel(sequence=sequence), "1": RowwiseParallel(sequence=sequence)}
         parallel = parallelize_module(parallel, mesh(), plan)
         x, g = drawn((2, 64, 64), 1), drawn((2, 64, 64), 2)
         y = parallel(tokens(x, rank, RANKS) if sequence else x)

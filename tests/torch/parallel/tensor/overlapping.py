@@ -15,8 +15,8 @@ from torch.distributed import _symmetric_memory as symmetric
 from torch.distributed.tensor.parallel import parallelize_module
 
 import quaver.torch as qt
-from quaver.torch.parallel import Column, Row, Traffic, wire
-from quaver.torch.parallel.tensor.products import function, overlapping
+from quaver.torch.parallel import ColwiseParallel, CommCounter, RowwiseParallel, comm
+from quaver.torch.parallel.tensor import function
 from tests import two_ranks
 from tests.close import assert_bitwise, assert_close
 from tests.torch.parallel.tensor.split import tokens
@@ -31,7 +31,7 @@ def mesh() -> Any:
 def seen(events: list[str]) -> Iterator[None]:
     """Write down what begins to travel, what is waited for, and which GEMM of a backward runs: that of tokens, a
     multiple of 96, or that of weights."""
-    awaited, product = wire.awaited, function.product
+    awaited, product = comm.awaited, function.product
 
     def watched(kind: str, way: str, *args: Any) -> Any:
         wait = awaited(kind, way, *args)  # type: ignore[arg-type]
@@ -48,14 +48,14 @@ def seen(events: list[str]) -> Iterator[None]:
         return product(call, gemm, a, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wire, "awaited", watched)
+        patch.setattr(comm, "awaited", watched)
         patch.setattr(function, "product", multiplied)
         yield
 
 
 def gradients_travel_while_weights_gradients_are_computed(rank: int) -> None:
     for recipe in ("tensorwise", "mxfp8", "rowwise", "bf16"):
-        for style in (Column(sequence=True), Row(sequence=True), Column()):
+        for style in (ColwiseParallel(sequence=True), RowwiseParallel(sequence=True), ColwiseParallel()):
             torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(64, 64))
             qt.convert(model, recipe)
@@ -81,8 +81,8 @@ def gradients_travel_while_weights_gradients_are_computed(rank: int) -> None:
 def by_torch_itself() -> Iterator[None]:
     """On processors torch's operations are what torch puts in their place for tensors without values, as of 2.13."""
     library = torch.library.Library("symm_mem", "IMPL")
-    library.impl(overlapping.GATHER, symmetric._fused_all_gather_matmul_fallback, "CPU")
-    library.impl(overlapping.SCATTER, symmetric._fused_matmul_reduce_scatter_fallback, "CPU")
+    library.impl(function.GATHER, symmetric._fused_all_gather_matmul_fallback, "CPU")
+    library.impl(function.SCATTER, symmetric._fused_matmul_reduce_scatter_fallback, "CPU")
     try:
         yield
     finally:
@@ -90,7 +90,7 @@ def by_torch_itself() -> Iterator[None]:
 
 
 def whole(x: Tensor, batches: int) -> Tensor:
-    together: Tensor = wire.gather(x, 0, None, batches)()
+    together: Tensor = comm.gather(x, 0, None, batches)()
     return together
 
 
@@ -103,15 +103,15 @@ def products_are_the_plain_composition(rank: int) -> None:
                 generator = torch.Generator().manual_seed(rank)
                 x = torch.randn(batches * 4, 16, generator=generator).to(dtype)
                 weight = torch.randn(8, 16, generator=torch.Generator().manual_seed(7)).to(dtype)
-                together, product = overlapping.gathered_product(x, weight, group, batches)
+                together, product = function.gathered_product(x, weight, group, batches)
                 says = f"{dtype}, {batches} sequences"
                 assert_bitwise(together, whole(x, batches), says)
                 assert_bitwise(product, whole(x, batches) @ weight.t(), says)
                 for value in (0.0, torch.nan, torch.inf, 1e-40, 3e38):
                     y = torch.randn(batches * 8, 16, generator=generator).to(dtype)
                     y[5, 3] = value
-                    total = overlapping.scattered_product(y, weight, group, batches)
-                    parts = wire.scatter_sums((y @ weight.t()).float(), group, batches)()
+                    total = function.scattered_product(y, weight, group, batches)
+                    parts = comm.scatter_sums((y @ weight.t()).float(), group, batches)()
                     assert_bitwise(total, parts.to(dtype), f"{says}, {value}")
 
 
@@ -119,7 +119,7 @@ def model_of(recipe: str, dtype: torch.dtype, overlap: bool) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).to(dtype)
     qt.convert(model, recipe)
-    plan = {"0": Column(sequence=True, overlap=overlap), "2": Row(sequence=True, overlap=overlap)}
+    plan = {"0": ColwiseParallel(sequence=True, overlap=overlap), "2": RowwiseParallel(sequence=True, overlap=overlap)}
     return parallelize_module(model, mesh(), plan)  # type: ignore[arg-type]
 
 
@@ -127,7 +127,7 @@ def layers_within_gemms(rank: int) -> None:
     """Layers in high precision are those without the option, but that sums over ranks are rounded before; layers whose
     GEMMs are quantized, and those in float32, are the same bits."""
     with by_torch_itself(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overlapping, "why_not", lambda mesh: "")
+        patch.setattr(function, "reason_unsupported", lambda mesh: "")
         for recipe, dtype, bound in (
             ("bf16", torch.bfloat16, 2e-2),
             ("bf16", torch.float32, 0.0),
@@ -138,15 +138,15 @@ def layers_within_gemms(rank: int) -> None:
             for overlap in (False, True):
                 model = model_of(recipe, dtype, overlap)
                 counted = functools.partial(run_with, ran)
-                patch.setattr(overlapping, "operation", counted)
+                patch.setattr(function, "operation", counted)
                 x = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
                 x = tokens(x, rank, RANKS).clone().requires_grad_()
-                with Traffic() as traffic:
+                with CommCounter() as traffic:
                     y = model(x)
                     y.float().square().sum().backward()
                 results.append((y.detach(), x.grad, *(p.grad.to_local() for p in model.parameters())))
                 sent = traffic.bytes["activations"]
-            assert sent > 0 and ran == ([overlapping.GATHER, overlapping.SCATTER] * 2 if bound else []), ran
+            assert sent > 0 and ran == ([function.GATHER, function.SCATTER] * 2 if bound else []), ran
             for number, (one, other) in enumerate(zip(*results, strict=True)):
                 says = f"{recipe}, {dtype}: {number}"
                 if bound:
@@ -156,7 +156,7 @@ def layers_within_gemms(rank: int) -> None:
 
 
 #: The module's own.
-OPERATION = overlapping.operation
+OPERATION = function.operation
 
 
 def run_with(ran: list[str], name: str) -> Any:
@@ -168,17 +168,17 @@ def without_such_memory(rank: int) -> None:
     """The first rank says once why tokens are gathered before, and all is as without the option."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        style = Column(sequence=True, overlap=True)
+        style = ColwiseParallel(sequence=True, overlap=True)
         model = nn.ModuleList(nn.Linear(32, 32) for _ in range(2)).bfloat16()
         other = copy.deepcopy(model)
         parallelize_module(model, mesh(), {"*": style})
     says = [str(one.message) for one in said if "overlap" in str(one.message)]
     assert len(says) == (rank == 0) and all("of cpu, and symmetric memory is of GPUs" in one for one in says), says
-    parallelize_module(other, mesh(), {"*": Column(sequence=True)})
+    parallelize_module(other, mesh(), {"*": ColwiseParallel(sequence=True)})
     x = torch.randn(2, 16, 32).bfloat16()
     assert_bitwise(model[0](x).detach(), other[0](x).detach())
     with pytest.raises(ValueError, match="overlap is of tokens that travel: give sequence=True"):
-        Row(overlap=True)
+        RowwiseParallel(overlap=True)
 
 
 CASES = [

@@ -7,16 +7,16 @@ import math
 from pathlib import Path
 
 from quaver import recipes
-from quaver.core.spec import Recipe
-from quaver.torch.parallel.tensor.layout import Layout
+from quaver.recipes.spec import Recipe
+from quaver.torch.parallel.tensor.gemms import ShardLayout
 
 PAGE = Path(__file__).parents[4] / "docs" / "design" / "parallel.md"
 BEGIN = "<!-- python -m tests.torch.parallel.tensor.page writes from here -->\n"
 END = "<!-- to here -->\n"
-LAYOUTS = [Layout(column, sequence) for column in (True, False) for sequence in (False, True)]
+LAYOUTS = [ShardLayout(column, sequence) for column in (True, False) for sequence in (False, True)]
 
 
-def operands(recipe: Recipe, layout: Layout) -> list[tuple[str, object, int]]:
+def operands(recipe: Recipe, layout: ShardLayout) -> list[tuple[str, object, int]]:
     """The operands that are in parts and are quantized by themselves, with their specs and the axis in parts."""
     gemms, plan = recipe, recipe.plan
     each = [
@@ -31,7 +31,7 @@ def operands(recipe: Recipe, layout: Layout) -> list[tuple[str, object, int]]:
     return [(name, spec, axis) for name, spec, axis in split if axis is not None]
 
 
-def needed(recipe: Recipe, layout: Layout, tokens: bool) -> int:
+def needed(recipe: Recipe, layout: ShardLayout, tokens: bool) -> int:
     """Of what the features, or the tokens of a sequence, that each rank has must be a multiple."""
     number = 1
     for name, spec, axis in operands(recipe, layout):
@@ -42,7 +42,7 @@ def needed(recipe: Recipe, layout: Layout, tokens: bool) -> int:
     return number
 
 
-def agreed(recipe: Recipe, layout: Layout) -> int:
+def agreed(recipe: Recipe, layout: ShardLayout) -> int:
     """How many amaxes ranks agree on in a forward and its backward."""
     return sum(spec.two_level or spec.block[axis] is None for _, spec, axis in operands(recipe, layout))  # type: ignore[attr-defined]
 

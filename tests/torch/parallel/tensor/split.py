@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 import quaver.torch as qt
-from quaver.core.reference import history
-from quaver.core.spec import GemmSpec, QuantSpec, Recipe
+from quaver.recipes.spec import GemmSpec, QuantSpec, Recipe
+from quaver.reference import operations
 from quaver.torch.numerics.quantized import Quantized
 
 
 def cut(q: Quantized, i: int, ranks: int, pieces: Sequence[int] = ()) -> Quantized:
     """Part i of an operand along k; of each of the pieces that lie one after the other there."""
     rows, k = q.shape
-    axis = int(not q.turned)
+    axis = int(not q.transposed)
 
     def of_part(x: Tensor) -> Tensor:
         # A byte, or a scale, is of several elements.
@@ -35,7 +35,7 @@ def cut(q: Quantized, i: int, ranks: int, pieces: Sequence[int] = ()) -> Quantiz
     scale = q.scale
     if isinstance(scale, Tensor) and q.spec.block[1] is not None:
         scale = of_part(scale)
-    return Quantized(of_part(q.data), scale, q.spec, (rows, k // ranks), q.turned, q.tensor_factor)
+    return Quantized(of_part(q.data), scale, q.spec, (rows, k // ranks), q.transposed, q.tensor_factor)
 
 
 def parts_of(x: Tensor, dim: int, ranks: int, pieces: Sequence[int] = ()) -> list[Tensor]:
@@ -85,7 +85,7 @@ class SplitLinear(nn.Module):
             return
         for (name, window), spec in zip(self.windows.items(), recipe.history_specs, strict=True):
             args = window, self.factors[name], recipe.delayed, spec.format, spec.power_of_two
-            self.windows[name], self.factors[name] = history.roll(*args)
+            self.windows[name], self.factors[name] = operations.roll(*args)
 
     def quantize(self, operand: str, x: Tensor, spec: QuantSpec | None) -> Any:
         if spec is None:
@@ -100,7 +100,7 @@ class SplitLinear(nn.Module):
             factor = float(self.factors[name])
         q = qt.quantize(x, spec, factor=factor, **noise)
         if delayed:
-            self.windows[name] = history.record(self.windows[name], float(q.amax))
+            self.windows[name] = operations.record(self.windows[name], float(q.amax))
         return q
 
     def forward(self, x: Tensor) -> Tensor:

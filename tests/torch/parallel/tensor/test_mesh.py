@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.torch.parallel import Column, Heads, Row, gather_quantized
+from quaver.torch.parallel import ColwiseParallel, HeadParallel, RowwiseParallel, gather_quantized
 from tests import two_ranks
 from tests.close import assert_bitwise, assert_close
 from tests.torch.parallel.fsdp.training import first_difference
@@ -63,7 +63,9 @@ def on_ranks(name: str, mesh: DeviceMesh, steps: int) -> tuple[list[float], Any]
     """This rank's losses by both dimensions of a mesh, and the model."""
     recipe = None if name == "none" else recipes.get(name)
     model: Any = net(recipe)
-    parallelize_module(model, mesh["tp"], {"up": Column(sequence=True), "down": Row(sequence=True)})
+    parallelize_module(
+        model, mesh["tp"], {"up": ColwiseParallel(sequence=True), "down": RowwiseParallel(sequence=True)}
+    )
     if recipe is not None and recipe.quantizes:
         assert [*gather_quantized(model).quantized] == ["up", "down"]
     for part in (model.up, model.down, model):
@@ -112,7 +114,7 @@ def several_matrices_in_one_weight(rank: int) -> None:
     torch.manual_seed(0)
     whole: Any = qt.TransformerLayer(64, 4, hidden=64, activation="swiglu", recipe="mxfp8")
     layer: Any = copy.deepcopy(whole)
-    plan = {"attention": Heads(), "mlp.gate_up_proj": Column(), "mlp.down_proj": Row()}
+    plan = {"attention": HeadParallel(), "mlp.gate_up_proj": ColwiseParallel(), "mlp.down_proj": RowwiseParallel()}
     parallelize_module(layer, mesh["tp"], plan)
     for part in (layer.attention, layer.mlp, layer):
         fully_shard(part, mesh=mesh["dp"])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import parallelize_module
 
 import quaver.torch as qt
-from quaver.torch.parallel import Column, Heads, Row, Sequence, Vocabulary
+from quaver.torch.parallel import ColwiseParallel, HeadParallel, RowwiseParallel, SequenceParallel, VocabParallel
 from tests import two_ranks
 from tests.close import assert_bitwise, assert_close
 from tests.torch.parallel.tensor import matrices, vocabulary
@@ -67,10 +67,10 @@ def transformer_layers(rank: int) -> None:
             whole = copy.deepcopy(layer)
             style = {"sequence": sequence}
             columns = ["mlp.gate_up_proj"] if fused else ["mlp.gate_proj", "mlp.up_proj"]
-            plan: Any = {"attention": Heads(**style), "mlp.down_proj": Row(**style)}
-            plan |= {name: Column(**style) for name in columns}
+            plan: Any = {"attention": HeadParallel(**style), "mlp.down_proj": RowwiseParallel(**style)}
+            plan |= {name: ColwiseParallel(**style) for name in columns}
             if sequence:
-                plan |= {"attention.norm": Sequence(), "mlp.norm": Sequence()}
+                plan |= {"attention.norm": SequenceParallel(), "mlp.norm": SequenceParallel()}
             parallelize_module(layer, mesh(), plan)
             x = torch.randn(2, 64, 128, generator=torch.Generator().manual_seed(1))
             with_tokens(layer, whole, x, sequence, f"{recipe}, sequence {sequence}, fused {fused}", gap)
@@ -83,9 +83,13 @@ def norms_before_layers(rank: int) -> None:
             qt.LayerNormMLP(64, 128, "swiglu", fused=False, recipe=recipe), qt.LayerNormLinear(64, 64, recipe=recipe)
         )
         whole = copy.deepcopy(model)
-        plan: Any = {name: Column(sequence=True) for name in ("0.gate_proj", "0.up_proj")}
-        plan |= {"0.down_proj": Row(sequence=True), "0.norm": Sequence(), "1.norm": Sequence(gives_whole=True)}
-        parallelize_module(model, mesh(), {**plan, "1.linear": Column()})
+        plan: Any = {name: ColwiseParallel(sequence=True) for name in ("0.gate_proj", "0.up_proj")}
+        plan |= {
+            "0.down_proj": RowwiseParallel(sequence=True),
+            "0.norm": SequenceParallel(),
+            "1.norm": SequenceParallel(gives_whole=True),
+        }
+        parallelize_module(model, mesh(), {**plan, "1.linear": ColwiseParallel()})
         x = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(1))
         y, z = model(tokens(x, rank, RANKS)), whole(x)
         assert_close(f"{recipe}: output", y.detach(), z.detach().chunk(RANKS, -1)[rank], gap)
@@ -99,15 +103,18 @@ def norms_before_layers(rank: int) -> None:
 def llama(sequence: bool) -> dict[str, Any]:
     """A plan for transformers' Llama. Its attention counts tokens by what it is given, so it is given all of them."""
     attention, mlp = "model.layers.*.self_attn.", "model.layers.*.mlp."
-    plan: dict[str, Any] = {attention + name: Column() for name in ("q_proj", "k_proj", "v_proj")}
-    plan |= {mlp + name: Column(sequence=sequence) for name in ("gate_proj", "up_proj")}
-    plan |= {attention + "o_proj": Row(sequence=sequence), mlp + "down_proj": Row(sequence=sequence)}
+    plan: dict[str, Any] = {attention + name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
+    plan |= {mlp + name: ColwiseParallel(sequence=sequence) for name in ("gate_proj", "up_proj")}
+    plan |= {
+        attention + "o_proj": RowwiseParallel(sequence=sequence),
+        mlp + "down_proj": RowwiseParallel(sequence=sequence),
+    }
     if sequence:
         plan |= {
-            "model.embed_tokens": Sequence(takes_whole=True),
-            "model.layers.*.input_layernorm": Sequence(gives_whole=True),
-            "model.layers.*.post_attention_layernorm": Sequence(),
-            "model.norm": Sequence(gives_whole=True),
+            "model.embed_tokens": SequenceParallel(takes_whole=True),
+            "model.layers.*.input_layernorm": SequenceParallel(gives_whole=True),
+            "model.layers.*.post_attention_layernorm": SequenceParallel(),
+            "model.norm": SequenceParallel(gives_whole=True),
         }
     return plan
 
@@ -150,7 +157,7 @@ def norms_of_heads(rank: int) -> None:
     sizes |= {"vocab_size": 96, "num_hidden_layers": 2}
     ids = torch.randint(0, 96, (2, 32), generator=torch.Generator().manual_seed(1))
     given = {"labels": ids, "position_ids": torch.arange(32)[None], "use_cache": False}
-    norms = {f"model.layers.*.self_attn.{name}": Sequence() for name in ("q_norm", "k_norm")}
+    norms = {f"model.layers.*.self_attn.{name}": SequenceParallel() for name in ("q_norm", "k_norm")}
     for family, more in (("Qwen3", {"head_dim": 32}), ("Gemma3Text", {"head_dim": 32}), ("Olmo2", {})):
         torch.manual_seed(0)
         config = getattr(transformers, f"{family}Config")(**sizes, **more)
@@ -165,7 +172,7 @@ def norms_of_heads(rank: int) -> None:
             refused = copy.deepcopy(model)
             parallelize_module(refused, mesh(), llama(False))
             with pytest.raises(
-                (ValueError, RuntimeError), match=r'"\.\.\.q_norm": Sequence\(\)|size of tensor'
+                (ValueError, RuntimeError), match=r'"\.\.\.q_norm": SequenceParallel\(\)|size of tensor'
             ) as error:
                 refused(ids, **given)
             if family == "Olmo2":
@@ -189,7 +196,7 @@ def a_vocabulary_of_transformers(rank: int) -> None:
         given = {"labels": ids, "position_ids": torch.arange(64)[None], "use_cache": False}
         for each in (model, whole):
             qt.convert(each, "mxfp8", blocks=qt.Blocks(norm=False, mlp=False, attention=False, loss=True))
-        plan = llama(sequence) | {"model.embed_tokens": Vocabulary(sequence=sequence), "lm_head": Column()}
+        plan = llama(sequence) | {"model.embed_tokens": VocabParallel(sequence=sequence), "lm_head": ColwiseParallel()}
         parallelize_module(model, mesh(), plan)
         outputs = [each(ids.clamp(min=0), **given) for each in (model, whole)]
         assert outputs[0].logits is None, "they never exist"
@@ -201,7 +208,7 @@ def a_vocabulary_of_transformers(rank: int) -> None:
 def dropped_tokens_differ(rank: int) -> None:
     torch.manual_seed(0)
     dropout = nn.Dropout(0.5)
-    parallelize_module(dropout, mesh(), Sequence())
+    parallelize_module(dropout, mesh(), SequenceParallel())
     before = torch.get_rng_state()
     y = dropout(torch.ones(4, 64))
     one, other = two_ranks.gathered(y)
@@ -218,19 +225,25 @@ def bad_input(rank: int) -> None:
         with pytest.raises(ValueError, match=says):
             parallelize_module(module, mesh(), plan)
 
-    refused("33 output features, which 2 ranks cannot share", qt.MLP(64, 33, "swiglu"), {"gate_up_proj": Column()})
-    refused("put Heads.. on the attention", copy.deepcopy(qt.MultiheadAttention(64, 4)), {"qkv_proj": Column()})
-    refused("this one has alibi", qt.MultiheadAttention(64, 4, fused=False, alibi=True), Heads())
-    refused("cannot share 3 heads", qt.MultiheadAttention(63, 3, fused=False), Heads())
-    refused("Linear is none", qt.Linear(8, 8), Heads())
-    refused("another one inside with parameters, '0'", nn.Sequential(nn.LayerNorm(8)), Sequence())
-    refused("would drop the same on every rank", nn.Dropout2d(), Sequence())
+    refused(
+        "33 output features, which 2 ranks cannot share", qt.MLP(64, 33, "swiglu"), {"gate_up_proj": ColwiseParallel()}
+    )
+    refused(
+        "put HeadParallel.. on the attention",
+        copy.deepcopy(qt.MultiheadAttention(64, 4)),
+        {"qkv_proj": ColwiseParallel()},
+    )
+    refused("this one has alibi", qt.MultiheadAttention(64, 4, fused=False, alibi=True), HeadParallel())
+    refused("cannot share 3 heads", qt.MultiheadAttention(63, 3, fused=False), HeadParallel())
+    refused("Linear is none", qt.Linear(8, 8), HeadParallel())
+    refused("another one inside with parameters, '0'", nn.Sequential(nn.LayerNorm(8)), SequenceParallel())
+    refused("would drop the same on every rank", nn.Dropout2d(), SequenceParallel())
     twice = nn.LayerNorm(8)
-    parallelize_module(twice, mesh(), Sequence(takes_whole=True))
-    refused("already", twice, Sequence())
+    parallelize_module(twice, mesh(), SequenceParallel(takes_whole=True))
+    refused("already", twice, SequenceParallel())
     with pytest.raises(ValueError, match="2 ranks cannot share 5 tokens"):
         twice(torch.zeros(5, 8))
-    column = parallelize_module(nn.ModuleDict({"up": qt.Linear(8, 8)}), mesh(), {"up": Column()})
+    column = parallelize_module(nn.ModuleDict({"up": qt.Linear(8, 8)}), mesh(), {"up": ColwiseParallel()})
     with qt.weight_gradients(later=True), pytest.raises(ValueError, match="does not take them; leave it out around"):
         column["up"](torch.zeros(4, 8))
 

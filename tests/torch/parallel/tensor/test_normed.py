@@ -11,9 +11,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.torch.backends.gpu.fused import producers
-from quaver.torch.blocks.prologues.norm import normalized_projections
-from quaver.torch.parallel import Column, Sequence
+from quaver.torch.backends.gpu import fused_quantize
+from quaver.torch.nn.norm import normalized_projections
+from quaver.torch.parallel import ColwiseParallel, SequenceParallel
 from quaver.torch.parallel.tensor import layers
 from tests import two_ranks
 from tests.close import assert_bitwise
@@ -57,7 +57,7 @@ def model_of(name: str, count: int, dtype: torch.dtype, frozen: bool) -> Any:
     # Which names the streams of noise.
     qt.convert(model, name)
     model.each.requires_grad_(not frozen)
-    return parallelize_module(model, mesh(), {"each.*": Column(sequence=True), "norm": Sequence()})
+    return parallelize_module(model, mesh(), {"each.*": ColwiseParallel(sequence=True), "norm": SequenceParallel()})
 
 
 def trained(name: str, model: Any, inputs: list[Tensor]) -> list[Tensor]:
@@ -99,7 +99,7 @@ def a_norm_and_its_layers_in_one_pass(rank: int) -> None:
             with pytest.MonkeyPatch.context() as patch, qt.only("triton"):
                 if apart:
                     patch.setattr(layers, "may_fuse", lambda dtype, x: False)
-                patch.setattr(producers, "operand", operand)
+                patch.setattr(fused_quantize, "operand", operand)
                 results.append(trained(name, model_of(name, count, dtype, frozen), inputs))
             counted.append(taken)
         says = f"{name}, {count} layers, frozen {frozen}"
@@ -111,7 +111,7 @@ def a_norm_and_its_layers_in_one_pass(rank: int) -> None:
 
 
 #: The module's own.
-OPERAND = producers.operand
+OPERAND = fused_quantize.operand
 CASES = [a_norm_and_its_layers_in_one_pass]
 
 

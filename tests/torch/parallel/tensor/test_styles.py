@@ -15,13 +15,14 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor import parallel as torch_styles
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.core.spec import Recipe
-from quaver.torch.parallel import Column, Row, Sequence
+from quaver.recipes.spec import Recipe
+from quaver.torch.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from quaver.torch.parallel.tensor import styles
 from tests import two_ranks
 from tests.close import assert_bitwise, assert_close
@@ -82,7 +83,7 @@ def run(name: str, sequence: bool, dtype: torch.dtype, steps: int, rank: int, mo
     says = f"{name} {'sequence' if sequence else 'replicated'} {dtype}"
     parallel, plain = net(recipe, dtype, more), net(recipe, dtype, more)
     whole = split(net(recipe, dtype, more), recipe, sequence)
-    plan = {"up": Column(sequence=sequence), "down": Row(sequence=sequence)}
+    plan = {"up": ColwiseParallel(sequence=sequence), "down": RowwiseParallel(sequence=sequence)}
     parallelize_module(parallel, mesh(), plan)
     nets = parallel, whole, plain
     optimizers = [torch.optim.AdamW(each.parameters(), 1e-2, foreach=False) for each in nets[:2]]
@@ -142,14 +143,16 @@ def every_recipe(sequence: bool, dtype: torch.dtype, steps: Mapping[str, int]) -
 
 
 def features_of_any_number(rank: int) -> None:
-    """Of a `Row`'s output, which is whole on each rank: noise is that of rows that begin within four words."""
+    """Of a `RowwiseParallel`'s output, which is whole on each rank: noise is that of rows that begin within four
+    words.
+    """
     for more in (1, 2):
         run("nvfp4", True, torch.float32, 3, rank, more)
 
 
 def in_parts(recipe: str | Recipe | None, sequence: bool = True, dtype: torch.dtype = torch.float32) -> Net:
     recipe = None if recipe is None else recipes.get(recipe)
-    plan = {"up": Column(sequence=sequence), "down": Row(sequence=sequence)}
+    plan = {"up": ColwiseParallel(sequence=sequence), "down": RowwiseParallel(sequence=sequence)}
     return parallelize_module(net(recipe, dtype), mesh(), plan)  # type: ignore[return-value]
 
 
@@ -239,7 +242,7 @@ def tokens_travel_in_eight_bits(rank: int) -> None:
         torch.manual_seed(0)
         model: Any = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)).bfloat16()
         qt.convert(model, recipe)
-        parallelize_module(model, mesh(), {"0": Column(sequence=True), "1": Row(sequence=True)})
+        parallelize_module(model, mesh(), {"0": ColwiseParallel(sequence=True), "1": RowwiseParallel(sequence=True)})
         with Traffic() as traffic:
             model(torch.randn(256, 256).bfloat16().requires_grad_()).sum().backward()
         assert traffic.total("scatter") == 2 * 512 * 256 * 4, "of fprop's sums and dgrad's"
@@ -260,7 +263,7 @@ def layers_of_one_input_gather_it_once(rank: int) -> None:
     qt.convert(model, "mxfp8", skip=["n"])
     alone = copy.deepcopy(model)
     for each in (model, alone):
-        parallelize_module(each, mesh(), dict.fromkeys("qkv", Column(sequence=True)))
+        parallelize_module(each, mesh(), dict.fromkeys("qkv", ColwiseParallel(sequence=True)))
     x = torch.randn(64, 64)
     with Traffic() as traffic:
         h = model["n"](x)
@@ -286,7 +289,9 @@ def under_autocast_and_without_a_recipe(rank: int) -> None:
         model.up, model.down = (up, down) if own else (nn.Linear(32, 64), nn.Linear(64, 32))
         model.load_state_dict(plain.state_dict())
         whole = split(net(recipe if own else None), recipe if own else None, True)
-        parallelize_module(model, mesh(), {"up": Column(sequence=True), "down": Row(sequence=True)})
+        parallelize_module(
+            model, mesh(), {"up": ColwiseParallel(sequence=True), "down": RowwiseParallel(sequence=True)}
+        )
         x = batch(0, 32)
         with qt.autocast("tensorwise", enabled=own), torch.autocast("cpu", torch.bfloat16):
             y = model(tokens(x, rank, RANKS))
@@ -384,16 +389,19 @@ def bad_input(rank: int) -> None:
             run()
 
     odd = qt.Linear(33, 35, recipe="tensorwise")
-    refused("35 output features, which 2 ranks cannot share", lambda: parallelize_module(odd, here, Column()))
-    refused("33 input features, which 2 ranks cannot share", lambda: parallelize_module(odd, here, Row()))
-    refused("a style of linear layers", lambda: parallelize_module(nn.LayerNorm(8), here, Column()))
+    refused("35 output features, which 2 ranks cannot share", lambda: parallelize_module(odd, here, ColwiseParallel()))
+    refused("33 input features, which 2 ranks cannot share", lambda: parallelize_module(odd, here, RowwiseParallel()))
+    refused("a style of linear layers", lambda: parallelize_module(nn.LayerNorm(8), here, ColwiseParallel()))
     in_bits = qt.Linear(32, 32)
     qt.quantize_weights(in_bits, "mxfp8")
-    refused("dequantize_weights", lambda: parallelize_module(in_bits, here, Column()))
+    refused("dequantize_weights", lambda: parallelize_module(in_bits, here, ColwiseParallel()))
     parallel = in_parts("mxfp8")
-    refused("is in parts by Column.sequence=True. already", lambda: parallelize_module(parallel.up, here, Row()))
+    refused(
+        "is in parts by ColwiseParallel.sequence=True. already",
+        lambda: parallelize_module(parallel.up, here, RowwiseParallel()),
+    )
     flat = two_ranks.mesh(1, RANKS, names=("dp", "tp"))
-    refused(r"a mesh of 2 dimensions.*mesh\['tp'\]", lambda: Column()._apply(qt.Linear(32, 32), flat))
+    refused(r"a mesh of 2 dimensions.*mesh\['tp'\]", lambda: ColwiseParallel()._apply(qt.Linear(32, 32), flat))
     refused(r"its last axis must be 32: of the layer's 32 features", lambda: parallel.up(torch.zeros(64, 16)))
     refused("its last axis must be 32: of the layer's 64 .* a part of them", lambda: parallel.down(torch.zeros(64, 64)))
     refused("without an axis of tokens", lambda: parallel.up(torch.zeros(32)))
@@ -402,11 +410,11 @@ def bad_input(rank: int) -> None:
     refused("takes local tensors", lambda: parallel.up(DTensor.from_local(torch.zeros(32, 32), here, [Replicate()])))
     refused("has torch.float32 weights and got a torch.bfloat16", lambda: parallel.up(torch.zeros(32, 32).bfloat16()))
     narrow = qt.Linear(32, 64, recipe="blockwise")
-    parallelize_module(narrow, here, Column())
+    parallelize_module(narrow, here, ColwiseParallel())
     refused("32 features of grad_output on each of 2 ranks.*blocks of 128", lambda: narrow(torch.zeros(4, 32)))
     torchs = qt.Linear(32, 32, recipe="mxfp8")
-    parallelize_module(torchs, here, ColwiseParallel())
-    refused(r"put Column\(\) or Row\(\)", lambda: torchs(torch.zeros(4, 32)))
+    parallelize_module(torchs, here, torch_styles.ColwiseParallel())
+    refused(r"put ColwiseParallel\(\) or RowwiseParallel\(\)", lambda: torchs(torch.zeros(4, 32)))
 
 
 def reverted_pickled_and_parametrized(rank: int) -> None:
@@ -421,7 +429,7 @@ def reverted_pickled_and_parametrized(rank: int) -> None:
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         assert_bitwise(p.grad.to_local(), q.grad.to_local())
     norm = nn.Sequential(nn.LayerNorm(32))
-    parallelize_module(norm, mesh(), {"0": Sequence()})
+    parallelize_module(norm, mesh(), {"0": SequenceParallel()})
     for each in (norm, in_parts("mxfp8"), model):
         file = io.BytesIO()
         torch.save(each, file)

@@ -18,10 +18,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.torch.parallel import Column, Row, Sequence, Vocabulary, cross_entropy
+from quaver.torch.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, VocabParallel, cross_entropy
 from tests import two_ranks
 from tests.close import assert_bitwise, assert_close
-from tests.torch.blocks.loss.test_cross_entropy import OPTIONS
+from tests.torch.nn.test_loss import OPTIONS
 from tests.torch.parallel.tensor.split import SplitLinear, tokens
 from tests.two_ranks import RANKS
 
@@ -46,9 +46,9 @@ class SplitLoss(torch.autograd.Function):
         wide = logits.float()
         z = cap * torch.tanh(wide / cap) if cap else wide
         parts = z.chunk(RANKS, 1)
-        tops = [part.amax(1) for part in parts]
-        top, total = torch.stack(tops).amax(0), torch.zeros(len(z))
-        for part, own in zip(parts, tops, strict=True):
+        amax_values = [part.amax(1) for part in parts]
+        top, total = torch.stack(amax_values).amax(0), torch.zeros(len(z))
+        for part, own in zip(parts, amax_values, strict=True):
             total += (part - own[:, None]).exp().sum(1) * (own - top).exp()
         kept = targets != ignored
         safe = torch.where(kept, targets, 0)
@@ -91,7 +91,7 @@ def an_embedding_has_the_bits_of_the_whole_one(rank: int) -> None:
                     whole.weight[2, :3] = torch.tensor([torch.nan, -0.0, torch.inf])
                     whole.weight[13, 1] = 1e-40
                 ids[0, :4] = torch.tensor([2, 13, 3, 20])
-                embedding = parallelize_module(copy.deepcopy(whole), mesh(), Vocabulary(sequence=sequence))
+                embedding = parallelize_module(copy.deepcopy(whole), mesh(), VocabParallel(sequence=sequence))
                 says = f"{dtype}, sequence {sequence}, padding {padding}"
                 y, z = embedding(ids), whole(ids)
                 assert_bitwise(pickle.loads(pickle.dumps(embedding))(ids).detach(), y.detach(), f"{says}: a pickle")
@@ -147,7 +147,7 @@ def a_head_with_its_loss(rank: int) -> None:
             for chunk in (None, 4):
                 head, x, targets = head_and_batch(torch.float32)
                 targets[1, 4] = options.get("ignore_index", -100)
-                parallel = parallelize_module(copy.deepcopy(head), mesh(), Column(sequence=sequence))
+                parallel = parallelize_module(copy.deepcopy(head), mesh(), ColwiseParallel(sequence=sequence))
                 given = (tokens(x, rank, RANKS) if sequence else x).clone().requires_grad_()
                 loss = qt.linear_cross_entropy(given, parallel, targets, chunk=chunk, **options)
                 loss.backward()
@@ -174,7 +174,7 @@ def each_reduction_and_dtype(rank: int) -> None:
         for reduction in ("mean", "sum", "none"):
             for sequence in (False, True):
                 head, x, targets = head_and_batch(dtype, False)
-                parallel = parallelize_module(copy.deepcopy(head), mesh(), Column(sequence=sequence))
+                parallel = parallelize_module(copy.deepcopy(head), mesh(), ColwiseParallel(sequence=sequence))
                 given = (tokens(x, rank, RANKS) if sequence else x).clone().requires_grad_()
                 whole = x.clone().requires_grad_()
                 options = {"reduction": reduction, "chunk": 4, "ignore_index": int(targets[0, 0])}
@@ -209,7 +209,7 @@ class _Largest(TorchDispatchMode):
 def no_rank_has_all_logits(rank: int) -> None:
     torch.manual_seed(0)
     head, chunk = nn.Linear(8, 512), 16
-    parallel = parallelize_module(copy.deepcopy(head), mesh(), Column(sequence=True))
+    parallel = parallelize_module(copy.deepcopy(head), mesh(), ColwiseParallel(sequence=True))
     x, targets = torch.randn(1, 256, 8), torch.randint(512, (1, 256))
     with _Largest() as largest:
         qt.linear_cross_entropy(tokens(x, rank, RANKS).requires_grad_(), parallel, targets, chunk=chunk).backward()
@@ -246,7 +246,7 @@ def heads_under(rank: int, of_steps: Mapping[str, int]) -> None:
             qt.convert(head, recipe)
             plain, alone = copy.deepcopy(head), copy.deepcopy(head)
             split = SplitLinear(alone[0], recipe, RANKS, True, sequence)  # type: ignore[arg-type]
-            parallel = parallelize_module(copy.deepcopy(head), mesh(), {"0": Column(sequence=sequence)})
+            parallel = parallelize_module(copy.deepcopy(head), mesh(), {"0": ColwiseParallel(sequence=sequence)})
             optimizers = [torch.optim.SGD(each.parameters(), 1.0) for each in (parallel, split)]
             for step in range(steps):
                 x = torch.randn(2, 2 * block, block, generator=generator(step)) * 2
@@ -320,7 +320,7 @@ def saved_for_backward(rank: int) -> None:
 def as_torch_loss_parallel(rank: int) -> None:
     """torch's own loss of sharded logits takes what a Column gives, as a DTensor."""
     head, x, targets = head_and_batch(torch.float32)
-    parallel = parallelize_module(copy.deepcopy(head), mesh(), Column())
+    parallel = parallelize_module(copy.deepcopy(head), mesh(), ColwiseParallel())
     logits = DTensor.from_local(parallel(x.flatten(0, 1)), mesh(), [Shard(1)])
     with loss_parallel():
         loss: Any = F.cross_entropy(logits, targets.flatten())
@@ -355,11 +355,11 @@ def a_tied_head_stays_tied(rank: int) -> None:
         torch.manual_seed(0)
         whole = Tied(layer)
         model: Any = copy.deepcopy(whole)
-        plan: Any = {"embed": Vocabulary(sequence=sequence), "up": Column()}
+        plan: Any = {"embed": VocabParallel(sequence=sequence), "up": ColwiseParallel()}
         if layer:
-            plan["head"] = Column(sequence=sequence)
+            plan["head"] = ColwiseParallel(sequence=sequence)
         if sequence:
-            plan["norm"] = Sequence()
+            plan["norm"] = SequenceParallel()
         parallelize_module(model, mesh(), plan)
         assert not layer or model.head.weight is model.embed.weight
         assert len(list(model.parameters())) == 5
@@ -384,25 +384,25 @@ def refused(says: str) -> Iterator[None]:
 
 def bad_vocabularies(rank: int) -> None:
     with refused("25 words, which 2 ranks cannot share.*pad the vocabulary by 1"):
-        parallelize_module(nn.Embedding(25, 8), mesh(), Vocabulary())
+        parallelize_module(nn.Embedding(25, 8), mesh(), VocabParallel())
     with refused("scale_grad_by_freq=True"):
-        parallelize_module(nn.Embedding(24, 8, scale_grad_by_freq=True), mesh(), Vocabulary())
+        parallelize_module(nn.Embedding(24, 8, scale_grad_by_freq=True), mesh(), VocabParallel())
     with refused("a style of nn.Embedding"):
-        parallelize_module(nn.Linear(24, 8), mesh(), Vocabulary())
+        parallelize_module(nn.Linear(24, 8), mesh(), VocabParallel())
     with refused("of a head pad the vocabulary"):
-        parallelize_module(nn.Linear(8, 25), mesh(), Column())
+        parallelize_module(nn.Linear(8, 25), mesh(), ColwiseParallel())
     tied = Tied()
     with refused("lies on.*already"):
-        parallelize_module(tied, mesh(), {"embed": Vocabulary(), "head": Row()})
-    embedding = parallelize_module(nn.Embedding(24, 8), mesh(), Vocabulary(sequence=True))
+        parallelize_module(tied, mesh(), {"embed": VocabParallel(), "head": RowwiseParallel()})
+    embedding = parallelize_module(nn.Embedding(24, 8), mesh(), VocabParallel(sequence=True))
     with refused("already"):
-        parallelize_module(embedding, mesh(), Vocabulary())
+        parallelize_module(embedding, mesh(), VocabParallel())
     with refused("24 words, and the tokens go from 0 to 24"):
         embedding(torch.tensor([[0, 24]]))
     with refused("2 ranks cannot share them"):
         embedding(torch.tensor([[0, 1, 2]]))
     head, x, targets = head_and_batch(torch.float32)
-    column = parallelize_module(copy.deepcopy(head), mesh(), Column(sequence=True))
+    column = parallelize_module(copy.deepcopy(head), mesh(), ColwiseParallel(sequence=True))
     with refused(r"needs integers of shape \(2, 12\), those of all tokens"):
         qt.linear_cross_entropy(x, column, targets)
     with refused("its last axis must be 16"):
@@ -413,10 +413,10 @@ def bad_vocabularies(rank: int) -> None:
         qt.linear_cross_entropy(x[:, :3], column.weight, targets)
     with refused("target 24 is outside 0 … 23"):
         qt.linear_cross_entropy(x[:, :3], column, targets.clamp(min=24))
-    with refused(r"of Embedding under Vocabulary\(sequence=True\): .* needs integers of shape \(2, 12\)"):
+    with refused(r"of Embedding under VocabParallel\(sequence=True\): .* needs integers of shape \(2, 12\)"):
         qt.linear_cross_entropy(torch.zeros(2, 6, 8), embedding, targets)
-    row = parallelize_module(copy.deepcopy(head), mesh(), Row())
-    with refused(r"make the head's style Column"):
+    row = parallelize_module(copy.deepcopy(head), mesh(), RowwiseParallel())
+    with refused(r"make the head's style ColwiseParallel"):
         qt.linear_cross_entropy(x[..., :8], row, targets)
     with refused("need integers of shape"):
         cross_entropy(torch.zeros(2, 12), targets, mesh())
@@ -429,10 +429,10 @@ def ranks_that_differ_say_so(rank: int) -> None:
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32))
     qt.convert(model, "mxfp8")
-    parallelize_module(model, mesh(), {"0": Column(sequence=True), "1": Row(sequence=True)})
-    embedding = parallelize_module(nn.Embedding(24, 8), mesh(), Vocabulary())
-    norm = parallelize_module(nn.LayerNorm(32), mesh(), Sequence(gives_whole=True))
-    head = parallelize_module(nn.Linear(32, 24), mesh(), Column())
+    parallelize_module(model, mesh(), {"0": ColwiseParallel(sequence=True), "1": RowwiseParallel(sequence=True)})
+    embedding = parallelize_module(nn.Embedding(24, 8), mesh(), VocabParallel())
+    norm = parallelize_module(nn.LayerNorm(32), mesh(), SequenceParallel(gives_whole=True))
+    head = parallelize_module(nn.Linear(32, 24), mesh(), ColwiseParallel())
     for _ in range(2):
         # A shape that this rank has seen is another on the other rank.
         model(torch.randn(1, 32, 32)).sum().backward()
@@ -441,7 +441,7 @@ def ranks_that_differ_say_so(rank: int) -> None:
     with refused("float32.*bfloat16"):
         model(torch.randn(1, 32, 32).to((torch.float32, torch.bfloat16)[rank]))
     with refused("recipe 'mxfp8'.*recipe 'tensorwise'"), qt.autocast(("mxfp8", "tensorwise")[rank]):
-        parallelize_module(qt.Linear(32, 32), mesh(), Column())(torch.randn(32, 32))
+        parallelize_module(qt.Linear(32, 32), mesh(), ColwiseParallel())(torch.randn(32, 32))
     with refused(r"differ at Embedding: .*rank 1: tokens \(2, 3\)"):
         embedding(torch.zeros(2, 2 + rank, dtype=torch.int64))
     with refused("differ at LayerNorm: rank 0: input"):
@@ -457,13 +457,13 @@ def ranks_that_differ_say_so(rank: int) -> None:
 def what_one_rank_cannot_take_all_refuse(rank: int) -> None:
     """Targets and tokens that only one rank, each in its turn, cannot take, wherever in a forward: no hang."""
     head, x, targets = head_and_batch(torch.float32)
-    embedding = parallelize_module(nn.Embedding(WORDS, DIM), mesh(), Vocabulary())
+    embedding = parallelize_module(nn.Embedding(WORDS, DIM), mesh(), VocabParallel())
     wrong = {
         "targets": (targets.float(), targets > 3, targets[:1], targets.view(-1)),
         f"target {WORDS} is outside": (torch.full_like(targets, WORDS),),
     }
     for sequence in (False, True):
-        column = parallelize_module(copy.deepcopy(head), mesh(), Column(sequence=sequence))
+        column = parallelize_module(copy.deepcopy(head), mesh(), ColwiseParallel(sequence=sequence))
         given = tokens(x, rank, RANKS) if sequence else x
         losses = [lambda t, given=given, column=column: qt.linear_cross_entropy(given, column, t)]
         if not sequence:

@@ -1,4 +1,4 @@
-"""Delayed scaling in a layer, step by step, against the pure functions of `quaver.core.reference.history`."""
+"""Delayed scaling in a layer, step by step, against the pure functions of `quaver.reference.operations`."""
 
 import math
 from dataclasses import dataclass, field
@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.core.reference import history
-from quaver.core.spec import Recipe
-from quaver.torch.linear.layer import Linear
+from quaver.recipes.spec import Recipe
+from quaver.reference import operations
+from quaver.torch.linear.linear import Linear
 from quaver.torch.state.buffers import prepare
-from quaver.torch.state.history import amax, rolling
-from quaver.torch.state.layer import state_of
+from quaver.torch.state.history import amax
+from quaver.torch.state.history import roll as rolling
+from quaver.torch.state.layer_state import state_of
 from tests.close import assert_bitwise, assert_close
 from tests.torch.linear.composition import compose
 
@@ -50,13 +51,13 @@ class Mirror:
     def roll(self) -> None:
         assert self.recipe.delayed is not None
         for i, spec in enumerate(self.recipe.history_specs):
-            self.history[:, i], self.factor[i] = history.roll(
+            self.history[:, i], self.factor[i] = operations.roll(
                 self.history[:, i], self.factor[i], self.recipe.delayed, spec.format, spec.power_of_two
             )
 
     def record(self, column: int, x: Tensor) -> None:
         with np.errstate(invalid="ignore"):
-            self.history[:, column] = history.record(self.history[:, column], float(x.detach().abs().max()))
+            self.history[:, column] = operations.record(self.history[:, column], float(x.detach().abs().max()))
 
     def check(self, layer: nn.Module, what: str = "") -> None:
         assert_bitwise(layer.history, self.history, f"{what} history")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.torch.state.history import amax, on_gpu
+from quaver.torch.state.history import amax, roll_gpu
 from tests.close import assert_bitwise
 
 RECIPE = recipes.delayed(history=3)
@@ -36,15 +36,15 @@ def trained(layer: qt.Linear, tokens: int = 20) -> list[Tensor]:
 @pytest.fixture
 def notes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The columns that were noted by a launch of their own."""
-    noted: list[int] = []
-    note: Callable[..., None] = on_gpu.note
+    recorded_amax: list[int] = []
+    note: Callable[..., None] = roll_gpu.note
 
     def counting(history: Tensor, column: int, top: Tensor) -> None:
-        noted.append(column)
+        recorded_amax.append(column)
         note(history, column, top)
 
-    monkeypatch.setattr(on_gpu, "note", counting)
-    return noted
+    monkeypatch.setattr(roll_gpu, "note", counting)
+    return recorded_amax
 
 
 @pytest.mark.parametrize("tokens", [20, 0])
@@ -57,10 +57,10 @@ def test_histories_are_those_of_launches_of_their_own(
         together = trained(layer, tokens)
         if tokens:
             assert notes.count(amax.INPUT) == notes.count(amax.GRAD_OUTPUT) == 0
-        noted = len(notes)
+        recorded_amax = len(notes)
         monkeypatch.setattr(amax, "newest", lambda *_: None)
         one_by_one = trained(twins[0], tokens)
-        assert len(notes) == noted + 3 * len(OUTLIERS)
+        assert len(notes) == recorded_amax + 3 * len(OUTLIERS)
     with qt.only("reference"):
         expected = trained(twins[1], tokens)
     for ours, other, plain in zip(together, one_by_one, expected, strict=True):

@@ -1,6 +1,6 @@
 """torchao.float8's public names, each in the file that torchao has it in; no prototype and no class of tensors."""
 
-from quaver.compat.missing import TORCHAO, unknown
+from quaver.compat.stand_in import TORCHAO, unknown
 from quaver.compat.torchao.float8 import config
 from quaver.compat.torchao.float8.config import *  # noqa: F403
 from quaver.compat.torchao.float8.float8_linear_utils import _auto_filter_for_recipe, convert_to_float8_training

@@ -11,10 +11,10 @@ from functools import cache
 
 import torch
 
-from quaver.compat.missing import TORCHAO, unknown
-from quaver.core.numbers.formats import E4M3, E5M2
-from quaver.core.spec import GemmSpec, QuantSpec, Recipe, ScaleKind
-from quaver.core.text.spelling import suggest
+from quaver.compat.stand_in import TORCHAO, unknown
+from quaver.recipes.formats import E4M3, E5M2
+from quaver.recipes.spec import GemmSpec, QuantSpec, Recipe, ScaleKind
+from quaver.recipes.text import suggest
 
 #: torchao's names of the two formats, as they are anywhere but on AMD's MI300.
 e4m3_dtype, e5m2_dtype = torch.float8_e4m3fn, torch.float8_e5m2

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from quaver.compat.missing import TORCHAO, unknown
+from quaver.compat.stand_in import TORCHAO, unknown
 from quaver.compat.torchao.float8.config import Float8LinearConfig, recipe_of
 from quaver.compat.torchao.float8.float8_training_tensor import linear_mm_config
-from quaver.torch.linear.layer import Linear
+from quaver.torch.linear.linear import Linear
 
 
 class _Converted(type):

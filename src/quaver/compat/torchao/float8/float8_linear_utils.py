@@ -12,9 +12,9 @@ from quaver import rules
 from quaver.compat.torchao.float8.config import Float8LinearConfig, Float8LinearRecipeName, recipe_of
 from quaver.compat.torchao.float8.float8_linear import Float8Linear
 from quaver.compat.torchao.float8.float8_training_tensor import linear_mm_config
-from quaver.core.spec import Recipe
-from quaver.torch.model.conversion import convert
-from quaver.torch.parallel.fsdp.gathering import gather_quantized
+from quaver.recipes.spec import Recipe
+from quaver.torch.conversion.convert import convert
+from quaver.torch.parallel.fsdp.gather import gather_quantized
 
 Filter = Callable[[nn.Module, str], bool]
 

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from quaver.compat.missing import TORCHAO, unknown
+from quaver.compat.stand_in import TORCHAO, unknown
 from quaver.compat.torchao.float8.config import Float8LinearConfig
 
 

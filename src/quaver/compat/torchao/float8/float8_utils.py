@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from quaver.compat.missing import TORCHAO, unknown
+from quaver.compat.stand_in import TORCHAO, unknown
 
 
 def compute_error(x: Tensor, y: Tensor) -> Tensor:

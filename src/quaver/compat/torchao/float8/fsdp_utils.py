@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from quaver.compat.missing import TORCHAO, unknown
+from quaver.compat.stand_in import TORCHAO, unknown
 
 
 def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from quaver import recipes
-from quaver.compat.missing import RECIPE, unknown
-from quaver.core import spec as specs
-from quaver.core.numbers.formats import E4M3, E5M2
-from quaver.core.options import suggests
-from quaver.core.spec import GemmSpec, QuantSpec
+from quaver.compat.stand_in import RECIPE, unknown
+from quaver.options import suggests
+from quaver.recipes import spec as specs
+from quaver.recipes.formats import E4M3, E5M2
+from quaver.recipes.spec import GemmSpec, QuantSpec
 
 
 class _Range(NamedTuple):

@@ -6,7 +6,7 @@ if find_spec("flax") is None:
     sentence = "quaver.compat.transformer_engine.jax needs Flax, which is not installed: pip install 'quaver[flax]'"
     raise ModuleNotFoundError(sentence, name="flax")
 
-from quaver.compat.missing import JAX, unknown
+from quaver.compat.stand_in import JAX, unknown
 from quaver.compat.transformer_engine.jax import flax
 from quaver.compat.transformer_engine.jax.quantize import (
     NVTE_FP8_COLLECTION_NAME,

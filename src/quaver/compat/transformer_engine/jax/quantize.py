@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from quaver.compat.transformer_engine.common import recipe as recipes
 from quaver.compat.transformer_engine.jax.sharding import MeshResource, check_unsharded
-from quaver.jax.linen.state import COLLECTION
+from quaver.jax.linen.dense import COLLECTION
 from quaver.jax.state.context import autocast as _autocast
 
 #: The collection whose gradient is its next value.

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 
-from quaver.core.options import suggests
+from quaver.options import suggests
 
 
 @suggests

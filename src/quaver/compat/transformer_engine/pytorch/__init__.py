@@ -1,6 +1,6 @@
 """Transformer Engine's names for PyTorch, each in the file that it has them in; no class of tensors and no kernel."""
 
-from quaver.compat.missing import PYTORCH, unknown
+from quaver.compat.stand_in import PYTORCH, unknown
 from quaver.compat.transformer_engine.pytorch import module, optimizers, permutation, quantization
 from quaver.compat.transformer_engine.pytorch.attention import (
     DotProductAttention,

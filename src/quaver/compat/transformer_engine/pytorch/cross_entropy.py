@@ -6,8 +6,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from quaver.torch.numerics.tracing import is_tracing
-from quaver.torch.parallel.tensor.words.loss import cross_entropy, cross_entropy_of_all
+from quaver.torch.numerics.rounding import is_tracing
+from quaver.torch.parallel.tensor.vocab import cross_entropy, cross_entropy_of_all
 
 
 def parallel_cross_entropy(

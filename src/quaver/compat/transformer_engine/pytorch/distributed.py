@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from quaver.torch.state import checkpointing
+from quaver.torch.state import context
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = True, **kwargs: Any) -> Any:
@@ -16,4 +16,4 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = T
         raise ValueError("distribute_saved_activations is not there: leave it out, each rank keeps its own")
     for name in ("tp_group", "get_rng_state_tracker"):
         kwargs.pop(name, None)
-    return checkpointing.checkpoint(function, *args, **kwargs)
+    return context.checkpoint(function, *args, **kwargs)

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quaver.core.options import checks
-from quaver.core.states.codes import FLOAT32, StateSpec
-from quaver.core.states.presets import Preset
-from quaver.torch.optim.loading.presets import packed
+from quaver.options import checks
+from quaver.reference.optimizer_state import FLOAT32, Preset, StateSpec
+from quaver.torch.optim.master_weights import MasterFormat, around
 from quaver.torch.optim.optimizers import Adam
-from quaver.torch.optim.weights import Keeping, around
+from quaver.torch.optim.state_conversion import packed
 
 #: Formats of moments by `exp_avg_dtype` and `exp_avg_sq_dtype`.
 MOMENT_SPECS = {
@@ -250,7 +249,7 @@ def _from_transformer_engine(p: Tensor, state: Mapping[str, Any], steps: int) ->
         weight, value = p.detach(), master.to(p.device, torch.float32)
         # The weight wins where it is not the rounded master, since it was changed after the save.
         value = torch.where(value.to(weight.dtype) == weight, value, weight.float())
-        (master,) = around(Keeping("remainder"), value, (weight,))
+        (master,) = around(MasterFormat("remainder"), value, (weight,))
     return converted | {"remainder": master}
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quaver.core.text.spelling import check_name
+from quaver.recipes.text import check_name
 
 __all__ = ["moe_permute", "moe_permute_and_pad_with_probs", "moe_permute_with_probs", "moe_sort_chunks_by_index"]
 __all__ += ["moe_sort_chunks_by_index_with_probs", "moe_unpermute"]

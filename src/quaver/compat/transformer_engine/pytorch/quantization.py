@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from quaver.compat.transformer_engine.common import recipe as recipes
-from quaver.torch.linear.stored.stored import CODES
-from quaver.torch.model.weights.quantized import quantized_init
+from quaver.torch.conversion.quantized_weights import quantized_init
+from quaver.torch.linear.stored_weight import CODES
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.state.context import autocast as ours
 from quaver.torch.state.context import in_force

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quaver.torch.blocks.experts.routing import Routing, route
+from quaver.torch.nn.moe.routing import Routing, route
 
 
 class RoutingMapFormat(enum.IntEnum):

@@ -11,9 +11,9 @@ from quaver.compat.transformer_engine.pytorch.attention.multi_head_attention imp
 from quaver.compat.transformer_engine.pytorch.module.layernorm import LayerNorm, RMSNorm
 from quaver.compat.transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
 from quaver.compat.transformer_engine.pytorch.module.parameters import Assembled, cast_to_autocast
-from quaver.core.options import shared, spreads
-from quaver.core.text.spelling import check_name
-from quaver.torch.blocks.transformer import drop_path
+from quaver.options import shared, spreads
+from quaver.recipes.text import check_name
+from quaver.torch.nn.transformer import drop_path
 
 #: Options of attention that a layer has by other names, or decides.
 OF_ATTENTION = (

@@ -1,4 +1,4 @@
 """What runs on an NVIDIA GPU: the kernels of `quaver.kernels`, and torch's scaled GEMMs; no layer.
 
-Importing the rooms imports Triton; `announcing` and `fused.producers` do so when a tensor on a GPU comes.
+Importing the rooms imports Triton; `announcing` and `fused_quantize` do so when a tensor on a GPU comes.
 """

@@ -10,43 +10,51 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quaver.core.spec import Recipe
+from quaver.recipes.spec import Recipe
 from quaver.torch.linear.function import pack, unpack
-from quaver.torch.linear.grouped import device, host
-from quaver.torch.linear.grouped.call import Call, Like, Product, Source, begin, has_tokens, settle
-from quaver.torch.linear.grouped.host import Operands
-from quaver.torch.linear.grouped.operators import BACKWARD, FORWARD, OPERANDS, Traced, text_of
-from quaver.torch.linear.grouped.rows import Rows
-from quaver.torch.linear.stored.stored import CODES, PACKED, stack_codes
-from quaver.torch.numerics.groups import Offsets, put_groups_together, take_groups_apart
+from quaver.torch.linear.grouped import cpu, gpu
+from quaver.torch.linear.grouped.cpu import WgradOperands
+from quaver.torch.linear.grouped.custom_ops import BACKWARD, FORWARD, OPERANDS, CustomOpArguments, text_of
+from quaver.torch.linear.grouped.operands import (
+    GradientLike,
+    GroupedContext,
+    GroupedProduct,
+    NoiseSource,
+    RowInputOp,
+    begin,
+    has_tokens,
+    settle,
+)
+from quaver.torch.linear.stored_weight import CODES, PACKED, stack_codes
+from quaver.torch.numerics.grouped import GroupOffsets, put_groups_together, take_groups_apart
 from quaver.torch.numerics.quantized import Quantized
-from quaver.torch.numerics.tracing import is_tracing
+from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations import ops
-from quaver.torch.operations.derivatives import first_derivative
+from quaver.torch.operations.autograd import first_derivative
 from quaver.torch.operations.ops import any_autocast_enabled
 from quaver.torch.operations.selecting import unseen
 from quaver.torch.state import noise
-from quaver.torch.state.history import amax, steps
-from quaver.torch.state.layer import state_of
+from quaver.torch.state.history import amax, scaling_step
+from quaver.torch.state.layer_state import state_of
 
 
-class Setup(NamedTuple):
+class GroupedSetup(NamedTuple):
     """Everything in one call that is no tensor."""
 
-    rows: Rows
+    rows: RowInputOp
     #: Tensors that these take.
     taken: int
-    owner: Source | Product
+    owner: NoiseSource | GroupedProduct
     recipe: Recipe
     #: Of the products.
     dtype: torch.dtype
     #: Whether gradients are switched on; what a tensor needs torch says as if they always were.
     training: bool
     #: Whether the weight is given as it lies, [groups, K, N].
-    turned: bool = False
+    transposed: bool = False
 
 
-class Grouped(torch.autograd.Function):
+class GroupedLinearFunction(torch.autograd.Function):
     """y [T, N] of a `Setup`, what its rows take, the weight as it lies, the bias [groups, N] or None, and where groups
     end.
 
@@ -54,7 +62,7 @@ class Grouped(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, setup: Setup, *tensors: Tensor | None) -> Tensor:
+    def forward(ctx: Any, setup: GroupedSetup, *tensors: Tensor | None) -> Tensor:
         if is_tracing():
             return _traced(ctx, setup, tensors)
         return _eager(ctx, setup, tensors)
@@ -76,20 +84,20 @@ NO_DOUBLE_BACKWARD = (
 
 
 @unseen
-def _eager(ctx: Any, setup: Setup, tensors: Sequence[Any]) -> Tensor:
+def _eager(ctx: Any, setup: GroupedSetup, tensors: Sequence[Any]) -> Tensor:
     taken, recipe, rows = setup.taken, setup.recipe, setup.rows
     weight, bias, ends = tensors[taken:]
     of_rows, need_weight = _needs(ctx, setup)
     x, saved = rows.forward(*tensors[:taken], spec=recipe.fprop.a)
-    call = begin(setup.owner, recipe, Offsets(ends, x.shape[0]), setup.dtype, setup.training, weight)
-    keeps, way = need_weight and not rows.remakes, _way(ends)
+    call = begin(setup.owner, recipe, GroupOffsets(ends, x.shape[0]), setup.dtype, setup.training, weight)
+    keeps, way = need_weight and not rows.recomputes_input, _way(ends)
     high = rows.high(saved) if keeps and isinstance(x, Quantized) and _reads_high(recipe) else None
     matrices = view(setup, weight)
     y, kept = way.forward(call, x, high, matrices, bias, keeps)
     settle(call)
-    n, k = host.features(call, matrices)
-    like = Like((len(weight), n, k), weight.dtype, setup.turned, (len(weight), n), _bias_dtype(bias))
-    values = [weight if of_rows else None, *(saved if of_rows or (need_weight and rows.remakes) else ())]
+    n, k = cpu.features(call, matrices)
+    like = GradientLike((len(weight), n, k), weight.dtype, setup.transposed, (len(weight), n), _bias_dtype(bias))
+    values = [weight if of_rows else None, *(saved if of_rows or (need_weight and rows.recomputes_input) else ())]
     laid = None if kept is None else kept.laid
     parts: Sequence[Any] = () if kept is None else (kept.rows, *kept.parts)
     apart = None if kept is None else take_groups_apart(kept.parts)
@@ -104,12 +112,12 @@ def _eager(ctx: Any, setup: Setup, tensors: Sequence[Any]) -> Tensor:
     return y
 
 
-def view(setup: Setup, weight: Tensor) -> Tensor:
+def view(setup: GroupedSetup, weight: Tensor) -> Tensor:
     """A weight as [groups, N, K]; codes of four bits lie so in any case."""
-    return weight.transpose(1, 2) if setup.turned and weight.dtype is not PACKED else weight
+    return weight.transpose(1, 2) if setup.transposed and weight.dtype is not PACKED else weight
 
 
-def _needs(ctx: Any, setup: Setup) -> tuple[bool, bool]:
+def _needs(ctx: Any, setup: GroupedSetup) -> tuple[bool, bool]:
     """Whether the gradients of what rows take are needed, and that of the weight."""
     needs = ctx.needs_input_grad[1:]
     return setup.training and any(needs[: setup.taken]), setup.training and bool(needs[setup.taken])
@@ -126,42 +134,44 @@ def _bias_dtype(bias: Tensor | None) -> torch.dtype:
 
 def _way(ends: Tensor) -> Any:
     """The module whose functions run a call: where groups end the host knows, or not."""
-    return host if ops.on_host(ends) else device
+    return cpu if ops.on_host(ends) else gpu
 
 
 def _backward(ctx: Any, tensors: Sequence[Any], g: Tensor) -> tuple[Any, ...]:
-    setup: Setup
-    call: Call
+    setup: GroupedSetup
+    call: GroupedContext
     setup, call, like, layouts, size, kept_any, apart, laid = ctx.constants
     weight, *values = unpack(tensors, layouts)
     saved, parts = values[:size], values[size:]
     taken, needs = setup.taken, ctx.needs_input_grad[1:]
     of_rows, need_weight = any(needs[:taken]), needs[taken]
-    if call.owed is not None:
-        call.owed.settle()
+    if call.pending is not None:
+        call.pending.settle()
     way, kept = _way(call.offsets.ends), None
     if apart is not None:
-        kept = Operands(put_groups_together(parts, apart))
+        kept = WgradOperands(put_groups_together(parts, apart))
     elif kept_any:
-        kept = Operands(parts[1:], parts[0])
+        kept = WgradOperands(parts[1:], parts[0])
     if laid is not None:
         _, data, scale, factor = parts
-        kept = Operands(laid=replace(laid, data=data, scale=scale, factor=factor))
+        kept = WgradOperands(laid=replace(laid, data=data, scale=scale, factor=factor))
     if kept is None and need_weight:
-        kept = way.remade(call, *_again(setup, saved))
+        kept = way.recomputed(call, *_again(setup, saved))
     matrices = None if weight is None else view(setup, weight)
     of_x, of_weight, of_bias = way.backward(call, g, matrices, kept, (of_rows, *needs[taken : taken + 2]), like)
     settle(call)
     return None, *_of_taken(setup, of_x, saved, needs), of_weight, of_bias, None
 
 
-def _again(setup: Setup, saved: Sequence[Any]) -> tuple[Tensor | Quantized, Tensor | None]:
+def _again(setup: GroupedSetup, saved: Sequence[Any]) -> tuple[Tensor | Quantized, Tensor | None]:
     """Rows that are made once more, and in high precision where wgrad needs those of codes."""
-    x = setup.rows.remake(saved, setup.recipe.fprop.a)
+    x = setup.rows.recompute_input(saved, setup.recipe.fprop.a)
     return x, setup.rows.high(saved) if isinstance(x, Quantized) and _reads_high(setup.recipe) else None
 
 
-def _of_taken(setup: Setup, of_x: Tensor | None, saved: Sequence[Any], needs: Sequence[Any]) -> Sequence[Tensor | None]:
+def _of_taken(
+    setup: GroupedSetup, of_x: Tensor | None, saved: Sequence[Any], needs: Sequence[Any]
+) -> Sequence[Tensor | None]:
     """The gradients of what rows take."""
     if not any(needs[: setup.taken]):
         return (None,) * setup.taken
@@ -172,35 +182,35 @@ def _of_taken(setup: Setup, of_x: Tensor | None, saved: Sequence[Any], needs: Se
 # The same as a compiler traces it: what runs is opaque, and what a layer remembers are tensors of its graph.
 
 
-def _traced(ctx: Any, setup: Setup, tensors: Sequence[Any]) -> Tensor:
+def _traced(ctx: Any, setup: GroupedSetup, tensors: Sequence[Any]) -> Tensor:
     taken, recipe, rows, owner = setup.taken, setup.recipe, setup.rows, setup.owner
     weight, bias, ends = tensors[taken:]
     of_rows, need_weight = _needs(ctx, setup)
     x, saved = rows.forward(*tensors[:taken], spec=recipe.fprop.a)
-    keeps = need_weight and not rows.remakes
+    keeps = need_weight and not rows.recomputes_input
     high = rows.high(saved) if keeps and isinstance(x, Quantized) and _reads_high(recipe) else None
     factors: Any = None
-    if isinstance(owner, Product) and recipe.delayed is not None:
-        factors = steps.factors(owner.layer, setup.training)[_members(owner, ends)]
-    told = _told(setup, weight, ends, factors, 0)
+    if isinstance(owner, GroupedProduct) and recipe.delayed is not None:
+        factors = scaling_step.factors(owner.layer, setup.training)[_members(owner, ends)]
+    kernel_args = _told(setup, weight, ends, factors, 0)
     codes = _codes(x)
-    y, *kept, tops = FORWARD.operator(*codes, high, bias, keeps, *told)
+    y, *kept, amax_values = FORWARD.operator(*codes, high, bias, keeps, *kernel_args)
     _remember(setup, _drawn(setup, keeps, x), ends)
     if factors is not None and setup.training:
         for column in (amax.INPUT, amax.WEIGHT):
-            amax.record_each(owner.layer, column, tops[column], owner.first)  # type: ignore[union-attr]
+            amax.record_each(owner.layer, column, amax_values[column], owner.first)  # type: ignore[union-attr]
     # What wgrad reads in high precision, or as codes that it decodes.
     unquantized = keeps and recipe.kept_input is None
     plain = (None, None, None) if not unquantized else codes if high is None else (high, None, None)
-    remakes = need_weight and rows.remakes
-    packed, layouts = pack([factors, *(saved if of_rows or remakes else ())])
+    recomputes_input = need_weight and rows.recomputes_input
+    packed, layouts = pack([factors, *(saved if of_rows or recomputes_input else ())])
     ctx.save_for_backward(weight, ends, *kept, *plain, *packed)
     ctx.constants = setup, layouts, keeps, _bias_dtype(bias)
     return y
 
 
 def _traced_backward(ctx: Any, tensors: Sequence[Any], g: Tensor) -> tuple[Any, ...]:
-    setup: Setup
+    setup: GroupedSetup
     setup, layouts, keeps, bias_dtype = ctx.constants
     weight, ends, *kept = tensors[:6]
     plain, (factors, *saved) = tensors[6:9], unpack(tensors[9:], layouts)
@@ -209,15 +219,15 @@ def _traced_backward(ctx: Any, tensors: Sequence[Any], g: Tensor) -> tuple[Any, 
     if need_weight and not keeps:
         # What is made again is quantized again, by an operator whose output is not read.
         x, high = _again(setup, saved)
-        told = _told(setup, weight, ends, factors, 0)
-        _, *kept, _ = FORWARD.operator(*_codes(x), high, None, True, *told)
+        kernel_args = _told(setup, weight, ends, factors, 0)
+        _, *kept, _ = FORWARD.operator(*_codes(x), high, None, True, *kernel_args)
         if setup.recipe.kept_input is None:
             plain = _codes(x) if high is None else (high, None, None)
-    told = _told(setup, weight, ends, factors, 1)
-    number = state_of(owner.layer).number if factors is not None and isinstance(owner, Product) else None
-    first = owner.first if isinstance(owner, Product) else 0
+    kernel_args = _told(setup, weight, ends, factors, 1)
+    number = state_of(owner.layer).number if factors is not None and isinstance(owner, GroupedProduct) else None
+    first = owner.first if isinstance(owner, GroupedProduct) else 0
     wanted = [of_rows, need_weight, need_bias]
-    of_x, of_weight, of_bias = BACKWARD.operator(g, *kept, *plain, wanted, bias_dtype, number, first, *told)
+    of_x, of_weight, of_bias = BACKWARD.operator(g, *kept, *plain, wanted, bias_dtype, number, first, *kernel_args)
     recipe = setup.recipe
     drawn = []
     if recipe.dgrad.a is not None and (of_rows or (need_weight and recipe.plan.grad_output)):
@@ -229,7 +239,7 @@ def _traced_backward(ctx: Any, tensors: Sequence[Any], g: Tensor) -> tuple[Any, 
     return None, *of_taken, of_weight if need_weight else None, of_bias if need_bias else None, None
 
 
-def _members(owner: Product, ends: Tensor) -> slice:
+def _members(owner: GroupedProduct, ends: Tensor) -> slice:
     return slice(owner.first, owner.first + ends.shape[0])
 
 
@@ -241,7 +251,9 @@ def _codes(x: Tensor | Quantized) -> tuple[Tensor, Tensor | None, Tensor | None]
     return x.data, scale, x.tensor_factor
 
 
-def _told(setup: Setup, weight: Tensor, ends: Tensor, factors: Tensor | None, direction: int) -> Traced:
+def _told(
+    setup: GroupedSetup, weight: Tensor, ends: Tensor, factors: Tensor | None, direction: int
+) -> CustomOpArguments:
     owner, recipe = setup.owner, setup.recipe
     spec, columns = "", 0
     scale = factor = None
@@ -250,7 +262,7 @@ def _told(setup: Setup, weight: Tensor, ends: Tensor, factors: Tensor | None, di
         spec, columns, scale, factor = beside.spec.text, beside.columns, beside.scale, beside.factor
     streams = counts = None
     seed, name = 0, ""
-    if recipe.stochastic and isinstance(owner, Source):
+    if recipe.stochastic and isinstance(owner, NoiseSource):
         seed, name = owner.seed, owner.name
         counts = torch.as_tensor(owner.count, dtype=torch.int64, device="cpu").reshape(1)
     elif recipe.stochastic:
@@ -258,13 +270,13 @@ def _told(setup: Setup, weight: Tensor, ends: Tensor, factors: Tensor | None, di
         members = _members(owner, ends)  # type: ignore[arg-type]
         seed, streams = drawn[0][0], torch.stack([one[1][members] for one in drawn])  # type: ignore[index]
         counts = torch.stack([one[2][members] for one in drawn])  # type: ignore[index]
-    return Traced(
-        weight, scale, factor, ends, factors, streams, counts, seed, name, text_of(recipe), spec, columns, setup.turned,
-        setup.dtype,
+    return CustomOpArguments(
+        weight, scale, factor, ends, factors, streams, counts, seed, name, text_of(recipe), spec, columns,
+        setup.transposed, setup.dtype,
     )  # fmt: skip
 
 
-def _drawn(setup: Setup, keeps: bool, x: Tensor | Quantized) -> list[str]:
+def _drawn(setup: GroupedSetup, keeps: bool, x: Tensor | Quantized) -> list[str]:
     """The operands of a forward that are rounded at random."""
     a, c, drawn = setup.recipe.fprop.a, setup.recipe.wgrad.b, []
     if a is not None and a.rounding != "nearest" and isinstance(x, Tensor):
@@ -274,8 +286,8 @@ def _drawn(setup: Setup, keeps: bool, x: Tensor | Quantized) -> list[str]:
     return drawn
 
 
-def _remember(setup: Setup, drawn: Sequence[str], ends: Tensor) -> None:
+def _remember(setup: GroupedSetup, drawn: Sequence[str], ends: Tensor) -> None:
     """The counts of operands that were rounded at random move on."""
-    if isinstance(setup.owner, Product):
+    if isinstance(setup.owner, GroupedProduct):
         for operand in drawn:
-            noise.drawn(setup.owner.layer, operand, has_tokens(Offsets(ends, 0)), setup.owner.first)
+            noise.drawn(setup.owner.layer, operand, has_tokens(GroupOffsets(ends, 0)), setup.owner.first)

@@ -16,17 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from quaver.core.spec import Recipe
-from quaver.torch.linear.stored import stored
-from quaver.torch.linear.stored.stored import CODES
+from quaver.recipes.spec import Recipe
+from quaver.torch.linear import stored_weight
+from quaver.torch.linear.stored_weight import CODES
 from quaver.torch.numerics.quantized import Quantized
-from quaver.torch.parallel.fsdp.shards import KEEPS, Gathered, Shard
-from quaver.torch.parallel.fsdp.units import Unit, held_parameters, local, set_local
+from quaver.torch.parallel.fsdp.shard_tensors import KEEPS, Gathered, Shard
+from quaver.torch.parallel.fsdp.torch_internals import FsdpParameter, held_parameters, local, set_local
 
 aten = torch.ops.aten
 
 
-class Stored:
+class StoredShardInfo:
     """What is known of such a weight."""
 
     #: No model's amaxes follow from it.
@@ -41,7 +41,7 @@ class Stored:
         #: Whether it learns, or did when it was prepared.
         self.learns: bool = weight.requires_grad
         #: As fully_shard holds it; None before the first gather, or where its names are unknown.
-        self.unit: Unit | None = None
+        self.unit: FsdpParameter | None = None
         self.gathered_once = False
 
     @property
@@ -100,7 +100,9 @@ class CodeShard(Shard):
 
 
 class LearningCodes(CodeShard):
-    """Codes of a weight that learns, or of one rank's rows of it: a `quaver.torch.linear.stored.storing.Divided`."""
+    """Codes of a weight that learns, or of one rank's rows of it: a
+    `quaver.torch.linear.store_weight.ShardedStoredWeight`.
+    """
 
     @classmethod
     def shown(cls, plain: Tensor, weight: Any) -> torch.dtype:
@@ -168,7 +170,7 @@ class LearningCodes(CodeShard):
 
 
 class GatheredCodes(Gathered):
-    """A weight [N, K] whose codes fully_shard has gathered: a `quaver.torch.linear.gemms.GivenWeight`."""
+    """A weight [N, K] whose codes fully_shard has gathered: a `quaver.torch.linear.gemms.PrequantizedWeight`."""
 
     held: list[Tensor]
 
@@ -181,9 +183,9 @@ class GatheredCodes(Gathered):
         """Codes serve every recipe: one whose operands they are not is given what they stand for, quantized."""
 
     def quantized_operand(self, call: Any, side: str) -> Quantized:
-        turned = side == "dgrad"
-        spec = (call.recipe.dgrad if turned else call.recipe.fprop).b
-        return stored.operand(call.layer, self, turned, call.plan.weight, spec, call)
+        transposed = side == "dgrad"
+        spec = (call.recipe.dgrad if transposed else call.recipe.fprop).b
+        return stored_weight.operand(call.layer, self, transposed, call.plan.weight, spec, call)
 
 
 def _lying_as(parameter: DTensor, part: Tensor) -> Tensor:
@@ -199,18 +201,18 @@ def shard_codes(layer: nn.Module, name: str, root: nn.Module) -> None:
     """Put codes that fully_shard gathers as bytes in the place of a layer's weight."""
     parameter = layer._parameters["weight"]
     assert parameter is not None
-    of = _stored[layer] = Stored(layer, name, root)
+    of = _stored[layer] = StoredShardInfo(layer, name, root)
     layer._parameters["weight"] = nn.Parameter(_shard(parameter.detach(), of), requires_grad=of.learns)
     layer.register_load_state_dict_post_hook(_shard_again)
 
 
-def _shard(codes: Tensor, of: Stored) -> CodeShard:
+def _shard(codes: Tensor, of: StoredShardInfo) -> CodeShard:
     weight: Any = of
     return (LearningCodes if of.learns else CodeShard)(codes, weight)
 
 
 #: What is known of the weight of each layer that is prepared; a copy of one is not.
-_stored: "weakref.WeakKeyDictionary[nn.Module, Stored]" = weakref.WeakKeyDictionary()
+_stored: "weakref.WeakKeyDictionary[nn.Module, StoredShardInfo]" = weakref.WeakKeyDictionary()
 
 
 def _shard_again(layer: nn.Module, _: object) -> None:

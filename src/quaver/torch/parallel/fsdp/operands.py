@@ -5,19 +5,143 @@ blocks along K], for either side: so a rank's rows are bytes that follow the byt
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from quaver.torch.backends.gpu.launching.written import CrossStream
+from quaver.recipes.spec import QuantSpec, Recipe
+from quaver.torch.backends.gpu.buffers import CrossStream
 from quaver.torch.numerics import reference
-from quaver.torch.numerics.hadamard import rotate
 from quaver.torch.numerics.quantized import Given, Quantized, pack, storage
-from quaver.torch.numerics.rounding import SMALLEST_NORMAL_BITS, magnitude_bits
+from quaver.torch.numerics.rounding import SMALLEST_NORMAL_BITS, magnitude_bits, rotate
 from quaver.torch.operations.functional import quantize
-from quaver.torch.parallel.fsdp.cutting import Rows, Side, block_rows, cut_across, most_block_rows, pieces, straddling
+
+# ---- cutting ---------------------------------------------------------------------------------------------
+# Where the blocks of a weight [N, K] lie whose rows are dealt out to ranks, as torch's chunks are: pure arithmetic.
+#
+# A block within one rank's rows is quantized there as in the whole weight. One that lies on several ranks, which
+# straddles, needs the amax of all its parts, and nothing else. Where tensor parallelism has cut the weight before, [N,
+# K] is this rank's part of it, and what it cut through are blocks as high or as wide as the weight, no others.
+
+
+@dataclass(frozen=True)
+class OperandSide:
+    """One operand that a weight [N, K] becomes: fprop's, or dgrad's, which is the transpose and lies as the weight."""
+
+    #: "fprop" or "dgrad".
+    name: str
+    spec: QuantSpec
+    #: Whether the operand is the transpose.
+    transposed: bool = field(init=False)
+    #: Rows of the weight in a block; None for all.
+    height: int | None = field(init=False)
+    #: Columns of the weight in a block; None for all.
+    width: int | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        transposed = self.name == "dgrad"
+        height, width = self.spec.block[::-1] if transposed else self.spec.block
+        for name, value in (("transposed", transposed), ("height", height), ("width", width)):
+            object.__setattr__(self, name, value)
+
+    def columns(self, k: int) -> int:
+        """Columns that are stored of K."""
+        return k if self.transposed else self.spec.padded(k)
+
+    def blocks(self, k: int) -> int:
+        """Blocks along K."""
+        return 1 if self.width is None else -(-self.columns(k) // self.width)
+
+
+def sides(recipe: Recipe) -> tuple[OperandSide, ...]:
+    """The operands of a recipe's weight: one where fprop's serves dgrad."""
+    assert recipe.fprop.b is not None and recipe.dgrad.b is not None
+    first = OperandSide("fprop", recipe.fprop.b)
+    return (first,) if recipe.plan.weight else (first, OperandSide("dgrad", recipe.dgrad.b))
+
+
+class RowShard(NamedTuple):
+    """The rows of a weight that a rank has."""
+
+    start: int
+    stop: int
+    #: Of the whole weight.
+    all: int
+    #: That every rank's part is filled up to.
+    part: int
+    ranks: int
+    #: The axis along which tensor parallelism has cut the weight of which this one is a part; None where it has not.
+    axis: int | None = None
+
+    @classmethod
+    def of(cls, n: int, ranks: int, rank: int, axis: int | None = None) -> "RowShard":
+        return cls(0, 0, n, -(-n // ranks), ranks, axis).on(rank)
+
+    @property
+    def has_others(self) -> bool:
+        """Whether other ranks have the rest of a block that is as high as the weight."""
+        return self.ranks > 1 or self.axis is not None
+
+    def on(self, rank: int) -> "RowShard":
+        """Those of another rank."""
+        start = min(self.all, self.part * rank)
+        return self._replace(start=start, stop=min(self.all, start + self.part))
+
+
+class ShardPiece(NamedTuple):
+    """Rows of one rank that are whole blocks, or a part of one."""
+
+    start: int
+    stop: int
+    #: The row of blocks that it begins in.
+    block: int
+    crosses_shards: bool
+
+
+def pieces(rows: RowShard, height: int | None) -> list[ShardPiece]:
+    """A rank's rows, cut where a row of blocks begins that lies on another rank too, or ends."""
+    start, stop = rows.start, rows.stop
+    if start == stop:
+        return []
+    if height is None:
+        return [ShardPiece(start, stop, 0, rows.has_others)]
+    first = min(stop, -(-start // height) * height)
+    last = stop if stop == rows.all else max(first, stop // height * height)
+    cuts = sorted({start, first, last, stop})
+    return [
+        ShardPiece(a, b, a // height, a % height != 0 or (b % height != 0 and b != rows.all)) for a, b in pairwise(cuts)
+    ]
+
+
+def cut_across(rows: RowShard, side: OperandSide) -> bool:
+    """Whether tensor parallelism has cut through all rows of blocks, on whose amaxes ranks with the same rows agree."""
+    return rows.axis == 1 and side.width is None and side.height is not None
+
+
+def straddling(rows: RowShard, height: int | None) -> list[int]:
+    """The rows of blocks of the whole weight that lie on several ranks."""
+    if height is None:
+        # Ranks without rows, too: its scales do not travel.
+        return [0] if rows.has_others else []
+    if rows.part >= rows.all:
+        return []
+    return sorted({cut // height for cut in range(rows.part, rows.all, rows.part) if cut % height})
+
+
+def block_rows(rows: RowShard, height: int) -> range:
+    """The rows of blocks that a rank has something of."""
+    return range(rows.start // height, -(-rows.stop // height)) if rows.stop > rows.start else range(0)
+
+
+def most_block_rows(rows: RowShard, height: int) -> int:
+    """The most of them that any rank has."""
+    return max(len(block_rows(rows.on(rank), height)) for rank in range(rows.ranks))
+
+
+# ---- operands --------------------------------------------------------------------------------------------
 
 #: In `Agreed`: the amax of the whole weight, of two-level scales and of a history.
 WHOLE = -1
@@ -28,7 +152,7 @@ ROWS = -2
 Agreed = Mapping[int, Tensor]
 
 
-class Part(NamedTuple):
+class OperandShard(NamedTuple):
     """What one rank sends of an operand, and what every rank knows of it."""
 
     #: uint8 [rows of a part, bytes of a row], filled up with zeros.
@@ -41,15 +165,15 @@ class Part(NamedTuple):
     tensor_factor: Tensor | None
 
 
-def amaxes(x: Tensor, side: Side, rows: Rows, of_all: bool) -> dict[int, Tensor]:
+def amaxes(x: Tensor, side: OperandSide, rows: RowShard, of_all: bool) -> dict[int, Tensor]:
     """This rank's part of the amaxes that ranks agree on, in the form of `Agreed`: the same keys and shapes on all.
 
     Args:
         x: its rows [n, K].
         of_all: whether the whole weight's is wanted, too.
     """
-    spec, turned, width = side.spec, side.turned, side.columns(x.shape[1])
-    bits = magnitude_bits(rotate(x.to(torch.float32)) if spec.hadamard and not turned else x.to(torch.float32))
+    spec, transposed, width = side.spec, side.transposed, side.columns(x.shape[1])
+    bits = magnitude_bits(rotate(x.to(torch.float32)) if spec.hadamard and not transposed else x.to(torch.float32))
     parts = {}
     if cut_across(rows, side):
         assert side.height is not None
@@ -73,7 +197,7 @@ def whole(agreed: Agreed) -> Tensor | None:
     return None if bits is None or bits.numel() != 1 else bits.view(torch.float32).view(1, 1)
 
 
-def part(x: Tensor, side: Side, rows: Rows, agreed: Agreed, factor: Given) -> Part:
+def part(x: Tensor, side: OperandSide, rows: RowShard, agreed: Agreed, factor: Given) -> OperandShard:
     """This rank's part of an operand.
 
     Args:
@@ -85,7 +209,7 @@ def part(x: Tensor, side: Side, rows: Rows, agreed: Agreed, factor: Given) -> Pa
     done = []
     for p in cut:
         piece = x[p.start - rows.start : p.stop - rows.start]
-        done.append(_piece(piece, side, p.block, p.straddles, agreed, factor))
+        done.append(_piece(piece, side, p.block, p.crosses_shards, agreed, factor))
     bytes_of_row = -(-side.columns(k) // 2) if spec.format.packed else side.columns(k)
     codes = torch.zeros((rows.part, bytes_of_row), dtype=torch.uint8, device=x.device)
     for p, (data, _, _) in zip(cut, done, strict=True):
@@ -95,23 +219,23 @@ def part(x: Tensor, side: Side, rows: Rows, agreed: Agreed, factor: Given) -> Pa
         done = [_piece(x.new_zeros((1, k)), side, 0, side.height is None or spec.two_level, agreed, factor)]
     tensor_factor = done[0][2]
     if side.height is None:
-        return Part(codes, None, done[0][1], tensor_factor)
+        return OperandShard(codes, None, done[0][1], tensor_factor)
     shape = most_block_rows(rows, side.height), bytes_of_scales(side, k)
     scales = torch.zeros(shape, dtype=torch.uint8, device=x.device)
     first = rows.start // side.height
     for p, (_, scale, _) in zip(cut, done, strict=False):
         assert isinstance(scale, Tensor)
         scales[p.block - first : p.block - first + scale.shape[0]] = scale.contiguous().view(torch.uint8)
-    return Part(codes, scales, None, tensor_factor)
+    return OperandShard(codes, scales, None, tensor_factor)
 
 
 def _piece(
-    x: Tensor, side: Side, block: int, straddles: bool, agreed: Agreed, factor: Given
+    x: Tensor, side: OperandSide, block: int, crosses_shards: bool, agreed: Agreed, factor: Given
 ) -> tuple[Tensor, Tensor | float, Tensor | None]:
     """Codes and scales of whole blocks, or of a part of one row of blocks, and the tensor's factor."""
     spec = side.spec
-    operand = x.t() if side.turned else x
-    given = _given(side, block, straddles, agreed, x.shape[0])
+    operand = x.t() if side.transposed else x
+    given = _given(side, block, crosses_shards, agreed, x.shape[0])
     if spec.two_level and given is not None:
         wide = operand.to(torch.float32)
         tensor = agreed[WHOLE].view(torch.float32)
@@ -123,21 +247,21 @@ def _piece(
     return *_as_the_weight(q, side), q.tensor_factor
 
 
-def _given(side: Side, block: int, straddles: bool, agreed: Agreed, rows: int) -> Tensor | None:
+def _given(side: OperandSide, block: int, crosses_shards: bool, agreed: Agreed, rows: int) -> Tensor | None:
     """The bits of amaxes that ranks agreed on for rows from a row of blocks on, in the operand's shape; or None."""
     lines = agreed.get(ROWS)
     if lines is not None and lines.numel():
         assert side.height is not None
         of_rows = lines[block : block + -(-rows // side.height)]
-        return of_rows.view((1, -1) if side.turned else (-1, 1))
-    given = agreed.get(block) if straddles else None
-    return None if given is None else given.view((-1, 1) if side.turned else (1, -1))
+        return of_rows.view((1, -1) if side.transposed else (-1, 1))
+    given = agreed.get(block) if crosses_shards else None
+    return None if given is None else given.view((-1, 1) if side.transposed else (1, -1))
 
 
-def _as_the_weight(q: Quantized, side: Side) -> tuple[Tensor, Tensor | float]:
+def _as_the_weight(q: Quantized, side: OperandSide) -> tuple[Tensor, Tensor | float]:
     """Codes as bytes and the stored scales, as the weight lies."""
     scale = q.plain_scale() if isinstance(q.scale, Tensor) else q.scale
-    if q.turned == side.turned:
+    if q.transposed == side.transposed:
         return q.data.view(torch.uint8), scale
     codes = q.lying_codes().t()
     if side.spec.format.packed:
@@ -154,17 +278,17 @@ def _of_blocks(line: Tensor, width: int | None) -> Tensor:
     return torch.where(top < SMALLEST_NORMAL_BITS, 0, top)
 
 
-def _in_bytes(side: Side) -> bool:
+def _in_bytes(side: OperandSide) -> bool:
     """Whether a stored scale is a byte, not a float32."""
     return side.spec.scale == "e8m0" or side.spec.two_level
 
 
-def bytes_of_scales(side: Side, k: int) -> int:
+def bytes_of_scales(side: OperandSide, k: int) -> int:
     """Bytes of the scales of one row of blocks."""
     return side.blocks(k) * (1 if _in_bytes(side) else 4)
 
 
-def room(side: Side, rows: Rows, k: int) -> tuple[int, int] | None:
+def buffer(side: OperandSide, rows: RowShard, k: int) -> tuple[int, int] | None:
     """The shape of the bytes of scales where those of all ranks do not follow one another in what is gathered."""
     if side.height is None or rows.part % side.height == 0 or rows.part >= rows.all:
         return None
@@ -172,13 +296,13 @@ def room(side: Side, rows: Rows, k: int) -> tuple[int, int] | None:
 
 
 @dataclass(frozen=True)
-class Joint:
+class GatheredLayout:
     """How the parts of all ranks lie in what was gathered."""
 
-    side: Side
+    side: OperandSide
     shape: tuple[int, int]
-    rows: Rows
-    own: Part
+    rows: RowShard
+    own: OperandShard
     #: The largest magnitude of the weight, where it is known.
     amax: Tensor | None
     #: All of these, which another stream may have written.
@@ -189,7 +313,7 @@ class Joint:
 
         Args:
             gathered: codes of all ranks, one after the other, and their scales if they travel.
-            place: uint8 in the shape of `room`, where scales are put in order; None takes a new one.
+            place: uint8 in the shape of `buffer`, where scales are put in order; None takes a new one.
         """
         for each in self.written:
             each.wait()
@@ -198,13 +322,13 @@ class Joint:
         scale = own.common
         if own.scales is not None:
             scale = self._scales(gathered[1].view(-1, own.scales.shape[1]), place)
-        shape = self.shape[::-1] if side.turned else self.shape
-        return Quantized(data, scale, side.spec, shape, side.turned, own.tensor_factor, self.amax)  # type: ignore[arg-type]
+        shape = self.shape[::-1] if side.transposed else self.shape
+        return Quantized(data, scale, side.spec, shape, side.transposed, own.tensor_factor, self.amax)  # type: ignore[arg-type]
 
     def _scales(self, every: Tensor, place: Tensor | None) -> Tensor:
         height, most = self.side.height, every.shape[0] // self.rows.ranks
         assert height is not None
-        shape = room(self.side, self.rows, self.shape[1])
+        shape = buffer(self.side, self.rows, self.shape[1])
         if shape is None:
             placed = every[: -(-self.rows.all // height)]
         else:

@@ -13,37 +13,39 @@ import torch
 from torch import Tensor, nn
 
 from quaver import recipes
-from quaver.core.spec import Recipe
-from quaver.torch.blocks.prologues.norm import Norm
-from quaver.torch.linear.entrance import may_fuse
-from quaver.torch.linear.gemms import Call, begin, is_given
-from quaver.torch.linear.layer import Quantizable, dtype_sentence, recipe_of
-from quaver.torch.linear.projections import is_bare
-from quaver.torch.model.reach.exchanging import PUT_ABOVE
+from quaver.recipes.spec import Recipe
+from quaver.torch.conversion.matchers.swap_class import PUT_ABOVE
+from quaver.torch.linear.fused_projections import is_bare
+from quaver.torch.linear.gemms import LinearContext, begin, is_given
+from quaver.torch.linear.linear import Quantizable, dtype_sentence, recipe_of
+from quaver.torch.linear.quantized_input import may_fuse
+from quaver.torch.nn.norm import NormKind
 from quaver.torch.operations import ops
-from quaver.torch.operations.derivatives import refuse_transforms
-from quaver.torch.parallel.tensor.joined import pieces
-from quaver.torch.parallel.tensor.layout import Layout
+from quaver.torch.operations.autograd import refuse_transforms
+from quaver.torch.parallel.tensor import joined
+from quaver.torch.parallel.tensor.function import (
+    NormedLayerCall,
+    TensorParallelLinearFunction,
+    TensorParallelNormLinearFunction,
+)
+from quaver.torch.parallel.tensor.gemms import ShardLayout, TensorParallelComm
 from quaver.torch.parallel.tensor.partial import why_partial
-from quaver.torch.parallel.tensor.parts import Ranks
-from quaver.torch.parallel.tensor.products.function import LinearInParts
-from quaver.torch.parallel.tensor.products.normed import Layer, NormedInParts
-from quaver.torch.parallel.tensor.tokens import bare, local_parameters, tokens_of
-from quaver.torch.parallel.tensor.words.loss import loss_over_ranks
+from quaver.torch.parallel.tensor.sequence import bare, local_parameters, tokens_of
+from quaver.torch.parallel.tensor.vocab import loss_over_ranks
 from quaver.torch.state.buffers import prepare
-from quaver.torch.state.context import ambient
-from quaver.torch.state.history.agreement import check_agreement, facts_of
-from quaver.torch.state.recomputation import graph_task_id
+from quaver.torch.state.context import active_context
+from quaver.torch.state.history.sync import check_agreement, facts_of
+from quaver.torch.state.layer_state import graph_task_id
 
 
-def layout_of(layer: nn.Module) -> Layout | None:
+def layout_of(layer: nn.Module) -> ShardLayout | None:
     """How a layer lies on the ranks; None for one without a style."""
-    layout: Layout | None = getattr(type(layer), "layout_on_ranks", None)
+    layout: ShardLayout | None = getattr(type(layer), "layout_on_ranks", None)
     return layout
 
 
 @cache
-def in_parts(kind: Any, layout: Layout) -> type:
+def in_parts(kind: Any, layout: ShardLayout) -> type:
     """The class of a layer of a class once it is in parts."""
     members: dict[str, Any] = {"forward": _forward, "layout_on_ranks": layout, "__reduce_ex__": _reduce}
     members |= {
@@ -62,7 +64,7 @@ def _reduce(layer: Any, protocol: int) -> Any:
     return _rebuild, (kind.__bases__[0], layout_of(layer)), layer.__getstate__()
 
 
-def _rebuild(kind: Any, layout: Layout) -> Any:
+def _rebuild(kind: Any, layout: ShardLayout) -> Any:
     exchanged: Any = in_parts(kind, layout)
     return exchanged.__new__(exchanged)
 
@@ -72,15 +74,15 @@ def _load(
 ) -> None:
     """`Module._load_from_state_dict`, which takes the weight of the whole layer too, of one matrix or of several."""
     kind: Any = next(kind for kind in type(layer).__mro__ if "layout_on_ranks" in vars(kind)).__bases__[0]
-    pieces.share(layer, state_dict, prefix)
+    joined.share(layer, state_dict, prefix)
     kind._load_from_state_dict(layer, state_dict, prefix, metadata, strict, missing, *args)
 
 
-class Asked(NamedTuple):
+class ShardedLayerCall(NamedTuple):
     """What one call of a layer in parts takes."""
 
-    call: Call
-    ranks: Ranks
+    call: LinearContext
+    ranks: TensorParallelComm
     held: Tensor
     #: The input in the dtype of the GEMMs.
     x: Tensor
@@ -91,10 +93,10 @@ class Asked(NamedTuple):
 
 @torch.compiler.disable
 def _forward(layer: Any, input: Tensor) -> Tensor:
-    """This rank's part of the output, from its part of the input; see `quaver.torch.parallel.tensor.layout`."""
+    """This rank's part of the output, from its part of the input; see `quaver.torch.parallel.tensor.gemms`."""
     call, ranks, held, x, weight, bias = _asked(layer, input)
     with ops.without_autocast(ops.autocast_device(input)):
-        y: Tensor = LinearInParts.apply(call, ranks, held, x, weight, bias)
+        y: Tensor = TensorParallelLinearFunction.apply(call, ranks, held, x, weight, bias)
     return y
 
 
@@ -106,14 +108,20 @@ def normed_over_ranks(norm: nn.Module, x: Tensor, layers: Sequence[Any]) -> tupl
     """
     tokens, kind = tokens_of(norm), bare(norm) if tokens_of(norm) is not None else None
     layout, recipe = layout_of(layers[0]), recipe_of(layers[0], False) if isinstance(layers[0], Quantizable) else None
-    if kind is None or kind.forward is not Norm.forward or tokens is None or tokens.takes_whole or tokens.gives_whole:
+    if (
+        kind is None
+        or kind.forward is not NormKind.forward
+        or tokens is None
+        or tokens.takes_whole
+        or tokens.gives_whole
+    ):
         return None
     if layout is None or not (layout.column and layout.sequence):
         return None
     if recipe is None or any(recipe_of(layer, False) is not recipe for layer in layers) or not _rounds(recipe):
         return None
     alike = all(
-        layout_of(each) == layout and pieces.of(each, "weight")[0].device_mesh == tokens.mesh for each in layers
+        layout_of(each) == layout and joined.of(each, "weight")[0].device_mesh == tokens.mesh for each in layers
     )
     casting = torch.is_autocast_enabled(ops.autocast_device(x))
     if not alike or casting or not is_bare(norm, *layers) or not may_fuse(x.dtype, x):
@@ -121,9 +129,9 @@ def normed_over_ranks(norm: nn.Module, x: Tensor, layers: Sequence[Any]) -> tupl
     own: Any = norm
     own.check_input(x)
     local, asked = local_parameters(norm), [_asked(layer, x) for layer in layers]
-    each = [Layer(one.call, one.ranks, one.held) for one in asked]
+    each = [NormedLayerCall(one.call, one.ranks, one.held) for one in asked]
     parameters = *(one.weight for one in asked), *(one.bias for one in asked)
-    outputs: tuple[Tensor, ...] = NormedInParts.apply(
+    outputs: tuple[Tensor, ...] = TensorParallelNormLinearFunction.apply(
         own.formula, each, x, local.get("weight"), local.get("bias"), *parameters
     )
     return outputs
@@ -135,19 +143,19 @@ def _rounds(recipe: Recipe) -> bool:
     return a is not None and b is not None and all(spec is None or spec.rounding == "nearest" for spec in (a, c))
 
 
-def _asked(layer: Any, input: Tensor) -> Asked:
+def _asked(layer: Any, input: Tensor) -> ShardedLayerCall:
     """Begin a call.
 
     Raises:
         ValueError: an input that does not fit, with what to do.
     """
     layout: Any = layout_of(layer)
-    if ambient.takes_weights and torch.is_grad_enabled():
+    if active_context.takes_weights and torch.is_grad_enabled():
         raise ValueError(
             f"{name_of(layer)} is in parts by {layout.name}, whose gradients go to autograd: weight_gradients does not "
             "take them; leave it out around this layer"
         )
-    weights, biases = pieces.of(layer, "weight"), pieces.of(layer, "bias")
+    weights, biases = joined.of(layer, "weight"), joined.of(layer, "bias")
     if not weights or any(getattr(each, "device_mesh", None) is None for each in weights):
         raise ValueError(
             f"{name_of(layer)} is in parts by {layout.name}, and its weight is no DTensor: something has put another "
@@ -160,7 +168,7 @@ def _asked(layer: Any, input: Tensor) -> Asked:
         )
     weight = weights[0]
     recipe = recipe_of(layer, False) if isinstance(layer, Quantizable) else None
-    held: Any = pieces.held(layer)
+    held: Any = joined.held(layer)
     device = ops.autocast_device(input)
     casts = torch.is_autocast_enabled(device) and input.dtype in ops.DTYPES
     x = input.to(torch.get_autocast_dtype(device)) if casts else input
@@ -182,7 +190,7 @@ def _asked(layer: Any, input: Tensor) -> Asked:
     if recipe is None or input.dtype not in ops.DTYPES:
         recipe = recipes.get("bf16")
     if isinstance(layer, Quantizable):
-        pieces.watch(layer, weights)
+        joined.watch(layer, weights)
     training, name = torch.is_grad_enabled(), name_of(layer)
     if graph_task_id() == -1:
         # A recomputation repeats what was compared.
@@ -202,17 +210,17 @@ def _asked(layer: Any, input: Tensor) -> Asked:
         prepare(layer, recipe)
     call = begin(layer, recipe, x, x.dtype, training)
     call.both = None
-    call.parts = ranks = Ranks(
-        layout, call, weight, max(1, math.prod(x.shape[:-2])), pieces.rows(layer, weight.device_mesh.size())
+    call.parts = ranks = TensorParallelComm(
+        layout, call, weight, max(1, math.prod(x.shape[:-2])), joined.rows(layer, weight.device_mesh.size())
     )
     ranks.source = input
     if training:
         ranks.check_gradient(held, x.shape)
     with ops.without_autocast(device):
-        of_weights = pieces.routed([each.to_local() for each in weights])
+        of_weights = joined.routed([each.to_local() for each in weights])
         of_biases = [each.to_local() for each in biases]
         bias = None if not of_biases else of_biases[0] if len(of_biases) == 1 else torch.cat(of_biases)
-    return Asked(call, ranks, held, x, of_weights, bias)
+    return ShardedLayerCall(call, ranks, held, x, of_weights, bias)
 
 
 def _check(layer: Any, held: Tensor, x: Tensor) -> None:
@@ -222,7 +230,7 @@ def _check(layer: Any, held: Tensor, x: Tensor) -> None:
         ValueError: with what to do.
     """
     layout: Any = layout_of(layer)
-    number = pieces.of(layer, "weight")[0].device_mesh.size()
+    number = joined.of(layer, "weight")[0].device_mesh.size()
     says = f"{name_of(layer)} under {layout.name} got an input of shape {tuple(x.shape)}"
     if x.dim() == 0 or x.shape[-1] != held.shape[1]:
         has = "all of them" if layout.column else "a part of them"

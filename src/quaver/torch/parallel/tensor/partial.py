@@ -1,7 +1,8 @@
-"""Parameters that are used on a rank's features or heads alone, between a `Column` and a `Row`: they are refused.
+"""Parameters that are used on a rank's features or heads alone, between a `ColwiseParallel` and a `RowwiseParallel`:
+they are refused.
 
 Each rank's gradient of such a parameter, of a norm of the heads' features for instance, is of its own heads. Outputs
-are right all the same, so nothing else would tell. `Sequence()` sums such gradients over the ranks.
+are right all the same, so nothing else would tell. `SequenceParallel()` sums such gradients over the ranks.
 """
 
 import gc
@@ -10,14 +11,21 @@ from typing import Any
 
 from torch import Tensor, nn
 
-#: Functions whose backward gives whole gradients: layers in parts, parameters of `Sequence`, and DTensors.
-_SUMS = ("LinearInPartsBackward", "NormedInPartsBackward", "_SummedBackward", "_ToTorchTensor", "_UnitedBackward")
+#: Functions whose backward gives whole gradients: layers in parts, parameters of `SequenceParallel`, and DTensors.
+_SUMS = (
+    "TensorParallelLinearFunctionBackward",
+    "TensorParallelNormLinearFunctionBackward",
+    "_AllReduceGradBackward",
+    "_ToTorchTensor",
+    "_VocabEmbeddingFunctionBackward",
+)
 #: Layers whose input was looked at.
 _seen: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 def why_partial(layer: nn.Module, name: str, x: Tensor) -> str:
-    """Why gradients of parameters that the input of a `Row` follows from would be of this rank's part alone, or "".
+    """Why gradients of parameters that the input of a `RowwiseParallel` follows from would be of this rank's part
+    alone, or "".
 
     The graph of the input is walked once a layer, to the layers in parts that it comes from.
     """
@@ -46,7 +54,7 @@ def why_partial(layer: nn.Module, name: str, x: Tensor) -> str:
         key = next((key for m in every for key, child in m.__dict__.get("_modules", {}).items() if child is owner), "")
         keys.append(key)
         shown.append(f"{type(owner).__name__} {key!r} of shape {list(p.shape)}")
-    plan = ", ".join(f'"...{key}": Sequence()' for key in sorted(set(keys)))
+    plan = ", ".join(f'"...{key}": SequenceParallel()' for key in sorted(set(keys)))
     return (
         f"{name} under Row reads what parameters have made of a part of the features, {'; '.join(sorted(set(shown)))}: "
         f"each rank's gradient of them would be of its own features or heads. Add {{{plan}}} to the plan, which sums "

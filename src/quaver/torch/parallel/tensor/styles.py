@@ -11,22 +11,21 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from quaver.torch.blocks.attention.multihead import MultiheadAttention
-from quaver.torch.linear.layer import Quantizable
-from quaver.torch.linear.stored import stored
-from quaver.torch.parallel.tensor.joined import packed, pieces
+from quaver.torch.linear import stored_weight
+from quaver.torch.linear.linear import Quantizable
+from quaver.torch.nn.attention.multihead import MultiheadAttention
+from quaver.torch.parallel.tensor import function, joined
+from quaver.torch.parallel.tensor.gemms import ShardLayout
 from quaver.torch.parallel.tensor.layers import in_parts, layout_of, name_of
-from quaver.torch.parallel.tensor.layout import Layout
-from quaver.torch.parallel.tensor.products import overlapping
-from quaver.torch.parallel.tensor.tokens import OTHER_DROPOUTS, Tokens, on_tokens, tokens_of
-from quaver.torch.parallel.tensor.words.embedding import OverWords, over_words, words_of
-from quaver.torch.state import kept_weights
+from quaver.torch.parallel.tensor.sequence import OTHER_DROPOUTS, SequenceLayout, on_tokens, tokens_of
+from quaver.torch.parallel.tensor.vocab import VocabShard, over_words, words_of
+from quaver.torch.state import weight_cache
 
 
-class _InParts(ParallelStyle):
+class _ShardedLinear(ParallelStyle):
     """A linear layer in parts."""
 
-    layout: Layout
+    layout: ShardLayout
     #: Rows of each of the matrices that the weight joins, of which every rank has some; nothing of one matrix.
     parts: tuple[int, ...] = ()
     #: Whether ranks have said if tokens can travel within GEMMs.
@@ -41,10 +40,10 @@ class _InParts(ParallelStyle):
         _check(module, self, device_mesh, placements)
         self._settle(device_mesh)
         if isinstance(module, Quantizable):
-            kept_weights.free(module)
-        matrices = packed.matrices_of(module, self.parts) if self.layout.column else {}
+            weight_cache.free(module)
+        matrices = joined.matrices_of(module, self.parts) if self.layout.column else {}
         if len(matrices) > 1:
-            pieces.divide(module, matrices, device_mesh, self.src_data_rank)
+            joined.divide(module, matrices, device_mesh, self.src_data_rank)
         else:
             _distribute(module, placements, device_mesh, self.src_data_rank)
         module.__class__ = in_parts(type(module), self.layout)  # type: ignore[arg-type]
@@ -52,7 +51,7 @@ class _InParts(ParallelStyle):
 
     def _settle(self, mesh: Any) -> None:
         """Ask once whether tokens can travel within GEMMs, and say so where they cannot."""
-        reason = overlapping.why_not(mesh) if self.layout.overlap and not self._asked else ""
+        reason = function.reason_unsupported(mesh) if self.layout.overlap and not self._asked else ""
         self._asked = True
         if reason:
             if mesh.get_local_rank() == 0:
@@ -64,13 +63,13 @@ class _InParts(ParallelStyle):
         return f"{type(self).__name__}({', '.join(options)})"
 
 
-def _layout(column: bool, sequence: bool, overlap: bool) -> Layout:
+def _layout(column: bool, sequence: bool, overlap: bool) -> ShardLayout:
     if overlap and not sequence:
         raise ValueError("overlap is of tokens that travel: give sequence=True with it, or leave it out")
-    return Layout(column, sequence, overlap)
+    return ShardLayout(column, sequence, overlap)
 
 
-class Column(_InParts):
+class ColwiseParallel(_ShardedLinear):
     """A linear layer of which each rank computes some output features: q, k and v, gate and up, a head's words.
 
     The weight becomes a DTensor of placement Shard(0), and so does the bias; of gate and up in one weight, an MLP's
@@ -102,17 +101,18 @@ class Column(_InParts):
         self.parts = tuple(parts)
 
 
-class Row(_InParts):
+class RowwiseParallel(_ShardedLinear):
     """A linear layer of which each rank sums over some input features: o after attention, down after gate and up.
 
     The weight becomes a DTensor of placement Shard(1), the bias one of Replicate(). The layer takes and gives local
-    tensors: of the input this rank's features, as a `Column` gives them; the ranks' sums are added in float32, and
-    every rank has the whole output.
+    tensors: of the input this rank's features, as a `ColwiseParallel` gives them; the ranks' sums are added in
+    float32, and every rank has the whole output.
 
     Args:
         sequence: True leaves each rank some tokens of the output, its part of the last axis but one; their gradients
             are gathered as codes.
-        overlap: as of a `Column`; the ranks' parts of the output are rounded to its dtype before they are summed.
+        overlap: as of a `ColwiseParallel`; the ranks' parts of the output are rounded to its dtype before they are
+        summed.
     Raises:
         ValueError: when it is applied, with what does not fit; overlap without sequence.
     Exact: codes and scales are those of one process. Bounded: the order of the sums that several ranks share.
@@ -122,12 +122,13 @@ class Row(_InParts):
         self.layout = _layout(False, sequence, overlap)
 
 
-class Heads(ParallelStyle):
+class HeadParallel(ParallelStyle):
     """A `quaver.torch.MultiheadAttention`, of which each rank has some heads.
 
-    Its projections of queries, keys and values become a `Column` each, its o_proj a `Row`, and the norms of queries and
-    keys sum their gradients over the ranks' heads. Of one matrix `qkv_proj` each rank has its heads' rows of q, k and
-    v, which are parameters of their own then, `qkv_proj.weight.q_proj` for instance, and the layer stays one.
+    Its projections of queries, keys and values become a `ColwiseParallel` each, its o_proj a `RowwiseParallel`, and
+    the norms of queries and keys sum their gradients over the ranks' heads. Of one matrix `qkv_proj` each rank has its
+    heads' rows of q, k and v, which are parameters of their own then, `qkv_proj.weight.q_proj` for instance, and the
+    layer stays one.
 
     Args:
         sequence: of the four layers; the attention itself sees all tokens.
@@ -140,9 +141,9 @@ class Heads(ParallelStyle):
         attention: Any = module
         _check_heads(attention, self, device_mesh)
         for name in (*attention._parts, "o_proj", "q_norm", "k_norm"):
-            part, style = attention._modules[name], Row if name == "o_proj" else Column
+            part, style = attention._modules[name], RowwiseParallel if name == "o_proj" else ColwiseParallel
             if part is not None:
-                each: Any = Sequence() if name.endswith("norm") else style(sequence=self.sequence)
+                each: Any = SequenceParallel() if name.endswith("norm") else style(sequence=self.sequence)
                 each.of_heads = True
                 each.src_data_rank = self.src_data_rank
                 each._apply(part, device_mesh)
@@ -153,10 +154,10 @@ class Heads(ParallelStyle):
         return module
 
     def __repr__(self) -> str:
-        return f"Heads({'sequence=True' if self.sequence else ''})"
+        return f"HeadParallel({'sequence=True' if self.sequence else ''})"
 
 
-class Sequence(ParallelStyle):
+class SequenceParallel(ParallelStyle):
     """A module that works on each token by itself, such as a norm or a dropout, of which each rank does some tokens.
 
     Its parameters become DTensors of placement Replicate(), whose gradients the ranks sum in float32. It takes
@@ -189,21 +190,21 @@ class Sequence(ParallelStyle):
                 f"parameters, {inside!r}: name the norms and dropouts themselves in the plan"
             )
         _distribute(module, dict.fromkeys(module._parameters, Replicate()), device_mesh, self.src_data_rank)
-        tokens = Tokens(device_mesh, self.takes_whole, self.gives_whole)
+        tokens = SequenceLayout(device_mesh, self.takes_whole, self.gives_whole)
         module.__class__ = on_tokens(type(module), tokens)  # type: ignore[arg-type]
         return module
 
     def __repr__(self) -> str:
         options = [name for name in ("takes_whole", "gives_whole") if getattr(self, name)]
-        return f"Sequence({', '.join(f'{name}=True' for name in options)})"
+        return f"SequenceParallel({', '.join(f'{name}=True' for name in options)})"
 
 
-class Vocabulary(ParallelStyle):
+class VocabParallel(ParallelStyle):
     """An embedding of which each rank has some words; every rank is given all tokens.
 
-    The weight becomes a DTensor of placement Shard(0). A head that is tied to it is `Column()`, of the same placement,
-    and stays tied; of a model without such a layer `quaver.torch.linear_cross_entropy(x, embedding, targets)` takes the
-    embedding as the head. The output has the bits of one process, and so has the gradient.
+    The weight becomes a DTensor of placement Shard(0). A head that is tied to it is `ColwiseParallel()`, of the same
+    placement, and stays tied; of a model without such a layer `quaver.torch.linear_cross_entropy(x, embedding,
+    targets)` takes the embedding as the head. The output has the bits of one process, and so has the gradient.
 
     Args:
         sequence: True leaves each rank some tokens of the output, its part of the last axis but one; their gradients
@@ -218,11 +219,11 @@ class Vocabulary(ParallelStyle):
         placements = {"weight": Shard(0)}
         _check_embedding(module, self, device_mesh, placements)
         _distribute(module, placements, device_mesh, self.src_data_rank)
-        module.__class__ = over_words(type(module), OverWords(device_mesh, self.sequence))  # type: ignore[arg-type]
+        module.__class__ = over_words(type(module), VocabShard(device_mesh, self.sequence))  # type: ignore[arg-type]
         return module
 
     def __repr__(self) -> str:
-        return OverWords(None, self.sequence).name
+        return VocabShard(None, self.sequence).name
 
 
 def _distribute(module: nn.Module, placements: dict[str, Any], mesh: Any, source: int | None) -> None:
@@ -276,7 +277,7 @@ def _check_free(module: nn.Module, style: str, mesh: Any, placements: dict[str, 
         )
 
 
-def _check_heads(attention: Any, style: Heads, mesh: Any) -> None:
+def _check_heads(attention: Any, style: HeadParallel, mesh: Any) -> None:
     """Refuse attention whose heads ranks cannot share.
 
     Raises:
@@ -285,7 +286,8 @@ def _check_heads(attention: Any, style: Heads, mesh: Any) -> None:
     if not isinstance(attention, MultiheadAttention):
         raise ValueError(
             f"{style} is a style of quaver.torch.MultiheadAttention, and {type(attention).__name__} is none: name its "
-            "linear layers, {'q_proj': Column(), 'o_proj': Row()}, where its forward takes heads as they come"
+            "linear layers, {'q_proj': ColwiseParallel(), 'o_proj': RowwiseParallel()}, where its forward takes "
+            "heads as they come"
         )
     core = attention.core
     of_heads = {
@@ -309,7 +311,7 @@ def _check_heads(attention: Any, style: Heads, mesh: Any) -> None:
         )
 
 
-def _check_embedding(module: Any, style: Vocabulary, mesh: Any, placements: dict[str, Any]) -> None:
+def _check_embedding(module: Any, style: VocabParallel, mesh: Any, placements: dict[str, Any]) -> None:
     """Refuse an embedding whose words ranks cannot share.
 
     Raises:
@@ -319,7 +321,7 @@ def _check_embedding(module: Any, style: Vocabulary, mesh: Any, placements: dict
     if not isinstance(module, nn.Embedding) or "weight" not in module._parameters:
         raise ValueError(
             f"{style!r} is a style of nn.Embedding, and {name} is none, or its weight is parametrized: of a head give "
-            "Column()"
+            "ColwiseParallel()"
         )
     _check_free(module, repr(style), mesh, placements)
     options = {name: getattr(module, name) for name in ("max_norm", "scale_grad_by_freq", "sparse")}
@@ -337,7 +339,7 @@ def _check_embedding(module: Any, style: Vocabulary, mesh: Any, placements: dict
         )
 
 
-def _check(module: nn.Module, style: _InParts, mesh: Any, placements: dict[str, Any]) -> None:
+def _check(module: nn.Module, style: _ShardedLinear, mesh: Any, placements: dict[str, Any]) -> None:
     """Refuse what cannot be in parts.
 
     Raises:
@@ -348,22 +350,22 @@ def _check(module: nn.Module, style: _InParts, mesh: Any, placements: dict[str, 
     if not isinstance(module, nn.Linear) or "weight" not in module._parameters:
         raise ValueError(
             f"{layout.name} is a style of linear layers, and {name} is none, or its weight is parametrized: name the "
-            "linear layers in the plan, such as {'mlp.up_proj': Column(), 'mlp.down_proj': Row()}"
+            "linear layers in the plan, such as {'mlp.up_proj': ColwiseParallel(), 'mlp.down_proj': RowwiseParallel()}"
         )
     weight: Any = module._parameters["weight"]
-    if weight.dtype in stored.CODES:
+    if weight.dtype in stored_weight.CODES:
         raise ValueError(
             f"{name} has a weight that exists only in few bits, and {layout.name} is for one in high precision: call "
             "quaver.torch.dequantize_weights(model) first"
         )
-    matrices = packed.matrices_of(module, style.parts) if layout.column else {}
+    matrices = joined.matrices_of(module, style.parts) if layout.column else {}
     if "k_proj" in matrices and not style.of_heads:
         raise ValueError(
             f"{name} has the matrices {', '.join(matrices)} of attention in one weight, whose heads lie in parts with "
-            "them: put Heads() on the attention itself"
+            "them: put HeadParallel() on the attention itself"
         )
     if layout.column:
-        packed.check(module, name, repr(style), style.parts)
+        joined.check(module, name, repr(style), style.parts)
     number, features = mesh.size(), weight.shape[layout.weight_axis]
     features = next((rows for rows in matrices.values() if rows % number), features)
     if features % number:

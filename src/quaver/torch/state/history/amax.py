@@ -3,7 +3,7 @@
 `history` [length, 3] and `factor` [3] have a column each for input, weight and grad_output. Row 0 is what the present
 step has recorded so far; a factor of 0 is unset, and the tensor's own amax is used. A layer with members, such as
 experts, has [members, length, 3] and [members, 3]: a window for each. On a CPU in eager mode the numbers
-are read and written as Python floats; on a GPU one launch rolls a whole model (`quaver.torch.state.history.on_gpu`);
+are read and written as Python floats; on a GPU one launch rolls a whole model (`quaver.torch.state.history.roll_gpu`);
 elsewhere, and inside compiled code, everything is tensor arithmetic without a synchronization.
 """
 
@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quaver.core.spec import Recipe
-from quaver.torch.backends.gpu.launching import device
-from quaver.torch.numerics.tracing import is_tracing
-from quaver.torch.state import recomputation
-from quaver.torch.state.layer import device_of, state_of
+from quaver.recipes.spec import Recipe
+from quaver.torch.backends.gpu import device
+from quaver.torch.numerics.rounding import is_tracing
+from quaver.torch.state import layer_state
+from quaver.torch.state.layer_state import device_of, state_of
 
 INPUT, WEIGHT, GRAD_OUTPUT = 0, 1, 2
 
@@ -34,13 +34,24 @@ _serials = itertools.count()
 _histories: dict[str, bool] = {}
 
 
-class _Views:
+class _BufferViews:
     """A layer's buffers as numpy arrays of the same memory, and the address by which a change of memory is seen.
 
     Reading and writing a few floats through numpy takes a fifth of the time it takes through torch.
     """
 
-    __slots__ = ("address", "columns", "factor", "factors", "flat", "history", "newest", "recorded", "tops", "version")
+    __slots__ = (
+        "address",
+        "amax_values",
+        "columns",
+        "factor",
+        "factors",
+        "flat",
+        "history",
+        "newest",
+        "recorded",
+        "version",
+    )
 
     def __init__(self, history: Tensor, factor: Tensor) -> None:
         self.history = history
@@ -58,7 +69,7 @@ class _Views:
         self.recorded = False
         self.version = -1
         #: The largest value of each column but for row 0: searching a window takes longer than all the rest of a roll.
-        self.tops: list[float] | None = None
+        self.amax_values: list[float] | None = None
 
 
 def prepare(layer: nn.Module, recipe: Recipe) -> None:
@@ -81,7 +92,7 @@ def prepare(layer: nn.Module, recipe: Recipe) -> None:
         factor.zero_()
     register(layer)
     state.delayed = recipe
-    if is_tracing() or recomputation.recomputing():
+    if is_tracing() or layer_state.recomputing():
         # No step has it: a compiler does not come by where layers join one, nor does a copy in a reentrant checkpoint.
         state.copied, state.recorded_apart = False, True
 
@@ -146,8 +157,8 @@ def saved_factors(layer: nn.Module) -> Any:
         factors = views(layer).factors.reshape(-1, 3).tolist()
     else:
         factors = views(layer).factors.tolist()
-    if recomputation.state.replay is not None or recomputation.state.writing:
-        factors = recomputation.noted(layer, "factors", factors)
+    if layer_state.state.replay is not None or layer_state.state.writing:
+        factors = layer_state.recorded_amax(layer, "factors", factors)
     return factors
 
 
@@ -182,7 +193,7 @@ def newest(layer: nn.Module, column: int, x: Tensor) -> Tensor | None:
     """
     history = layer._buffers["history"]
     assert history is not None
-    if is_tracing() or recomputation.replaying() or history.device != x.device:
+    if is_tracing() or layer_state.replaying() or history.device != x.device:
         return None
     if history.dtype is not torch.float32 or not _launched(history):
         return None
@@ -196,15 +207,15 @@ def newest(layer: nn.Module, column: int, x: Tensor) -> Tensor | None:
     return entry
 
 
-def record(layer: nn.Module, column: int, amax: Tensor | float | None, noted: bool = False) -> None:
+def record(layer: nn.Module, column: int, amax: Tensor | float | None, recorded_amax: bool = False) -> None:
     """Note an amax in row 0; infinities and NaN are not noted, lest one overflow freeze the scale.
 
     Args:
-        noted: True if the kernel that measured it has noted it, in the view that `newest` gave.
+        recorded_amax: True if the kernel that measured it has noted it, in the view that `newest` gave.
     """
-    if recomputation.replaying():
+    if layer_state.replaying():
         return
-    if noted:
+    if recorded_amax:
         history = layer._buffers["history"]
         if history is not None and history.is_cpu:
             views(layer).recorded = True
@@ -219,7 +230,7 @@ def record(layer: nn.Module, column: int, amax: Tensor | float | None, noted: bo
     history = layer._buffers["history"]
     assert history is not None
     if not is_tracing() and _launched(history) and history.device == amax.device:
-        from quaver.torch.state.history import on_gpu as kernels
+        from quaver.torch.state.history import roll_gpu as kernels
 
         kernels.note(history, column, amax)
         if history.is_cpu:
@@ -236,7 +247,7 @@ def record_each(layer: nn.Module, column: int, amaxes: Tensor | Sequence[float],
         amaxes: of each, float32 [members] or numbers.
         first: the first of these members.
     """
-    if recomputation.replaying():
+    if layer_state.replaying():
         return
     history = layer._buffers["history"]
     assert history is not None
@@ -263,7 +274,7 @@ def record_gradient(number: Tensor, amax: Tensor, first: int = 0) -> None:
     ref = _layers.get(int(number))
     layer = None if ref is None else ref()
     if layer is not None and layer._buffers.get("history") is not None:
-        # Compiled layers belong to no step: see `quaver.torch.state.history.steps`.
+        # Compiled layers belong to no step: see `quaver.torch.state.history.scaling_step`.
         state = state_of(layer)
         state.step, state.recorded_apart = None, True
         if state.family is not None:
@@ -275,13 +286,13 @@ def record_gradient(number: Tensor, amax: Tensor, first: int = 0) -> None:
             record(layer, GRAD_OUTPUT, amax)
 
 
-def views(layer: nn.Module) -> _Views:
+def views(layer: nn.Module) -> _BufferViews:
     """The layer's buffers and their views, made again when the layer has other buffers."""
     buffers = layer._buffers
     history, factor = buffers["history"], buffers["factor"]
     assert history is not None and factor is not None
     state = state_of(layer)
-    cached: _Views | None = state.views
+    cached: _BufferViews | None = state.views
     if (
         cached is None
         or cached.history is not history
@@ -292,7 +303,7 @@ def views(layer: nn.Module) -> _Views:
             # As load_state_dict(assign=True) brings it: columns of several members are one matrix only as they were
             # made.
             history = buffers["history"] = history.mT.contiguous().mT
-        cached = state.views = _Views(history, factor)
+        cached = state.views = _BufferViews(history, factor)
     return cached
 
 

@@ -39,7 +39,7 @@ def mlp(p: dict[str, Array], y: Array, names: tuple[str, ...]) -> Array:
     return product @ p["wo_kernel"] + p.get("wo_bias", 0)
 
 
-def turned(x: Array, least: float = 1, most: float = 10000, consecutive: bool = True) -> Array:
+def transposed(x: Array, least: float = 1, most: float = 10000, consecutive: bool = True) -> Array:
     """Rotary positions of [batch, tokens, heads, features], as complex numbers."""
     half = x.shape[-1] // 2
     period = least * (most / least) ** (np.arange(half) / half)
@@ -83,7 +83,7 @@ def attention(p: dict[str, Any], x: Array, memory: Array, o: dict[str, Any], hid
         parts = [dense(first, y), dense(p["key"], m), dense(p["value"], m)]
     q, k, v = (a.reshape(*a.shape[:2], n, -1) for a, n in zip(parts, (heads, groups, groups), strict=True))
     if o.get("enable_rotary_pos_emb"):
-        q, k = turned(q), turned(k)
+        q, k = transposed(q), transposed(k)
     scale = q.shape[-1] ** -0.5 if o.get("scale_attn_logits") else 1.0
     z = attend(q, k, v, hidden, bias, scale)
     return dense(p["out"], z.reshape(*z.shape[:2], -1)), y

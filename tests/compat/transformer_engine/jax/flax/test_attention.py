@@ -43,7 +43,7 @@ PADDED = jnp.zeros((2, 1, 6, 6), bool).at[1, :, :, 4:].set(True)
         ("causal_padding", PADDED, PADDED | plain.later(6, 6)),
         ("causal_padding", None, plain.later(6, 6)),
     ],
-    ids=["no_mask", "causal", "padding", "padding of bytes", "no padding", "both", "both turned", "causal alone"],
+    ids=["no_mask", "causal", "padding", "padding of bytes", "no padding", "both", "both transposed", "causal alone"],
 )
 def test_masks(name: str, mask: Any, hidden: Any) -> None:
     groups = 4 if name == "causal" else 2
@@ -75,7 +75,7 @@ def test_rotary_positions_have_periods_between_the_windows(consecutive: bool) ->
     how = "consecutive" if consecutive else "alternate"
     module = te.flax.MultiHeadAttention(8, 4, rotary_pos_emb_windows=(3, 500), rotary_pos_emb_group_method=how)
     q, *_ = operands()
-    np.testing.assert_allclose(module._turned(q), plain.turned(q, 3, 500, consecutive), atol=1e-5)
+    np.testing.assert_allclose(module._turned(q), plain.transposed(q, 3, 500, consecutive), atol=1e-5)
 
 
 def test_weights_begin_as_there() -> None:

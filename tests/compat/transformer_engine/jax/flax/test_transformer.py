@@ -67,8 +67,8 @@ def test_it_trains_quantized(kind: str) -> None:
 
 def test_tokens_first_is_the_same_turned() -> None:
     layer, variables, x, _ = layer_of("Llama")
-    turned, *_ = layer_of("Llama", transpose_batch_sequence=True)
-    y = turned.apply(variables, x.swapaxes(0, 1)).swapaxes(0, 1)
+    transposed, *_ = layer_of("Llama", transpose_batch_sequence=True)
+    y = transposed.apply(variables, x.swapaxes(0, 1)).swapaxes(0, 1)
     np.testing.assert_allclose(y, layer.apply(variables, x), rtol=0, atol=1e-6)
 
 

@@ -68,10 +68,10 @@ def test_mask_types() -> None:
 def test_layouts() -> None:
     q, k, v = drawn()
     expected = attention()(q, k, v)
-    turned = [x.transpose(0, 1) for x in (q, k, v)]
+    transposed = [x.transpose(0, 1) for x in (q, k, v)]
     for core, given in ((attention(), {"qkv_format": "bshd"}), (attention(qkv_format="bshd"), {})):
-        assert_close("bshd", core(*turned, **given).transpose(0, 1), expected, 1e-6)
-    flat, ends = [x.flatten(0, 1) for x in turned], torch.tensor([0, S, 2 * S], dtype=torch.int32)
+        assert_close("bshd", core(*transposed, **given).transpose(0, 1), expected, 1e-6)
+    flat, ends = [x.flatten(0, 1) for x in transposed], torch.tensor([0, S, 2 * S], dtype=torch.int32)
     for kind in ("padding_causal", "causal"):
         y = attention(qkv_format="thd")(*flat, cu_seqlens_q=ends, cu_seqlens_kv=ends, attn_mask_type=kind)
         assert_close("thd", y.view(B, S, -1).transpose(0, 1), expected, 1e-6)

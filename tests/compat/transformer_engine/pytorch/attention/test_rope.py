@@ -37,11 +37,11 @@ def test_angles_and_turning(interleaved: bool, percent: float) -> None:
     expected = plain(t, both[:7, None].expand(7, 2, n), interleaved)
     options = {"interleaved": interleaved}
     assert_close("sbhd", apply_rotary_pos_emb(t, freqs, **options), expected, 1e-6)  # type: ignore[arg-type]
-    turned = apply_rotary_pos_emb(t.transpose(0, 1), freqs, "bshd", fused=True, **options)  # type: ignore[arg-type]
-    assert_bitwise(turned.transpose(0, 1), apply_rotary_pos_emb(t, freqs, **options))  # type: ignore[arg-type]
+    transposed = apply_rotary_pos_emb(t.transpose(0, 1), freqs, "bshd", fused=True, **options)  # type: ignore[arg-type]
+    assert_bitwise(transposed.transpose(0, 1), apply_rotary_pos_emb(t, freqs, **options))  # type: ignore[arg-type]
     flat, ends = t.transpose(0, 1).flatten(0, 1), torch.tensor([0, 7, 14])
     ragged = apply_rotary_pos_emb(flat, freqs, "thd", cu_seqlens=ends, **options)  # type: ignore[arg-type]
-    assert_bitwise(ragged.view(2, 7, 3, 16), turned)
+    assert_bitwise(ragged.view(2, 7, 3, 16), transposed)
     start = torch.tensor([0, 4])
     moved = plain(t, torch.stack((both[:7], both[4:11]), 1), interleaved)
     assert_close("start", apply_rotary_pos_emb(t, freqs, start_positions=start, **options), moved, 1e-6)  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 """Transformer Engine's linen modules: its fields and its parameters' names and values; no formula is here."""
 
-from quaver.compat.missing import FLAX, unknown
+from quaver.compat.stand_in import FLAX, unknown
 from quaver.compat.transformer_engine.jax.flax.attention import (
     DotProductAttention,
     MultiHeadAttention,

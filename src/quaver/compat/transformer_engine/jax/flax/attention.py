@@ -13,12 +13,10 @@ from jax.typing import DTypeLike
 
 from quaver.compat.transformer_engine.jax.flax.fields import OF_ATTENTION, Axes, parameter, part_of, refuse
 from quaver.compat.transformer_engine.jax.flax.module import DenseGeneral, LayerNormDenseGeneral, beside
-from quaver.core.options import suggests
-from quaver.core.text.spelling import check_name
-from quaver.jax.blocks.attention.dot_product import attention
-from quaver.jax.blocks.attention.position import relative_position_bias
-from quaver.jax.blocks.attention.rotary import rope
+from quaver.jax.blocks.attention import attention, relative_position_bias, rope
 from quaver.jax.blocks.options import Initializer
+from quaver.options import suggests
+from quaver.recipes.text import check_name
 
 #: Ours by Transformer Engine's name, and whether a mask of pairs is added to it.
 MASKS = {

@@ -10,12 +10,12 @@ from flax.linen.spmd import with_logical_constraint
 from jax import Array
 from jax.typing import DTypeLike
 
-from quaver.core.options import FLAX
-from quaver.core.text.spelling import check_name
-from quaver.jax.blocks.norm import NORMALIZATIONS
+from quaver.jax.blocks.layers import NORMALIZATIONS
 from quaver.jax.blocks.options import Initializer
-from quaver.jax.linears.general import dense
-from quaver.jax.linen.state import layer_state, qualified_name
+from quaver.jax.linears.dot_general import dense
+from quaver.jax.linen.dense import layer_state, qualified_name
+from quaver.options import FLAX
+from quaver.recipes.text import check_name
 
 M = TypeVar("M", bound=nn.Module)
 Axes = tuple[str | None, ...] | None

@@ -26,12 +26,12 @@ from quaver.compat.transformer_engine.jax.flax.fields import (
     product,
     refuse_dense,
 )
-from quaver.core.options import suggests
-from quaver.core.text.spelling import check_name
-from quaver.jax.blocks.activation import ACTIVATIONS, activate
+from quaver.jax.blocks.layers import ACTIVATIONS, activate
 from quaver.jax.blocks.options import Initializer
-from quaver.jax.linears.general import normalize_axes
-from quaver.jax.linen.inject import dot_general_cls
+from quaver.jax.linears.dot_general import normalize_axes
+from quaver.jax.linen.dense import dot_general_cls
+from quaver.options import suggests
+from quaver.recipes.text import check_name
 
 #: One part of an MLP's activation by name; parts are multiplied.
 FUNCTIONS: dict[str, Callable[[Array], Array]] = {

@@ -11,9 +11,9 @@ from jax import Array
 from quaver.compat.transformer_engine.jax.flax.attention import HeadFields, MultiHeadAttention, RelativePositionBiases
 from quaver.compat.transformer_engine.jax.flax.fields import KERNEL_INIT, part_of
 from quaver.compat.transformer_engine.jax.flax.module import LayerNorm, LayerNormMLP
-from quaver.core.options import suggests
-from quaver.core.text.spelling import check_name
 from quaver.jax.blocks.options import Initializer
+from quaver.options import suggests
+from quaver.recipes.text import check_name
 
 
 class TransformerLayerType(enum.Enum):

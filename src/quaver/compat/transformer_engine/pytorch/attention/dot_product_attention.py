@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from quaver.compat.transformer_engine.pytorch.attention.inference import InferenceParams
 from quaver.compat.transformer_engine.pytorch.module.parameters import Stateless, place, refuse_codes
-from quaver.core.options import checks
-from quaver.core.text.spelling import check_name
-from quaver.torch.blocks.attention.dot_product import DotProductAttention as Ours
-from quaver.torch.blocks.attention.dot_product import alibi_slopes
-from quaver.torch.state.checkpointing import checkpoint
+from quaver.options import checks
+from quaver.recipes.text import check_name
+from quaver.torch.nn.attention.dot_product import DotProductAttention as Ours
+from quaver.torch.nn.attention.dot_product import alibi_slopes
+from quaver.torch.state.context import checkpoint
 
 SINKS = {"vanilla": None, "off-by-one": "off_by_one", "learnable": "learnable"}
 Window = tuple[int, int] | None
@@ -43,7 +43,7 @@ class DotProductAttention(Stateless, Ours):
         if cp_group is not None or return_max_logit or tp_size > 1:
             raise ValueError(
                 "cp_group, tp_size and return_max_logit are not there: quaver.torch.parallel has context_parallel and "
-                "Heads() for a model that is made whole"
+                "HeadParallel() for a model that is made whole"
             )
         own: Any = {"groups": num_gqa_groups, "mask_type": named(attn_mask_type), "dropout": attention_dropout}
         own |= {"scale": softmax_scale, "soft_cap": softcap or None, "layout": qkv_format}
@@ -72,8 +72,8 @@ class DotProductAttention(Stateless, Ours):
         refuse_codes(fp8_output)
         q, k, v = query_layer, key_layer, value_layer
         layout, kind = qkv_format or self.layout, named(attn_mask_type or self.mask_type)
-        turned = inference_params is not None and layout == "sbhd"
-        if turned:
+        transposed = inference_params is not None and layout == "sbhd"
+        if transposed:
             q, k, v, layout = *(x.transpose(0, 1) for x in (q, k, v)), "bshd"
         tokens, ends = 0 if layout == "sbhd" else 1, None
         if inference_params is not None:
@@ -104,7 +104,7 @@ class DotProductAttention(Stateless, Ours):
         attend = partial(self.attend, **options)
         again = checkpoint_core_attention and torch.is_grad_enabled()
         y: Tensor = checkpoint(attend, q, k, v) if again else attend(q, k, v)
-        return (y.transpose(0, 1) if turned else y).flatten(-2)
+        return (y.transpose(0, 1) if transposed else y).flatten(-2)
 
     def _bias(self, kind: str, bias: Tensor | None, slopes: Tensor | None) -> dict[str, Any]:
         """The options that a bias is."""

@@ -2,8 +2,8 @@
 
 import torch
 
-from quaver.core.options import checks
-from quaver.torch.blocks.attention.cache.stepped import SteppedKVCache
+from quaver.options import checks
+from quaver.torch.nn.attention.kv_cache import SteppedKVCache
 
 
 class InferenceParams(SteppedKVCache):

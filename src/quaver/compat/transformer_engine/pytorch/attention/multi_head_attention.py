@@ -9,9 +9,9 @@ from quaver.compat.transformer_engine.pytorch.attention.rope import apply_rotary
 from quaver.compat.transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from quaver.compat.transformer_engine.pytorch.module.linear import Linear
 from quaver.compat.transformer_engine.pytorch.module.parameters import Assembled, Common, Init
-from quaver.core.options import spreads
-from quaver.core.text.spelling import check_name
-from quaver.torch.blocks.prologues.norm import named
+from quaver.options import spreads
+from quaver.recipes.text import check_name
+from quaver.torch.nn.norm import named
 
 NORMS = {"L2Normalization": "L2", "RMSNorm": "RMSNorm", "LayerNorm": "LayerNorm"}
 

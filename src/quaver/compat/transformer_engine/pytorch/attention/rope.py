@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quaver.torch.blocks.attention.rope.positions import positions_of
-from quaver.torch.blocks.attention.rope.rotary import apply_rotary
+from quaver.torch.nn.attention.rope import apply_rotary, positions_of
 
 
 class RotaryPositionEmbedding(nn.Module):

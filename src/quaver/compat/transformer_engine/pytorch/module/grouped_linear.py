@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from quaver.compat import extra_state
 from quaver.compat.transformer_engine.pytorch.module.parameters import Common, Module
-from quaver.core.options import spreads
-from quaver.torch.blocks.norm_linear import Parts
+from quaver.options import spreads
 from quaver.torch.linear.grouped.layer import GroupedLinear as Stack
-from quaver.torch.linear.layer import Linear
-from quaver.torch.numerics.tracing import is_tracing
+from quaver.torch.linear.linear import Linear
+from quaver.torch.nn.mlp import ComposedBlock
+from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations.ops import DTYPES, without_autocast
 
 
@@ -29,7 +29,7 @@ class _Packed(Stack):
         """The module that it is a part of does."""
 
 
-class GroupedLinear(Module, Parts):
+class GroupedLinear(Module, ComposedBlock):
     """A linear layer for each run of tokens, with parameters `weight0`, `bias0` and so on, one GEMM after the other.
 
     Args:

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from quaver.compat.transformer_engine.pytorch.module.parameters import Stateless, cast_to_autocast, place
-from quaver.core.options import checks
-from quaver.torch.blocks.prologues import norm
+from quaver.options import checks
+from quaver.torch.nn import norm
 from quaver.torch.operations.ops import DTYPES, autocast_device
 
 
-class _Norm(Stateless, norm.Norm):
+class _Norm(Stateless, norm.NormKind):
     """A norm of ours with Transformer Engine's arguments."""
 
     kind: str

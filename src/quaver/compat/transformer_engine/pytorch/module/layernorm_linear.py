@@ -3,9 +3,9 @@
 from typing import Any
 
 from quaver.compat.transformer_engine.pytorch.module.parameters import Common, Module
-from quaver.core.options import spreads
-from quaver.torch.blocks.norm_linear import LayerNormLinear as Ours
-from quaver.torch.linear.divided import Split, divide
+from quaver.options import spreads
+from quaver.torch.linear.linear import Split, divide
+from quaver.torch.nn.mlp import LayerNormLinear as Ours
 
 #: Parameters of the norm, by Transformer Engine's names.
 OF_NORM = {"layer_norm_weight": ("norm", "weight"), "layer_norm_bias": ("norm", "bias")}

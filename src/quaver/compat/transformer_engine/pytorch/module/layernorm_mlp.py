@@ -5,10 +5,10 @@ from typing import Any
 
 from quaver.compat.transformer_engine.pytorch.module.layernorm_linear import OF_NORM
 from quaver.compat.transformer_engine.pytorch.module.parameters import Common, Init, Module
-from quaver.core.options import spreads
-from quaver.core.text.spelling import check_name
-from quaver.torch.blocks.mlp import LayerNormMLP as Ours
-from quaver.torch.model.weights.filling import fill
+from quaver.options import spreads
+from quaver.recipes.text import check_name
+from quaver.torch.conversion.quantized_weights import fill
+from quaver.torch.nn.mlp import LayerNormMLP as Ours
 
 #: Ours by Transformer Engine's names.
 ACTIVATIONS = {name: name for name in ("gelu", "geglu", "glu", "relu", "reglu", "silu", "swiglu", "clamped_swiglu")}

@@ -5,13 +5,13 @@ from typing import Any
 from torch import Tensor
 
 from quaver.compat.transformer_engine.pytorch.module.parameters import Common, Module
-from quaver.core.options import spreads
-from quaver.torch.blocks.norm_linear import Parts
-from quaver.torch.linear import layer as layers
-from quaver.torch.linear.divided import Split, divide
+from quaver.options import spreads
+from quaver.torch.linear import linear as layers
+from quaver.torch.linear.linear import Split, divide
+from quaver.torch.nn.mlp import ComposedBlock
 
 
-class _Alone(Parts):
+class _Alone(ComposedBlock):
     """A linear layer, and nothing before it."""
 
     def forward(self, x: Tensor) -> Tensor:

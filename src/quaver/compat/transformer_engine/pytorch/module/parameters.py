@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from quaver.compat import extra_state
-from quaver.torch.blocks.renamed import Renamed
-from quaver.torch.linear.stored import storing
-from quaver.torch.model.weights.filling import fill
-from quaver.torch.model.weights.gradients import weight_gradients
+from quaver.torch.conversion.quantized_weights import fill
+from quaver.torch.conversion.weight_gradients import weight_gradients
+from quaver.torch.linear import store_weight
+from quaver.torch.nn.parameter_names import AliasedParameters
 from quaver.torch.operations.ops import DTYPES, autocast_device
 
 #: What gives a weight its first values; None is the normal distribution here.
@@ -71,7 +71,7 @@ def cast_to_autocast(x: Tensor) -> Tensor:
     return x
 
 
-class Module(Renamed):
+class Module(AliasedParameters):
     """Mixed into a block of ours: the parameters of its parts are its own, too, by Transformer Engine's names.
 
     What recipes record is the parts' own, by our names; an `_extra_state` that is loaded becomes that.
@@ -91,7 +91,8 @@ class Module(Renamed):
         if options.ranks > 1:
             raise ValueError(
                 f"{type(self).__name__} is one rank's part of {options.ranks}: make it whole, without tp_group and "
-                "tp_size, and apply torch's parallelize_module with Column(), Row() or Heads() of quaver.torch.parallel"
+                "tp_size, and apply torch's parallelize_module with ColwiseParallel(), RowwiseParallel() or "
+                "HeadParallel() of quaver.torch.parallel"
             )
         self.__dict__["return_bias"] = options.return_bias
         if options.return_bias and options.bias:
@@ -101,7 +102,7 @@ class Module(Renamed):
         if options.main_grad or options.later:
             self.__dict__["taker"] = weight_gradients(main_grad=options.main_grad, later=options.later)
         for name in gemms:
-            storing.narrow_gradient(self._modules[name])
+            store_weight.narrow_gradient(self._modules[name])
         self.rename(names, gemms)
         self.fill()
 

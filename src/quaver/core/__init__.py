@@ -1,1 +1,0 @@
-"""Numbers and decisions that both front ends share: formats, specs, reference, rules, costs; no framework."""

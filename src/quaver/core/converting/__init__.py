@@ -1,1 +1,0 @@
-"""What is decided in any framework: which module gets which recipe, and at which step; it touches no module."""

@@ -1,1 +1,0 @@
-"""How optimizer states are kept in few bits: codes, blocks, presets, bounds of updates; no update, no framework."""

@@ -1,0 +1,388 @@
+"""What a training step costs on many GPUs: time, bytes on the wire and memory of one GPU, before anything has run.
+
+    a step           micro-batches x (forward + backward of the blocks of a stage), the pipeline's idle time, the head,
+                     the optimizer
+    a block          its kernels / REACHED, what tensor parallelism, context and experts send, and what is left of the
+                     gather and the reduction of its weights once the block has hidden it
+
+Kernels are priced by `quaver.costs.ledger`, communication by `quaver.costs.hardware`. Weights are
+gathered for forward and again for backward, and their gradients reduced in float32, all beside the block's own work.
+A roofline with two constants that were fitted to published runs: benchmarks/pages/runs.py names these, and compares
+others with what is predicted for them. It knows no stragglers, no failures and no data loading.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from quaver.costs import hardware, ledger
+from quaver.costs.decoder import PLAIN, DecoderBlock, DecoderShape, WeightMatrix
+from quaver.costs.hardware import Gpu, Interconnect, Mesh
+from quaver.costs.ledger import WIDE, QuantizedCopy, written
+from quaver.recipes.spec import Recipe
+
+#: Of the kernels' own rates, what a training step reaches. Fitted: see benchmarks/pages/runs.py.
+REACHED = 0.848
+#: Of tensor parallelism's communication, what asynchronous tensor parallelism hides. Fitted likewise.
+HIDDEN = 0.42
+#: Of the rate of large bf16 GEMMs, what attention reaches: 333 of 788 TFLOP/s (FlashAttention-2, causal, 128 features,
+#: 8192 tokens, H100 SXM5: arXiv:2407.08608, figure 5).
+ATTENTION = 333 / 788
+#: Bytes of a gradient on the wire, of a weight with its gradient and AdamW's two moments, of what a step of AdamW reads
+#: and writes of these, of what the loss reads and writes of a logit, and of what it keeps of one.
+REDUCED, TRAINED, STEPPED, LOSS, LOGIT = 4, 16, 28, 16, 10
+
+Checkpoints = Literal["none", "selective", "full"]
+
+
+class BlockSeconds(NamedTuple):
+    """Seconds of a block, forward or backward, by what takes them; those on the wire are what nothing hides."""
+
+    gemms: float = 0.0
+    attention: float = 0.0
+    #: Norms, activations, rope, sums and losses.
+    elementwise: float = 0.0
+    #: Between ranks of a tensor, of a sequence and of experts.
+    tensor: float = 0.0
+    context: float = 0.0
+    experts: float = 0.0
+    #: Of weights and their gradients, what the block does not hide.
+    sharding: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return sum(self)
+
+    def plus(self, other: "BlockSeconds", share: float = 1.0) -> "BlockSeconds":
+        return BlockSeconds(*(a + share * b for a, b in zip(self, other, strict=True)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSetup:
+    """What is trained, where and how."""
+
+    decoder: DecoderShape
+    recipe: Recipe
+    gpu: Gpu
+    mesh: Mesh
+    interconnect: Interconnect
+    #: Sequences of a micro-batch of one rank of data, and their tokens.
+    sequences: int = 1
+    tokens: int = 8192
+    micro_batches: int = 1
+    #: What backward computes again: nothing; elementwise work and every second GEMM; everything.
+    checkpoints: Checkpoints = "selective"
+    #: True sends weights and activations in the recipe's bits where these have one scale a tensor or square blocks.
+    narrow_wire: bool = True
+    #: True hides tensor parallelism's communication behind its GEMMs as far as `HIDDEN`, and tokens on their way to
+    #: experts and back behind another micro-batch's work.
+    overlapped: bool = False
+    #: Parts of a stage that take turns, which divides the pipeline's idle time.
+    interleaved: int = 1
+    #: Bytes that training keeps of a parameter of the blocks' matrices, of the embedding and of the head.
+    trained: tuple[float, float, float] = (TRAINED, TRAINED, TRAINED)
+
+    @property
+    def rows(self) -> int:
+        """Tokens that the GEMMs of one GPU see in a micro-batch."""
+        return self.sequences * self.tokens // self.mesh.cp
+
+    @property
+    def narrow(self) -> bool:
+        return self.narrow_wire and self.recipe.plan.weight
+
+    def on_the_wire(self, parameters: float) -> float:
+        """Bytes of so many weights in a gather."""
+        spec = self.recipe.fprop.b
+        if not self.narrow or spec is None:
+            return WIDE * parameters
+        # Of a square piece: scales beside codes.
+        return parameters * written(QuantizedCopy(spec), 4096, 4096) / 4096**2
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What one step costs."""
+
+    plan: TrainingSetup
+    seconds: float
+    #: Seconds of a step by what takes them; they sum to `seconds`.
+    parts: dict[str, float]
+    #: Bytes that a GPU sends in a step, by kind.
+    wire: dict[str, float]
+    #: Bytes of a GPU, by what takes them.
+    memory: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of one GPU."""
+        plan = self.plan
+        tokens = plan.sequences * plan.tokens * plan.micro_batches * plan.mesh.data
+        return tokens / plan.mesh.gpus / self.seconds
+
+
+def gemms(plan: TrainingSetup, block: DecoderBlock) -> tuple[float, float]:
+    """Seconds of a block's matrices with their quantization, forward and backward, on one GPU."""
+    forward = backward = 0.0
+    for matrix in block.matrices:
+        cost, count = _layer(plan, matrix)
+        each = {name: gemm.seconds + gemm.decoding.seconds for name, gemm in cost.gemms.items()}
+        # A weight is quantized by those that share it.
+        weight = cost.tensors["weight"].seconds / (plan.mesh.fsdp if plan.narrow else 1)
+        forward += count * (each["fprop"] + cost.tensors["input"].seconds + weight)
+        backward += count * (each["dgrad"] + each["wgrad"] + cost.tensors["grad_output"].seconds)
+    return forward, backward
+
+
+def _layer(plan: TrainingSetup, matrix: WeightMatrix) -> tuple[ledger.LinearCost, int]:
+    """One GEMM layer of a matrix as a GPU has it, and how many such it has."""
+    mesh, rows, count = plan.mesh, plan.rows, 1
+    n, k = matrix.out_features, matrix.in_features
+    if matrix.routed:
+        count = max(1, matrix.experts // mesh.ep)
+        rows = max(1, rows * matrix.chosen * mesh.ep // matrix.experts)
+    elif matrix.cut == "column":
+        n = max(1, n // mesh.tp)
+    elif matrix.cut == "row":
+        k = max(1, k // mesh.tp)
+    return ledger.layer(plan.recipe, rows, k, n, plan.gpu, produced=plan.recipe.quantizes), count
+
+
+def attention(plan: TrainingSetup, block: DecoderBlock) -> tuple[float, float]:
+    """Seconds of causal attention, forward and backward."""
+    seen = plan.tokens * (plan.tokens + 1) / 2 / plan.mesh.cp
+    features = (block.score_features + block.value_features) / 2
+    product = 2.0 * plan.sequences * block.heads / plan.mesh.tp * features * seen
+    each = product / (plan.gpu.rates["bf16"].value * 1e12 * ATTENTION)
+    return PLAIN[0] * each, PLAIN[1] * each
+
+
+def elementwise(plan: TrainingSetup, block: DecoderBlock) -> float:
+    """Seconds of a forward: two norms and two sums of the residual stream, rope, the activation, experts' places."""
+    streamed = 20 * block.dim + 3 * WIDE * block.hidden + 2 * WIDE * block.attended + 8 * block.chosen * block.dim
+    return streamed * plan.rows / plan.mesh.tp / (plan.gpu.copy.value * 1e12)
+
+
+def tensor_parallel(plan: TrainingSetup, block: DecoderBlock) -> tuple[float, float]:
+    """Seconds and bytes of a forward: token shards are gathered before attention and MLP, sums scattered after them.
+
+    With several sequences a shard of each is copied beside the others'.
+    """
+    mesh = plan.mesh
+    if mesh.tp == 1:
+        return 0.0, 0.0
+    size = plan.rows * block.dim
+    itemsize = plan.on_the_wire(1.0) if plan.narrow else float(WIDE)
+    gathered, summed = size * itemsize, size * WIDE
+    seconds = 2 * (plan.interconnect.gather(gathered, mesh.tp, 1) + plan.interconnect.gather(summed, mesh.tp, 1))
+    if plan.sequences > 1:
+        seconds += 2 * 2 * (gathered + summed) / (plan.gpu.copy.value * 1e12)
+    return seconds * (1 - HIDDEN * plan.overlapped), 2 * (gathered + summed) * (mesh.tp - 1) / mesh.tp
+
+
+def context_parallel(plan: TrainingSetup, block: DecoderBlock) -> tuple[float, float]:
+    """Seconds and bytes of a forward: keys and values of all tokens."""
+    mesh = plan.mesh
+    if mesh.cp == 1:
+        return 0.0, 0.0
+    keys = block.attended - block.heads * block.score_features
+    size = WIDE * plan.sequences * plan.tokens * keys / mesh.tp
+    return plan.interconnect.gather(size, mesh.cp, mesh.tp), size * (mesh.cp - 1) / mesh.cp
+
+
+def expert_parallel(plan: TrainingSetup, block: DecoderBlock) -> tuple[float, float]:
+    """Seconds and bytes of a forward: tokens go to their experts and come back."""
+    mesh = plan.mesh
+    if mesh.ep == 1 or not block.chosen:
+        return 0.0, 0.0
+    size = plan.rows / mesh.tp * block.chosen * block.dim
+    itemsize = plan.on_the_wire(1.0) if plan.narrow else float(WIDE)
+    there = plan.interconnect.all_to_all(size * itemsize, mesh.ep, mesh.tp)
+    back = plan.interconnect.all_to_all(size * WIDE, mesh.ep, mesh.tp)
+    return there + back, size * (itemsize + WIDE) * (mesh.ep - 1) / mesh.ep
+
+
+class ShardingCost(NamedTuple):
+    """Of a block's weights: seconds and bytes of a gather and of the reduction of their gradients."""
+
+    gather: float
+    reduction: float
+    gathered_bytes: float
+    reduced_bytes: float
+
+
+def sharding(plan: TrainingSetup, block: DecoderBlock) -> ShardingCost:
+    """What the weights of a block cost on the wire: its routed experts' shards lie apart from the others'."""
+    parameters, routed = block.parameters, block.routed_parameters
+    mesh, link = plan.mesh, plan.interconnect
+    gather = reduction = gathered = reduced = 0.0
+    for own, ranks, stride in (
+        ((parameters - routed) / mesh.tp, mesh.fsdp, mesh.tp),
+        (routed / mesh.ep, mesh.fsdp // mesh.ep, mesh.tp * mesh.ep),
+    ):
+        if not own:
+            continue
+        wire, sums = plan.on_the_wire(own), REDUCED * own
+        gather += link.gather(wire, ranks, stride)
+        reduction += link.gather(sums, ranks, stride)
+        gathered += wire * (ranks - 1) / ranks
+        reduced += sums * (ranks - 1) / ranks
+        if mesh.replicas > 1:
+            # An all-reduce of shards is a reduction and a gather.
+            reduction += 2 * link.gather(sums / ranks, mesh.replicas, mesh.tp * mesh.fsdp)
+            reduced += 2 * sums / ranks * (mesh.replicas - 1) / mesh.replicas
+    return ShardingCost(gather, reduction, gathered, reduced)
+
+
+def _block(plan: TrainingSetup, block: DecoderBlock) -> tuple[BlockSeconds, dict[str, float]]:
+    """A block, forward and backward of one micro-batch: seconds by part, and bytes on the wire."""
+    fprop, grads = gemms(plan, block)
+    attended, attended_back = attention(plan, block)
+    passes = elementwise(plan, block)
+    (tensor, tensor_bytes), (context, context_bytes) = tensor_parallel(plan, block), context_parallel(plan, block)
+    experts, experts_bytes = expert_parallel(plan, block)
+    forward = BlockSeconds(fprop / REACHED, attended / REACHED, passes / REACHED, tensor, context, experts)
+    backward = BlockSeconds(
+        grads / REACHED, attended_back / REACHED, 2 * passes / REACHED, tensor, 2 * context, experts
+    )
+    # How often what a forward sends is sent, and keys and values with their gradients.
+    often = 3 if plan.checkpoints == "full" else 2
+    sent = {"tensor": often * tensor_bytes, "context": (often + 1) * context_bytes, "experts": often * experts_bytes}
+    if plan.checkpoints == "full":
+        backward = backward.plus(forward)
+    elif plan.checkpoints == "selective":
+        backward = backward.plus(BlockSeconds(gemms=fprop / REACHED / 2, elementwise=passes / REACHED))
+    travels = sharding(plan, block)
+    # With a pipeline weights stay gathered, and gradients are summed at home, for all micro-batches of a step.
+    gathers = 1 / plan.micro_batches if plan.mesh.pp > 1 else 1.0
+    last = 1 / plan.micro_batches
+    if plan.overlapped:
+        both = forward.plus(backward)
+        left = max(0.0, both.experts - both._replace(experts=0.0).seconds)
+        forward, backward = forward._replace(experts=left), backward._replace(experts=0.0)
+    shown = max(0.0, gathers * travels.gather - forward.seconds)
+    shown += max(0.0, gathers * travels.gather + last * travels.reduction - backward.seconds)
+    sent["weights"] = 2 * gathers * travels.gathered_bytes
+    sent["gradients"] = last * travels.reduced_bytes
+    return forward.plus(backward).plus(BlockSeconds(sharding=shown)), sent
+
+
+def _ends(plan: TrainingSetup) -> tuple[float, float]:
+    """Seconds of head and loss in a micro-batch, and of a step's optimizer and first and last communication."""
+    decoder, mesh, gpu = plan.decoder, plan.mesh, plan.gpu
+    logits = plan.rows * decoder.vocab / mesh.tp
+    flops = 6.0 * logits * decoder.dim
+    head = flops / (gpu.rates["bf16"].value * 1e12) + LOSS * logits / (gpu.copy.value * 1e12)
+    optimizer = STEPPED * decoder.parameters / mesh.gpus / (gpu.copy.value * 1e12)
+    rows = decoder.vocab * decoder.dim / mesh.tp
+    link = plan.interconnect
+    first = link.gather(WIDE * rows, mesh.fsdp, mesh.tp)
+    return head / REACHED, optimizer / REACHED + first + link.gather(REDUCED * rows, mesh.fsdp, mesh.tp)
+
+
+def step(plan: TrainingSetup) -> StepCost:
+    """The cost of one step.
+
+    Raises:
+        ValueError: a mesh that heads, features, tokens or blocks do not divide.
+    """
+    check(plan)
+    mesh, total = plan.mesh, BlockSeconds()
+    sent: dict[str, float] = {}
+    for count, block in plan.decoder.blocks:
+        each, bytes_of_block = _block(plan, block)
+        # Blocks of each kind are shared by the stages.
+        total = total.plus(each, count / mesh.pp)
+        for kind, size in bytes_of_block.items():
+            sent[kind] = sent.get(kind, 0.0) + size * count / mesh.pp * plan.micro_batches
+    head, once = _ends(plan)
+    work = {name: plan.micro_batches * seconds for name, seconds in total._asdict().items()}
+    # The stage that has the head has fewer blocks.
+    work["head"] = plan.micro_batches * head / mesh.pp
+    idle = sum(work.values()) * (mesh.pp - 1) / (plan.micro_batches * plan.interleaved)
+    work["pipeline"] = idle
+    work["optimizer"] = once
+    wire = {kind: size for kind, size in sent.items() if size}
+    return StepCost(plan, sum(work.values()), work, wire, memory(plan))
+
+
+def memory(plan: TrainingSetup) -> dict[str, float]:
+    """Bytes of the fullest GPU, by what takes them: a lower bound, since allocators leave gaps."""
+    decoder, mesh = plan.decoder, plan.mesh
+    blocks = [(count / mesh.pp, block) for count, block in decoder.blocks]
+    routed = sum(count * block.routed_parameters for count, block in blocks)
+    others = sum(count * (block.parameters - block.routed_parameters) for count, block in blocks)
+    matrix, table, head = plan.trained
+    rows = decoder.vocab * decoder.dim * (table if decoder.tied or mesh.pp > 1 else table + head)
+    own = (matrix * others + rows) / (mesh.tp * mesh.fsdp) + matrix * routed / mesh.fsdp
+    largest = max(_here(plan, block) for _, block in blocks)
+    kept = sum(count * kept_a_token(plan, block, plan.checkpoints) for count, block in blocks)
+    again = max(kept_a_token(plan, block, "none") for _, block in blocks) * (plan.checkpoints != "none")
+    tokens = plan.rows / mesh.tp
+    # The first stage holds as many micro-batches as there are stages.
+    return {
+        "weights and optimizer": own,
+        "gathered weights": 2 * plan.on_the_wire(largest) + 2 * WIDE * largest,
+        "activations": tokens * (kept * min(plan.micro_batches, mesh.pp) + again),
+        "logits": LOGIT * plan.rows * decoder.vocab / mesh.tp,
+    }
+
+
+def _here(plan: TrainingSetup, block: DecoderBlock) -> float:
+    """Weights of a gathered block on one GPU."""
+    return (block.parameters - block.routed_parameters) / plan.mesh.tp + block.routed_parameters / plan.mesh.ep
+
+
+def kept_a_token(plan: TrainingSetup, block: DecoderBlock, checkpoints: Checkpoints) -> float:
+    """Bytes of a token that a block keeps for backward, before tensor parallelism divides them."""
+    if checkpoints == "full":
+        return WIDE * block.dim
+    products = sum(matrix.out_features * matrix.chosen for matrix in block.matrices)
+    if checkpoints == "selective":
+        return WIDE * (block.dim + products / 2 + block.heads * block.value_features)
+    inputs = sum(ledger.saved_bytes(plan.recipe, 4096, m.in_features) * m.chosen for m in _of_their_own(block)) / 4096
+    return inputs + WIDE * (2 * block.dim + products + block.heads * block.value_features)
+
+
+def _of_their_own(block: DecoderBlock) -> list[WeightMatrix]:
+    """Matrices whose input no matrix before them has: one of q, k and v, one of gate and up."""
+    return [m for i, m in enumerate(block.matrices) if i == 0 or m.in_features != block.matrices[i - 1].in_features]
+
+
+def check(plan: TrainingSetup) -> None:
+    """Raise a ValueError where the mesh does not fit the model."""
+    mesh, decoder = plan.mesh, plan.decoder
+    for name, value in (("sequences", plan.sequences), ("tokens", plan.tokens), ("micro_batches", plan.micro_batches)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; give 1 or more")
+    for _, block in decoder.blocks:
+        if block.heads % mesh.tp:
+            raise ValueError(f"{decoder.name} has {block.heads} heads, which tp {mesh.tp} does not divide")
+        experts = max(matrix.experts for matrix in block.matrices)
+        if block.chosen and experts % mesh.ep:
+            raise ValueError(f"{decoder.name} has {experts} experts, which ep {mesh.ep} does not divide")
+    if mesh.ep > 1 and not any(block.chosen for _, block in decoder.blocks):
+        raise ValueError(f"{decoder.name} has no experts: leave ep at 1")
+    if plan.tokens % (mesh.cp * mesh.tp):
+        raise ValueError(f"{plan.tokens} tokens cannot be divided by cp {mesh.cp} x tp {mesh.tp}; take a multiple")
+    if mesh.pp > decoder.layers:
+        raise ValueError(f"{decoder.name} has {decoder.layers} blocks, fewer than pp {mesh.pp}")
+
+
+def predict(
+    decoder: DecoderShape, recipe: Recipe, gpu: str | Gpu, mesh: Mesh, interconnect: Interconnect, **how: object
+) -> StepCost:
+    """`step` of what is given; `how` are fields of `Plan`.
+
+    Raises:
+        ValueError: an unknown GPU, or a mesh that does not fit.
+    """
+    return step(
+        TrainingSetup(
+            decoder=decoder,
+            recipe=recipe,
+            gpu=hardware.get(gpu),
+            mesh=mesh,
+            interconnect=interconnect,
+            **how,  # type: ignore[arg-type]
+        )
+    )

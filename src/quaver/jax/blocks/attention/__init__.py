@@ -1,1 +1,0 @@
-"""Attention as functions of arrays: the function, its heads, positions, biases of distances; no module."""

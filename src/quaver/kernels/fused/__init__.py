@@ -1,1 +1,0 @@
-"""Norms, activations, positions, losses and sums, with the quantization of what they write; no GEMM."""

@@ -1,0 +1,321 @@
+"""Eight bits with a scale for each row, and for each column: the rows of the transpose.
+
+A row's amax is known once the row has been read, a column's when the whole matrix has been. So the kernel for rows
+takes the columns' amaxes on the way, and a second one writes the transpose.
+"""
+
+import triton
+import triton.language as tl
+
+from quaver.kernels.numerics import (
+    decode_scale,
+    encode,
+    encode4,
+    encode_factor,
+    flushed,
+    largest_bits4,
+    largest_of_runs,
+    load_tile,
+    magnitude_bits,
+    packed_codes,
+    store_tile,
+)
+from quaver.kernels.tensorwise import load4, store4, store_transposed
+
+# ---- blockwise -------------------------------------------------------------------------------------------
+# Eight bits with a scale for each run of 128 in a row, or each square of 128 by 128, and its transpose from one read.
+#
+# A run of the transpose is a column of a square, so a program that holds a square has all that both directions need.
+# Source: DeepSeek-V3 technical report (arXiv:2412.19437), section 3.3.
+
+
+@triton.jit
+def factor_and_scale(
+    bits, given, at, inside, GIVEN: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr,
+):  # fmt: skip
+    """Of blocks whose amaxes have these bits, or are given and lie at `at`: the encode factors and decode scales."""
+    measured = flushed(bits)
+    top = measured
+    if GIVEN:
+        top = flushed(magnitude_bits(tl.load(given + at, mask=inside, other=0.0)))
+    e = encode_factor(top, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
+    return e, decode_scale(tl.maximum(top, measured), e, POWER_OF_TWO)
+
+
+@triton.jit
+def blockwise(
+    x, q, qt, scale, transposed_scale, given,
+    rows, columns, stride, q_stride, qt_lines, scale_stride, transposed_stride,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    GIVEN: tl.constexpr, TALL: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr, INTEGERS: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """x [rows, columns] in runs of BN to q (ROWS), its transpose in runs of BM to qt as int32 (COLUMNS).
+
+    scale [blocks, rows], `scale_stride` apart, turned_scale [blocks, columns]: float32, blocks along the first axis.
+    given: amaxes, GIVEN for one of the two directions, as its scales lie. TALL: rows are the grid's first axis.
+    With both directions x is read again for each, from the first-level cache: registers hold no more than it as read.
+    Exact. A block whose amax is not finite has factor 1 and scale NaN.
+    """
+    pm = tl.program_id(0 if TALL else 1)
+    pn = tl.program_id(1 if TALL else 0)
+    r = pm * BM + 4 * tl.arange(0, BM // 4)
+    c = pn * BN + tl.arange(0, BN)
+    x0, x1, x2, x3 = load4(x, r, c, rows, columns, stride, EVEN)
+    m0, m1, m2, m3 = magnitude_bits(x0), magnitude_bits(x1), magnitude_bits(x2), magnitude_bits(x3)
+    if ROWS:
+        at = pn.to(tl.int64) * scale_stride + r
+        e0, s0 = factor_and_scale(tl.max(m0, 1), given, at, r < rows, GIVEN, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
+        e1, s1 = factor_and_scale(
+            tl.max(m1, 1), given, at + 1, r + 1 < rows, GIVEN, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX
+        )
+        e2, s2 = factor_and_scale(
+            tl.max(m2, 1), given, at + 2, r + 2 < rows, GIVEN, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX
+        )
+        e3, s3 = factor_and_scale(
+            tl.max(m3, 1), given, at + 3, r + 3 < rows, GIVEN, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX
+        )
+        tl.store(scale + at, s0, mask=r < rows)
+        tl.store(scale + at + 1, s1, mask=r + 1 < rows)
+        tl.store(scale + at + 2, s2, mask=r + 2 < rows)
+        tl.store(scale + at + 3, s3, mask=r + 3 < rows)
+        if COLUMNS:
+            x0, x1, x2, x3 = load4(x, r, c, rows, columns, stride, EVEN)
+        y0, y1, y2, y3 = x0 * e0[:, None], x1 * e1[:, None], x2 * e2[:, None], x3 * e3[:, None]
+        c0, c1, c2, c3 = encode4(y0, y1, y2, y3, dtype, INTEGERS)
+        store4(q, r, c, rows, q_stride, c0, c1, c2, c3, EVEN)
+    if COLUMNS:
+        m = tl.maximum(tl.maximum(m0, m1), tl.maximum(m2, m3))
+        at = pm.to(tl.int64) * transposed_stride + c
+        e, s = factor_and_scale(tl.max(m, 0), given, at, c < columns, GIVEN, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
+        tl.store(transposed_scale + at, s, mask=c < columns)
+        if ROWS:
+            x0, x1, x2, x3 = load4(x, r, c, rows, columns, stride, EVEN)
+        packed = packed_four(x0, x1, x2, x3, e[None, :], dtype, INTEGERS)
+        store_transposed(qt, pm * (BM // 4) + tl.arange(0, BM // 4), c, columns, 4 * qt_lines, packed, EVEN)
+
+
+@triton.jit
+def packed_four(x0, x1, x2, x3, e, dtype: tl.constexpr, INTEGERS: tl.constexpr):
+    """The codes of four rows times e, packed to an int32."""
+    y0, y1, y2, y3 = x0 * e, x1 * e, x2 * e, x3 * e
+    c0, c1, c2, c3 = encode4(y0, y1, y2, y3, dtype, INTEGERS)
+    return packed_codes(y0, y1, y2, y3, c0, c1, c2, c3, dtype, INTEGERS)
+
+
+@triton.jit
+def squares(
+    x, q, qt, scale, transposed_scale, given,
+    rows, columns, stride, q_stride, qt_lines, scale_stride, transposed_stride,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    GIVEN: tl.constexpr, TALL: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr, INTEGERS: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """x [rows, columns] in squares of BM = BN, and its transpose, as `blockwise` does.
+
+    scale [blocks of rows, blocks of columns], rows `scale_stride` apart; turned_scale its transpose. given lies as
+    scale, or as turned_scale where that alone is written.
+    """
+    pm = tl.program_id(0 if TALL else 1)
+    pn = tl.program_id(1 if TALL else 0)
+    r = pm * BM + 4 * tl.arange(0, BM // 4)
+    c = pn * BN + tl.arange(0, BN)
+    x0, x1, x2, x3 = load4(x, r, c, rows, columns, stride, EVEN)
+    m = largest_bits4(x0, x1, x2, x3)
+    straight = pm.to(tl.int64) * scale_stride + pn
+    transposed = pn.to(tl.int64) * transposed_stride + pm
+    at = straight if ROWS else transposed
+    e, s = factor_and_scale(tl.max(m, None), given, at, True, GIVEN, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
+    y0, y1, y2, y3 = x0 * e, x1 * e, x2 * e, x3 * e
+    c0, c1, c2, c3 = encode4(y0, y1, y2, y3, dtype, INTEGERS)
+    if ROWS:
+        tl.store(scale + straight, s)
+        store4(q, r, c, rows, q_stride, c0, c1, c2, c3, EVEN)
+    if COLUMNS:
+        tl.store(transposed_scale + transposed, s)
+        packed = packed_codes(y0, y1, y2, y3, c0, c1, c2, c3, dtype, INTEGERS)
+        store_transposed(qt, pm * (BM // 4) + tl.arange(0, BM // 4), c, columns, 4 * qt_lines, packed, EVEN)
+
+
+# ---- rowwise ---------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def rows_at(
+    p, x, q, scale, amax_values, given, rows, columns, stride, q_stride,
+    BM: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr, AMAX_VALUES: tl.constexpr,
+    GIVEN: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr, INTEGERS: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """What program p does for `rowwise`."""
+    c = tl.arange(0, BN)
+    largest = tl.zeros([BN], tl.int32)
+    for step in range(STEPS):
+        r = (p * STEPS + step) * BM + tl.arange(0, BM)
+        v = load_tile(x, r, c, rows, columns, stride, EVEN)
+        if AMAX_VALUES:
+            m = magnitude_bits(v)
+            largest = tl.maximum(largest, tl.max(m, 0))
+        else:
+            # A thread holds 16 side by side, of which 8 leave the shortest code with masks too.
+            m = tl.reshape(largest_of_runs(v, 3), [BM, BN // 8])
+        e, s = factor_and_scale(tl.max(m, 1), given, r, r < rows, GIVEN, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
+        tl.store(scale + r, s, mask=r < rows)
+        codes = encode(v * e[:, None], dtype, INTEGERS).to(q.dtype.element_ty, bitcast=True)
+        store_tile(q, codes, r, c, rows, q_stride, q_stride, EVEN)
+    if AMAX_VALUES:
+        tl.atomic_max(amax_values + c, largest, mask=c < columns, sem="relaxed")
+
+
+@triton.jit
+def rowwise(
+    x, q, scale, amax_values, given,
+    rows, columns, stride, q_stride,
+    BM: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr, AMAX_VALUES: tl.constexpr,
+    GIVEN: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr, INTEGERS: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """x [rows, columns], a row in registers, to q and scale float32 [rows]; one read. BN holds q_stride columns.
+
+    tops (if TOPS): int32 [columns], zero before, the bits of the columns' amaxes after; a maximum does not depend on
+    the order. given (if GIVEN): float32 [rows], amaxes that go before those measured. A program takes BM rows, STEPS
+    times. Exact.
+    """
+    rows_at(
+        tl.program_id(0), x, q, scale, amax_values, given, rows, columns, stride, q_stride,
+        BM, BN, STEPS, EVEN, AMAX_VALUES, GIVEN, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX, INTEGERS, dtype,
+    )  # fmt: skip
+
+
+@triton.jit
+def rowwise_two(
+    x, q, scale, amax_values, given, x_2, q_2, scale_2, amax_values_2, given_2,
+    rows, columns, stride, q_stride, rows_2, columns_2, stride_2, q_stride_2, first,
+    BM: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
+    BM_2: tl.constexpr, BN_2: tl.constexpr, STEPS_2: tl.constexpr, EVEN_2: tl.constexpr, AMAX_VALUES: tl.constexpr,
+    GIVEN: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr, INTEGERS: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """`rowwise` of two matrices: the `first` programs take x, the others x_2. Exact."""
+    p = tl.program_id(0)
+    if p < first:
+        rows_at(
+            p, x, q, scale, amax_values, given, rows, columns, stride, q_stride,
+            BM, BN, STEPS, EVEN, AMAX_VALUES, GIVEN, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX, INTEGERS, dtype,
+        )  # fmt: skip
+    else:
+        rows_at(
+            p - first, x_2, q_2, scale_2, amax_values_2, given_2, rows_2, columns_2, stride_2, q_stride_2,
+            BM_2, BN_2, STEPS_2, EVEN_2, AMAX_VALUES, GIVEN, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX, INTEGERS, dtype,
+        )  # fmt: skip
+
+
+@triton.jit
+def long_rowwise(
+    x, q, scale, given,
+    rows, columns, stride, q_stride,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, GIVEN: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr, INTEGERS: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """`rowwise` for rows that no program holds: they are read twice, the second time from a cache."""
+    r = tl.program_id(0) * BM + tl.arange(0, BM)
+    inside = r < rows
+    m = tl.zeros([BM, BN], tl.int32)
+    for start in range(0, columns, BN):
+        c = start + tl.arange(0, BN)
+        m = tl.maximum(m, magnitude_bits(load_tile(x, r, c, rows, columns, stride, EVEN)))
+    e, s = factor_and_scale(tl.max(m, 1), given, r, inside, GIVEN, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
+    tl.store(scale + r, s, mask=inside)
+    for start in range(0, q_stride, BN):
+        c = start + tl.arange(0, BN)
+        v = load_tile(x, r, c, rows, columns, stride, EVEN)
+        codes = encode(v * e[:, None], dtype, INTEGERS).to(q.dtype.element_ty, bitcast=True)
+        store_tile(q, codes, r, c, rows, q_stride, q_stride, EVEN)
+
+
+@triton.jit
+def column_amax(
+    x, amax_values, rows, columns, stride,
+    BM: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr, TALL: tl.constexpr,
+):  # fmt: skip
+    """The bits of the amax of each column of x [rows, columns] to tops int32 [columns], zero before; as `rowwise`."""
+    pm = tl.program_id(0 if TALL else 1)
+    c = tl.program_id(1 if TALL else 0) * BN + tl.arange(0, BN)
+    largest = tl.zeros([BM, BN], tl.int32)
+    for step in range(STEPS):
+        r = (pm * STEPS + step) * BM + tl.arange(0, BM)
+        largest = tl.maximum(largest, magnitude_bits(load_tile(x, r, c, rows, columns, stride, EVEN)))
+    tl.atomic_max(amax_values + c, tl.max(largest, 0), mask=c < columns, sem="relaxed")
+
+
+@triton.jit
+def columns_at(
+    pm, pn, x, qt, scale, amax_values, given, rows, columns, stride, qt_lines, down,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, GIVEN: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr,
+    INTEGERS: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """What the program of block (pm, pn) does for `columnwise`."""
+    r = pm * BM + 4 * tl.arange(0, BM // 4)
+    c = pn * BN + tl.arange(0, BN)
+    x0, x1, x2, x3 = load4(x, r, c, rows, columns, stride, EVEN)
+    inside = c < columns
+    bits = tl.load(amax_values + c, mask=inside, other=0)
+    e, s = factor_and_scale(bits, given, c, inside, GIVEN, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
+    if pm == 0:
+        tl.store(scale + c, s, mask=inside)
+    # Once each program of these columns has read their amaxes, the last one leaves zeros to the next launch.
+    tl.debug_barrier()
+    readers = amax_values + columns + pn
+    if tl.atomic_add(readers, 1, sem="acq_rel") == down - 1:
+        tl.store(amax_values + c, tl.zeros([BN], tl.int32), mask=inside)
+        tl.store(readers, 0)
+    packed = packed_four(x0, x1, x2, x3, e[None, :], dtype, INTEGERS)
+    store_transposed(qt, pm * (BM // 4) + tl.arange(0, BM // 4), c, columns, 4 * qt_lines, packed, EVEN)
+
+
+@triton.jit
+def columnwise(
+    x, qt, scale, amax_values, given,
+    rows, columns, stride, qt_lines, down,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, GIVEN: tl.constexpr, TALL: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr,
+    INTEGERS: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """x [rows, columns] with a scale for each column to its transpose qt as int32, and scale float32 [columns].
+
+    tops: int32 [columns], the bits of the columns' amaxes, and behind them a zero for each program across; zeros after.
+    given (if GIVEN): float32 [columns] that go before those amaxes. down: programs that read the same columns. Exact.
+    """
+    columns_at(
+        tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0),
+        x, qt, scale, amax_values, given, rows, columns, stride, qt_lines, down,
+        BM, BN, EVEN, GIVEN, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX, INTEGERS, dtype,
+    )  # fmt: skip
+
+
+@triton.jit
+def columnwise_two(
+    x, qt, scale, amax_values, given, x_2, qt_2, scale_2, amax_values_2, given_2,
+    rows, columns, stride, qt_lines, down, rows_2, columns_2, stride_2, qt_lines_2, down_2, first,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, EVEN_2: tl.constexpr, GIVEN: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr,
+    INTEGERS: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """`columnwise` of two matrices: the `first` programs take x, the others x_2. Exact."""
+    p = tl.program_id(0)
+    if p < first:
+        across = tl.cdiv(columns, BN)
+        columns_at(
+            p // across, p % across, x, qt, scale, amax_values, given, rows, columns, stride, qt_lines, down,
+            BM, BN, EVEN, GIVEN, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX, INTEGERS, dtype,
+        )  # fmt: skip
+    else:
+        other = p - first
+        across_2 = tl.cdiv(columns_2, BN)
+        columns_at(
+            other // across_2, other % across_2, x_2, qt_2, scale_2, amax_values_2, given_2,
+            rows_2, columns_2, stride_2, qt_lines_2, down_2,
+            BM, BN, EVEN_2, GIVEN, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX, INTEGERS, dtype,
+        )  # fmt: skip

@@ -1,0 +1,126 @@
+"""Constructors with many options: a dataclass has them, and the constructor takes what the dataclass does.
+
+    @dataclass(frozen=True)
+    class MLPOptions(NormOptions):
+        dim: int
+        bias: bool = True
+
+    class MLP(nn.Module):
+        @takes(MLPOptions)
+        def __init__(self, options: MLPOptions) -> None: ...
+
+    MLP(768, bias=False)
+
+help(), editors and type checkers show the dataclass's fields as the constructor's arguments, and what several layers
+take alike is written once, in a dataclass that theirs inherit. Where the arguments are another library's, and many, the
+constructor's own `def` has several of them a line, and `spreads` adds what it takes as others do.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from quaver.recipes.text import suggest
+
+P = ParamSpec("P")
+R = TypeVar("R")
+M = TypeVar("M")
+C = TypeVar("C", bound=Callable[..., Any])
+
+#: What Flax gives every linen module as arguments.
+FLAX = ("parent", "name")
+
+
+def takes(record: Callable[P, R]) -> Callable[[Callable[[Any, R], None]], Callable[Concatenate[Any, P], None]]:
+    """Decorate an `__init__` of one record with this: it is called with the record's own arguments.
+
+    Raises, when it is called:
+        TypeError: an argument that the record has not, with the nearest that it has, or one that is missing.
+    """
+
+    def decorate(init: Callable[[Any, R], None]) -> Callable[Concatenate[Any, P], None]:
+        @wraps(init)
+        def construct(self: Any, /, *args: P.args, **options: P.kwargs) -> None:
+            init(self, record(*args, **options))
+
+        return _checked(construct, inspect.signature(record))
+
+    return decorate
+
+
+def suggests(module: type[M]) -> type[M]:
+    """Decorate a class that is its own record, as Flax's linen modules are: a wrong argument is told as by `takes`.
+
+    What Flax adds behind the class's own, `parent` and `name`, is given by name: a value too many lands in neither.
+    """
+    construct: Any = module
+    last = inspect.Parameter.KEYWORD_ONLY
+    given = [p.replace(kind=last) if p.name in FLAX else p for p in inspect.signature(module).parameters.values()]
+    construct.__init__ = _checked(construct.__init__, inspect.Signature(sorted(given, key=lambda p: p.kind)))
+    return module
+
+
+def checks(init: C) -> C:
+    """Decorate an `__init__`, or another method, whose arguments are written out: a wrong one is told as by `takes`."""
+    checked: C = _checked(init, inspect.Signature(list(inspect.signature(init).parameters.values())[1:]))
+    return checked
+
+
+def spreads(record: Callable[..., Any], without: Sequence[str] = ()) -> Callable[[C], C]:
+    """Decorate an `__init__` that takes `**others` with this: they are what a record takes by name, and are told and
+    shown as its own.
+
+    Args:
+        record: a class or a function; options that the constructor has itself are its own.
+        without: of the record's, which it does not take.
+    """
+
+    def decorate(init: C) -> C:
+        own = list(inspect.signature(init).parameters.values())[1:]
+        left = {p.name for p in own}.union(without)
+        others = [p for p in inspect.signature(record).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        known = [p for p in own if p.kind is not p.VAR_KEYWORD] + [p for p in others if p.name not in left]
+        spread: C = _checked(init, inspect.Signature(known))
+        return spread
+
+    return decorate
+
+
+def shared(record: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the given options that a record takes, too."""
+    known = inspect.signature(record).parameters
+    return {name: value for name, value in given.items() if name in known}
+
+
+def pick(record: type, source: Any) -> dict[str, Any]:
+    """The values that a module, or another record, has for a record's fields: what the record's layer is made with."""
+    return {field.name: getattr(source, field.name) for field in fields(record)}
+
+
+def _checked(init: Any, known: inspect.Signature) -> Any:
+    """A method that looks at its arguments first, and shows them as its signature and its type hints."""
+
+    @wraps(init)
+    def checked(self: Any, /, *args: Any, **options: Any) -> Any:
+        _check(type(self).__name__, known, args, options)
+        return init(self, *args, **options)
+
+    this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    checked.__signature__ = known.replace(parameters=[this, *known.parameters.values()])  # type: ignore[attr-defined]
+    of_options = {name: option.annotation for name, option in known.parameters.items()}
+    checked.__annotations__ = of_options | {"return": inspect.signature(init).return_annotation}
+    return checked
+
+
+def _check(where: str, known: inspect.Signature, args: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+    for name in options:
+        if name not in known.parameters:
+            raise TypeError(f"{where} has no option {name!r}; {suggest(name, known.parameters)}")
+    try:
+        known.bind(*args, **options)
+    except TypeError as error:
+        first = [p.name for p in known.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        others = f"all but {', '.join(first)}" if first else "all"
+        raise TypeError(f"{where}: {error}" + f"; give {others} by name" * (len(args) > len(first))) from None

@@ -1,0 +1,296 @@
+"""What a front end's `convert` decides about each layer of a model, and how it reports it."""
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Protocol
+
+from quaver.recipes.spec import Recipe
+from quaver.recipes.text import html_lines, html_table, suggest
+
+# ---- rules -----------------------------------------------------------------------------------------------
+# Which module gets which recipe: patterns on names and sizes, the first match wins.
+#
+# Sources for the idea that unused rules are reported: google/qwix `qconfig.py`.
+
+
+class SkipFilter(Protocol):
+    """Decides by a layer's name, sizes and recipe whether `convert` leaves it alone."""
+
+    def __call__(self, name: str, in_features: int, out_features: int, recipe: Recipe) -> str:
+        """Why this layer shall not get this recipe, or ""."""
+
+
+#: What `convert` takes as skip: patterns of names and filters, or one filter.
+Skip = Iterable[str | SkipFilter] | SkipFilter
+
+
+def matches(pattern: str, name: str) -> bool:
+    """True if an fnmatch pattern fits the full name, or any suffix of it that starts after a dot."""
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[i:]), pattern) for i in range(len(parts)))
+
+
+def names_a_module(pattern: str) -> bool:
+    """True if the last part of a pattern says more than that there is one, as that of "*" and "layers.*" does not."""
+    return pattern.rpartition(".")[2].strip("*?") != ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleRule:
+    """One line of `Rules`: a name, and optionally sizes, that a module must have."""
+
+    #: fnmatch pattern on the module's name.
+    pattern: str = "*"
+    #: Recipe, its name, or None to leave the module untouched.
+    recipe: Recipe | str | None
+    #: The smallest feature sizes that match.
+    min_in_features: int = 0
+    min_out_features: int = 0
+    #: Both feature sizes must be multiples of this.
+    multiple_of: int = 1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pattern, str) or not self.pattern:
+            raise ValueError(f"a rule's pattern is a module name such as '*.k_proj', not {self.pattern!r}")
+        for size, least in (("min_in_features", 0), ("min_out_features", 0), ("multiple_of", 1)):
+            value = getattr(self, size)
+            if not isinstance(value, int) or value < least:
+                raise ValueError(
+                    f"{size} of the rule {self.pattern!r} is {value!r}; give a whole number, {least} or more"
+                )
+
+    def fits(self, name: str, in_features: int, out_features: int) -> bool:
+        return (
+            matches(self.pattern, name)
+            and in_features >= self.min_in_features
+            and out_features >= self.min_out_features
+            and in_features % self.multiple_of == 0
+            and out_features % self.multiple_of == 0
+        )
+
+    def __str__(self) -> str:
+        asked = {"min_in_features": 0, "min_out_features": 0, "multiple_of": 1}
+        sizes = [f"{size}={getattr(self, size)}" for size, default in asked.items() if getattr(self, size) != default]
+        return self.pattern + (f" ({', '.join(sizes)})" if sizes else "")
+
+
+class Rules:
+    """An ordered list of rules.
+
+    Args:
+        rules: {pattern: recipe, name or None}, or an iterable of `Rule` for patterns with sizes.
+    """
+
+    def __init__(self, rules: Mapping[str, Recipe | str | None] | Iterable[ModuleRule]) -> None:
+        if isinstance(rules, str | Recipe):
+            raise ValueError(f"Rules takes a dict of patterns, such as Rules({{'*': {str(rules)!r}}}), not {rules!r}")
+        if isinstance(rules, Mapping):
+            rules = [ModuleRule(pattern=pattern, recipe=recipe) for pattern, recipe in rules.items()]
+        self.rules = tuple(rules)
+        for rule in self.rules:
+            if not isinstance(rule, ModuleRule):
+                raise ValueError(f"Rules takes a dict of patterns or an iterable of Rule, and got {rule!r}")
+        if not self.rules:
+            raise ValueError("these rules are empty; give at least one, such as Rules({'*': 'mxfp8'})")
+
+    def __repr__(self) -> str:
+        return f"Rules({', '.join(f'{str(rule)!r}: {rule.recipe}' for rule in self.rules)})"
+
+    def match(self, name: str, in_features: int, out_features: int) -> ModuleRule | None:
+        """The first rule that fits, or None."""
+        return next((r for r in self.rules if r.fits(name, in_features, out_features)), None)
+
+
+# ---- conversion ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Report:
+    """What `convert` did, and why it left the rest alone."""
+
+    #: Name of each converted layer, and its recipe.
+    converted: dict[str, Recipe] = field(default_factory=dict)
+    #: Name of each linear layer left alone, and the reason.
+    skipped: dict[str, str] = field(default_factory=dict)
+    #: Patterns, of rules and of skip, that matched nothing, or only what an earlier one took.
+    unused: list[str] = field(default_factory=list)
+    #: How many modules of other classes hold a matrix of their own, such as embeddings and transformers' Conv1D.
+    others: dict[str, int] = field(default_factory=dict)
+    #: What the front end converts, in a word.
+    kind: str = "nn.Linear"
+    #: Name of each attention whose products a recipe quantizes, and the recipe.
+    attention: dict[str, Recipe] = field(default_factory=dict)
+    #: Attention that a recipe would quantize and `convert` cannot reach: how many modules of each other class.
+    other_attention: dict[str, int] = field(default_factory=dict)
+    #: How many parameters that GEMMs read were converted, were left alone by the caller's choice (skip, rules), and
+    #: were not reached. The torch front end counts them.
+    converted_parameters: int = 0
+    chosen_parameters: int = 0
+    unreached_parameters: int = 0
+    #: How many those of output heads have, which stay in high precision unless they are asked for.
+    head_parameters: int = 0
+
+    @property
+    def share(self) -> float:
+        """The converted part of the parameters that GEMMs read, a head that was not asked for apart; 0 without any."""
+        return self.converted_parameters / max(1, self._gemm_parameters)
+
+    @property
+    def reaches_little(self) -> bool:
+        """Whether `convert` did not reach most of the parameters that its caller did not choose to leave alone."""
+        return self.unreached_parameters > self.converted_parameters
+
+    @property
+    def _gemm_parameters(self) -> int:
+        return self.converted_parameters + self.chosen_parameters + self.unreached_parameters
+
+    def __str__(self) -> str:
+        skipped = [f"  left alone: {name or '(root)'} ({why})" for name, why in self.skipped.items()]
+        return "\n".join([*self._done(), *skipped, *self._rest()])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        layers = {name or "(root)": recipe for name, recipe in self.converted.items()}
+        skipped = {name or "(root)": why for name, why in self.skipped.items()}
+        html = html_lines(self._done())
+        if layers:
+            html += f"<details><summary>layers</summary>{html_table(('layer', 'recipe'), layers.items())}</details>"
+        if skipped:
+            html += html_table(("left alone", "why"), skipped.items())
+        return html + html_lines(self._rest())
+
+    def _done(self) -> list[str]:
+        """What was quantized."""
+        lines = [f"converted {_counts(self.converted)}"]
+        if self._gemm_parameters:
+            left = f"{self.chosen_parameters:,} left alone by choice, {self.unreached_parameters:,} not reached"
+            if self.head_parameters:
+                left += f"; beside them {self.head_parameters:,} of the output head"
+            lines.append(f"  of {self._gemm_parameters:,} parameters that GEMMs read {self.share:.0%}; {left}")
+        if self.attention:
+            lines.append(f"  attention quantized: {_counts(self.attention)}")
+        if self.other_attention:
+            kinds = ", ".join(f"{n} {kind}" for kind, n in self.other_attention.items())
+            lines.append(f"  attention stays in high precision, being no DotProductAttention: {kinds}")
+        return lines
+
+    def _rest(self) -> list[str]:
+        """What no rule could reach, and which rules reached nothing."""
+        lines = []
+        if self.others:
+            lines.append(f"  not {self.kind}: " + ", ".join(f"{n} {kind}" for kind, n in self.others.items()))
+        return lines + [f"  matched nothing: {pattern}{self._nearest(pattern)}" for pattern in self.unused]
+
+    def _nearest(self, pattern: str) -> str:
+        """A hint for a misspelt pattern: the nearest part of a layer's name."""
+        word = pattern.partition(" (")[0].rpartition(".")[2]
+        hint = suggest(word, {part: None for name in (*self.converted, *self.skipped) for part in name.split(".")})
+        return f"; {hint}" if hint.startswith("did you mean") and repr(word) not in hint else ""
+
+
+def _counts(recipes: Mapping[str, Recipe]) -> str:
+    by_recipe = Counter(str(recipe) for recipe in recipes.values())
+    return ", ".join(f"{n} to {name}" for name, n in by_recipe.items()) or "nothing"
+
+
+def _check_signature(entry: Callable[..., Any]) -> None:
+    """Raise the ValueError of a filter that does not take what `convert` gives it, as torchao's do not."""
+    try:
+        signature = inspect.signature(entry)
+    except (TypeError, ValueError):
+        return  # It does not tell.
+    try:
+        signature.bind("name", 1, 1, None)
+    except TypeError as error:
+        raise ValueError(
+            f"the skip filter {entry!r} takes {signature}; it is called with (name, in_features, out_features, "
+            'recipe), and returns why the layer is left alone, or "" to convert it. torchao\'s filters, of (module, '
+            "fqn), have the opposite sense: they say what to convert"
+        ) from error
+
+
+class ConversionRules:
+    """Rules and patterns to skip, and which of them decided something.
+
+    Args:
+        recipe: a recipe or its name for all, or `Rules`, or the dict that `Rules` takes.
+        skip: patterns of names to leave alone, and filters (`quaver.recipes.conversion.SkipFilter`).
+    Raises:
+        ValueError: skip is a string, or holds what is neither a pattern nor a filter of these four arguments.
+    """
+
+    def __init__(self, recipe: str | Recipe | Rules | Mapping[str, Recipe | str | None], skip: Skip) -> None:
+        if isinstance(skip, str):
+            raise ValueError(f"skip is the string {skip!r}; give a list of patterns: skip=[{skip!r}]")
+        entries = [skip] if callable(skip) else list(skip)
+        if not isinstance(recipe, Rules):
+            recipe = Rules(recipe if isinstance(recipe, Mapping) else {"*": recipe})
+        self.rules = recipe
+        self.skip: list[str] = []
+        self.filters: list[SkipFilter] = []
+        for entry in entries:
+            if isinstance(entry, str):
+                self.skip.append(entry)
+            elif callable(entry) and not isinstance(entry, type):
+                _check_signature(entry)
+                self.filters.append(entry)
+            else:
+                raise ValueError(
+                    f"skip holds {entry!r}; give patterns of names such as 'lm_head', and filters such as "
+                    "quaver.rules.unprofitable('h100')"
+                )
+        self._used: set[str | ModuleRule] = set()
+
+    def decide(self, names: Sequence[str], in_features: int, out_features: int) -> tuple[ModuleRule | None, str]:
+        """The first rule that fits any of a layer's names, and "", or why `convert` leaves the layer alone."""
+        skipped = self.skips(names)
+        if skipped:
+            return None, skipped
+        fitting = [rule for n in names if (rule := self.rules.match(n, in_features, out_features)) is not None]
+        if not fitting:
+            return None, "no rule matches it"
+        rule = min(fitting, key=self.rules.rules.index)
+        self._used.add(rule)
+        return rule, f"rule {str(rule)!r} leaves it untouched" if rule.recipe is None else ""
+
+    def skips(self, names: Sequence[str]) -> str:
+        """The pattern that leaves alone what has any of these names, in words, or ""."""
+        for pattern in self.skip:
+            if any(matches(pattern, name) for name in names):
+                self._used.add(pattern)
+                return f"skip pattern {pattern!r}"
+        return ""
+
+    def leaves(self, name: str, in_features: int, out_features: int) -> bool:
+        """Whether rules or patterns leave alone a module that is not asked about otherwise: it counts as no use."""
+        rule = self.rules.match(name, in_features, out_features)
+        return any(matches(pattern, name) for pattern in self.skip) or rule is None or rule.recipe is None
+
+    def refused(self, name: str, in_features: int, out_features: int, recipe: Recipe) -> str:
+        """Why a filter leaves alone a linear layer that would get this recipe, or ""."""
+        for skips in self.filters:
+            why = skips(name, in_features, out_features, recipe)
+            if not isinstance(why, str):
+                raise ValueError(
+                    f"the skip filter {skips!r} returned {why!r} for {name!r}; it returns why the layer is left alone, "
+                    'or "" to convert it'
+                )
+            if why:
+                return why
+        return ""
+
+    @property
+    def unused(self) -> list[str]:
+        """Patterns and rules that decided nothing."""
+        return [str(p) for p in (*self.skip, *self.rules.rules) if p not in self._used]
+
+    def unknown(self, names: Iterable[str]) -> list[str]:
+        """Patterns, of rules and of skip, that fit none of these names."""
+        patterns = {p for p in self.skip if p not in self._used}
+        patterns |= {rule.pattern for rule in self.rules.rules if rule not in self._used}
+        names = list(names) if patterns else []
+        return sorted(pattern for pattern in patterns if not any(matches(pattern, name) for name in names))

@@ -1,0 +1,239 @@
+"""Precision over time: which recipe is in force at each step of a run, by step, share, loss or learning rate.
+
+    schedule = {recipe " until " end ","} recipe
+    end      = STEP | SHARE "%" | "loss<" NATS | "lr<" SHARE "%"
+    recipe   = NAME | NAME "(" option "=" value {"," option "=" value} ")"
+
+`nvfp4 until 85%, bf16` trains 85 % of the steps in NVFP4 and the rest in bf16. A part's end is one of:
+
+    until 1000      step 1000 is its last; steps count from 1, over the whole run
+    until 85%       of the run's steps, rounded down, is its last
+    until loss<1.9  the mean of the training losses of the last `SMOOTHED` steps is below 1.9
+    until lr<10%    the learning rate has fallen below 10 % of its peak; a warm-up, which rises to that, does not count
+
+Source: a precision that follows the learning rate is the idea of github.com/Azure/MS-AMP, issue 99; the switch to bf16
+for the last part of a training in NVFP4 is arXiv:2509.25149's.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any
+
+from quaver.recipes.spec import Recipe
+from quaver.recipes.text import end_of, pieces, shown
+
+#: Steps over whose losses `loss<` takes the mean; before there are as many, no part ends by its loss.
+SMOOTHED = 20
+#: Parts of a schedule.
+MOST = 100
+#: By the kind of an end, how it is written.
+FORMS = {
+    "step": re.compile(r"([0-9]{1,18})"),
+    "share": re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?%"),
+    "loss": re.compile(r"loss ?< ?([0-9]{1,9}(?:\.[0-9]{1,18})?)"),
+    "lr": re.compile(r"lr ?< ?([0-9]{1,9}(?:\.[0-9]{1,9})?) ?%"),
+}
+ENDS = "until STEP, until SHARE%, until loss<NATS or until lr<SHARE%"
+
+
+@dataclass(frozen=True)
+class ScheduleEnd:
+    """Where a part of a schedule ends."""
+
+    #: A name of `FORMS`.
+    kind: str
+    #: A step, nats, or a share, of the run's steps or of the peak of the learning rate.
+    value: Fraction
+    #: As it was written, without `until`.
+    text: str
+
+    def last(self, steps: int | None) -> int | None:
+        """The part's last step where that is known before the run; None where loss or learning rate decide."""
+        if self.kind == "step":
+            return int(self.value)
+        return math.floor(self.value * steps) if self.kind == "share" and steps is not None else None
+
+
+@dataclass(frozen=True)
+class SchedulePhase:
+    """One recipe of a schedule, and where it ends; the last one has no end."""
+
+    recipe: Recipe
+    #: As it was written.
+    text: str
+    end: ScheduleEnd | None = None
+
+
+def read(text: str, find: Callable[[str], Recipe]) -> tuple[SchedulePhase, ...]:
+    """The parts of a schedule's text; a recipe alone is a schedule of one part.
+
+    Args:
+        find: gives the recipe of a text.
+    Raises: ValueError that says what to write.
+    """
+    every = pieces(text)
+    if len(every) > MOST:
+        raise ValueError(f"recipe {shown(text)} has {len(every)} parts; give at most {MOST}")
+    parts = []
+    for number, piece in enumerate(every, 1):
+        name, end = end_of(piece)
+        if not name:
+            raise ValueError(f"recipe {shown(text)} has a part without a recipe; write one as 'nvfp4 until 85%, bf16'")
+        if number < len(every) and end is None:
+            raise ValueError(
+                f"recipe {shown(text)} has {len(every)} parts and does not say where {shown(piece)} ends: each but the "
+                f"last has {ENDS}, as in 'nvfp4 until 85%, bf16'"
+            )
+        if number == len(every) and end is not None:
+            raise ValueError(
+                f"recipe {shown(text)} does not say what follows {shown(piece)}; write the recipe of the steps after "
+                "it, as in 'nvfp4 until 85%, bf16'"
+            )
+        parts.append(SchedulePhase(find(name), name, None if end is None else end_from(end, text)))
+    return tuple(parts)
+
+
+def end_from(said: str, text: str) -> ScheduleEnd:
+    """What stands behind `until`. Raises: ValueError if that is no end."""
+    for kind, form in FORMS.items():
+        if written := form.fullmatch(said):
+            value = Fraction(written[1])
+            if kind in ("share", "lr"):
+                value /= 100
+                if not 0 < value < 1:
+                    raise ValueError(f"recipe {shown(text)}: 'until {said}' is a share; give one between 0% and 100%")
+            if not value:
+                raise ValueError(f"recipe {shown(text)}: 'until {said}' ends before the first step; give more")
+            return ScheduleEnd(kind, value, said)
+    raise ValueError(f"recipe {shown(text)}: {shown('until ' + said)} is no end of a part; write {ENDS}")
+
+
+class Schedule:
+    """Says which recipe is in force, step by step; `quaver.recipes.schedule` makes one of a text.
+
+        schedule = quaver.recipes.schedule("nvfp4 until loss<1.9, bf16")
+        for step in range(1, steps + 1):
+            with qt.autocast(schedule.at(step)):
+                loss = ...
+            schedule.saw(loss.item())
+
+    A part that has ended does not come back; one whose end lies behind it when its turn comes is left out.
+
+    Args:
+        parts: in order.
+        steps: of the run in all; needed for shares of it.
+        peak: the highest learning rate; needed for ends by learning rate.
+    Raises:
+        ValueError: a part needs what was not given, or would have no step.
+    Attributes:
+        part: the index of the part in force.
+    Exact: what it says is a function of what it was told; ranks that are told the same say the same.
+    """
+
+    def __init__(self, parts: Sequence[SchedulePhase], *, steps: int | None = None, peak: float | None = None) -> None:
+        self.parts, self.steps, self.peak = tuple(parts), steps, peak
+        _check(self.parts, steps, peak)
+        self.part = 0
+        #: The step that was asked for last, and whether its loss was told.
+        self._step, self._told = 0, True
+        #: The highest learning rate so far, and the losses of the last steps.
+        self._highest = 0.0
+        self._losses: tuple[float, ...] = ()
+
+    @property
+    def recipe(self) -> Recipe:
+        """The one in force."""
+        return self.parts[self.part].recipe
+
+    @property
+    def by_loss(self) -> bool:
+        """Whether a part ends by its loss: then `saw` is called once a step, on all ranks with one number."""
+        return any(part.end is not None and part.end.kind == "loss" for part in self.parts)
+
+    @property
+    def text(self) -> str:
+        """The schedule as it is written."""
+        return ", ".join(p.text if p.end is None else f"{p.text} until {p.end.text}" for p in self.parts)
+
+    def at(self, step: int, *, lr: float | None = None) -> Recipe:
+        """The recipe of a step; ask once for each, in their order, before its forward.
+
+        Args:
+            step: counted from 1.
+            lr: this step's learning rate; needed where a part ends by it.
+        Raises:
+            ValueError: the step was asked for, or what a part ends by was not told.
+        """
+        if step <= self._step:
+            raise ValueError(f"the schedule was asked for step {self._step}, and now for {step}; ask for each once")
+        if self.by_loss and not self._told:
+            raise ValueError(f"the schedule was not told the loss of step {self._step}: call saw(loss) after each step")
+        self._step, self._told = step, False
+        if lr is not None:
+            self._highest = max(self._highest, float(lr))
+        while (end := self.parts[self.part].end) is not None and self._is_over(end, step, lr):
+            self.part += 1
+        return self.recipe
+
+    def saw(self, loss: float) -> None:
+        """Tell the training loss of the step that was asked for last, in nats."""
+        self._told = True
+        if self.by_loss:
+            self._losses = (*self._losses, float(loss))[-SMOOTHED:]
+
+    def _is_over(self, end: ScheduleEnd, step: int, lr: float | None) -> bool:
+        last = end.last(self.steps)
+        if last is not None:
+            return step > last
+        if end.kind == "loss":
+            return len(self._losses) == SMOOTHED and math.fsum(self._losses) / SMOOTHED < end.value
+        if lr is None:
+            raise ValueError(f"'until {end.text}' needs each step's learning rate: give at(step, lr=...)")
+        assert self.peak is not None
+        bound = float(end.value) * self.peak
+        return lr < bound <= self._highest
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` goes on from after a step, in numbers that JSON keeps."""
+        return {"part": self.part, "step": self._step, "highest_lr": self._highest, "losses": list(self._losses)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave. Raises: ValueError if that is another schedule's, or no state of one."""
+        part, losses = state.get("part"), state.get("losses")
+        numbers = [state.get("step"), state.get("highest_lr"), *(losses if isinstance(losses, Sequence) else [None])]
+        if type(part) is not int or not all(isinstance(number, int | float) for number in numbers):
+            raise ValueError(f"the state of a schedule is {shown(dict(state))}, which state_dict did not give")
+        if not 0 <= part < len(self.parts):
+            raise ValueError(f"the state is of part {part + 1}, and {self.text!r} has {len(self.parts)}")
+        self.part, self._step, self._told = part, state["step"], True
+        self._highest, self._losses = state["highest_lr"], tuple(state["losses"])
+
+
+def _check(parts: Sequence[SchedulePhase], steps: int | None, peak: float | None) -> None:
+    """Raise a ValueError where a part would have no step, or needs what was not given."""
+    before, of_before = 0, ""
+    for part, after in pairwise(parts):
+        end = part.end
+        assert end is not None
+        if end.kind == "share" and steps is None:
+            raise ValueError(f"'until {end.text}' is a share of a run's steps; give steps=")
+        if end.kind == "lr" and not (peak and 0 < peak < math.inf):
+            raise ValueError(f"'until {end.text}' is a share of the highest learning rate; give peak=, above 0")
+        last = end.last(steps)
+        if last is None:
+            continue
+        if last <= before:
+            why = f"which is not after {of_before}" if of_before else f"and there are {steps} steps"
+            raise ValueError(
+                f"'{part.text} until {end.text}' has no step: it ends with step {last}, {why}; give a later end"
+            )
+        if steps is not None and last >= steps:
+            raise ValueError(
+                f"'{part.text} until {end.text}' leaves no step for {after.text!r}: it ends with step {last}, and "
+                f"there are {steps}; give an earlier end, or more steps"
+            )
+        before, of_before = last, f"step {last}, where '{part.text} until {end.text}' ends"

@@ -1,0 +1,266 @@
+"""The executable specification of experts in numpy: who goes where, in which order rows lie, what is summed.
+
+Token by token, in float64 but for what is compared, which is float32 as in every fast version.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from quaver.recipes.spec import QuantSpec
+from quaver.recipes.text import check_name
+
+#: What logits may be made.
+SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
+#: Added to the sum of the chosen scores before it divides them, as DeepSeek does.
+TINY = 1e-20
+
+
+class Routing(NamedTuple):
+    """What T tokens choose of E experts."""
+
+    #: [T, k], the best first.
+    indices: np.ndarray
+    #: float64 [T, k].
+    weights: np.ndarray
+    #: float64 [T, E], each row's sum 1.
+    probabilities: np.ndarray
+
+
+def score_of(z: np.ndarray, scores: str) -> np.ndarray:
+    """Scores of one token's logits, float64 [E]."""
+    if scores == "sigmoid":
+        return np.array([1 / (1 + math.exp(-v)) if v > -700 else 0.0 for v in z])
+    if scores == "sqrtsoftplus":
+        return np.array([math.sqrt(max(v, 0.0) + math.log1p(math.exp(-abs(v)))) for v in z])
+    e = np.exp(z - z.max())
+    return e / e.sum()
+
+
+def probabilities_of(z: np.ndarray, scores: str) -> np.ndarray:
+    """One token's scores divided by their sum, float64 [E]: from their logarithms, since scores may underflow."""
+    if scores == "sigmoid":
+        log = np.array([min(v, 0.0) - math.log1p(math.exp(-abs(v))) for v in z])
+    elif scores == "sqrtsoftplus":
+        log = np.array([v / 2 if v < -700 else math.log(max(v, 0.0) + math.log1p(math.exp(-abs(v)))) / 2 for v in z])
+    else:
+        log = z
+    e = np.exp(log - log.max())
+    return e / e.sum()
+
+
+def descending(x: np.ndarray) -> list[int]:
+    """Places in descending order, compared as float32; the first of equal ones first, NaN before all."""
+    keys = [math.inf if math.isnan(v) else float(v) for v in x.astype(np.float32)]
+    return sorted(range(len(keys)), key=lambda i: (not math.isnan(float(x[i])), -keys[i], i))
+
+
+def route(
+    logits: np.ndarray,
+    k: int,
+    *,
+    scores: str = "softmax",
+    softmax_first: bool = False,
+    groups: int | None = None,
+    top_groups: int | None = None,
+    best_of_group: int | None = None,
+    bias: np.ndarray | None = None,
+    scale: float = 1.0,
+    normalize: bool | None = None,
+) -> Routing:
+    """Options as those of `quaver.torch.route`; logits [T, E] are finite."""
+    given = groups, top_groups, best_of_group, None if bias is None else bias.shape, normalize
+    check_route(logits.shape, k, scores, softmax_first, *given)
+    experts = logits.shape[1]
+    rows: list[tuple[list[int], np.ndarray, np.ndarray]] = []
+    for z in logits.astype(np.float64):
+        late = scores == "softmax" and not softmax_first
+        s = z if late else score_of(z, scores)
+        by = (z if bias is None and groups is None else s) + (0.0 if bias is None else bias)
+        if groups is not None and top_groups is not None:
+            size, count = experts // groups, best_of_group or max(1, k // top_groups)
+            parts = by.reshape(groups, size)
+            sums = np.array([np.sort(part)[::-1][:count].sum() for part in parts])
+            taken = descending(sums)[:top_groups]
+            by = np.array([v if e // size in taken else -math.inf for e, v in enumerate(by)])
+        chosen = descending(by)[:k]
+        w = score_of(s[chosen], "softmax") if late else s[chosen]
+        if not late and (normalize or (normalize is None and scores != "softmax" and k > 1)):
+            w = w / (w.sum() + TINY)
+        rows.append((chosen, w * scale, probabilities_of(z, scores)))
+    return Routing(
+        np.array([row[0] for row in rows], dtype=np.int64).reshape(-1, k),
+        np.array([row[1] for row in rows]).reshape(-1, k),
+        np.array([row[2] for row in rows]).reshape(-1, experts),
+    )
+
+
+def places(
+    indices: np.ndarray, experts: int, pad: int = 1, capacity: int | None = None
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Where every choice's row lies, where every expert's rows end, and how many rows there are.
+
+    Args:
+        indices: [T, k]; a number outside of [0, experts) is a choice of no expert here.
+        pad: an expert's rows are so many times a whole number.
+        capacity: choices that an expert takes at most, the first ones.
+    Returns:
+        int64 [T × k], -1 for a choice without a row; int32 [experts]; the rows, the last of which may be no expert's.
+    """
+    flat = indices.reshape(-1)
+    row, ends, end = np.full(len(flat), -1, np.int64), [], 0
+    for expert in range(experts):
+        own = [at for at, e in enumerate(flat) if e == expert][:capacity]
+        for number, at in enumerate(own):
+            row[at] = end + number
+        end += -(-len(own) // pad) * pad
+        ends.append(end)
+    return row, np.array(ends, np.int32), rows_of(len(flat), experts, pad, capacity)
+
+
+def rows_of(choices: int, experts: int, pad: int = 1, capacity: int | None = None) -> int:
+    """Rows that suffice however so many choices fall: a number that does not depend on how they do."""
+    most = choices + min(choices, experts) * (pad - 1)
+    if capacity is not None:
+        most = min(most, experts * (-(-capacity // pad) * pad))
+    return most // pad * pad
+
+
+def permute(
+    x: np.ndarray, indices: np.ndarray, experts: int, pad: int = 1, capacity: int | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows of x [T, H], expert by expert, zeros between; ends and places as `places` gives them."""
+    row, ends, count = places(indices, experts, pad, capacity)
+    y = np.zeros((count, x.shape[1]), x.dtype)
+    for at, to in enumerate(row):
+        if to >= 0:
+            y[to] = x[at // indices.shape[1]]
+    return y, ends, row
+
+
+def unpermute(y: np.ndarray, row: np.ndarray, k: int, weights: np.ndarray | None = None) -> np.ndarray:
+    """Each token's rows, times its weights, added up from the first choice to the last in float32 (float64 of such).
+
+    A choice without a row counts as a row of zeros.
+    """
+    wide = np.promote_types(y.dtype, np.float32).type
+    out = np.zeros((len(row) // k, y.shape[1]), y.dtype)
+    for token in range(len(out)):
+        parts = []
+        for choice in range(k):
+            to = row[token * k + choice]
+            part = (y[to] if to >= 0 else np.zeros(y.shape[1], y.dtype)).astype(wide)
+            parts.append(part if weights is None or to < 0 else part * wide(weights[token, choice]))
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        out[token] = total.astype(y.dtype)
+    return out
+
+
+def check_route(
+    shape: tuple[int, ...],
+    k: int,
+    scores: str,
+    softmax_first: bool,
+    groups: int | None,
+    top_groups: int | None,
+    best_of_group: int | None,
+    bias: tuple[int, ...] | None,
+    normalize: bool | None,
+) -> None:
+    """Refuse options of `route` that do not fit, in a sentence.
+
+    Args:
+        shape: of the logits; bias: its shape; all else as `route` takes it.
+    Raises:
+        ValueError.
+    """
+    check_name("scores", scores, SCORES)
+    if len(shape) != 2:
+        raise ValueError(f"logits are [tokens, experts]; these are {tuple(shape)}: flatten batch and sequence first")
+    experts = shape[1]
+    _whole(k=k, groups=groups, top_groups=top_groups, best_of_group=best_of_group)
+    if not 1 <= k <= experts:
+        raise ValueError(f"k is {k}, and there are {experts} experts: a token chooses at least 1 and at most all")
+    if scores != "softmax" and softmax_first:
+        raise ValueError(f"softmax_first belongs to scores='softmax', and scores are {scores!r}: leave it out")
+    if normalize is False and scores == "softmax" and not softmax_first:
+        raise ValueError("a softmax over the chosen experts adds up to 1: leave out normalize, or give softmax_first")
+    if bias is not None and bias != (experts,):
+        raise ValueError(f"bias is {bias}; give one number for each of the {experts} experts")
+    if (groups is None) != (top_groups is None):
+        raise ValueError("groups and top_groups are given together: how many groups there are, and how many are taken")
+    if groups is None or top_groups is None:
+        if best_of_group is not None:
+            raise ValueError("best_of_group says how a group is scored; give groups and top_groups too")
+        return
+    if groups < 1 or experts % groups:
+        raise ValueError(f"{groups} groups do not divide {experts} experts: give a number that does")
+    size = experts // groups
+    if not 1 <= top_groups <= groups:
+        raise ValueError(f"top_groups is {top_groups} of {groups} groups: give at least 1 and at most all")
+    if k > top_groups * size:
+        raise ValueError(
+            f"{top_groups} groups of {size} experts have fewer than the {k} that a token chooses: raise top_groups"
+        )
+    count = best_of_group if best_of_group is not None else max(1, k // top_groups)
+    if not 1 <= count <= size:
+        raise ValueError(f"a group is scored by its {count} best, and has {size} experts: give best_of_group={size}")
+
+
+def check_permute(indices: tuple[int, ...], integers: bool, experts: int, pad: int, capacity: int | None) -> None:
+    """Refuse arguments of `permute` that do not fit, in a sentence.
+
+    Args:
+        indices: their shape; integers: whether they are some.
+    Raises:
+        ValueError.
+    """
+    if len(indices) != 2 or not integers:
+        raise ValueError(
+            f"indices are integers [T, k], the experts of each token, of shape {indices} here: give those of route"
+        )
+    _whole(experts=experts, pad=pad, capacity=capacity)
+    if experts < 1 or not indices[1]:
+        raise ValueError(f"{experts} experts, of which a token chooses {indices[1]}: give at least one of each")
+    if pad < 1:
+        raise ValueError(f"pad is {pad}: rows are filled up to a multiple of it, 1 leaves them as they are")
+    if capacity is not None and capacity < 1:
+        raise ValueError(f"a capacity of {capacity} drops every token: give at least 1, or None to drop none")
+
+
+def _whole(**sizes: int | None) -> None:
+    """Refuse what is no whole number. Raises: ValueError."""
+    for name, size in sizes.items():
+        if isinstance(size, bool | float | str):
+            raise ValueError(f"{name} is {size!r}; give a whole number")
+
+
+def check_unpermute(
+    rows: tuple[int, ...], places: tuple[int, ...], integers: bool, k: int, weights: tuple[int, ...] | None
+) -> None:
+    """Refuse arguments of `unpermute` whose shapes these are and do not fit, in a sentence.
+
+    Args:
+        integers: whether the places are some.
+    Raises:
+        ValueError.
+    """
+    _whole(k=k)
+    if not integers:
+        raise ValueError("places are integers, the row of each choice: give those of permute")
+    if len(rows) != 2 or len(places) != 1 or k < 1 or places[0] % k:
+        raise ValueError(f"rows are [rows, H] and places [tokens * {k}]; these are {rows} and {places}")
+    if weights is not None and weights != (places[0] // k, k):
+        raise ValueError(f"weights are one for each of {places[0] // k} tokens and {k} choices, not {weights}")
+
+
+def why_not_rows(spec: QuantSpec) -> str:
+    """Why an operand's rows cannot be moved and stay what quantizing the moved rows gives, or ""."""
+    if not (spec.per_tensor or spec.block[0] == 1):
+        return f"rows that move have scales of their own or one for all, and {spec} has others: quantize afterwards"
+    if spec.rounding != "nearest":
+        return f"noise goes by a row's place, and {spec} rounds at random: quantize after rows are moved"
+    return ""

@@ -1,0 +1,281 @@
+"""The fixed 16-point rotation of NVFP4's weight gradient: both operands turn, their product stays, outliers spread.
+
+Source: NVIDIA, arXiv:2509.25149, appendix C; the signs are Transformer Engine's.
+"""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from quaver.recipes.formats import E4M3, Format
+
+# ---- hadamard --------------------------------------------------------------------------------------------
+
+GROUP = 16
+SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+
+
+def rotate(x: np.ndarray) -> np.ndarray:
+    """Rotate groups of 16 along the last axis, the tail padded with zeros.
+
+    Args:
+        x: float32 [rows, k].
+    Returns:
+        float32 [rows, ceil16(k)]: signs, four butterfly stages of stride 1, 2, 4, 8 (a + b, a - b), a quarter of it.
+    Exact: every stage is rounded to float32, in this order.
+    """
+    rows, k = x.shape
+    groups = -(-k // GROUP)
+    padded = np.zeros((rows, groups * GROUP), np.float32)
+    padded[:, :k] = x
+    with np.errstate(over="ignore", invalid="ignore"):
+        y = padded.reshape(rows, groups, GROUP) * np.array(SIGNS, np.float32)
+        for stride in (1, 2, 4, 8):
+            pairs = y.reshape(rows, groups, GROUP // (2 * stride), 2, stride)
+            a, b = pairs[..., 0, :], pairs[..., 1, :]
+            y = np.stack([a + b, a - b], -2).reshape(rows, groups, GROUP)
+        return (y * np.float32(0.25)).reshape(padded.shape)
+
+
+# ---- philox ----------------------------------------------------------------------------------------------
+# Philox4x32-10 and Philox2x32-10: random words as a pure function of counter and key, the same bits on every backend.
+#
+# Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+#: Of Philox2x32, whose keys go up by the first number of `WEYL`.
+MULTIPLIER = 0xD256D193
+WEYL = (0x9E3779B9, 0xBB67AE85)
+ROUNDS = 10
+_LOW = 0xFFFFFFFF
+
+
+def philox4x32(counter: tuple[np.ndarray, ...], key: tuple[int, int]) -> np.ndarray:
+    """Ten rounds of Philox.
+
+    Args:
+        counter: four arrays of one shape [...], values below 2**32.
+        key: two words below 2**32.
+    Returns:
+        uint32 [..., 4].
+    Exact.
+    """
+    c0, c1, c2, c3 = (np.asarray(c, np.uint64) for c in np.broadcast_arrays(*counter))
+    return np.stack(_rounds(c0, c1, c2, c3, *key), -1).astype(np.uint32)
+
+
+def one_philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    """`philox4x32` of one counter, in Python's numbers: a quarter of the time that arrays take."""
+    return _rounds(*counter, *key)
+
+
+def _rounds(c0: Any, c1: Any, c2: Any, c3: Any, k0: int, k1: int) -> tuple[Any, Any, Any, Any]:
+    """Four words, arrays of uint64 or numbers, after ten rounds."""
+    for _ in range(ROUNDS):
+        p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        c0, c1, c2, c3 = p1 >> 32 ^ c1 ^ k0, p1 & _LOW, p0 >> 32 ^ c3 ^ k1, p0 & _LOW
+        k0, k1 = (k0 + WEYL[0]) & _LOW, (k1 + WEYL[1]) & _LOW
+    return c0, c1, c2, c3
+
+
+def philox2x32(counter: tuple[np.ndarray, ...], key: int) -> np.ndarray:
+    """Ten rounds of Philox of two words: half the products for as many counters.
+
+    Args:
+        counter: two arrays of one shape [...], values below 2**32.
+        key: below 2**32.
+    Returns:
+        uint32 [..., 2].
+    Exact.
+    """
+    c0, c1 = (np.asarray(c, np.uint64) for c in np.broadcast_arrays(*counter))
+    for round_key in round_keys(key):
+        wide: Any = c0 * MULTIPLIER
+        c0, c1 = wide >> 32 ^ c1 ^ round_key, wide & _LOW
+    return np.stack([c0, c1], -1).astype(np.uint32)
+
+
+def round_keys(key: int) -> list[int]:
+    """The keys of all rounds of `philox2x32`, whose first is this one."""
+    return [(key + i * WEYL[0]) & _LOW for i in range(ROUNDS)]
+
+
+def uniform(rows: int, k: int, seed: int, tensor_id: int, count: int) -> np.ndarray:
+    """The number in [0, 1) that each element of an operand [rows, k] is rounded with.
+
+    The counter depends on the element's place in the whole operand, so a shard draws what the whole would have drawn.
+
+    Args:
+        rows, k: shape of the operand as it is quantized.
+        seed: 64 bits, the key.
+        tensor_id: which tensor, 32 bits.
+        count: how often this tensor was quantized before; its low 32 bits.
+    Returns:
+        float32 [rows, k], multiples of 2**-24.
+    Exact.
+    """
+    groups = np.arange(-(-rows * k // 4), dtype=np.uint64)
+    zero = np.zeros_like(groups)
+    stream = (zero + np.uint64(tensor_id), zero + np.uint64(count & 0xFFFFFFFF))
+    counter = (groups & _LOW, groups >> 32, *stream)
+    words = philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF)).reshape(-1)[: rows * k]
+    return ((words >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)).reshape(rows, k)
+
+
+# ---- rounding --------------------------------------------------------------------------------------------
+# Rounding float32 to a format, and the bytes that stand for the result.
+
+#: How `codes()` shows a NaN, whichever NaN code is stored.
+NAN_CODE = 0x7F
+
+
+def round_to(x: np.ndarray, fmt: Format, u: np.ndarray | None = None) -> np.ndarray:
+    """Round to the format's grid.
+
+    Args:
+        x: float32, any shape.
+        fmt: a signed format.
+        u: [0, 1) of x's shape rounds at random, away from zero where u is below the fraction; None rounds to nearest,
+            ties to even.
+    Returns:
+        float32 of x's shape. Infinities and all that is too large become ±fmt.max, NaN stays NaN (+max where the format
+        has none), the sign of zero is kept.
+    Exact.
+    """
+    a = np.where(np.isnan(x), np.float32(0), np.minimum(np.abs(x), np.float32(fmt.max)))
+    exponent = np.maximum(np.frexp(a)[1] - 1, fmt.emin)
+    steps = np.ldexp(a, fmt.mantissa_bits - exponent)
+    if u is None:
+        whole = np.rint(steps)
+    else:
+        whole = np.floor(steps)
+        whole = whole + (u < steps - whole)
+    y = np.copysign(np.ldexp(whole, exponent - fmt.mantissa_bits), x).astype(np.float32)
+    return np.where(np.isnan(x), np.float32(np.nan if fmt.has_nan else fmt.max), y)
+
+
+@cache
+def magnitudes(fmt: Format) -> np.ndarray:
+    """Values of the codes without a sign, ascending: float32 [2**(bits - signed)], NaN for those above the largest."""
+    codes = np.arange(2 ** (fmt.bits - fmt.signed))
+    fraction = codes % 2**fmt.mantissa_bits / 2.0**fmt.mantissa_bits
+    exponent = codes >> fmt.mantissa_bits
+    normal = np.ldexp(1.0 + fraction, exponent - fmt.bias)
+    # A format without a mantissa has no zero and no subnormals: each code is a power of two.
+    subnormal = (exponent == 0) & (fmt.mantissa_bits > 0)
+    values = np.where(subnormal, np.ldexp(fraction, fmt.emin), normal)
+    return np.where(values > fmt.max, np.nan, values).astype(np.float32)
+
+
+def encode(values: np.ndarray, fmt: Format) -> np.ndarray:
+    """Codes of values on the grid: uint8, one an element. NaN is 0x7F, or 0xFF in a format without a sign. Exact."""
+    finite = magnitudes(fmt)[: np.searchsorted(magnitudes(fmt), fmt.max) + 1]
+    code = np.searchsorted(finite, np.abs(values))
+    if fmt.signed:
+        code = code | np.signbit(values).astype(int) << (fmt.bits - 1)
+    return np.where(np.isnan(values), NAN_CODE if fmt.signed else 0xFF, code).astype(np.uint8)
+
+
+def decode(codes: np.ndarray, fmt: Format) -> np.ndarray:
+    """Values of codes: float32 of the same shape. Exact."""
+    return values(fmt)[codes]
+
+
+@cache
+def values(fmt: Format) -> np.ndarray:
+    """Values of all bytes as codes: float32 [256], NaN for those that are none."""
+    both = np.concatenate([magnitudes(fmt), *([-magnitudes(fmt)] if fmt.signed else [])])
+    return np.concatenate([both, np.full(256 - len(both), np.nan, np.float32)])
+
+
+# ---- scaling ---------------------------------------------------------------------------------------------
+# From the largest magnitude of a block to its encode factor, on the bits wherever a compiler could round otherwise.
+
+#: Powers of two that an encode factor may be: its reciprocal and the products it enters stay normal numbers.
+FACTOR_EXPONENTS = (-126, 100)
+#: The same for a tensor's factor of two-level scaling.
+TENSOR_EXPONENTS = (-117, 100)
+#: A two-level tensor factor brings the largest element to this: the largest E2M1 times the largest E4M3.
+TWO_LEVEL_MAX = 448.0 * 6.0
+FLT_MAX = np.finfo(np.float32).max
+
+
+def amax(x: np.ndarray, block: tuple[int | None, int | None]) -> np.ndarray:
+    """Largest magnitude of each block, compared as bits, so that NaN > infinity > finite.
+
+    Args:
+        x: float32 [rows, k].
+        block: (rows, k), None for the whole axis.
+    Returns:
+        float32 [ceil(rows / br), ceil(k / bk)]; subnormal maxima are 0.
+    Exact.
+    """
+    rows, k = x.shape
+    br, bk = (min(b or max(n, 1), max(n, 1)) for b, n in zip(block, (rows, k), strict=True))
+    nr = 1 if block[0] is None else -(-rows // br)
+    nk = 1 if block[1] is None else -(-k // bk)
+    bits = np.zeros((nr * br, nk * bk), np.uint32)
+    bits[:rows, :k] = np.ascontiguousarray(x, np.float32).view(np.uint32) & np.uint32(0x7FFFFFFF)
+    top = bits.reshape(nr, br, nk, bk).max(axis=(1, 3)) if bits.size else np.zeros((nr, nk), np.uint32)
+    return np.where(top < 0x00800000, np.uint32(0), top).view(np.float32)
+
+
+def exponent(amax: np.ndarray, largest: float, bounds: tuple[int, int] = FACTOR_EXPONENTS) -> np.ndarray:
+    """The largest p within bounds with amax * 2**p <= largest; 0 where amax is 0, infinite or NaN. int32, Exact."""
+    mantissa, e = np.frexp(np.float32(largest))
+    top_mantissa = int((2 * mantissa - 1) * 2**23)
+    bits = np.asarray(amax, np.float32).view(np.uint32).astype(np.int64)
+    p = int(e) - 1 + 127 - ((bits + 0x7FFFFF - top_mantissa) >> 23)
+    return np.where(usable(amax), np.clip(p, *bounds), 0).astype(np.int32)
+
+
+def usable(amax: np.ndarray) -> np.ndarray:
+    """Where an amax defines a factor: finite and not zero."""
+    return np.isfinite(amax) & (amax > 0)
+
+
+def encode_factor(amax: np.ndarray, fmt: Format, power_of_two: bool) -> np.ndarray:
+    """What data are multiplied by before rounding; 1 where amax is 0, infinite or NaN.
+
+    Args:
+        amax: float32, any shape.
+        fmt: format of the data.
+        power_of_two: else fmt.max / amax, correctly rounded and held to normal numbers.
+    Exact.
+    """
+    if power_of_two:
+        return np.ldexp(np.float32(1), exponent(amax, fmt.max))
+    return np.where(usable(amax), _ratio(fmt.max, amax), np.float32(1))
+
+
+def tensor_factor(amax: np.ndarray, power_of_two: bool) -> np.ndarray:
+    """The first level of two-level scaling; 1 where amax is 0, infinite or NaN. Exact."""
+    if power_of_two:
+        return np.ldexp(np.float32(1), exponent(amax, TWO_LEVEL_MAX, TENSOR_EXPONENTS))
+    return np.where(usable(amax), _ratio(TWO_LEVEL_MAX, amax), np.float32(1))
+
+
+def block_scale(amax: np.ndarray, factor: np.ndarray) -> np.ndarray:
+    """The second level: E4M3 values, float32 of amax's shape. Exact."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return round_to(amax * (factor * np.float32(1 / 6)), E4M3)
+
+
+def block_factor(scale: np.ndarray, factor: np.ndarray) -> np.ndarray:
+    """What two-level data are multiplied by: 1 / (scale × (1 / factor)), 0 where the block's scale is 0.
+
+    Three roundings in Transformer Engine's order; where the factor is a power of two only the last one rounds, and
+    factor × (1 / scale) is the same number.
+    Exact.
+    """
+    safe = np.where(scale == 0, np.float32(1), scale)
+    with np.errstate(over="ignore"):
+        e = np.minimum(np.float32(1) / (safe * (np.float32(1) / factor)), FLT_MAX)
+    return np.where(scale == 0, np.float32(0), e)
+
+
+def _ratio(largest: float, amax: np.ndarray) -> np.ndarray:
+    safe = np.where(usable(amax), amax, np.float32(1))
+    with np.errstate(over="ignore"):
+        return np.clip(np.float32(largest) / safe, np.finfo(np.float32).tiny, FLT_MAX)

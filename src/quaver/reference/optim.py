@@ -1,0 +1,294 @@
+"""Writing and reading optimizer states in numpy: plain, slow, and what every other way is compared with.
+
+    y = |x| / scale       code = the nearest, or at random one of the two around y, so that the expectation is y
+
+Every rounded step of the formulas below is a single operation of IEEE float32 whose inputs a compiler cannot fuse, so
+that all frameworks agree bit by bit; products that enter a sum are exact.
+"""
+
+import math
+
+import numpy as np
+
+from quaver.recipes.formats import Format
+from quaver.reference import optimizer_state
+from quaver.reference.numerics import decode as decode_format
+from quaver.reference.numerics import encode as encode_format
+from quaver.reference.numerics import round_to
+from quaver.reference.optimizer_state import INTEGERS, StateCode, StateSpec, boundaries, levels
+
+# ---- reference -------------------------------------------------------------------------------------------
+
+F = np.float32
+#: A scale reaches from the smallest normal number, below which a block counts as zeros, to one whose reciprocal is
+#: normal; larger magnitudes saturate.
+LARGEST_SCALE = F(2.0**126)
+#: 1/3, by which every implementation multiplies: not every compiler divides exactly.
+THIRD = F(1 / 3)
+#: Random words have this many bits that count.
+NOISE_BITS = 15
+
+
+def encode(x: np.ndarray, spec: StateSpec, noise: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray | None]:
+    """A state's codes and scales.
+
+    Args:
+        x: float32 [..., K]; not negative where the code has no sign.
+        noise: integers below 2**15 of x's shape, if the spec is stochastic.
+    Returns:
+        codes of x's shape (int8 where the code is an integer with a sign, uint8 else; float32 and uint16, bfloat16's
+        bits, and float16 for the others), and scales float32 [..., ceil(K / block)], or [] for a whole tensor; three
+        numbers of each block where the code is expanded; None without scales. A block with a number that is not
+        finite has the scale NaN and codes 0.
+    Exact; of expanded codes bounded, see `quaver.reference.optimizer_state`.
+    """
+    x = np.asarray(x, F)
+    u = None if not spec.stochastic else np.asarray(noise, np.int64)
+    if spec.code == "float32":
+        return x.copy(), None
+    if spec.code == "bfloat16":
+        return bfloat16_bits(x, u), None
+    code = spec.of
+    if code.kind == "expanded":
+        assert spec.block is not None
+        codes, kept = optimizer_state.encode(in_blocks(x, spec.block))
+        return out_of_blocks(codes, x.shape), kept.reshape(*kept.shape[:-2], kept.shape[-2] * code.numbers)
+    scale = scales(x, spec)
+    spread = over_blocks(scale, x.shape, spec.block)
+    usable = np.isfinite(spread) & (spread > 0)
+    inverse = F(1) / np.where(usable, spread, F(1))
+    x = np.where(usable, x, F(0))
+    with np.errstate(over="ignore"):
+        y = np.abs(x) * inverse
+    if code.kind != "mitchell":
+        y = np.minimum(y, F(code.largest))
+    if code.kind == "dynamic":
+        c = np.searchsorted(boundaries(code.signed), np.copysign(y, x), side="left")
+        return c.astype(np.uint8), scale
+    if code.kind == "float16":
+        return np.copysign(y, x).astype(np.float16), scale
+    c = _magnitude_codes(y, code, u)
+    if spec.floor:
+        c = np.where((x != 0) & usable, np.maximum(c, 1), c)
+    return _signed(c, x, code), scale
+
+
+def decode(codes: np.ndarray, scale: np.ndarray | None, spec: StateSpec) -> np.ndarray:
+    """Values of codes: float32 of their shape. Exact."""
+    if spec.code == "float32":
+        return codes.copy()
+    if spec.code == "bfloat16":
+        return (codes.astype(np.uint32) << 16).view(F)
+    assert scale is not None
+    if spec.of.kind == "expanded":
+        assert spec.block is not None
+        blocks = in_blocks(codes, spec.block)
+        return out_of_blocks(
+            optimizer_state.decode(blocks, scale.reshape(*blocks.shape[:-1], spec.of.numbers)), codes.shape
+        )
+    spread = over_blocks(scale, codes.shape, spec.block)
+    with np.errstate(over="ignore"):
+        return (table_values(codes, spec.of) * spread).astype(F)
+
+
+def scales(x: np.ndarray, spec: StateSpec) -> np.ndarray:
+    """The scale of each block: its largest magnitude over the code's largest, at least that. float32. Exact."""
+    return scale_of(_amax(x, spec.block), spec)
+
+
+def scale_of(amax: np.ndarray, spec: StateSpec) -> np.ndarray:
+    """The scale of each largest magnitude, float32; NaN where that is not finite. Exact."""
+    finite = np.isfinite(amax)
+    with np.errstate(over="ignore"):
+        ratio = np.where(finite, amax, F(0)) / F(spec.of.largest)
+    bits = ratio.astype(F).view(np.uint32).astype(np.int64)
+    if spec.scale == "bfloat16":
+        bits = (bits + 0xFFFF) & ~0xFFFF
+    elif spec.scale == "power_of_two":
+        bits = (bits + 0x7FFFFF) & ~0x7FFFFF
+    bits = np.where(bits < 0x00800000, 0, np.minimum(bits, LARGEST_SCALE.view(np.uint32).astype(np.int64)))
+    return np.where(finite, bits.astype(np.uint32).view(F), F(np.nan))
+
+
+def table_values(codes: np.ndarray, code: StateCode) -> np.ndarray:
+    """Values of codes as multiples of their scale: float32. Exact."""
+    if code.kind == "float16":
+        return codes.astype(F)
+    if code.kind == "dynamic":
+        return levels(code.signed)[codes]
+    if code.kind == "format":
+        assert code.format is not None
+        values = _format_values(codes, code.format)
+        return values * values if code.root else values
+    c = codes.astype(np.int64)
+    if code.kind == "softsign":
+        return c.astype(F) / (254 - np.abs(c)).astype(F)
+    if code.kind == "mitchell":
+        # 64 or 96 binades below, so that twice or four times the exponent's field has room, and zero stays zero.
+        bits = np.ldexp(np.abs(c).astype(F), -32 * (code.halvings + 1)).view(np.uint32) << code.halvings
+        return np.copysign(bits.view(F), np.sign(c)).astype(F)
+    return np.sign(c).astype(F) * ((c * c).astype(F) * F(1 / code.top**2))
+
+
+def _magnitude_codes(y: np.ndarray, code: StateCode, u: np.ndarray | None) -> np.ndarray:
+    """Codes of y, float32 from 0 to the code's largest: int64; u, noise below 2**15, rounds at random."""
+    if code.kind == "softsign":
+        return _softsign(y, u)
+    if code.kind == "root":
+        return _root(y, code.top, u)
+    if code.kind == "mitchell":
+        return _mitchell(y, code.halvings, u)
+    assert code.format is not None
+    return _format_codes(y, code, code.format, u)
+
+
+def _softsign(y: np.ndarray, u: np.ndarray | None) -> np.ndarray:
+    # y = c / (254 - c), so c = 254 y / (1 + y).
+    c = F(254) * (y / (F(1) + y))
+    if u is None:
+        return np.minimum(np.rint(c), F(127)).astype(np.int64)
+    low = np.minimum(np.floor(c), F(126))
+    # Between c and c + 1: y (254 - c)(253 - c) grows from c (253 - c) by 254.
+    wide, narrow = F(254) - low, F(253) - low
+    step = u.astype(F) * F(254 * 2.0**-NOISE_BITS)
+    return (low + (y * (wide * narrow) > low * narrow + step)).astype(np.int64)
+
+
+def _root(y: np.ndarray, top: int, u: np.ndarray | None) -> np.ndarray:
+    # y = (c / top)², so c = √z.
+    z = y * F(top * top)
+    root = np.sqrt(z)
+    if u is None:
+        return np.minimum(np.rint(root), F(top)).astype(np.int64)
+    low = np.minimum(np.floor(root), F(top - 1))
+    # Between c and c + 1: z grows from c² by 2 c + 1.
+    step = (F(2) * low + F(1)) * (u.astype(F) * F(2.0**-NOISE_BITS))
+    return (low + (z > low * low + step)).astype(np.int64)
+
+
+def _mitchell(y: np.ndarray, halvings: int, u: np.ndarray | None) -> np.ndarray:
+    bits = (y.view(np.uint32) >> halvings) + np.uint32(32 * (halvings + 1) << 23)
+    c = bits.view(F)
+    if halvings == 1:
+        # Codes 0, 1 and 2 are worth 0, 1/2 and 2, and Mitchell's line bends between them.
+        with np.errstate(over="ignore"):
+            twice = y * F(2)
+            c = np.minimum(c, np.minimum(twice, (twice + F(2)) * THIRD))
+    if u is not None:
+        # From -1/2 up to 1/2, on both sides alike: values lie on a line between two codes, so none is preferred.
+        c = c + (2 * u + 1 - 2**NOISE_BITS).astype(F) * F(2.0 ** -(NOISE_BITS + 1))
+    return np.rint(c).astype(np.int64)
+
+
+def _format_codes(y: np.ndarray, code: StateCode, fmt: Format, u: np.ndarray | None) -> np.ndarray:
+    value = np.sqrt(y) if code.root else y
+    if u is None:
+        return _encode_unsigned(round_to(value, fmt), fmt)
+    exponent = np.clip(np.frexp(value)[1] - 1, fmt.emin, fmt.emax)
+    steps = np.ldexp(value, fmt.mantissa_bits - exponent)
+    low = np.minimum(np.floor(steps), F(2 ** (fmt.mantissa_bits + 1) - 1))
+    chance = u.astype(F) * F(2.0**-NOISE_BITS)
+    if code.root:
+        # Of squares, in units of a squared step.
+        square = np.ldexp(y, 2 * (fmt.mantissa_bits - exponent))
+        up = square > low * low + (F(2) * low + F(1)) * chance
+    else:
+        up = steps > low + chance
+    rounded = np.ldexp(low + up, exponent - fmt.mantissa_bits)
+    return _encode_unsigned(np.minimum(rounded, F(fmt.max)).astype(F), fmt)
+
+
+def _encode_unsigned(values: np.ndarray, fmt: Format) -> np.ndarray:
+    if fmt.signed:
+        return encode_format(values, fmt).astype(np.int64)
+    return np.searchsorted(_unsigned(fmt), values)
+
+
+def _format_values(codes: np.ndarray, fmt: Format) -> np.ndarray:
+    return decode_format(codes, fmt) if fmt.signed else _unsigned(fmt)[codes]
+
+
+def _unsigned(fmt: Format) -> np.ndarray:
+    codes = np.arange(2**fmt.bits)
+    fraction, exponent = codes % 2**fmt.mantissa_bits / 2.0**fmt.mantissa_bits, codes >> fmt.mantissa_bits
+    return np.where(exponent == 0, np.ldexp(fraction, fmt.emin), np.ldexp(1.0 + fraction, exponent - fmt.bias)).astype(
+        F
+    )
+
+
+def _signed(c: np.ndarray, x: np.ndarray, code: StateCode) -> np.ndarray:
+    """Codes of magnitudes with the sign of x."""
+    negative = np.signbit(x) & (c > 0)
+    if code.kind in INTEGERS:
+        return np.where(negative, -c, c).astype(np.int8 if code.signed else np.uint8)
+    if not code.signed:
+        return c.astype(np.uint8)
+    return (c | negative.astype(np.int64) << 7).astype(np.uint8)
+
+
+def bfloat16_bits(x: np.ndarray, u: np.ndarray | None) -> np.ndarray:
+    """bfloat16's bits of float32 x, uint16: to nearest, ties to even, or at random; infinities and NaN stay. Exact."""
+    bits = x.view(np.uint32).astype(np.int64)
+    added = 0x7FFF + (bits >> 16 & 1) if u is None else u << 1
+    rounded = (bits + added) >> 16
+    kept = (bits >> 16) | np.where(np.isnan(x), 0x40, 0)
+    return np.where(np.isfinite(x), rounded, kept).astype(np.uint16)
+
+
+def _amax(x: np.ndarray, block: int | None) -> np.ndarray:
+    """Largest magnitudes of blocks; NaN counts above infinity."""
+    bits = np.ascontiguousarray(x).view(np.uint32) & np.uint32(0x7FFFFFFF)
+    if block is None:
+        return bits.max(initial=np.uint32(0)).astype(np.uint32).view(F)
+    return in_blocks(bits, block).max(-1, initial=np.uint32(0)).view(F)
+
+
+def in_blocks(x: np.ndarray, block: int) -> np.ndarray:
+    """[..., K] as [..., ceil(K / block), block], the last one filled with zeros."""
+    x = x if x.ndim else x.reshape(1)
+    short = -x.shape[-1] % block
+    x = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, short)])
+    return x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
+
+
+def out_of_blocks(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """[..., blocks, block] as an array of this shape, the filling left out."""
+    flat = x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
+    return flat[..., : shape[-1] if shape else 1].reshape(shape)
+
+
+def over_blocks(scale: np.ndarray, shape: tuple[int, ...], block: int | None) -> np.ndarray:
+    """Each element's scale."""
+    if block is None:
+        return np.broadcast_to(scale, shape)
+    spread = np.repeat(scale, block, -1)[..., : shape[-1] if shape else 1]
+    return spread.reshape(shape)
+
+
+# ---- bounds ----------------------------------------------------------------------------------------------
+# How far one step can move a weight, known before the step: what clamps updates and predicts scales.
+#
+# Adam. With m and v the averages of gradients and of their squares, Cauchy and Schwarz give, of exact states,
+#
+#     |m̂ / √v̂| ≤ U_t = (1 - β1) / √(1 - β2) √((1 - rᵗ) / (1 - r)) √(1 - β2ᵗ) / (1 - β1ᵗ),     r = β1² / β2 < 1
+#
+# A clamp at U_t changes nothing in exact arithmetic, and takes away every step that is large because v was rounded to
+# zero. A weight of at most A then is at most (1 - lr wd) A + lr U_t after the step.
+
+
+def adam(step: float, beta1: float, beta2: float) -> float:
+    """U_t of step 1, 2, ...; infinite where β1² ≥ β2, for which there is no such bound. Exact to 1e-12."""
+    if beta1**2 >= beta2:
+        return math.inf
+    if beta2 == 1:
+        return math.inf
+    ratio = beta1**2 / beta2
+    grown = (1 - ratio**step) / (1 - ratio)
+    return (1 - beta1) / math.sqrt(1 - beta2) * math.sqrt(grown * (1 - beta2**step)) / (1 - beta1**step)
+
+
+def adam_limit(beta1: float, beta2: float) -> float:
+    """U_t of many steps: 1.165 of (0.9, 0.95), 7.27 of (0.9, 0.999)."""
+    if beta1**2 >= beta2 or beta2 == 1:
+        return math.inf
+    return (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1**2 / beta2))

@@ -1,0 +1,468 @@
+"""quantize on a CPU: torch's own casts, integer maxima, and plain floats where one scale serves the tensor.
+
+A bf16 value times a power of two is exact, so bf16 operands stay bf16 until the cast; torch's cast saturates only in
+newer releases and only E4M3, so whatever can overflow is clipped first. Transposes are read where they lie: an operand
+whose rows are contiguous in the other direction keeps that layout.
+"""
+
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from functools import cache, reduce
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quaver.recipes.formats import E2M1, Format
+from quaver.recipes.spec import Block, QuantSpec
+from quaver.reference import numerics
+from quaver.reference.numerics import FACTOR_EXPONENTS, FLT_MAX
+from quaver.torch.numerics import reference
+from quaver.torch.numerics.quantized import FLOAT8, Given, Quantized, spread
+from quaver.torch.numerics.rounding import (
+    INFINITY_BITS,
+    QUIET,
+    SMALLEST_NORMAL_BITS,
+    EagerNoise,
+    encode_e2m1,
+    flush,
+    rotate,
+    transposed_rotate,
+    transposed_uniform,
+    uniform,
+    usable,
+)
+
+# ---- scratch ---------------------------------------------------------------------------------------------
+# Memory that intermediate results on a CPU are written to again and again.
+#
+# A fresh tensor of megabytes is made of pages that the system hands out one by one, as a fault each, and takes back
+# when it goes: that takes several times as long as computing what is written there.
+
+#: Bytes from which on it pays, and up to which a thread holds them for good.
+SMALLEST, LARGEST = 1 << 16, 1 << 23
+#: Bytes of a piece that stays in a core's cache from one operation to the next.
+PIECE = 1 << 20
+
+
+class _ScratchBuffers(threading.local):
+    def __init__(self) -> None:
+        self.slots: dict[str, Tensor] = {}
+
+
+_held = _ScratchBuffers()
+
+
+def buffer(slot: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A contiguous tensor of anything, this thread's until it asks for the same slot again; never to be returned."""
+    size = math.prod(shape) * dtype.itemsize
+    if not SMALLEST <= size <= LARGEST:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    held = _held.slots.get(slot)
+    if held is None or held.numel() < size:
+        with torch.inference_mode(False):
+            held = _held.slots[slot] = torch.empty(size, dtype=torch.uint8, device="cpu")
+    return held[:size].view(dtype).view(shape)
+
+
+def scratch_rows(x: Tensor) -> int:
+    """How many rows of a tensor make a piece of `PIECE` bytes; at least one."""
+    return max(1, PIECE * x.shape[0] // max(1, x.numel() * x.itemsize))
+
+
+# ---- fp8 -------------------------------------------------------------------------------------------------
+
+SMALLEST_NORMAL = 2.0**-126
+#: The bits of float32 1.0, and of NaN.
+ONE_BITS, NAN_BITS = 0x3F800000, 0x7FC00000
+
+
+def reason(x: Tensor, spec: QuantSpec, *_: object) -> str:
+    """Why this implementation does not take the call, or ""."""
+    if not x.is_cpu:
+        return "the tensor is not on a CPU"
+    if spec.format.name not in FLOAT8 or spec.hadamard or spec.rounding != "nearest" or spec.scale == "unit":
+        return "it is for nearest rounding to FP8 with one level of scales"
+    return "it holds one scale a tensor as a float32" if spec.per_tensor and spec.scale == "e8m0" else ""
+
+
+def quantize(x: Tensor, spec: QuantSpec, amax: Given = None, factor: Given = None, noise: object = None) -> Quantized:
+    """As `quaver.torch.numerics.reference.quantize`, bit for bit."""
+    transposed = not x.is_contiguous() and x.stride(1) != 1 and x.stride(0) == 1
+    if not spec.per_tensor:
+        return _blocks(x, spec, amax, transposed)
+    data, scale, top = per_tensor(x.t() if transposed else x, spec, amax, factor)
+    return Quantized(data, scale, spec, (x.shape[0], x.shape[1]), transposed, None, top)
+
+
+def per_tensor(x: Tensor, spec: QuantSpec, amax: Given = None, factor: Given = None) -> tuple[Tensor, float, float]:
+    """(codes as x lies, decode scale, amax of x) for a spec with one scale."""
+    fmt, exact = spec.format, spec.power_of_two
+    top = wanted = host_amax(x)
+    if amax is not None:
+        wanted = float(amax)
+    e = float(factor) if factor is not None else 0.0
+    if e == 0.0:
+        e = host_factor(wanted, fmt, exact)
+    elif math.frexp(e)[0] != 0.5:
+        # A factor from elsewhere, such as an average of several.
+        e, exact = float(np.float32(e)), False
+    if not (top < math.inf and wanted < math.inf):
+        scale = math.nan
+    else:
+        scale = 1.0 / e if exact else float(np.float32(1.0 / e))
+    clips = not top * e <= fmt.max
+    if not exact or x.dtype is torch.float16:
+        return _codes(x.float(), e, fmt, clips), scale, top
+    if x.dtype is torch.bfloat16 and 1.0 <= e <= LIFT and not clips and x.numel() * x.itemsize >= SMALLEST:
+        return _lifted(x.detach(), math.frexp(e)[1] - 1, fmt), scale, top
+    if clips or x.numel() * x.itemsize >= SMALLEST:
+        return _codes(x, scalar(e), fmt, clips), scale, top
+    return (x * scalar(e)).type(FLOAT8[fmt.name]), scale, top
+
+
+def _codes(x: Tensor, e: Tensor | float, fmt: Format, clips: bool) -> Tensor:
+    """x × e as codes, in pieces that stay in the cache; e is a factor, or along each dimension one or as many as x."""
+    if x.numel() * x.itemsize < SMALLEST:
+        y = x * e
+        return (y.clamp_(-fmt.max, fmt.max) if clips else y).type(FLOAT8[fmt.name])
+    x, out = x.detach(), torch.empty(x.shape, dtype=FLOAT8[fmt.name], device="cpu")
+    rows = scratch_rows(x)
+    parts = x.split(rows)
+    factors = e.split(rows) if isinstance(e, Tensor) and e.dim() and e.shape[0] > 1 else (e,) * len(parts)
+    for part, factor, codes in zip(parts, factors, out.split(rows), strict=True):
+        y = torch.mul(part, factor, out=buffer("temporary", part.shape, part.dtype))
+        codes.copy_(y.clamp_(-fmt.max, fmt.max) if clips else y)
+    return out
+
+
+#: Up to this factor all that bf16 has below its normal numbers comes to less than half of any format's smallest code.
+LIFT = 2.0**100
+
+
+def _lifted(x: Tensor, exponent: int, fmt: Format) -> Tensor:
+    """bf16 x times 2**exponent as codes, in pieces that stay in the cache; nothing may leave the format's range.
+
+    The exponent goes to the bits' own, which takes a fourth of a product's time. Zeros and subnormals, which have none,
+    become numbers below 2**(exponent - 126): zeros of their sign, as they would be.
+    """
+    out, steps = torch.empty(x.shape, dtype=FLOAT8[fmt.name], device="cpu"), _steps(exponent)
+    rows = scratch_rows(x)
+    for part, codes in zip(x.split(rows), out.split(rows), strict=True):
+        if exponent:
+            bits = buffer("temporary", part.shape, torch.int16)
+            part = torch.add(part.view(torch.int16), steps, out=bits).view(torch.bfloat16)
+        codes.copy_(part)
+    return out
+
+
+@cache
+def _steps(exponent: int) -> Tensor:
+    """What an exponent is among the bits of a bf16 number, without dimensions."""
+    with torch.inference_mode(False):
+        return torch.tensor(exponent << 7, dtype=torch.int16, device="cpu")
+
+
+#: Powers of two as tensors without dimensions: torch multiplies by one in half the time that a Python number takes.
+_scalars: dict[float, Tensor] = {}
+
+
+def scalar(e: float) -> Tensor:
+    """A power of two as a tensor without dimensions."""
+    kept = _scalars.get(e)
+    if kept is None:
+        with torch.inference_mode(False):
+            kept = _scalars[e] = torch.tensor(e, dtype=torch.float32, device="cpu")
+    return kept
+
+
+def host_amax(x: Tensor) -> float:
+    """The largest magnitude as a Python float, NaN if there is one; subnormals and empty tensors give 0."""
+    if x.numel() == 0:
+        return 0.0
+    low, high = torch.aminmax(x)
+    a, b = low.item(), high.item()
+    top = b if b != b or b >= -a else -a
+    return 0.0 if top < SMALLEST_NORMAL else top
+
+
+def host_factor(amax: float, fmt: Format, power_of_two: bool) -> float:
+    """The encode factor of one amax; 1 where it is 0, infinite or NaN. Equal to
+    `reference.numerics.encode_factor`."""
+    if not SMALLEST_NORMAL <= amax < math.inf:
+        return 1.0
+    if power_of_two:
+        # The quotient is exact in double but for its last bits, and those do not reach a power of two from below: only
+        # amax = fmt.max / 2**p gives one, exactly.
+        p = math.frexp(fmt.max / amax)[1] - 1
+        return (
+            2.0**p if -100 < p < FACTOR_EXPONENTS[1] else 2.0 ** min(max(p, FACTOR_EXPONENTS[0]), FACTOR_EXPONENTS[1])
+        )
+    # A quotient of two float32 in double, rounded to float32, is the correctly rounded quotient.
+    return float(np.float32(min(max(fmt.max / amax, SMALLEST_NORMAL), float(FLT_MAX))))
+
+
+def _blocks(x: Tensor, spec: QuantSpec, amax: Given, transposed: bool) -> Quantized:
+    if x.numel() == 0:
+        return reference.quantize(x, spec, amax)
+    x = x.detach()
+    base, block = (x.t(), spec.block[::-1]) if transposed else (x, spec.block)
+    if x.dtype is torch.float16 or (not spec.power_of_two and x.dtype is not torch.float32):
+        base = base.float()
+    view, dims = blocked(base, block)
+    bits = largest_bits(view, dims)
+    measured = bits
+    if amax is None and spec.power_of_two:
+        e, scale, finite = _powers_of_two(bits, spec)
+    else:
+        bits, e = _given(bits, amax, spec, transposed)
+        of_blocks = (bits < INFINITY_BITS) & (measured < INFINITY_BITS)
+        scale, finite = reference.stored_scale(bits, of_blocks, e, spec), amax is None and bool(of_blocks.all().item())
+    for dim in dims:
+        e = e.unsqueeze(dim)
+    e = e.to(view.dtype)
+    # Clipped where one is infinite, or scaled by another amax than its own.
+    data = _codes(*((view[0], e[0]) if view.shape[0] == 1 else (view, e)), spec.format, not finite)
+    data = data.view(_padded_shape(view, dims))
+    if data.shape != base.shape:
+        # A copy, so that backward does not keep the padding.
+        data = data[: base.shape[0], : base.shape[1]].clone(memory_format=torch.contiguous_format)
+    return Quantized(data, scale, spec, (x.shape[0], x.shape[1]), transposed, None, measured.view(torch.float32))
+
+
+def _given(bits: Tensor, amax: Given, spec: QuantSpec, transposed: bool) -> tuple[Tensor, Tensor]:
+    """The bits of the amaxes that count, as blocks lie, and the encode factors that follow from them."""
+    if amax is None:
+        return bits, reference.factors(bits, spec)
+    given = reference.given_bits(amax, bits.t() if transposed else bits)
+    given = (given.t() if transposed else given).contiguous()
+    e = reference.factors(given, spec)
+    # An amax of 0 was given for data that need not be 0: they become zeros of their sign.
+    return given, torch.where(given == 0, 0.0, e) if spec.scale == "e8m0" else e
+
+
+def _powers_of_two(bits: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, bool]:
+    """From the bits of amaxes their encode factors, the scales as they are stored, and whether all are finite.
+
+    The exponent stays in its place among the bits; blocks without a factor are looked for only where there are some.
+    """
+    fmt = spec.format
+    low, high = (bound.item() for bound in torch.aminmax(bits))
+    # No factor is above 2**100.
+    place = bits.clamp(min=((127 - FACTOR_EXPONENTS[1] + fmt.emax) << 23) - 0x7FFFFF + fmt.max_mantissa)
+    place = place.add_(0x7FFFFF - fmt.max_mantissa - (fmt.emax << 23)).bitwise_and_(0x7F800000)
+    e, of_scale = ONE_BITS * 2 - place, place
+    if low == 0 or high >= INFINITY_BITS:
+        known = usable(bits)
+        e = torch.where(known, e, ONE_BITS)
+        # Their own exponent fields, 0 and 255, are the codes of E8M0; a float32 scale is 1, or NaN.
+        other = bits if spec.scale == "e8m0" else torch.where(bits == 0, ONE_BITS, bits | NAN_BITS)
+        of_scale = torch.where(known, place, other)
+    scale = (of_scale >> 23).to(torch.uint8) if spec.scale == "e8m0" else of_scale.view(torch.float32)
+    return e.view(torch.float32), scale, high < INFINITY_BITS
+
+
+def blocked(base: Tensor, block: Block) -> tuple[Tensor, list[int]]:
+    """A matrix as blocks, and the dimensions of the view that lie within a block. Ragged edges are padded with
+    zeros."""
+    rows, columns = base.shape
+    br, bc = min(block[0] or rows, rows), min(block[1] or columns, columns)
+    nr, nc = -(-rows // br), -(-columns // bc)
+    if (nr * br, nc * bc) != (rows, columns):
+        base = torch.nn.functional.pad(base, (0, nc * bc - columns, 0, nr * br - rows))
+    base = base.contiguous()
+    if br == 1:
+        return base.view(rows, nc, bc), [2]
+    if bc == 1:
+        return base.view(nr, br, columns), [1]
+    return base.view(nr, br, nc, bc), [1, 3]
+
+
+def largest_bits(view: Tensor, dims: list[int]) -> Tensor:
+    """The float32 bits of the largest magnitude of each block, int32; integers reduce several times faster than
+    floats."""
+    if view.dtype is torch.bfloat16:
+        bits, mask = view.view(torch.int16), 0x7FFF
+    else:
+        bits, mask = view.view(torch.int32), 0x7FFFFFFF
+    if bits.numel() * bits.itemsize < SMALLEST:
+        top = _amax(torch.bitwise_and(bits, mask), dims)
+    elif bits.shape[0] > 1:
+        top = torch.cat([_amax(part, dims) for part in _masked(bits, mask)])
+    else:
+        # A block's rows, or all of a row, are in several pieces.
+        within = [dim - 1 for dim in dims]
+        amax_values = [_amax(part, within) for part in _masked(bits[0], mask)]
+        top = (reduce(torch.maximum, amax_values) if 0 in within else torch.cat(amax_values))[None]
+    if view.dtype is torch.bfloat16:
+        top = top.to(torch.int32) << 16
+    return torch.where(top < SMALLEST_NORMAL_BITS, 0, top)
+
+
+def _masked(bits: Tensor, mask: int) -> Iterator[Tensor]:
+    """bits & mask in pieces that stay in the cache, each until the next is asked for."""
+    for part in bits.split(scratch_rows(bits)):
+        yield torch.bitwise_and(part, mask, out=buffer("temporary", part.shape, part.dtype))
+
+
+def _amax(bits: Tensor, dims: list[int]) -> Tensor:
+    for dim in reversed(dims):
+        bits = bits.amax(dim)
+    return bits
+
+
+def _padded_shape(view: Tensor, dims: list[int]) -> tuple[int, int]:
+    s = view.shape
+    return (s[0], s[1] * s[2]) if dims == [2] else (s[0] * s[1], math.prod(s[2:]))
+
+
+# ---- few bits --------------------------------------------------------------------------------------------
+# Quantization to four and six bits on a CPU, in pieces that stay in its cache: two levels of scales, or E8M0's.
+#
+# Rounding to nearest is one table look-up: the upper half of a float32, with its last bit set if anything lies below,
+# tells the code, sign and NaN included. A bf16 number times a power of two is one, which has no more to tell.
+
+#: Elements worked on at once.
+FEW_BITS_CHUNK = 1 << 17
+
+
+def reason_two_level(x: Tensor, spec: QuantSpec, *_: object) -> str:
+    """Why this implementation does not take the call, or ""."""
+    if not x.is_cpu:
+        return "the tensor is not on a CPU"
+    if not spec.two_level or spec.block[1] != 16:
+        return "it is for E2M1 with two levels of scales in blocks of 16"
+    return ""
+
+
+def two_level(
+    x: Tensor, spec: QuantSpec, amax: Given = None, factor: object = None, noise: EagerNoise = QUIET, parts: int = 1
+) -> Quantized:
+    """As `quaver.torch.numerics.reference.quantize`, bit for bit.
+
+    Args:
+        parts: into how many of as many rows x is divided, each with a tensor factor of its own: float32 [parts, 1].
+    """
+    if x.numel() == 0:
+        return reference.quantize(x, spec, amax)
+    shape = (x.shape[0], spec.padded(x.shape[1]))
+    # A transpose is worked on as it lies, where its groups of 16 are whole lines, if that leaves no ragged block.
+    transposed = not x.is_contiguous() and x.stride(0) == 1 and spec.block[0] == 1 and shape[1] % 16 == 0
+    x = x.t() if transposed else x.contiguous()
+    if spec.hadamard:
+        turn = transposed_rotate if transposed else rotate
+        x = torch.cat([turn(piece.float()) for piece in _pieces(x, spec)])
+    block = spec.block[::-1] if transposed else spec.block
+    blocks = torch.cat([_largest(piece, block) for piece in _pieces(x, spec)])
+    top = blocks.view(parts, -1).amax(1, keepdim=True)
+    tensor = top if amax is None else reference.given_bits(amax, top)
+    e, stored, tensor_factor = reference.two_levels(blocks.view(parts, -1), tensor, spec)
+    e, stored = e.view_as(blocks), stored.view_as(blocks)
+    data = _few_bit_codes(x, e, spec, block, shape, noise, transposed)
+    if transposed:
+        data, stored = data.t().contiguous(), stored.t().contiguous()
+    return Quantized(data, stored, spec, shape, False, tensor_factor, top.view(torch.float32))
+
+
+def _pieces(x: Tensor, spec: QuantSpec) -> tuple[Tensor, ...]:
+    """Lines in cache-sized pieces, cut between blocks and groups."""
+    step = max(spec.block[0] or 1, 16)
+    return x.split(max(1, FEW_BITS_CHUNK // max(x.shape[1], 1) // step) * step)
+
+
+def _largest(piece: Tensor, block: Block) -> Tensor:
+    view, dims = blocked(piece if piece.dtype is not torch.float16 else piece.float(), block)
+    return largest_bits(view, dims)
+
+
+def _few_bit_codes(
+    x: Tensor, e: Tensor, spec: QuantSpec, block: Block, shape: tuple[int, int], noise: EagerNoise, transposed: bool
+) -> Tensor:
+    """Packed codes as x lies: two neighbours along k to a byte, k being the first axis if turned."""
+    lines, columns = x.shape
+    data = x.new_empty((lines // 2, columns) if transposed else (lines, (columns + 1) // 2), dtype=torch.uint8)
+    height, at = block[0] or lines, 0
+    for piece in _pieces(x, spec):
+        count = piece.shape[0]
+        piece = piece.float()
+        u = None
+        if spec.rounding == "stochastic":
+            piece = flush(piece)
+            if transposed:
+                u = transposed_uniform(shape[0], shape[1], *noise, at, count)
+            else:
+                u = uniform(count, columns, *noise, x.device, at)
+        y = piece * spread(e[at // height : -(-(at + count) // height)], block, (count, columns))
+        codes = _nearest(y, E2M1) if u is None else encode_e2m1(y, u)
+        if transposed:
+            data[at // 2 : (at + count) // 2] = codes[0::2] | codes[1::2] << 4
+        else:
+            data[at : at + count] = _pack(codes)
+        at += count
+    return data
+
+
+def reason_e8m0(x: Tensor, spec: QuantSpec, *_: object) -> str:
+    """Why this implementation does not take the call, or ""."""
+    if not x.is_cpu:
+        return "the tensor is not on a CPU"
+    if spec.scale != "e8m0" or spec.hadamard or spec.rounding != "nearest" or spec.format.bits > 6:
+        return "it is for nearest rounding to six bits or fewer with E8M0 scales"
+    return "" if spec.block[0] == 1 and spec.block[1] is not None else "it is for blocks along rows"
+
+
+def e8m0(x: Tensor, spec: QuantSpec, amax: Given = None, factor: Given = None, noise: object = QUIET) -> Quantized:
+    """As `quaver.torch.numerics.reference.quantize`, bit for bit."""
+    if x.numel() == 0 or amax is not None or factor is not None:
+        return reference.quantize(x, spec, amax, factor)
+    x, (rows, k), fmt = x.detach(), x.shape, spec.format
+    _, nk = spec.blocks(rows, k)
+    data = torch.empty((rows, (k + 1) // 2 if fmt.packed else k), dtype=torch.uint8, device="cpu")
+    scale = torch.empty((rows, nk), dtype=torch.uint8, device="cpu")
+    measured = torch.empty((rows, nk), dtype=torch.int32, device="cpu")
+    at, step = 0, max(1, FEW_BITS_CHUNK // k)
+    for piece in x.split(step):
+        part = slice(at, at + len(piece))
+        view, dims = blocked(piece.float() if x.dtype is torch.float16 else piece, spec.block)
+        bits = largest_bits(view, dims)
+        e = reference.factors(bits, spec)
+        scale[part] = reference.stored_scale(bits, bits < INFINITY_BITS, e, spec)
+        measured[part] = bits
+        codes = _of_blocks(view, torch.where(bits == 0, 0.0, e).unsqueeze(2), fmt).view(len(piece), -1)[:, :k]
+        data[part] = _pack(codes) if fmt.packed else codes
+        at += step
+    return Quantized(data, scale, spec, (rows, k), False, None, measured.view(torch.float32))
+
+
+def _of_blocks(view: Tensor, e: Tensor, fmt: Format) -> Tensor:
+    """Blocks times their factors as codes, one a byte."""
+    if view.dtype is torch.float32:
+        return _nearest(view * e, fmt)
+    # What leaves bf16's normal numbers lies far below the smallest code, whichever way it is rounded.
+    index = (view * e.to(view.dtype)).view(torch.int16).to(torch.int32).bitwise_and_(0xFFFF)
+    return _table(fmt).index_select(0, index.view(-1)).view(view.shape)
+
+
+@cache
+def _table(fmt: Format) -> Tensor:
+    """The code of each bf16 number in a format of at most eight bits, by its bits: uint8 [65536]."""
+    values = (np.arange(65536, dtype=np.uint32) << 16).view(np.float32)
+    with np.errstate(invalid="ignore"):
+        return torch.from_numpy(numerics.encode(numerics.round_to(values, fmt), fmt))
+
+
+def _nearest(y: Tensor, fmt: Format) -> Tensor:
+    """float32 to codes, one a byte; ties to even, saturating, NaN to the largest."""
+    bits = y.view(torch.int32)
+    index = (bits >> 16).bitwise_and_(0xFFFF)
+    index |= (bits & 0xFFFF) != 0
+    return _table(fmt).index_select(0, index.view(-1)).view(y.shape)
+
+
+def _pack(codes: Tensor) -> Tensor:
+    """Two codes to a byte, the lower nibble first."""
+    if codes.shape[1] % 2:
+        codes = torch.nn.functional.pad(codes, (0, 1))
+    pairs = codes.contiguous().view(torch.int16)
+    return (pairs & 15 | pairs >> 4).to(torch.uint8)

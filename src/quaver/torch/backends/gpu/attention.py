@@ -1,0 +1,253 @@
+"""Attention with quantized products on a GPU: which calls the kernels take, over which tiles they run."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quaver.kernels.attention import UNBOUNDED, attention_columns, attention_rows
+from quaver.kernels.attention import attention as forward_kernel
+from quaver.recipes.spec import AttentionSpec, QuantSpec
+from quaver.torch.backends.gpu.buffers import BufferSpec, whole
+from quaver.torch.backends.gpu.device import architecture, traits
+from quaver.torch.backends.gpu.launch_plan import LaunchPlan, LaunchPlanCache, LaunchSpec
+from quaver.torch.backends.gpu.tensorwise import DTYPES, SECOND_AXIS, format_constants, integers
+
+#: Features of a head that the tiles hold.
+FEATURES = 32, 64, 128
+#: Elements that share a scale, where not a whole row or matrix does.
+WIDTHS = 32, 64, 128
+#: Tokens of a program, those that it takes at a time, and its warps: forward, for dQ, and for dK and dV.
+FORWARD, ROWS, COLUMNS = (128, 64, 8), (64, 64, 8), (64, 32, 8)
+#: For Δ and dQ where one scale serves each matrix and products are of warp groups: eight warps would share 64 queries
+#: by taking half of each product twice. And for Δ alone on other cards, where codes are made of bits, and elsewhere.
+OF_GROUPS, SUMS_ON_BITS, SUMS = (64, 64, 4), (64, 32, 4), (64, 64, 4)
+#: For dQ where tiles have scales of their own and products are of single warps: half as many queries, whose sums take
+#: half the registers; no product is taken twice then.
+OF_SCALES = 32, 64, 8
+#: KiB of shared memory that two stages of the tiles' loads have room in.
+TWO_STAGES = 160
+#: The oldest capability with a memory for sums of products, which take registers before.
+TENSOR_MEMORY = 100
+LOG2_E = 1.4426950408889634
+
+#: Codes [B, heads, rows, k], contiguous, and their scales, as `Heads` keeps them.
+Operand = tuple[Tensor, Tensor]
+
+
+class AttentionOperands(NamedTuple):
+    """What the products take; the last four are None where a matrix's codes serve its transpose."""
+
+    q: Operand
+    k: Operand
+    v: Operand
+    do: Operand | None = None
+    qt: Operand | None = None
+    kt: Operand | None = None
+    vt: Operand | None = None
+    dot: Operand | None = None
+
+
+def reason(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> str:
+    """Why the kernels do not take q [B, H, Sq, D], k [B, G, Sk, D] and v [B, G, Sk, Dv], or ""."""
+    for one in (spec.input, spec.grad_output):
+        if not one.power_of_two:
+            return f"its tiles hold scales that are powers of two, not those of {one}"
+        if one.block[1] not in (None, *WIDTHS):
+            return f"it takes blocks of {WIDTHS} elements, of rows or of heads, not of {one.block[1]}"
+    if q.shape[3] not in FEATURES or v.shape[3] not in FEATURES:
+        return f"it takes heads of {FEATURES} features, not of {q.shape[3]} and {v.shape[3]}"
+    if not min(q.numel(), k.numel(), v.numel()):
+        return "there is nothing to attend"
+    if q.shape[:2].numel() > SECOND_AXIS or max(q.shape[2], k.shape[2]) * max(FEATURES) >= 2**31:
+        return "there are more than 65535 heads, or 2^24 tokens"
+    return ""
+
+
+def forward(
+    operands: AttentionOperands, runs: Tensor | None, hidden: Tensor | None, sinks: Tensor | None,
+    spec: AttentionSpec, scale: float, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The output [B, H, Sq, Dv] in dtype, lying as [B, Sq, H, Dv], and the logarithms of the softmax's sums, float64.
+
+    Args:
+        operands: q, k, v; vt in place of v where it is not None.
+        runs: int32 [2, Sq], the first key that a query sees, and one past the last; neither falls.
+        hidden: bool, broadcastable to [B, H, Sq, Sk], True where a query may not see a key.
+        sinks: float32 [H].
+    """
+    tensors = (*operands.q, *operands.k, *(operands.vt or operands.v), runs, _bytes(hidden), sinks)
+    out, logsumexp = _forward(tensors, spec, scale, dtype, operands.vt is not None)
+    return out, logsumexp
+
+
+def backward(
+    operands: AttentionOperands, runs: Tensor | None, hidden: Tensor | None, logsumexp: Tensor,
+    spec: AttentionSpec, scale: float, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of q, k and v in dtype, and Δ = rowsum(P∘dP), float32 [B, H, Sq]; the arguments are forward's."""
+    seen_by = None if runs is None else _seen_by(runs, operands.k[0].shape[2])
+    pairs = [operands.q, operands.k, operands.v, operands.do, operands.qt, operands.kt, operands.dot]
+    tensors = [x for pair in pairs for x in pair or (None, None)]
+    delta, _, _, dq, dk, dv = _backward((*tensors, runs, seen_by, _bytes(hidden), logsumexp), spec, scale, dtype)
+    return dq, dk, dv, delta
+
+
+def _bytes(hidden: Tensor | None) -> Tensor | None:
+    return None if hidden is None else hidden.view(torch.uint8)
+
+
+def _seen_by(runs: Tensor, keys: int) -> Tensor:
+    """int32 [2, keys]: the first query that sees a key, and one past the last."""
+    every = torch.arange(keys, dtype=torch.int32, device=runs.device)
+    of_both = [torch.searchsorted(ends.contiguous(), every, right=True, out_int32=True) for ends in (runs[1], runs[0])]
+    return torch.stack(of_both)
+
+
+def _width(spec: QuantSpec) -> int:
+    return spec.block[1] or UNBOUNDED.value
+
+
+def _blocks(spec: QuantSpec, scale: Tensor | None) -> int:
+    """Scales of a row, 0 where one serves the matrix."""
+    return 0 if scale is None or spec.per_tensor else scale.shape[3]
+
+
+def _apart(hidden: Tensor | None) -> tuple[int, ...]:
+    """Strides of [B, H, Sq, Sk], 0 along what it is broadcast over."""
+    if hidden is None:
+        return 0, 0, 0, 0
+    return tuple(0 if n == 1 else stride for n, stride in zip(hidden.shape, hidden.stride(), strict=True))
+
+
+def _tokens_first(x: Tensor, features: int, dtype: torch.dtype) -> BufferSpec:
+    """[B, heads, tokens, features] that lies as [B, tokens, heads, features]."""
+    batch, heads, tokens = x.shape[:3]
+    return BufferSpec(
+        (batch, heads, tokens, features), (tokens * heads * features, features, heads * features, 1), dtype
+    )
+
+
+def _stages(device: torch.device, crowded: bool = False) -> int:
+    """Tiles of a sweep that are loaded at once; one where registers or shared memory do not suffice for two."""
+    return 1 if crowded or traits(device).shared < TWO_STAGES else 2
+
+
+def _rows(device: torch.device, half: bool, sums: bool, spans: bool) -> tuple[tuple[int, int, int], int]:
+    """The tiles and warps of `attention_rows`, and `_stages`: with float16 tiles or not, for Δ alone or not, with a
+    sweep for an amax of dS beside dQ or not."""
+    groups = traits(device).groups
+    if half and groups:
+        return OF_GROUPS, _stages(device)
+    if half and sums:
+        return (SUMS_ON_BITS if integers(device) == 2 else SUMS), _stages(device, crowded=True)
+    if half or groups:
+        return ROWS, _stages(device, crowded=spans and architecture(device) < TENSOR_MEMORY)
+    # With one it spills 8 and 16 bytes where codes are made of bits; two take 46 KiB.
+    return OF_SCALES, 2
+
+
+def _forward_pass(
+    given: Sequence[Any], spec: AttentionSpec, scale: float, dtype: torch.dtype, transposed: bool
+) -> LaunchPlan:
+    q, q_scale, k, k_scale, v, v_scale, _, hidden, _ = given
+    batch, heads, queries, dim = q.shape
+    groups, keys = k.shape[1:3]
+    features = v.shape[2] if transposed else v.shape[3]
+    out, logsumexp = _tokens_first(q, features, dtype), whole((batch, heads, queries), torch.float64)
+    bm, bn, warps = FORWARD
+    blocks = [_blocks(spec.input, x) for x in (q_scale, k_scale, v_scale)]
+    numbers = (heads, heads // groups, queries, keys, *blocks, *_apart(hidden), *out.strides[:3], scale * LOG2_E)
+    constants = {
+        **_shape_constants(spec, dim, features, q.device),
+        "TURNED": transposed,
+        "HALF": spec.input.per_tensor,
+        "BM": bm,
+        "BN": bn,
+        "STAGES": _stages(q.device),
+    }
+    tensors = (*given, out, logsumexp)
+    launch = LaunchSpec(forward_kernel, (-(-queries // bm), batch * heads), tensors, numbers, constants, warps)
+    return LaunchPlan(given, (out, logsumexp), [launch])
+
+
+def _shape_constants(spec: AttentionSpec, dim: int, features: int, device: torch.device) -> dict[str, Any]:
+    codes = DTYPES[spec.input.format.name]
+    return {"D": dim, "DV": features, "WIDTH": _width(spec.input), "CODES": codes, "INTEGERS": integers(device)}
+
+
+_forward = LaunchPlanCache(_forward_pass)
+
+
+def _backward_pass(given: Sequence[Any], spec: AttentionSpec, scale: float, dtype: torch.dtype) -> LaunchPlan:
+    q, q_scale, k, k_scale, v, v_scale, do, do_scale, qt, qt_scale, kt, kt_scale, dot, dot_scale, *where = given
+    runs, seen_by, hidden, logsumexp = where
+    batch, heads, queries, dim = q.shape
+    groups, keys, features = v.shape[1:]
+    width, by_head = _width(spec.grad_output), spec.grad_output.per_tensor
+    delta, shift = (whole((batch, heads, queries), torch.float32) for _ in range(2))
+    amax_values = None
+    if by_head:
+        amax_values = whole((batch, heads), torch.int32)._replace(zeros=True)
+    dq, dk, dv = (_tokens_first(x, x.shape[3], dtype) for x in (q, k, v))
+    grad = format_constants(spec.grad_output, q.device) | {"dtype": DTYPES[spec.grad_output.format.name]}
+    del grad["POWER_OF_TWO"]
+    constants = {
+        **_shape_constants(spec, dim, features, q.device),
+        **grad,
+        "GRAD_WIDTH": width,
+        "STAGES": _stages(q.device),
+    }
+    sizes = (heads, heads // groups, queries, keys)
+    blocks = [_blocks(spec.input, x) for x in (q_scale, k_scale, v_scale)]
+    apart, numbers = _apart(hidden), (scale * LOG2_E, scale)
+    half = spec.input.per_tensor and by_head
+    of_rows = {**constants, "TURNED": kt is not None, "HALF": half}
+    kt_given = (k, k_scale) if kt is None else (kt, kt_scale)
+    tensors = (
+        *(
+            q,
+            q_scale,
+            k,
+            k_scale,
+            v,
+            v_scale,
+            *kt_given,
+            do,
+            do_scale,
+            runs,
+            hidden,
+            logsumexp,
+            delta,
+            shift,
+            amax_values,
+            dq,
+        ),
+    )
+    of_do = _blocks(spec.grad_output, do_scale)
+    row_numbers = (*sizes, *blocks, _blocks(spec.input, kt_given[1]), of_do, *apart, *dq.strides[:3], *numbers)
+    launches = []
+    # The amax of a head is known once all its programs have met.
+    for sums, gradient in [(True, False), (False, True)] if by_head else [(True, True)]:
+        spans = sums and gradient and width > ROWS[1]
+        (bm, bn, warps), stages = _rows(q.device, half, sums and not gradient, spans)
+        own = {**of_rows, "BM": bm, "BN": bn, "STAGES": stages, "SUMS": sums, "GRADIENT": gradient}
+        grid = -(-queries // bm), batch * heads
+        launches.append(LaunchSpec(attention_rows, grid, tensors, row_numbers, own, warps))
+    bn, bm, warps = COLUMNS
+    of_columns = {**constants, "TURNED": qt is not None, "GRAD_TRANSPOSED": dot is not None, "BM": bm, "BN": bn}
+    qt_given = (q, q_scale) if qt is None else (qt, qt_scale)
+    dot_given = (do, do_scale) if dot is None else (dot, dot_scale)
+    column_tensors = (
+        *(q, q_scale, k, k_scale, v, v_scale, *qt_given, do, do_scale, *dot_given, runs, seen_by, hidden),
+        *(delta, shift, amax_values, dk, dv),
+    )
+    transposed = _blocks(spec.input, qt_given[1]), of_do, _blocks(spec.grad_output, dot_given[1])
+    column_numbers = (*sizes, *blocks, *transposed, *apart, *dk.strides[:3], *dv.strides[:3], *numbers)
+    grid = -(-keys // bn), batch * groups
+    launches.append(LaunchSpec(attention_columns, grid, column_tensors, column_numbers, of_columns, warps))
+    return LaunchPlan(given, (delta, shift, amax_values, dq, dk, dv), launches)
+
+
+_backward = LaunchPlanCache(_backward_pass)

@@ -1,0 +1,329 @@
+"""quantize on a GPU in narrow blocks, MXFP8 and NVFP4: scales are written in the order that Blackwell's GEMMs read.
+
+The transpose of an operand is written as such, beside it or instead: neither four-bit codes nor scales in that order
+can be read the other way round.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from quaver.kernels.emulation import amaxes
+from quaver.kernels.mxfp8 import mxfp8_columns, mxfp8_rows
+from quaver.kernels.nvfp4 import nvfp4_along, nvfp4_both, nvfp4_down, rotated_amax
+from quaver.recipes.spec import QuantSpec
+from quaver.torch.backends.gpu.buffers import PACKED4, BufferSpec, in_words, row_major, whole
+from quaver.torch.backends.gpu.device import architecture
+from quaver.torch.backends.gpu.launch import workspace
+from quaver.torch.backends.gpu.launch_plan import LaunchPlan, LaunchPlanCache, LaunchSpec
+from quaver.torch.backends.gpu.quantize_launch import (
+    COUNTS,
+    SMALL,
+    QuantizeLaunch,
+    RequestedOperands,
+    without_memory,
+    zeros,
+)
+from quaver.torch.backends.gpu.tensorwise import DTYPES, buffer_for_codes, codes_in_words, integers, measure
+from quaver.torch.backends.gpu.tensorwise import grid as over
+from quaver.torch.numerics import reference
+from quaver.torch.numerics.quantized import BLOCKS, FLOAT8, ROWS, Quantized
+
+#: Rows and columns of a program's block, and its warps.
+MX_ROWS_BLOCK = 128, 128, 4
+MX_COLUMNS_BLOCK = 128, 128, 8
+NV_BLOCK = 128, 128, 4
+#: With random words in registers too: along rows, and down columns.
+NV_STOCHASTIC_BLOCKS = (128, 64, 4), (64, 128, 4)
+
+
+def with_exponents(spec: QuantSpec | None, other: QuantSpec | None) -> bool:
+    """True if `by_exponents` takes these specs, of a matrix and of its transpose."""
+    one = spec or other
+    assert one is not None
+    kinds = one.scale == "e8m0" and one.block in ((1, 32), (32, 32)) and one.format.name in FLOAT8
+    return kinds and one.rounding == "nearest" and not one.hadamard and (None in (spec, other) or spec == other)
+
+
+def with_two_levels(spec: QuantSpec | None, other: QuantSpec | None) -> bool:
+    """True if `by_two_levels` takes these: one spec, since random words and the rotation belong to a direction."""
+    one = spec or other
+    assert one is not None
+    return None in (spec, other) and one.two_level and one.block in ((1, 16), (16, 16))
+
+
+def by_exponents(
+    x: Tensor, spec: QuantSpec | None, other: QuantSpec | None, amax: Tensor | None = None
+) -> tuple[Quantized | None, Quantized | None]:
+    """x [rows, k], its last axis contiguous, and its transpose in blocks of 32 or 32 × 32, as the reference does it.
+
+    The blocks' amaxes are not kept; where they are given the reference runs.
+    """
+    one = spec or other
+    assert one is not None
+    if amax is not None:
+        transposed = None if other is None else reference.quantize(x.t(), other, amax.t() if spec else amax)
+        return (None if spec is None else reference.quantize(x, spec, amax)), transposed
+    rows, k = x.shape
+    q, s, qt, st, _ = _mx((x,), one, spec is not None, other is not None)
+    return _operand_of(q, s, rows, k, one), _operand_of(qt, st, k, rows, one)
+
+
+def _mx_pass(given: Sequence[Any], spec: QuantSpec, straight: bool, transposed: bool) -> LaunchPlan:
+    way = _mx_way(given[0], spec, straight, transposed, RequestedOperands())
+    return LaunchPlan(given, way.buffers, way.launches(None, None))
+
+
+_mx = LaunchPlanCache(_mx_pass)
+
+
+def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, wanted: RequestedOperands) -> QuantizeLaunch | None:
+    """`by_exponents` of matrices like x, contiguous, whose sides are multiples of 16; both operands, or None."""
+    return None if other is None else _mx_way(without_memory(x), spec, True, True, wanted)
+
+
+def _mx_way(x: Tensor, spec: QuantSpec, straight: bool, transposed: bool, wanted: RequestedOperands) -> QuantizeLaunch:
+    (rows, k), large, kept = x.shape, x.numel() > SMALL, wanted.transpose
+    apart = straight and transposed and _apart(spec, x.device)
+    q = s = qt = st = None
+    if straight:
+        fresh = large or wanted.codes
+        q, s = buffer_for_codes(rows, k, spec, fresh), _buffer(rows, k, fresh)
+    if transposed:
+        qt, st = codes_in_words(k, rows, spec, kept, large or kept), _buffer(k, rows, large or kept)
+    if s is not None and (apart or not transposed):
+        s = in_words(s)
+    written = [(q, s, None, None), (None, None, qt, st)] if apart else [(q, s, qt, st)]
+    launches = [_mx_launch((x, *buffers), spec) for buffers in written]
+    return QuantizeLaunch(x, (q, s, qt, st, None), lambda *_: launches)
+
+
+def _apart(spec: QuantSpec, device: torch.device) -> bool:
+    """True where squares take a launch for each direction: the assembler for Blackwell that triton 3.7 has (ptxas 13.1)
+    dies of one for both, in whatever tiles."""
+    return spec.block[0] == 32 and architecture(device) >= 100 and triton.__version__.startswith("3.7.")
+
+
+def _buffer(rows: int, k: int, fresh: bool) -> BufferSpec:
+    return BufferSpec((_scales(rows, k, 32),), (1,), torch.float8_e8m0fnu, _as_bytes, fresh)
+
+
+def _as_bytes(scales: Tensor) -> Tensor:
+    return scales.view(torch.uint8)
+
+
+def _operand_of(q: Tensor | None, s: Tensor | None, rows: int, k: int, spec: QuantSpec) -> Quantized | None:
+    return None if q is None or s is None else Quantized(q[:, :k], _as_bytes(s), spec, (rows, k), swizzled=True)
+
+
+def _scales(rows: int, k: int, width: int) -> int:
+    """How many swizzled scales blocks of `width` have: whole tiles, which a kernel fills."""
+    return -(-rows // ROWS) * ROWS * across(k, width) * BLOCKS
+
+
+def across(k: int, width: int) -> int:
+    """Tiles of scales side by side."""
+    return -(-k // (width * BLOCKS))
+
+
+def _mx_launch(tensors: tuple[Any, ...], spec: QuantSpec) -> LaunchSpec:
+    """Of x, its codes and their scales, its transpose's and theirs: as int32 the scales where they are alone, else the
+    transpose's codes."""
+    x, q, _, qt, _ = tensors
+    rows, k = x.shape
+    bm, bn, warps = MX_ROWS_BLOCK if qt is None else MX_COLUMNS_BLOCK
+    grid, tall = over(-(-rows // bm), -(-k // bn))
+    q_stride = -(-k // 16) * 16
+    constants: dict[str, Any] = {
+        "BM": bm,
+        "BN": bn,
+        "EVEN": rows % bm == 0 and k % bn == 0,
+        "TALL": tall,
+        "SQUARE": spec.block[0] == 32,
+        "EMAX": spec.format.emax,
+        "TOP_MANTISSA": spec.format.max_mantissa,
+        "INTEGERS": integers(x.device),
+        "dtype": DTYPES[spec.format.name],
+    }
+    if qt is None:
+        constants["NEAR"] = (bm + 1) * max(x.stride(0), q_stride) < 2**31
+        alone = rows, k, x.stride(0), q_stride, across(k, 32)
+        return LaunchSpec(mxfp8_rows, grid, tensors[:3], alone, constants, warps)
+    constants["ROWS"] = q is not None
+    numbers = rows, k, x.stride(0), q_stride, -(-rows // 16) * 4, across(k, 32), across(rows, 32)
+    return LaunchSpec(mxfp8_columns, grid, tensors, numbers, constants, warps)
+
+
+def by_two_levels(
+    x: Tensor, spec: QuantSpec, amax: Tensor | None = None, noise: Any = (0, 0, 0), down: bool = False
+) -> Quantized:
+    """x, its last axis contiguous, or its transpose if `down`, with one scale for 16 or 16 × 16, as the reference does.
+
+    Args:
+        amax: the tensor's, float32 of one element, or None to measure it (after the rotation where there is one).
+        noise: (seed, tensor id, count); a count that is a tensor is not waited for.
+    """
+    rows, k = x.shape[::-1] if down else x.shape
+    k = spec.padded(k)
+    random = spec.rounding == "stochastic"
+    if random and k % 4:
+        # Kernels draw words for four elements at once.
+        return reference.quantize(x.t() if down else x, spec, amax, None, noise)
+    measured = (rotated(x, down) if spec.hadamard else measure(x)) if amax is None else None
+    count = _count(noise[2], x.device) if random else None
+    key_words = (*halves(noise[1]), *halves(noise[0]), *halves(noise[0] >> 32)) if random else (1,) * 6
+    q, s, factor = _nv((x,), spec, key_words, down, own=(measured if amax is None else amax, count))
+    return Quantized(q[:, : -(-k // 2)], s, spec, (rows, k), tensor_factor=factor, amax=measured, swizzled=True)
+
+
+def _count(count: Tensor | int, device: torch.device) -> Tensor:
+    if isinstance(count, Tensor):
+        return count.to(device, torch.int64)
+    return torch.full((1,), count, dtype=torch.int64, device=device)
+
+
+def halves(word: Tensor | int) -> tuple[int, int]:
+    """The low 32 bits as `quaver.kernels.numerics.whole_word` takes them, so that all layers share compiled
+    kernels."""
+    bits = int(word) & 0xFFFFFFFF
+    return 2 * (bits & 0xFFFF) + 1, 2 * (bits >> 16) + 1
+
+
+def _nv_pass(given: Sequence[Any], spec: QuantSpec, key_words: tuple[int, ...], down: bool) -> LaunchPlan:
+    x, top, count = given
+    height, k = (x.shape[1], spec.padded(x.shape[0])) if down else (x.shape[0], spec.padded(x.shape[1]))
+    q = in_words(whole((height, -(-k // 32) * 16), torch.uint8))
+    s, factor = whole((_scales(height, k, 16),), torch.uint8), whole((1, 1), torch.float32)
+    return LaunchPlan(given, (q, s, factor), [_nv_launch((x, q, s, factor, top, count), spec, key_words, down)])
+
+
+_nv = LaunchPlanCache(_nv_pass)
+
+
+def _nv_launch(tensors: tuple[Any, ...], spec: QuantSpec, key_words: tuple[int, ...], down: bool) -> LaunchSpec:
+    """Of x, codes and scales of it or, if `down`, of its transpose, the tensor's factor, the amax, and the count of the
+    noise."""
+    x = tensors[0]
+    rows, columns = x.shape
+    k = spec.padded(rows if down else columns)
+    bm, bn, warps = NV_STOCHASTIC_BLOCKS[down] if spec.rounding == "stochastic" else NV_BLOCK
+    grid, tall = over(-(-rows // bm), -(-columns // bn))
+    constants = {
+        "BM": bm,
+        "BN": bn,
+        "EVEN": rows % bm == 0 and columns % bn == 0,
+        "TALL": tall,
+        "POWER_OF_TWO": spec.scale == "two_level",
+        "SQUARE": spec.block[0] == 16,
+        "HADAMARD": spec.hadamard,
+        "STOCHASTIC": spec.rounding == "stochastic",
+        "INTEGERS": integers(x.device),
+    }
+    numbers = (rows, columns, x.stride(0), k, -(-k // 32) * 4, across(k, 16), *key_words)
+    return LaunchSpec(nvfp4_down if down else nvfp4_along, grid, tensors, numbers, constants, warps)
+
+
+def decided_in_two_levels(
+    x: Tensor, spec: QuantSpec, other: QuantSpec | None, wanted: RequestedOperands
+) -> QuantizeLaunch | None:
+    """`by_two_levels` of matrices like x, contiguous, whose sides are multiples of 16, and of their transposes, both in
+    lines; or None. One launch measures for both and moves the counts of the noise on, one writes both; inverses of the
+    tensor's factors, as GEMMs take them, are the last of the results.
+
+    What goes to the launches is what each direction draws by, (seed, tensor id, transpose's id), and which are wanted.
+    """
+    if other is None or spec.hadamard or spec.scale != other.scale or not spec.block == other.block == (1, 16):
+        return None
+    kept = wanted.transpose
+    moving = spec.rounding == "stochastic", other.rounding == "stochastic"
+    if kept and any(moving):
+        return None
+    x = without_memory(x)
+    (rows, k), large = x.shape, x.numel() > SMALL
+    along, down = _nv_buffers(rows, k, large or wanted.codes, False), _nv_buffers(k, rows, large or kept, kept)
+    top, transposed_top, work = whole((1, 1), torch.float32), whole((1, 1), torch.float32), zeros(4)
+    drawn = whole((2,), torch.int64) if any(moving) else None
+
+    def launches(streams: Any, which: Any) -> list[LaunchSpec]:
+        straight, transposed = which or (True, True)
+        rotated = transposed and other.hadamard
+        amax_values = top if straight or not rotated else None, transposed_top if rotated else None
+        moves = straight and moving[0], transposed and moving[1]
+        measured = _amaxes_launch(x, (*amax_values, work, None if drawn is None else COUNTS, drawn), moves)
+        seed, *ids = streams or (0, 0, 0)
+        key_words = [half for word in (*ids, seed, seed >> 32) for half in halves(word)]
+        tensors = x, *along, top, *down, transposed_top if other.hadamard else top, drawn
+        return [measured, _nv_both_launch(tensors, (spec, other), (straight, transposed), key_words)]
+
+    buffers = (*along[:2], *down[:2], None, along[2], down[2], top, transposed_top, work, drawn)
+    return QuantizeLaunch(x, buffers, launches, (1, 2, 3, 4, 5, 6, 7), given=(COUNTS, None))
+
+
+def _nv_buffers(rows: int, k: int, fresh: bool, transposed: bool) -> tuple[BufferSpec, BufferSpec, BufferSpec]:
+    """For codes, scales, and the inverse of the tensor's factor."""
+    codes = in_words(row_major((rows, -(-k // 32) * 16), PACKED4, transposed, fresh))
+    scales = BufferSpec((_scales(rows, k, 16),), (1,), torch.float8_e4m3fn, _as_bytes, fresh)
+    return codes, scales, whole((1, 1), torch.float32)._replace(fresh=fresh)
+
+
+def _nv_both_launch(
+    tensors: tuple[Any, ...], specs: tuple[QuantSpec, QuantSpec], wanted: tuple[bool, bool], key_words: Sequence[int]
+) -> LaunchSpec:
+    """Of x, its codes and scales, its factor's inverse and its amax, the transpose's four, and the counts; what is not
+    wanted has no programs."""
+    (rows, columns), (spec, other) = tensors[0].shape, specs
+    constants: dict[str, Any] = {
+        "POWER_OF_TWO": spec.scale == "two_level",
+        "STOCHASTIC": spec.rounding == "stochastic",
+        "HADAMARD": other.hadamard,
+        "TRANSPOSED_STOCHASTIC": other.rounding == "stochastic",
+        "INTEGERS": integers(tensors[0].device),
+    }
+    programs = []
+    for down, one in enumerate(specs):
+        bm, bn, warps = NV_STOCHASTIC_BLOCKS[down] if one.rounding == "stochastic" else NV_BLOCK
+        end, even = "_2" * down, rows % bm == 0 and columns % bn == 0
+        constants |= {f"BM{end}": bm, f"BN{end}": bn, f"EVEN{end}": even}
+        programs.append(wanted[down] * -(-rows // bm) * -(-columns // bn))
+    numbers = rows, columns, programs[0], *key_words
+    return LaunchSpec(nvfp4_both, (sum(programs),), tensors, numbers, constants, warps)
+
+
+def _amaxes_launch(x: Tensor, own: tuple[BufferSpec | None, ...], moves: tuple[bool, bool]) -> LaunchSpec:
+    """What measures a matrix as it is, and after the rotation of groups of its rows.
+
+    Args:
+        own: room for both, where programs meet, the counts of the noise, and room for what they were.
+        moves: which of the counts move on.
+    """
+    rows, columns = x.shape
+    bm, bn, warps = NV_BLOCK
+    grid, tall = over(-(-rows // bm), -(-columns // bn))
+    even = rows % bm == 0 and columns % bn == 0
+    constants = {"BM": bm, "BN": bn, "EVEN": even, "TALL": tall, "FIRST": moves[0], "SECOND": moves[1]}
+    numbers = rows, columns, x.stride(0), grid[0] * grid[1]
+    return LaunchSpec(amaxes, grid, (x, *own), numbers, constants, warps)
+
+
+def rotated(x: Tensor, down: bool) -> Tensor:
+    """The amax, float32 [1, 1], of x [rows, columns] after the rotation along its rows, or its columns if `down`."""
+    top: Tensor = _rotated((x,), down, own=(workspace(x.device),))[0]
+    return top
+
+
+def _rotated_pass(given: Sequence[Any], down: bool) -> LaunchPlan:
+    x, work = given
+    rows, columns = x.shape
+    bm, bn, warps = NV_BLOCK
+    grid, tall = over(-(-rows // bm), -(-columns // bn))
+    numbers = (rows, columns, x.stride(0), grid[0] * grid[1])
+    even = rows % bm == 0 and columns % bn == 0
+    constants = {"BM": bm, "BN": bn, "EVEN": even, "TALL": tall, "DOWN": down}
+    top = whole((1, 1), torch.float32)
+    return LaunchPlan(given, (top,), [LaunchSpec(rotated_amax, grid, (x, top, work), numbers, constants, warps)])
+
+
+_rotated = LaunchPlanCache(_rotated_pass)

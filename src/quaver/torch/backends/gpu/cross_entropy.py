@@ -1,0 +1,207 @@
+"""Cross entropy of a chunk of logits on a GPU: the kernel's launch."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quaver.kernels.cross_entropy import column_sums
+from quaver.kernels.cross_entropy import cross_entropy as kernel
+from quaver.torch.backends.gpu.buffers import BufferSpec, whole
+from quaver.torch.backends.gpu.fused_quantize import DTYPES
+from quaver.torch.backends.gpu.launch import aligned, multiprocessors
+from quaver.torch.backends.gpu.launch_plan import LaunchPlan, LaunchPlanCache, LaunchSpec
+from quaver.torch.backends.gpu.quantize_launch import QuantizeLaunch
+
+# ---- cross entropy ---------------------------------------------------------------------------------------
+
+#: Columns of a block, and warps.
+BLOCK, WARPS = 4096, 8
+
+#: ignore_index, label_smoothing, z_loss, soft_cap; 0 switches a term off.
+Rule = tuple[int, float, float, float]
+
+
+def reason(x: Tensor, weight: Tensor, *_: Any) -> str:
+    """Why the kernel does not take the logits x @ weight.T, or ""; the device has been asked before."""
+    if x.dtype not in DTYPES:
+        return "it takes rows of float32, bfloat16 or float16"
+    return "" if max(x.shape[0], weight.shape[0]) < 2**31 else "a side is beyond 2^31 - 1"
+
+
+def losses(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+    """(logits x @ weight.T + bias, or their gradient if it is asked for, and losses [rows]): see `rows`."""
+    logits = padded_rows(x.shape[0], weight.shape[0], x.dtype, x.device)
+    torch.mm(x, weight.t(), out=logits) if bias is None else torch.addmm(bias, x, weight.t(), out=logits)
+    return logits, rows(logits, *options, padded=True)
+
+
+def rows(
+    logits: Tensor, targets: Tensor, weights: Tensor | None, gradient: bool, rule: Rule, *, padded: bool = False
+) -> Tensor:
+    """Losses float32 [rows] of logits [rows, columns], which the gradient replaces if asked for.
+
+    Args:
+        targets: int64 [rows].
+        weights: float32 [rows] that the gradient is multiplied by, or None.
+        padded: whether what lies between the rows may be overwritten: see `padded_rows`.
+    """
+    # A column of a batch's labels has its rows apart.
+    targets, weights = targets.contiguous(), None if weights is None else weights.contiguous()
+    ignore_index, *terms = rule
+    losses: Tensor = _passes((logits, targets, weights), gradient, ignore_index, *map(float, terms), padded)[0]
+    return losses
+
+
+def padded_rows(count: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Room for logits [count, columns], their rows multiples of 16 apart: else they would be read number by number."""
+    return torch.empty((count, -(-columns // 16) * 16), dtype=dtype, device=device)[:, :columns]
+
+
+def _pass(
+    given: Sequence[Any],
+    gradient: bool,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    soft_cap: float,
+    padded: bool,
+) -> LaunchPlan:
+    logits, targets, weights = given
+    count, columns = logits.shape
+    constants = {
+        "BLOCK": BLOCK,
+        "SMOOTHING": label_smoothing != 0,
+        "Z_LOSS": z_loss != 0,
+        "CAP": soft_cap != 0,
+        "GRADIENT": gradient,
+        "RAGGED": columns % BLOCK != 0,
+    }
+    buffer = logits.stride(0) if padded else columns
+    numbers = (columns, buffer, logits.stride(0), ignore_index, label_smoothing, z_loss, soft_cap)
+    losses = whole((count,), torch.float32)
+    tensors = (logits, targets, losses, weights)
+    return LaunchPlan(given, (losses,), [LaunchSpec(kernel, (count,), tensors, numbers, constants, WARPS)])
+
+
+_passes = LaunchPlanCache(_pass)
+
+
+# ---- column sums -----------------------------------------------------------------------------------------
+# Sums over the rows of a matrix on a GPU, in a fixed order: the gradient of a bias, and of partial sums.
+
+#: Rows, columns and warps of a block that reads a matrix, and of one that adds partial sums up.
+COLUMN_SUM_BLOCK, LAST_BLOCK = (32, 128, 4), (32, 32, 4)
+#: Programs of a multiprocessor that keep enough reads in flight.
+PROGRAMS = 8
+#: Partial sums, one for so many rows of a matrix, that one launch adds up without taking long.
+FEW = 1024
+
+
+def column_sum_reason(g: Tensor, dtype: torch.dtype) -> str:
+    """Why the kernel does not sum a gradient [tokens, features] over its tokens, or ""; the device has been asked."""
+    other = {g.dtype, dtype} - {torch.float32, torch.bfloat16, torch.float16}
+    if other:
+        return f"its kernel is for float32, bfloat16 and float16, not {other.pop()}"
+    if not g.numel():
+        return "there is nothing to sum"
+    return f"a side of {max(g.shape)} elements is more than it counts" if max(g.shape) > 2**30 else ""
+
+
+def column_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum of x [rows, columns] over its rows, [columns], summed in float32 and rounded once.
+
+    One launch for few rows, else a second one that adds up what the programs of the first have found.
+    Bounded: relative RMS 1e-6 of float64 before that rounding; the same bits for the same values on the same GPU.
+    """
+    # The bits must not depend on an address.
+    x = x if x.stride(1) == 1 and aligned(x) else x.clone(memory_format=torch.contiguous_format)
+    out: Tensor = _sums((x,), dtype, False)[0]
+    return out
+
+
+def sum_rows(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """As `column_sum`, for few rows and in one launch; x lies row by row, aligned."""
+    out: Tensor = _sums((x,), dtype, True)[0]
+    return out
+
+
+def add_up(partial: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum over rows of what another kernel summed by blocks of rows, float32 [blocks, columns]: [columns].
+
+    Bounded: as `column_sum` of the matrix, in another order of float32 sums: not its bits, but the same at every run.
+    """
+    return sum_rows(partial, dtype) if partial.shape[0] <= FEW else column_sum(partial, dtype)
+
+
+def _column_sum_pass(given: Sequence[Any], dtype: torch.dtype, few: bool) -> LaunchPlan:
+    return LaunchPlan(given, *_launches(given[0], given[0].device, dtype, few))
+
+
+def _launches(
+    x: Tensor | BufferSpec, device: torch.device, dtype: torch.dtype, few: bool
+) -> tuple[tuple[BufferSpec, ...], list[LaunchSpec]]:
+    """What is written, the sums first, and by which launches."""
+    rows, columns = x.shape
+    apart = x.strides[0] if isinstance(x, BufferSpec) else x.stride(0)
+    bm, bn, _ = COLUMN_SUM_BLOCK
+    out = whole((columns,), dtype)
+    if few:
+        return (out,), [sum_launch(x, out, rows, columns)]
+    blocks, across = -(-rows // bm), -(-columns // bn)
+    programs = max(1, min(blocks // 2, PROGRAMS * multiprocessors(device) // across))
+    each = -(-blocks // programs) * bm
+    down = -(-rows // each)
+    if down == 1:
+        return (out,), [_launch(x, out, (rows, columns, apart), each, COLUMN_SUM_BLOCK)]
+    partial = whole((down, columns), torch.float32)
+    first = _launch(x, partial, (rows, columns, apart), each, COLUMN_SUM_BLOCK)
+    return (out, partial), [first, sum_launch(partial, out, down, columns)]
+
+
+_sums = LaunchPlanCache(_column_sum_pass)
+
+
+def summed(way: QuantizeLaunch, dtype: torch.dtype) -> QuantizeLaunch:
+    """A way that sums the matrix over its rows besides, as `column_sum` or `add_up`, in the place of sums of blocks."""
+    partial = way.buffers[4]
+    few = partial is not None and partial.shape[0] <= FEW
+    buffers, launches = _launches(way.x if partial is None else partial, way.x.device, dtype, few)
+    new = {id(buffer): buffer._replace(fresh=True) for buffer in buffers}
+    sums = [each._replace(tensors=[new.get(id(t), t) for t in each.tensors]) for each in launches]
+    return way._replace(
+        buffers=(*way.buffers, *new.values()),
+        launches=lambda known, notes: [*way.launches(known, notes), *sums],
+        results=(*way.results[:4], len(way.buffers) + 1, *way.results[5:]),
+    )
+
+
+def sum_launch(
+    partial: Tensor | BufferSpec, out: BufferSpec, rows: int, columns: int, second: BufferSpec | None = None
+) -> LaunchSpec:
+    """The launch that adds up partial sums [rows, columns], which lie row by row; the last columns to a second room."""
+    each = -(-rows // LAST_BLOCK[0]) * LAST_BLOCK[0]
+    return _launch(partial, out, (rows, columns, columns), each, LAST_BLOCK, second)
+
+
+def _launch(
+    x: Tensor | BufferSpec,
+    out: BufferSpec,
+    extent: tuple[int, int, int],
+    each: int,
+    block: tuple[int, int, int],
+    second: BufferSpec | None = None,
+) -> LaunchSpec:
+    """Rows of x, `each` of them at a time, to out [columns], or [down, columns]; to out and a second, side by side.
+
+    Args:
+        extent: rows, columns, and how far rows lie apart.
+    """
+    rows, columns, _ = extent
+    bm, bn, warps = block
+    down = -(-rows // each)
+    # Whole blocks: the last program too has rows to the end of its share.
+    constants = {"BM": bm, "BN": bn, "EVEN": rows == each * down and columns % bn == 0}
+    numbers = (*extent, each, 0 if second is None else out.shape[0])
+    return LaunchSpec(column_sums, (-(-columns // bn), down), (x, out, second), numbers, constants, warps)

@@ -1,0 +1,116 @@
+"""Quantized operands back to values on a GPU, from whatever layout: one read of the codes, one write of the values."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quaver.kernels.mxfp8 import decode as decode_kernel
+from quaver.recipes.spec import QuantSpec
+from quaver.torch.backends.gpu.buffers import whole
+from quaver.torch.backends.gpu.launch_plan import LaunchPlan, LaunchPlanCache, LaunchSpec
+from quaver.torch.backends.gpu.tensorwise import DTYPES as CODES
+from quaver.torch.backends.gpu.tensorwise import grid as over
+from quaver.torch.backends.gpu.tensorwise import integers
+from quaver.torch.numerics.quantized import BLOCKS, FLOAT8, Quantized
+
+#: Rows and columns of a program's block, and its warps.
+BLOCK = 64, 128, 4
+DTYPES = torch.bfloat16, torch.float32
+
+
+def holds(spec: QuantSpec, dtype: torch.dtype, outer: bool = True) -> bool:
+    """Whether a dtype holds the values of an operand times its scales; `outer` as in `decode`."""
+    if dtype is torch.float32 or spec.power_of_two or spec.scale == "two_level":
+        return True
+    return not outer and (spec.block[1] is None or spec.two_level)
+
+
+def reason(q: Quantized, dtype: torch.dtype, outer: bool = True) -> str:
+    """Why `decode` does not take these, or ""."""
+    if dtype not in DTYPES:
+        return f"values are decoded to bfloat16 or float32, not to {dtype}"
+    if not holds(q.spec, dtype, outer):
+        return f"bfloat16 does not hold the values of {q.spec} times its scales; decode to float32"
+    if not (q.spec.format.packed or q.spec.format.name in FLOAT8):
+        return f"its kernel decodes FP8 and E2M1, not {q.spec.format}"
+    width = q.lying_block[1]
+    if width is None or 128 % width == 0 or width % 128 == 0:
+        return ""
+    return f"its kernel takes blocks of a divisor or a multiple of 128 elements, not of {width}"
+
+
+def decode(q: Quantized, dtype: torch.dtype = torch.bfloat16, outer: bool = True) -> Tensor:
+    """An operand's data times its scales.
+
+    Args:
+        q: [rows, k], turned or not, its scales swizzled or not.
+        dtype: bfloat16 or float32.
+        outer: fold in the scales of whole rows and of the tensor too (of two-level scales: its factor). Without them
+            values stay near 1 however large the operand is, and the product is multiplied by them.
+    Returns:
+        [rows, k]; of a turned operand the transpose of what lies in memory, which a GEMM reads as well.
+    Raises:
+        ValueError: the dtype would round the products, or there is no kernel for the block.
+    Exact: in bfloat16 as in float32, where `Quantized.dequantize` gives the same; but what is beyond the dtype becomes
+    its largest number. A NaN scale makes its block NaN.
+    """
+    why = reason(q, dtype, outer)
+    if why:
+        raise ValueError(why)
+    if q.data.numel() == 0:
+        return torch.empty(q.shape, dtype=dtype, device=q.device)
+    data = q.data if q.data.stride(-1) == 1 else q.data.contiguous()
+    scale = _scale(q, outer)
+    factor = q.tensor_factor if outer else None
+    out: Tensor = _passes((data, scale), q.spec, q.lying_shape, q.lying_block, q.swizzled, dtype, own=(factor,))[0]
+    return out.t() if q.transposed else out
+
+
+def _scale(q: Quantized, outer: bool) -> Tensor | None:
+    """The stored scales that are to be folded in, or None."""
+    if q.spec.scale == "unit" or (not outer and q.spec.block[1] is None):
+        return None
+    if isinstance(q.scale, Tensor):
+        return q.scale
+    return torch.full((1, 1), q.scale, dtype=torch.float32, device=q.device)
+
+
+def _pass(
+    given: Sequence[Any],
+    spec: QuantSpec,
+    shape: tuple[int, int],
+    block: tuple[int | None, int | None],
+    swizzled: bool,
+    dtype: torch.dtype,
+) -> LaunchPlan:
+    data, scale, factor = given
+    rows, columns = shape
+    out = whole(shape, dtype)
+    bm, bn, warps = BLOCK
+    grid, tall = over(-(-rows // bm), -(-columns // bn))
+    height, width = block
+    apart = (0, 0) if scale is None or swizzled else scale.stride()
+    across = -(-columns // ((width or columns) * BLOCKS))
+    numbers = (rows, columns, data.stride(0), *apart, columns, across)
+    kind = "e8m0" if spec.scale == "e8m0" else "two_level" if spec.two_level else "float32"
+    constants = {
+        "BM": bm,
+        "BN": bn,
+        "EVEN": rows % bm == 0 and columns % bn == 0,
+        "TALL": tall,
+        "KIND": kind,
+        "BR": height or 0,
+        "BC": width or 0,
+        "SWIZZLED": swizzled,
+        "POWER_OF_TWO": spec.scale == "two_level",
+        "CODES": CODES.get(spec.format.name),
+        "INTEGERS": integers(data.device),
+    }
+    return LaunchPlan(
+        given, (out,), [LaunchSpec(decode_kernel, grid, (data, scale, factor, out), numbers, constants, warps)]
+    )
+
+
+_passes = LaunchPlanCache(_pass)

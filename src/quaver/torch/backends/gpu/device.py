@@ -1,0 +1,203 @@
+"""The facts about a device that decide which implementation runs, and the sentences that say why one does not."""
+
+import importlib.util
+import os
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+#: The oldest capabilities that the kernels run on, and that have FP8 GEMMs.
+KERNELS, FP8_GEMMS = 80, 89
+
+
+class DeviceTraits(NamedTuple):
+    """What differs from one architecture to the next other than by its age."""
+
+    #: KiB of shared memory that a program may take.
+    shared: int
+    #: Whether tensor cores take the products of four warps at once (Hopper's wgmma, Blackwell's tcgen05).
+    groups: bool = False
+
+
+#: Every architecture that CUDA compiles for, from Turing on; 101 is what CUDA 12 called 110, and 88, which CUDA 13 has
+#: (PTX ISA 9.0), counts as the least until its numbers are read. Source: NVIDIA, CUDA C++ Programming Guide, "Technical
+#: Specifications per Compute Capability"; PTX ISA, wgmma and tcgen05.
+TRAITS = {
+    75: DeviceTraits(64),
+    80: DeviceTraits(163),
+    86: DeviceTraits(99),
+    87: DeviceTraits(163),
+    88: DeviceTraits(99),
+    89: DeviceTraits(99),
+    90: DeviceTraits(227, groups=True),
+    100: DeviceTraits(227, groups=True),
+    101: DeviceTraits(227, groups=True),
+    103: DeviceTraits(227, groups=True),
+    110: DeviceTraits(227, groups=True),
+    120: DeviceTraits(99),
+    121: DeviceTraits(99),
+}
+#: What one that is not there yet is taken to have: tiles for it run on every card from Ampere on.
+LEAST = DeviceTraits(99)
+#: Versions that the kernels are checked with, the first and the last.
+TRITON = (3, 6), (3, 9)
+#: What `quaver.torch.only` asks for: an implementation that runs on a CPU where it is named, and never else.
+asked: set[str] = set()
+#: What launches are recorded for, the innermost last: see `quaver.torch.backends.gpu.launch.recording`.
+recorded: list[int | None] = [None]
+#: What this process keeps of launches and of what runs on such tensors, filled at import; a recording begins and ends
+#: with none. Two threads may decide the same: either's may be kept.
+tables: list[dict[Any, Any]] = []
+
+
+@contextmanager
+def asking(name: str) -> Iterator[None]:
+    """While open, an implementation of a GPU that is asked for by name takes tensors on a CPU as well as it can."""
+    added = {name} & {"triton", "native", "decoded"} - asked
+    asked.update(added)
+    try:
+        yield
+    finally:
+        asked.difference_update(added)
+
+
+def architecture(device: torch.device) -> int:
+    """80, 86, 89, 90, 100, 120: the compute capability times ten; of the recording where there is one; 90 off a GPU."""
+    arch = recorded[-1]
+    return _architecture(device) if arch is None else arch
+
+
+def traits(device: torch.device) -> DeviceTraits:
+    """Those of a device's architecture, or `LEAST`."""
+    return TRAITS.get(architecture(device), LEAST)
+
+
+def recorded_arch() -> int | None:
+    """The architecture that launches are recorded for, or None."""
+    return recorded[-1]
+
+
+@cache
+def _architecture(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def refusal(error: Exception, device: torch.device) -> str:
+    """The first line of what a probe raised.
+
+    Raises:
+        RuntimeError: the CUDA context of the device is lost, so that every later call would fail.
+    """
+    why = str(error).strip().partition("\n")[0] or type(error).__name__
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize(device)
+        except RuntimeError as lost:
+            raise RuntimeError(
+                f"a probe of a GEMM lost the CUDA context of {device} ({why}): start the process again, and run "
+                "it within quaver.torch.only('decoded'), which tries no native GEMM"
+            ) from lost
+    return why
+
+
+def why_no_fp8(device: torch.device, what: str) -> str:
+    """Why FP8 GEMMs, by their implementation's name, do not run on a device, or ""."""
+    return _off_a_gpu(device, what) or _why_no_fp8(architecture(device))
+
+
+def _off_a_gpu(device: torch.device, what: str) -> str:
+    """Why a device is no GPU, or ""; a CPU passes for one where an implementation is asked for by name."""
+    passes = device.type == "cuda" or (device.type == "cpu" and what in asked)
+    return "" if passes else "the tensor is not on a GPU"
+
+
+@cache
+def _why_no_fp8(arch: int) -> str:
+    if torch.version.hip is not None:
+        return "this is ROCm; the kernels and FP8 GEMMs are NVIDIA's"
+    if arch < FP8_GEMMS:
+        return f"compute capability {_capability(arch)} has no FP8 GEMMs, which take 8.9 (Ada), 9.0 (Hopper) or newer"
+    return ""
+
+
+@cache
+def _why_too_old(arch: int) -> str:
+    """Why no kernel runs on a GPU, or ""."""
+    if torch.version.hip is not None:
+        return _why_no_fp8(arch)
+    if arch < KERNELS:
+        return (
+            f"compute capability {_capability(arch)} is below 8.0 (Ampere), which the kernels take; "
+            "the same numbers are computed in plain torch operations"
+        )
+    return ""
+
+
+def why_no_kernels(device: torch.device) -> str:
+    """Why the Triton kernels do not run on a device, or ""."""
+    if recorded[-1] is not None:
+        return ""
+    why = _off_a_gpu(device, "triton") or _why_too_old(architecture(device)) or why_no_triton()
+    if not why and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "Triton interprets kernels where TRITON_INTERPRET=1 is set before it is imported"
+    return why
+
+
+@cache
+def why_no_triton() -> str:
+    """Why there are no kernels in this installation, or ""."""
+    if importlib.util.find_spec("triton") is None:
+        how = "pip install triton-windows" if sys.platform == "win32" else "pip install triton"
+        return f"Triton is not installed ({how})"
+    import triton
+
+    version = _version(triton.__version__)
+    if version < TRITON[0]:
+        return f"triton {triton.__version__} is older than {_dotted(TRITON[0])}, the first that the kernels work with"
+    if version > TRITON[1]:
+        warnings.warn(
+            f"triton {triton.__version__} is newer than {_dotted(TRITON[1])}, the last that the kernels are checked "
+            "with; with quaver.torch.only('reference') nothing depends on it",
+            stacklevel=2,
+        )
+    return ""
+
+
+def _version(text: str) -> tuple[int, int]:
+    major, minor = re.findall(r"\d+", text)[:2]
+    return int(major), int(minor)
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
+
+
+def _capability(arch: int) -> str:
+    return f"{arch // 10}.{arch % 10}"
+
+
+def name(device: torch.device) -> str:
+    """The name of a device in a sentence."""
+    if device.type != "cuda":
+        return str(device)
+    return f"{torch.cuda.get_device_name(device)} (sm_{architecture(device)})"
+
+
+def out_of_memory(x: Tensor, copies: int) -> torch.OutOfMemoryError:
+    """The sentence for a quantization that finds no memory."""
+    size = copies * x.numel() / 2**20
+    return torch.OutOfMemoryError(
+        f"no memory for the quantized copy of a {x.dtype} tensor of shape {tuple(x.shape)}, {size:.0f} MiB. "
+        "Nothing was recorded: the step can be run again with a smaller batch, under quaver.torch.checkpoint, or after "
+        "torch.cuda.empty_cache()"
+    )

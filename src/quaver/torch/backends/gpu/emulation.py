@@ -1,0 +1,421 @@
+"""Operands in blocks that share a power of two, as bf16 values: a launch from a matrix, one from what is kept."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quaver.kernels.emulation import (
+    amaxes,
+    kept_values_in_two_levels,
+    kept_values_of_blocks,
+    multiply_groups,
+    sum_groups,
+    values_in_two_levels,
+    values_of_blocks,
+)
+from quaver.kernels.emulation import fold as fold_kernel
+from quaver.kernels.emulation import round_two as round_two_kernel
+from quaver.recipes.formats import E4M3, E5M2, Format
+from quaver.recipes.spec import QuantSpec
+from quaver.torch.backends.gpu.block_scaled import halves
+from quaver.torch.backends.gpu.buffers import BufferSpec, whole
+from quaver.torch.backends.gpu.launch import workspace
+from quaver.torch.backends.gpu.launch_plan import LaunchPlan, LaunchPlanCache, LaunchSpec
+from quaver.torch.backends.gpu.tensorwise import DTYPES, grid, integers, measure
+from quaver.torch.numerics.quantized import FLOAT8
+
+# ---- blocks ----------------------------------------------------------------------------------------------
+
+#: Rows and columns of a program's block, and its warps; of blocks of 128 rows they are as many.
+BLOCK, TALL_BLOCK = (64, 128, 4), (128, 128, 8)
+WIDTHS = 16, 32, 64, 128
+
+
+def serves(spec: QuantSpec, other: QuantSpec) -> bool:
+    """True if `values` takes a matrix by the first spec, and its transpose by the second."""
+    height, width = spec.block
+    powers = spec.power_of_two and spec.scale != "unit" and width in WIDTHS and height in (1, width)
+    return powers and spec == other and spec.rounding == "nearest" and not spec.hadamard
+
+
+def values(x: Tensor, spec: QuantSpec, keeps: bool) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
+    """A matrix [rows, columns], contiguous, as operands of bf16 GEMMs.
+
+    Args:
+        spec: of it and of its transpose; `serves` says which.
+        keeps: whether the transpose is kept for later.
+    Returns:
+        The values of its codes; those of its transpose's codes, lying as x lies (None where they are kept, or where
+        blocks are square, so that both are the same); and what is kept of them, for `kept_values`: codes and scales.
+    Exact: what `Quantized.dequantize` gives; but 2**128 and more, which no bf16 holds, becomes its largest number.
+    """
+    along, down, codes, scales = _passes((x,), spec, keeps)
+    return along, down, None if codes is None else (codes, scales)
+
+
+def kept_values(codes: Tensor, scales: Tensor, spec: QuantSpec) -> Tensor:
+    """What is kept of a transpose as bf16 values, lying as the matrix lay."""
+    out: Tensor = _kept((codes, scales), spec)[0]
+    return out
+
+
+def kept_format(fmt: Format) -> Format | None:
+    """The eight-bit format in which a format's values are kept, or None where none holds them all."""
+    return next((f for f in (E4M3, E5M2) if _holds(f, fmt)), None)
+
+
+def _holds(wide: Format, fmt: Format) -> bool:
+    step, smallest = fmt.emin - fmt.mantissa_bits, wide.emin - wide.mantissa_bits
+    return wide.mantissa_bits >= fmt.mantissa_bits and smallest <= step and wide.max >= fmt.max
+
+
+def _blocks(rows: int, columns: int, width: int) -> tuple[tuple[int, int], dict[str, Any], int]:
+    bm, bn, warps = TALL_BLOCK if width == TALL_BLOCK[0] else BLOCK
+    programs, tall = grid(-(-rows // bm), -(-columns // bn))
+    even = rows % bm == 0 and columns % bn == 0
+    return programs, {"BM": bm, "BN": bn, "EVEN": even, "TALL": tall, "WIDTH": width}, warps
+
+
+def _pass(given: Sequence[Any], spec: QuantSpec, keeps: bool) -> LaunchPlan:
+    (x,) = given
+    rows, columns = x.shape
+    width, fmt = spec.block[1], spec.format
+    assert width is not None
+    kept = kept_format(fmt) if keeps else None
+    square = spec.block[0] == width
+    along = whole((rows, columns), torch.bfloat16)
+    down = codes = scales = None
+    if kept is not None and not square:
+        codes = whole((rows, columns), FLOAT8[kept.name])
+        scales = whole((-(-rows // width), columns), torch.uint8)
+    elif not square:
+        down = whole((rows, columns), torch.bfloat16)
+    programs, constants, warps = _blocks(rows, columns, width)
+    constants |= {
+        "SQUARE": square,
+        "MANTISSA": fmt.mantissa_bits,
+        "EMIN": fmt.emin,
+        "EMAX": fmt.emax,
+        "TOP_MANTISSA": fmt.max_mantissa,
+        "CODES": None if codes is None or kept is None else DTYPES[kept.name],
+        "INTEGERS": integers(x.device),
+    }
+    buffers: tuple[BufferSpec | None, ...] = (along, down, codes, scales)
+    numbers = (rows, columns, x.stride(0))
+    return LaunchPlan(
+        given, buffers, [LaunchSpec(values_of_blocks, programs, (x, *buffers), numbers, constants, warps)]
+    )
+
+
+def _kept_pass(given: Sequence[Any], spec: QuantSpec) -> LaunchPlan:
+    codes, scales = given
+    rows, columns = codes.shape
+    assert spec.block[1] is not None
+    programs, constants, warps = _blocks(rows, columns, spec.block[1])
+    kept = kept_format(spec.format)
+    assert kept is not None
+    constants |= {"CODES": DTYPES[kept.name], "INTEGERS": integers(codes.device)}
+    out = whole((rows, columns), torch.bfloat16)
+    tensors = (codes, scales, out)
+    return LaunchPlan(
+        given, (out,), [LaunchSpec(kept_values_of_blocks, programs, tensors, (rows, columns), constants, warps)]
+    )
+
+
+_passes = LaunchPlanCache(_pass)
+_kept = LaunchPlanCache(_kept_pass)
+
+
+# ---- folding ---------------------------------------------------------------------------------------------
+# Products in float32 to results: scales that no operand took in, a bias, one rounding, by one launch.
+
+#: Rows and columns of a program's block, and its warps; elements of one of two products.
+FOLD_BLOCK = 16, 256, 4
+FLAT, FLAT_WARPS = 4096, 4
+
+
+def fold(
+    y: Tensor, dtype: torch.dtype, bias: Tensor | None = None, of_rows: Tensor | None = None,
+    of_columns: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """y [rows, columns] float32, contiguous, times the scales of its rows and columns, plus bias [columns].
+
+    Args:
+        dtype: of the result.
+        bias: of any dtype that kernels read.
+        of_rows, of_columns: float32, one for each or one for all.
+    Bounded: float32's roundings of the scales' products and of the sum, and one to dtype.
+    """
+    # The kernel reads neighbours: a view or an expanded bias lies otherwise.
+    lines = [None if t is None else t.reshape(-1).contiguous() for t in (of_rows, of_columns, bias)]
+    given = (y, *lines)
+    out: Tensor = _folds(given, dtype)[0]
+    return out
+
+
+def round_two(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Two float32 matrices, contiguous, in another dtype: rounded once."""
+    rounded: tuple[Tensor, Tensor] = tuple(_two((a, b), dtype))
+    return rounded
+
+
+def _fold_pass(given: Sequence[Any], dtype: torch.dtype) -> LaunchPlan:
+    y, of_rows, of_columns, bias = given
+    rows, columns = y.shape
+    out = whole((rows, columns), dtype)
+    bm, bn, warps = FOLD_BLOCK
+    programs, tall = grid(-(-rows // bm), -(-columns // bn))
+    constants = {
+        "BM": bm,
+        "BN": bn,
+        "EVEN": rows % bm == 0 and columns % bn == 0,
+        "TALL": tall,
+        "ONE_ROW": of_rows is not None and of_rows.numel() == 1,
+        "ONE_COLUMN": of_columns is not None and of_columns.numel() == 1,
+    }
+    tensors = (y, of_rows, of_columns, bias, out)
+    return LaunchPlan(given, (out,), [LaunchSpec(fold_kernel, programs, tensors, (rows, columns), constants, warps)])
+
+
+def _two_pass(given: Sequence[Any], dtype: torch.dtype) -> LaunchPlan:
+    a, b = given
+    buffers = whole(tuple(a.shape), dtype), whole(tuple(b.shape), dtype)
+    first, second = (-(-t.numel() // FLAT) for t in (a, b))
+    even = a.numel() % FLAT == 0 and b.numel() % FLAT == 0
+    numbers = (a.numel(), b.numel(), first)
+    launch = LaunchSpec(
+        round_two_kernel, (first + second,), (a, b, *buffers), numbers, {"B": FLAT, "EVEN": even}, FLAT_WARPS
+    )
+    return LaunchPlan(given, buffers, [launch])
+
+
+_folds = LaunchPlanCache(_fold_pass)
+_two = LaunchPlanCache(_two_pass)
+
+
+# ---- groups ----------------------------------------------------------------------------------------------
+# Grouped products of decoded operands by kernels of our own: any dtype, any card from Ampere on, no word from the host
+# of how many rows a group has.
+
+#: Rows, columns and depth of a program's block, and its warps: of bf16 values, and of float32 ones.
+BLOCKS = {torch.bfloat16: (64, 128, 64, 4), torch.float32: (32, 32, 32, 4)}
+
+
+def multiply(
+    x: Tensor,
+    w: Tensor,
+    ends: Tensor,
+    n: int,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    of_rows: Tensor | None = None,
+    of_columns: Tensor | None = None,
+) -> Tensor:
+    """x [T, k] by each group's matrix of w [groups · n, k], transposed: [T, n], zeros for rows of no group.
+
+    Args:
+        x, w: bf16 both, or float32 both, row by row.
+        ends: int32 [groups].
+        bias: [groups, n].
+        of_rows, of_columns: scales that the values lack, float32 [T] and [groups · n].
+    """
+    given = (x, w, ends, *_lines(of_rows, of_columns, bias))
+    y: Tensor = _multiplies(given, n, dtype)[0]
+    return y
+
+
+def add_up(
+    x: Tensor,
+    w: Tensor,
+    ends: Tensor,
+    line: int,
+    dtype: torch.dtype,
+    of_rows: Tensor | None = None,
+    of_columns: Tensor | None = None,
+) -> Tensor:
+    """x [m, slots] by w [n, slots], transposed, summed over each group's slots: [groups, m, n].
+
+    Args:
+        ends: int32 [groups], where its slots end.
+        line: slots of which each group has a multiple.
+        of_rows, of_columns: float32 [groups, m] and [groups, n].
+    """
+    given = (x, w, ends, *_lines(of_rows, of_columns))
+    y: Tensor = _sums(given, line, dtype)[0]
+    return y
+
+
+def _lines(*given: Tensor | None) -> list[Tensor | None]:
+    return [None if t is None else t.reshape(-1).contiguous() for t in given]
+
+
+def _multiply_pass(given: Sequence[Any], n: int, dtype: torch.dtype) -> LaunchPlan:
+    x, w, ends, of_rows, of_columns, bias = given
+    (rows, k), groups = x.shape, ends.shape[0]
+    bm, bn, bk, warps = BLOCKS[x.dtype]
+    y = whole((rows, n), dtype)._replace(zeros=True)
+    grid = (-(-rows // bm) + groups, -(-n // bn))
+    constants = {"BM": bm, "BN": bn, "BK": bk, "EVEN": k % bk == 0 and n % bn == 0}
+    tensors = (x, w, y, of_rows, of_columns, bias, ends)
+    numbers = (groups, n, k, x.stride(0), w.stride(0))
+    return LaunchPlan(given, (y,), [LaunchSpec(multiply_groups, grid, tensors, numbers, constants, warps)])
+
+
+def _sum_pass(given: Sequence[Any], line: int, dtype: torch.dtype) -> LaunchPlan:
+    x, w, ends, of_rows, of_columns = given
+    (m, _), n, groups = x.shape, w.shape[0], ends.shape[0]
+    bm, bn, bk, warps = BLOCKS[x.dtype]
+    y = whole((groups, m, n), dtype)
+    even = m % bm == 0 and n % bn == 0 and line % bk == 0
+    constants = {"BM": bm, "BN": bn, "BK": bk, "EVEN": even}
+    numbers = (m, n, x.stride(0), w.stride(0))
+    grid = (-(-m // bm), -(-n // bn), groups)
+    tensors = (x, w, y, of_rows, of_columns, ends)
+    return LaunchPlan(given, (y,), [LaunchSpec(sum_groups, grid, tensors, numbers, constants, warps)])
+
+
+_multiplies = LaunchPlanCache(_multiply_pass)
+_sums = LaunchPlanCache(_sum_pass)
+
+
+# ---- two level -------------------------------------------------------------------------------------------
+# Operands with two-level scales as bf16 values: a launch that measures, one from the matrix, one from what is kept.
+
+#: Rows and columns of a program's block, and its warps; where both results are values; with random words too.
+TWO_LEVEL_BLOCK, BOTH_BLOCK, RANDOM_BLOCK = (128, 128, 4), (128, 128, 8), (64, 128, 8)
+WIDTH = 16
+
+
+class StochasticRounding(NamedTuple):
+    """What rounding at random draws from, of a matrix and of its transpose."""
+
+    seed: int
+    stream: int
+    transposed_stream: int
+    #: int64 of two elements and more: how often each was rounded so. It moves on.
+    counts: Tensor
+
+
+def serves_two_level(spec: QuantSpec, other: QuantSpec) -> bool:
+    """True if `values` takes a matrix by the first spec, and its transpose by the second."""
+    lines = spec.block == other.block == (1, WIDTH) and not spec.hadamard
+    squares = spec == other and spec.block == (WIDTH, WIDTH) and spec.rounding == "nearest" and not spec.hadamard
+    return spec.scale == other.scale == "two_level" and (lines or squares)
+
+
+def two_level_values(
+    x: Tensor,
+    spec: QuantSpec,
+    other: QuantSpec,
+    keeps: bool,
+    noise: StochasticRounding | None = None,
+    straight: bool = True,
+    transposed: bool = True,
+) -> tuple[Tensor | None, Tensor | None, tuple[Tensor, Tensor] | None]:
+    """A matrix [rows, columns], contiguous, whole sixteens of rows, as operands of bf16 GEMMs; as `blocks.values`.
+
+    Args:
+        other: of the transpose.
+        noise: where either is rounded at random.
+        straight, turned: which of the two is wanted.
+    """
+    square = spec.block[0] == WIDTH
+    straight, transposed = straight or square, transposed and not square
+    rotated = transposed and other.hadamard
+    plain = straight or (transposed and not rotated)
+    top = transposed_top = drawn = None
+    if rotated or noise is not None:
+        moves = straight and spec.rounding == "stochastic", transposed and other.rounding == "stochastic"
+        count = None if noise is None else noise.counts
+        top, transposed_top, drawn = _amaxes((x,), plain, rotated, moves, own=(workspace(x.device), count))
+    else:
+        top = measure(x)
+    key_words: tuple[int, ...] = (1,) * 8
+    if noise is not None:
+        words = noise.stream, noise.transposed_stream, noise.seed, noise.seed >> 32
+        key_words = tuple(half for word in words for half in halves(word))
+    own = (top, transposed_top if rotated else top, drawn)
+    along, down, codes, scales = _two_level_passes((x,), spec, other, keeps, straight, transposed, key_words, own=own)
+    return along, down, None if codes is None else (codes, scales)
+
+
+def cached_two_level_values(codes: Tensor, scales: Tensor) -> Tensor:
+    """What is kept of a transpose as bf16 values, lying as the matrix lay."""
+    out: Tensor = _cached_two_level((codes, scales))[0]
+    return out
+
+
+def _launch(
+    kernel: Any, shape: tuple[int, int], block: tuple[int, int, int], tensors: Any, numbers: Any, **constants: Any
+) -> LaunchSpec:
+    (rows, columns), (bm, bn, warps) = shape, block
+    programs, tall = grid(-(-rows // bm), -(-columns // bn))
+    even = rows % bm == 0 and columns % bn == 0
+    known = {"BM": bm, "BN": bn, "EVEN": even, "TALL": tall, **constants}
+    return LaunchSpec(kernel, programs, tensors, numbers, known, warps)
+
+
+def _amaxes_pass(given: Sequence[Any], plain: bool, rotated: bool, moves: tuple[bool, bool]) -> LaunchPlan:
+    x, work, count = given
+    rows, columns = x.shape
+    top, transposed_top = (whole((1, 1), torch.float32) if wanted else None for wanted in (plain, rotated))
+    drawn = None if count is None else whole((2,), torch.int64)
+    bm, bn, _ = TWO_LEVEL_BLOCK
+    programs = -(-rows // bm) * -(-columns // bn)
+    tensors = (x, top, transposed_top, work, count, drawn)
+    numbers = (rows, columns, x.stride(0), programs)
+    launch = _launch(amaxes, x.shape, TWO_LEVEL_BLOCK, tensors, numbers, FIRST=moves[0], SECOND=moves[1])
+    return LaunchPlan(given, (top, transposed_top, drawn), [launch])
+
+
+def _two_level_pass(
+    given: Sequence[Any],
+    spec: QuantSpec,
+    other: QuantSpec,
+    keeps: bool,
+    straight: bool,
+    transposed: bool,
+    key_words: tuple[int, ...],
+) -> LaunchPlan:
+    x, top, transposed_top, drawn = given
+    rows, columns = x.shape
+    along = whole((rows, columns), torch.bfloat16) if straight else None
+    down = whole((rows, columns), torch.bfloat16) if transposed and not keeps else None
+    codes = scales = None
+    if transposed and keeps:
+        codes = whole((rows // WIDTH, 2, columns), torch.int32)
+        # A row more, of which the first place is the tensor's.
+        scales = whole((rows // WIDTH + 1, columns), torch.uint8)
+    buffers: tuple[BufferSpec | None, ...] = (along, down, codes, scales)
+    random = "stochastic" in (spec.rounding, other.rounding)
+    launch = _launch(
+        values_in_two_levels,
+        x.shape,
+        RANDOM_BLOCK if random else TWO_LEVEL_BLOCK if down is None else BOTH_BLOCK,
+        (x, *buffers, top, transposed_top, drawn),
+        (rows, columns, x.stride(0), *key_words),
+        SQUARE=spec.block[0] == WIDTH,
+        HADAMARD=other.hadamard,
+        STOCHASTIC=spec.rounding == "stochastic",
+        TRANSPOSED_STOCHASTIC=other.rounding == "stochastic",
+        INTEGERS=integers(x.device),
+    )
+    return LaunchPlan(given, buffers, [launch])
+
+
+def _cached_two_level_pass(given: Sequence[Any]) -> LaunchPlan:
+    codes, _ = given
+    blocks, _, columns = codes.shape
+    shape = (blocks * WIDTH, columns)
+    out = whole(shape, torch.bfloat16)
+    launch = _launch(
+        kept_values_in_two_levels, shape, TWO_LEVEL_BLOCK, (*given, out), shape, INTEGERS=integers(codes.device)
+    )
+    return LaunchPlan(given, (out,), [launch])
+
+
+_amaxes = LaunchPlanCache(_amaxes_pass)
+_two_level_passes = LaunchPlanCache(_two_level_pass)
+_cached_two_level = LaunchPlanCache(_cached_two_level_pass)

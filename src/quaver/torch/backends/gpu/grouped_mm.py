@@ -1,0 +1,582 @@
+"""Grouped GEMMs of codes by torch's own, without a word from the host of how many rows a group has.
+
+    rows     y[t]    = a[t] @ b[e].T                    of tokens [T, k] and a matrix [n, k] of each group
+    sums     y[e]    = a[:, slots of e] @ b[:, slots of e].T    of transposes [n, slots] and [k, slots]
+
+`torch.nn.functional.scaled_grouped_mm` multiplies codes by CUTLASS; which operands it takes is tried once.
+
+Source: the checks of torch's aten/src/ATen/native/cuda/GroupedBlas.cpp and GroupedMMUtils.h (2.13): compute capability
+9 or 10, bf16 results, int32 offsets, features multiples of 16; E4M3 by E4M3 with a scale a row; MXFP8 and NVFP4 in
+builds with FBGEMM_GENAI, whose scales are swizzled group by group, each group's rows filled up to 128 and its sums to
+four blocks; no bias. In bf16 fewer than 1024 groups. Not measured on a GPU yet.
+"""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.functional import ScalingType, SwizzleType, pad
+
+from quaver.recipes.formats import E2M1, E4M3
+from quaver.recipes.spec import QuantSpec
+from quaver.torch.backends.gpu import capture, scaled_mm
+from quaver.torch.backends.gpu.device import architecture, refusal, why_no_kernels
+from quaver.torch.backends.gpu.scaled_mm import TOLERANCE, matrix, role, wide
+from quaver.torch.numerics import grouped, reference
+from quaver.torch.numerics.grouped import GroupedOperand, GroupOffsets, in_lines, of_groups
+from quaver.torch.numerics.quantized import BLOCKS, ROWS, Quantized, spread, swizzle
+
+# ---- grouped values --------------------------------------------------------------------------------------
+# Grouped GEMMs of decoded operands, where no native one takes or writes what is wanted.
+#
+# Codes become bf16 values, exactly, or float32 where bf16 does not hold them, with the scales of blocks folded in;
+# those of whole rows and groups go on the product. They are multiplied by torch's grouped GEMM in bf16, or by kernels
+# of our own, neither of which asks the host how many rows a group has. Without both it is done group by group, which
+# waits.
+
+#: Compute capabilities of which torch multiplies groups in bf16 without waiting, whole; and how many groups, at most.
+MAJORS, MOST_GROUPS = (9, 10), 1023
+
+
+def finished_rows(y: Tensor, bias: Tensor | None, offsets: GroupOffsets) -> Tensor:
+    """A bias, and zeros for tokens of no group: what was not written may be anything, NaN too."""
+    group = offsets.slots(1).group
+    if bias is not None:
+        y = y.add_(of_groups(bias, group).to(y.dtype))
+    return y.masked_fill_((group == offsets.groups).unsqueeze(1), 0.0)
+
+
+def values_of_rows(a: GroupedOperand, offsets: GroupOffsets) -> tuple[Tensor, Tensor | None]:
+    """Tokens as bf16 values [T, k] (float32 where bf16 cannot hold them), and what multiplies each row of a product:
+    float32 [T, 1], or None."""
+    scale, factor = grouped.row_scales(a, offsets)
+    spec = replace(a.spec, block=(1, a.spec.block[1]), rounding="nearest")
+    if spec.block[1] is None and spec.scale == "e8m0":
+        # A scale a row, as its code: folded into the product as any other.
+        return _plain(a), Quantized(a.data, scale, spec, a.shape).scales()
+    return scaled_mm.decode(Quantized(a.data, scale, spec, a.shape, tensor_factor=factor))
+
+
+def _plain(a: GroupedOperand) -> Tensor:
+    return grouped.values(a).to(torch.bfloat16)
+
+
+def values_of_sums(a: GroupedOperand) -> tuple[Tensor, Tensor | None]:
+    """Transposes as values [rows, slots], and what multiplies each row of a group's product: float32
+    [groups, rows or 1], or None."""
+    spec, outer = a.spec, None
+    if spec.two_level:
+        assert a.factor is not None
+        outer = 1.0 / a.factor
+    elif spec.block[1] is None:
+        scale = Quantized(a.data, a.scale, spec, a.shape).scales()
+        outer = scale if spec.block[0] in (None, 1) else spread(scale, (1, spec.block[0]), (scale.shape[0], a.shape[0]))
+    if spec.block[1] is None or spec.scale == "unit":
+        return _plain(a), outer
+    half = outer is not None or spec.power_of_two
+    inner = _without_factor(a) if spec.two_level else grouped.slot_scales(a)
+    inner = inner if spec.block[0] == 1 else spread(inner, (1, spec.block[0]), (inner.shape[0], a.shape[0]))
+    dtype = torch.bfloat16 if half else torch.float32
+    most = torch.finfo(dtype).max
+    return (grouped.values(a) * inner.t()).clamp_(-most, most).to(dtype), outer
+
+
+def _without_factor(a: GroupedOperand) -> Tensor:
+    """Decode scales of slots, [slots, blocks of rows], without those of groups."""
+    assert a.factor is not None
+    one = torch.ones_like(a.factor)
+    return grouped.slot_scales(GroupedOperand(a.data, a.scale, one, a.spec, True, a.slots, a.k))
+
+
+def alike(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Both sides in the wider of their dtypes."""
+    dtype = torch.bfloat16 if a.dtype is b.dtype is torch.bfloat16 else torch.float32
+    return a.to(dtype).contiguous(), b.to(dtype).contiguous()
+
+
+def reason_decoded(a: Any, b: Any, offsets: GroupOffsets, n: int, dtype: torch.dtype, *_: Any) -> str:
+    """Why torch's bf16 GEMM does not multiply the values of these, or ""."""
+    return _why_not_bf16(a, b, dtype, n, offsets.groups)
+
+
+def reason_decoded_sums(a: GroupedOperand, b: GroupedOperand, dtype: torch.dtype, *_: Any) -> str:
+    """The same of what is summed over the rows of groups."""
+    return _why_not_bf16(a, b, dtype, b.data.shape[0], a.slots.groups, a.data.shape[0])
+
+
+def _why_not_bf16(a: Any, b: Any, dtype: torch.dtype, *sides: int) -> str:
+    arch = architecture(a.data.device)
+    if arch // 10 not in MAJORS:
+        return f"torch multiplies groups in bf16 on compute capabilities 9 and 10, and this GPU is sm_{arch}"
+    if dtype is not torch.bfloat16:
+        return f"it writes bfloat16, and the result is to be {dtype}"
+    for spec in (a.spec, b.spec):
+        if not (spec.power_of_two or spec.scale == "two_level"):
+            return f"scales of {spec} are no powers of two, and the result would be rounded before them"
+    *features, groups = sides[0], *sides[2:], sides[1]
+    if any(side % 8 for side in (*features, b.shape[1] if isinstance(b, Quantized) else 8)):
+        return "its features are multiples of 8"
+    if groups > MOST_GROUPS or not groups:
+        return f"it takes from 1 to {MOST_GROUPS} groups, not {groups}"
+    return "there is nothing to add up" if 0 in (*a.shape, *b.shape) else ""
+
+
+def bf16_matmul(
+    a: GroupedOperand,
+    b: Quantized,
+    offsets: GroupOffsets,
+    n: int,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    fast_accum: bool = False,
+) -> Tensor:
+    """`matmul` of decoded operands by torch's grouped GEMM in bf16.
+
+    Bounded: one rounding of float32 sums to bf16; a bias is a second one.
+    """
+    (x, of_rows), (w, of_columns) = values_of_rows(a, offsets), scaled_mm.decode(b)
+    left, right = alike(x, w)
+    y = F.grouped_mm(left, right.view(offsets.groups, n, -1).transpose(1, 2), offs=offsets.ends)
+    for scale in (of_rows, None if of_columns is None else _columns(of_columns, offsets, n)):
+        # Powers of two: nothing is rounded again.
+        y = y if scale is None else y * scale.to(torch.bfloat16)
+    return finished_rows(y, bias, offsets)
+
+
+def _columns(of_columns: Tensor, offsets: GroupOffsets, n: int) -> Tensor:
+    """Scales of the columns of each token's group, [T, n]."""
+    scale = of_columns.expand(offsets.groups * n, 1) if of_columns.numel() == 1 else of_columns
+    return of_groups(scale.view(offsets.groups, n), offsets.slots(1).group)
+
+
+def bf16_sums(a: GroupedOperand, b: GroupedOperand, dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
+    """`sums` of decoded operands by torch's grouped GEMM in bf16. Bounded: one rounding of float32 sums."""
+    (x, of_rows), (w, of_columns) = values_of_sums(a), values_of_sums(b)
+    left, right = alike(x, w)
+    y = F.grouped_mm(left, right.t(), offs=a.slots.ends)
+    for scale in (
+        None if of_rows is None else of_rows.unsqueeze(2),
+        None if of_columns is None else of_columns.unsqueeze(1),
+    ):
+        y = y if scale is None else y * scale.to(torch.bfloat16)
+    return y.masked_fill_((a.slots.sizes == 0).view(-1, 1, 1), 0.0)
+
+
+# Their values, by kernels.
+
+
+def reason_kernel(a: Any, *_: Any) -> str:
+    """Why no kernel of ours multiplies groups, or ""."""
+    return why_no_kernels(a.data.device)
+
+
+def kernel_matmul(
+    a: GroupedOperand,
+    b: Quantized,
+    offsets: GroupOffsets,
+    n: int,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    fast_accum: bool = False,
+) -> Tensor:
+    """`matmul` of decoded operands by a kernel. Bounded: one rounding of float32 sums."""
+    if 0 in (*a.shape, *b.shape):
+        return group_by_group(a, b, offsets, n, dtype, bias)
+    from quaver.torch.backends.gpu import emulation
+
+    (x, of_rows), (w, of_columns) = values_of_rows(a, offsets), scaled_mm.decode(b)
+    left, right = alike(x, w)
+    rows = None if of_rows is None else of_rows.expand(a.shape[0], 1)
+    columns = None if of_columns is None else of_columns.expand(b.shape[0], 1)
+    return emulation.multiply(left, right, offsets.ends, n, dtype, bias, rows, columns)
+
+
+def kernel_sums(a: GroupedOperand, b: GroupedOperand, dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
+    """`sums` of decoded operands by a kernel. Bounded: one rounding of float32 sums."""
+    (m, _), (n, _), groups_ = a.shape, b.shape, a.slots.groups
+    if 0 in (m, n, groups_, a.slots.count):
+        return torch.zeros((groups_, m, n), dtype=dtype, device=a.data.device)
+    from quaver.torch.backends.gpu import emulation
+
+    (x, of_rows), (w, of_columns) = values_of_sums(a), values_of_sums(b)
+    left, right = alike(x, w)
+    rows, columns = (
+        None if scale is None else scale.expand(groups_, size) for scale, size in ((of_rows, m), (of_columns, n))
+    )
+    return emulation.add_up(left, right, a.slots.ends, a.slots.multiple, dtype, rows, columns)
+
+
+# Group by group, which waits for the offsets.
+
+
+def group_by_group(
+    a: GroupedOperand,
+    b: Quantized,
+    offsets: GroupOffsets,
+    n: int,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    fast_accum: bool = False,
+) -> Tensor:
+    (x, of_rows), (w, of_columns) = values_of_rows(a, offsets), scaled_mm.decode(b)
+    y = torch.zeros((offsets.rows, n), dtype=dtype, device=a.data.device)
+    for group, (start, end) in enumerate(offsets.bounds()):
+        rows = slice(group * n, (group + 1) * n)
+        if end > start and 0 not in (n, a.shape[1]):
+            left, right = alike(x[start:end], w[rows])
+            scales = (
+                None if of_rows is None else of_rows if of_rows.shape[0] == 1 else of_rows[start:end],
+                None if of_columns is None else of_columns if of_columns.shape[0] == 1 else of_columns[rows],
+            )
+            y[start:end] = scaled_mm.finished(
+                wide(left, right.t()), dtype, None if bias is None else bias[group], *scales
+            )
+        elif end > start and bias is not None:
+            y[start:end] = bias[group]
+    return y
+
+
+def sums_group_by_group(a: GroupedOperand, b: GroupedOperand, dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
+    (x, of_rows), (w, of_columns) = values_of_sums(a), values_of_sums(b)
+    y = torch.zeros((a.slots.groups, a.shape[0], b.shape[0]), dtype=dtype, device=a.data.device)
+    if y.is_meta:
+        return y
+    start = 0
+    for group, end in enumerate(a.slots.ends.tolist()):
+        if end > start and 0 not in y.shape:
+            left, right = alike(x[:, start:end], w[:, start:end])
+            scales = (None if s is None else s[group].unsqueeze(1) for s in (of_rows, of_columns))
+            y[group] = scaled_mm.finished(wide(left, right.t()), dtype, None, *scales)
+        start = end
+    return y
+
+
+# ---- grouped mm ------------------------------------------------------------------------------------------
+
+
+class GroupedGemmKind(NamedTuple):
+    """A kind of scaled grouped GEMM."""
+
+    #: Compute capabilities that torch asks it of, whole: 9.0, and 10.0 with its like.
+    majors: tuple[int, ...]
+    scaling: tuple[ScalingType, ...]
+    swizzle: tuple[SwizzleType, ...] | None
+
+
+SWIZZLED = SwizzleType.SWIZZLE_32_4_4
+KINDS = {
+    # On 10.0 torch's wheel has kernels for 9.0 alone, which trap there and take the CUDA context along.
+    "row": GroupedGemmKind((9,), (ScalingType.RowWise,), None),
+    "mx": GroupedGemmKind((10,), (ScalingType.BlockWise1x32,), (SWIZZLED,)),
+    "nv": GroupedGemmKind(
+        (10,), (ScalingType.BlockWise1x16, ScalingType.TensorWise), (SWIZZLED, SwizzleType.NO_SWIZZLE)
+    ),
+}
+
+_probes: dict[tuple[torch.device, str, bool, bool], str] = {}
+
+
+def kind_of(a: QuantSpec, b: QuantSpec) -> str:
+    """By what name of `KINDS` operands are multiplied; "" if by none."""
+    kinds = {_kind(a), _kind(b)}
+    return kinds.pop() if len(kinds) == 1 else ""
+
+
+def _kind(spec: QuantSpec) -> str:
+    # A scale of a group is one of each of its rows.
+    name = {"tensor": "row", "row": "row", "mx": "mx", "nv": "nv"}.get(role(spec), "")
+    return name if spec.format == (E2M1 if name == "nv" else E4M3) else ""
+
+
+def reason(a: GroupedOperand, b: Any, offsets: GroupOffsets, n: int, dtype: torch.dtype, *rest: Any) -> str:
+    """Why these operands are not multiplied natively, row by row, or ""; the device has been asked before."""
+    why = _why_not(a.spec, b.spec, a.data.device, n, dtype)
+    if not why and kind_of(a.spec, b.spec) == "mx" and b.shape[1] % 32:
+        # torch counts scales of whole blocks; a last, partial one has a scale here.
+        why = f"k is {b.shape[1]}; it takes whole blocks of 32"
+    if not why and 0 in (*a.shape, *b.shape):
+        why = "there is nothing to add up"
+    return why or _tried(a.data.device, kind_of(a.spec, b.spec), False, bool(rest[1]))
+
+
+def reason_sums(a: GroupedOperand, b: GroupedOperand, dtype: torch.dtype, fast_accum: bool = False) -> str:
+    """Why these operands are not multiplied natively, summed over the rows of groups, or ""."""
+    why = _why_not(a.spec, b.spec, a.data.device, b.data.shape[0], dtype)
+    if not why and a.data.shape[0] % 16:
+        why = f"the output has {a.data.shape[0]} rows; it takes multiples of 16"
+    if not why and 0 in (*a.shape, *b.shape):
+        why = "there is nothing to add up"
+    return why or _tried(a.data.device, kind_of(a.spec, b.spec), True, fast_accum)
+
+
+def _why_not(a: QuantSpec, b: QuantSpec, device: torch.device, n: int, dtype: torch.dtype) -> str:
+    if not hasattr(F, "scaled_grouped_mm"):
+        return f"torch {torch.__version__} has no scaled_grouped_mm"
+    name, arch = kind_of(a, b), architecture(device)
+    if not name:
+        return f"torch has no grouped GEMM for {a} by {b}"
+    if arch // 10 not in KINDS[name].majors:
+        where = " and ".join(map(str, KINDS[name].majors))
+        return f"torch multiplies groups of {a} by {b} on compute capability {where}, and this GPU is sm_{arch}"
+    if dtype is not torch.bfloat16:
+        return f"it writes bfloat16, and the result is to be {dtype}"
+    return f"the output has {n} columns; it takes multiples of 16" if n % 16 else ""
+
+
+def _tried(device: torch.device, name: str, summed: bool, fast_accum: bool) -> str:
+    key = device, name, summed, fast_accum
+    if key not in _probes and capture.capturing(device):
+        return "a CUDA graph is being captured before any call has tried it: run a step first"
+    return probe(*key)
+
+
+def matmul(
+    a: GroupedOperand,
+    b: Quantized,
+    offsets: GroupOffsets,
+    n: int,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    fast_accum: bool = False,
+) -> Tensor:
+    """a [T, k] by each group's matrix of b [groups · n, k], transposed: bf16 [T, n]; zeros for tokens of no group.
+
+    Bounded: fast accumulation on Hopper keeps 13 bits of a sum; a bias is a second rounding to bf16.
+    """
+    name, groups = kind_of(a.spec, b.spec), offsets.groups
+    rows, factor = grouped.row_scales(a, offsets)
+    left, right = _rows(a), matrix(b).view(groups, n, -1).transpose(1, 2)
+    of_left = _of_rows(name, rows, None if factor is None else a.factor, offsets)
+    y = _run(name, left, right, of_left, _of_matrices(name, b, groups, n), offsets.ends, fast_accum)
+    return finished_rows(y, bias, offsets)
+
+
+def sums(a: GroupedOperand, b: GroupedOperand, dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
+    """a [n, slots] by b [k, slots], transposed, summed over each group's slots: bf16 [groups, n, k].
+
+    Bounded: as `matmul`.
+    """
+    name = kind_of(a.spec, b.spec)
+    left, right = _packed(a), _packed(b).t()
+    y = _run(name, left, right, _of_sums(name, a), _of_sums(name, b), a.slots.ends, fast_accum)
+    # What is summed over nothing may be anything.
+    return y.masked_fill_((a.slots.sizes == 0).view(-1, 1, 1), 0.0)
+
+
+def _run(
+    name: str, a: Tensor, b: Tensor, of_a: list[Tensor], of_b: list[Tensor], ends: Tensor, fast_accum: bool
+) -> Tensor:
+    kind, run = KINDS[name], vars(F)["scaled_grouped_mm"]
+    swizzles = {} if kind.swizzle is None else {"swizzle_a": [*kind.swizzle], "swizzle_b": [*kind.swizzle]}
+    y: Tensor = run(
+        a,
+        b,
+        of_a,
+        [*kind.scaling],
+        of_b,
+        [*kind.scaling],
+        offs=ends,
+        output_dtype=torch.bfloat16,
+        use_fast_accum=fast_accum,
+        **swizzles,
+    )
+    return y
+
+
+def _rows(a: GroupedOperand) -> Tensor:
+    """Codes row by row, as a GEMM wants them."""
+    return matrix(Quantized(a.data, 1.0, a.spec, a.shape))
+
+
+def _packed(a: GroupedOperand) -> Tensor:
+    return a.data.view(torch.float4_e2m1fn_x2) if a.spec.format.packed else a.data
+
+
+def _of_rows(name: str, scale: Tensor, factor: Tensor | None, offsets: GroupOffsets) -> list[Tensor]:
+    """Scales of tokens: one each, or those of blocks in the order of each group's own GEMM."""
+    if name == "row":
+        return [scale.reshape(-1).contiguous()]
+    filled = offsets.slots(ROWS)
+    blocks = swizzle(filled.take(scale)).view(filled.count, -1)
+    return _with_factor(name, blocks, factor)
+
+
+def _of_matrices(name: str, b: Quantized, groups: int, n: int) -> list[Tensor]:
+    """Scales of the groups' matrices, [groups, ...]."""
+    scale = b.plain_scale()
+    if name == "row":
+        return [scale.reshape(groups, n).contiguous()]
+    tall = pad(scale.view(groups, n, -1), (0, 0, 0, -n % ROWS))
+    blocks = swizzle(tall.reshape(-1, tall.shape[2])).view(groups, -1)
+    factor = None if b.tensor_factor is None else b.tensor_factor.view(groups, n)[:, :1]
+    return _with_factor(name, blocks, factor)
+
+
+def _of_sums(name: str, a: GroupedOperand) -> list[Tensor]:
+    """Scales of transposes that are summed over slots: one a group's row, or those of blocks, group after group."""
+    rows, groups = a.data.shape[0], a.slots.groups
+    if name == "row":
+        return [a.scale.expand(groups, rows).reshape(-1).contiguous()]
+    return _with_factor(name, _swizzled(a), a.factor)
+
+
+def _swizzled(a: GroupedOperand) -> Tensor:
+    """Stored scales [blocks of slots, blocks of rows] in tiles of 128 rows and four blocks of slots: all tiles of a
+    group before those of the next, in which those of its first rows come first."""
+    rows = a.data.shape[0]
+    scale = a.scale.t()
+    height = a.spec.block[0]
+    assert height is not None
+    scale = scale if height == 1 else scale.repeat_interleave(height, 0)[:rows]
+    tall, across = -(-rows // ROWS), -(-scale.shape[1] // BLOCKS)
+    tiles = swizzle(scale).view(tall, across, ROWS * BLOCKS)
+    width = a.spec.block[1]
+    assert width is not None
+    # Of each column of tiles its group, and how many that and those before it have.
+    group = a.slots.group[:: width * BLOCKS]
+    of_group = a.slots.filled // (width * BLOCKS)
+    first = of_group.cumsum(0) - of_group
+    before, own = of_groups(first, group), of_groups(of_group, group)
+    column = torch.arange(across, dtype=torch.int64, device=scale.device)
+    row = torch.arange(tall, dtype=torch.int64, device=scale.device).unsqueeze(1)
+    none = group == a.slots.groups
+    # What is of no group lies behind all others.
+    behind = of_group.sum() * tall + row * none.sum() + none.cumsum(0) - 1
+    place = torch.where(none, behind, before * tall + row * own + column - before)
+    out = torch.empty_like(tiles).view(tall * across, -1)
+    out[place.reshape(-1)] = tiles.reshape(tall * across, -1)
+    return out.view(tall * ROWS, -1)
+
+
+def _with_factor(name: str, blocks: Tensor, factor: Tensor | None) -> list[Tensor]:
+    if name == "mx":
+        return [blocks.view(torch.float8_e8m0fnu)]
+    assert factor is not None
+    return [blocks.view(torch.float8_e4m3fn), (1.0 / factor).reshape(-1).contiguous()]
+
+
+def probe(device: torch.device, name: str, summed: bool, fast_accum: bool) -> str:
+    """Try a small product with an empty group and tokens of none, once: "" or why it is not used."""
+    key = device, name, summed, fast_accum
+    if key not in _probes:
+        _probes[key] = _probe(*key)
+    return _probes[key]
+
+
+#: What stands for a kind in its probe.
+SPECS = {
+    "row": QuantSpec(E4M3, (1, None)),
+    "mx": QuantSpec(E4M3, (1, 32), "e8m0"),
+    "nv": QuantSpec(E2M1, (1, 16), "two_level"),
+}
+
+
+def _probe(device: torch.device, name: str, summed: bool, fast_accum: bool) -> str:
+    generator, spec = torch.Generator("cpu").manual_seed(0), SPECS[name]
+    x, w = (
+        torch.randn(rows, columns, generator=generator, dtype=torch.float32, device="cpu").mul_(
+            torch.rand(rows, columns, generator=generator, dtype=torch.float32, device="cpu").add_(0.5)
+        )
+        for rows, columns in ((48, 288), (48, 32) if summed else (3 * 32, 288))
+    )
+    offsets = GroupOffsets(torch.tensor([21, 21, 40], dtype=torch.int32, device=device), 48)
+    a = grouped.quantize(x.to(device), spec, offsets, summed)
+    try:
+        if summed:
+            b = grouped.quantize(w.to(device), spec, offsets, True)
+            y, expected = sums(a, b, torch.bfloat16, fast_accum), sums_group_by_group(a, b, torch.float32)
+        else:
+            c = reference.quantize(w.to(device), spec)
+            if c.tensor_factor is not None:
+                c.tensor_factor = c.tensor_factor.expand(c.shape[0], 1)
+            y = matmul(a, c, offsets, 32, torch.bfloat16, None, fast_accum)
+            expected = group_by_group(a, c, offsets, 32, torch.float32)
+        off = ((y.float() - expected).norm() / expected.norm()).item()
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        return refusal(error, device)
+    return "" if off < TOLERANCE else f"a probe of it was off by {off:.2g} of the result"
+
+
+# ---- grouped high ----------------------------------------------------------------------------------------
+# Grouped GEMMs of what is not quantized, by torch's in bf16, by kernels of any dtype, or group by group.
+
+
+def reason_high(x: Tensor, w: Tensor, offsets: GroupOffsets, dtype: torch.dtype, *_: Any) -> str:
+    """Why torch's grouped GEMM does not multiply these without waiting, or ""."""
+    return _why_not_high(x, w.transpose(1, 2), offsets.groups, dtype)
+
+
+def reason_high_sums(a: Tensor, b: Tensor, offsets: GroupOffsets, dtype: torch.dtype) -> str:
+    """Why torch's grouped GEMM does not sum over these groups without waiting, or ""."""
+    return _why_not_high(a.t(), b, offsets.groups, dtype)
+
+
+def _why_not_high(a: Tensor, b: Tensor, groups: int, dtype: torch.dtype) -> str:
+    arch = architecture(a.device)
+    if arch // 10 not in MAJORS:
+        return f"torch multiplies groups in bf16 on compute capabilities 9 and 10, and this GPU is sm_{arch}"
+    if not a.dtype is b.dtype is dtype is torch.bfloat16:
+        return f"it takes and writes bfloat16, and these are {a.dtype} and {b.dtype}, to be {dtype}"
+    if 0 in (*a.shape, *b.shape):
+        return "there is nothing to add up"
+    if not 0 < groups <= MOST_GROUPS:
+        return f"it takes from 1 to {MOST_GROUPS} groups, not {groups}"
+    return "" if in_lines(a) and in_lines(b) else "its rows begin at multiples of 16 bytes"
+
+
+def high_matmul(x: Tensor, w: Tensor, offsets: GroupOffsets, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+    """x [T, k] by each group's w [groups, n, k], transposed, in bf16: zeros for rows of no group."""
+    return finished_rows(F.grouped_mm(x, w.transpose(1, 2), offs=offsets.ends), bias, offsets)
+
+
+def high_sums(a: Tensor, b: Tensor, offsets: GroupOffsets, dtype: torch.dtype) -> Tensor:
+    """a [T, n] by b [T, k], transposed, summed over each group's rows: bf16 [groups, n, k]."""
+    y = F.grouped_mm(a.t(), b, offs=offsets.ends)
+    return y.masked_fill_((offsets.slots(1).sizes == 0).view(-1, 1, 1), 0.0)
+
+
+def reason_kernel_high(x: Tensor, w: Tensor, *_: Any) -> str:
+    """Why no kernel of ours multiplies these, or ""; the device has been asked before."""
+    return "there is nothing to add up" if 0 in (*x.shape, *w.shape) else ""
+
+
+def kernel_high(x: Tensor, w: Tensor, offsets: GroupOffsets, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+    """`high_matmul` of any dtype."""
+    from quaver.torch.backends.gpu import emulation
+
+    left, right = alike(x, w.reshape(-1, w.shape[2]))
+    return emulation.multiply(left, right, offsets.ends, w.shape[1], dtype, bias)
+
+
+def kernel_high_sums(a: Tensor, b: Tensor, offsets: GroupOffsets, dtype: torch.dtype) -> Tensor:
+    """`high_sums` of any dtype."""
+    from quaver.torch.backends.gpu import emulation
+
+    return emulation.add_up(*alike(a.t(), b.t()), offsets.ends, 1, dtype)
+
+
+def high_group_by_group(x: Tensor, w: Tensor, offsets: GroupOffsets, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+    """`high_matmul` of any dtype, which waits for the offsets."""
+    y = torch.zeros((offsets.rows, w.shape[1]), dtype=dtype, device=x.device)
+    for group, (start, end) in enumerate(offsets.bounds()):
+        if end > start:
+            y[start:end] = _high(x[start:end], w[group], dtype, None if bias is None else bias[group])
+    return y
+
+
+def high_sums_group_by_group(a: Tensor, b: Tensor, offsets: GroupOffsets, dtype: torch.dtype) -> Tensor:
+    """`high_sums` of any dtype, which waits for the offsets."""
+    y = torch.zeros((offsets.groups, a.shape[1], b.shape[1]), dtype=dtype, device=a.device)
+    for group, (start, end) in enumerate(offsets.bounds()):
+        if end > start:
+            y[group] = _high(a[start:end].t(), b[start:end].t(), dtype, None)
+    return y
+
+
+def _high(a: Tensor, b: Tensor, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+    if a.dtype is b.dtype is dtype:
+        return F.linear(a, b, bias)
+    y = a.float() @ b.float().t()
+    return (y if bias is None else y + bias).to(dtype)

@@ -1,0 +1,142 @@
+"""A pass over tensors with everything decided: which kernels are launched, with which numbers, and what they write.
+
+Found out once for tensors that lie alike: a call then makes room for the results, and launches with addresses.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quaver.torch.backends.gpu import launch
+from quaver.torch.backends.gpu.buffers import BufferSpec, pattern, told_of
+from quaver.torch.backends.gpu.device import tables
+
+#: In loops of C.
+address_of = torch.Tensor.data_ptr
+
+
+class LaunchSpec(NamedTuple):
+    """One launch of a pass; what it says is what `launch.launcher` takes."""
+
+    kernel: Any
+    grid: Sequence[int]
+    #: Of the pass's own, in the kernel's order; None where it takes nothing.
+    tensors: Sequence[Tensor | BufferSpec | None]
+    numbers: Sequence[int | float]
+    constants: dict[str, Any]
+    warps: int
+    #: As `launch.KernelLaunch.registers`.
+    registers: int | None = None
+
+    def compiled(self, device: torch.device) -> launch.Run:
+        """The launch as a function of tensors like its own, rooms as their kernel is told of them."""
+        kernel_args = [told_of(x, device) if isinstance(x, BufferSpec) else x for x in self.tensors]
+        return launch.launcher(self.kernel, self.grid, kernel_args, *self[3:])
+
+
+class LaunchPlan:
+    """What is launched on tensors like those given.
+
+    Args:
+        given: tensors like those that a call gives, each an object of its own, the first not None.
+        buffers: what is written; None is what no kernel writes.
+        launches: in their order.
+    """
+
+    __slots__ = ("buffers", "card", "parts", "patterns", "results", "runs", "zeroed")
+
+    def __init__(
+        self, given: Sequence[Tensor | None], buffers: Sequence[BufferSpec | None], launches: Sequence[LaunchSpec]
+    ) -> None:
+        device = given[0].device  # type: ignore[union-attr]
+        self.card, self.buffers = launch.card(device)[:3], [buffer for buffer in buffers if buffer is not None]
+        self.patterns = [pattern(buffer, device) for buffer in self.buffers]
+        #: Which of the rooms must hold zeros at first.
+        self.zeroed = [i for i, buffer in enumerate(self.buffers) if buffer.zeros]
+        #: Of what was written, with None behind it: the rooms as they were asked for.
+        numbers = iter(range(len(buffers)))
+        order = [-1 if buffer is None else next(numbers) for buffer in buffers]
+        self.results: Callable[[list[Any]], Sequence[Any]] = itemgetter(*order) if len(order) > 1 else list
+        places = {id(x): i for i, x in enumerate((*given, *self.buffers)) if x is not None}
+        #: Functions of tensors, and what picks those that they take.
+        self.runs: list[tuple[launch.Run, Callable[..., Any]]] = []
+        for one in launches:
+            taken = itemgetter(*(-1 if x is None else places[id(x)] for x in one.tensors))
+            self.runs.append((one.compiled(device), taken))
+        #: What starts them with addresses, by stream; None where they are interpreted.
+        self.parts: dict[int, list[Any]] | None = {} if all(hasattr(run, "on") for run, _ in self.runs) else None
+
+    def __call__(self, given: Sequence[Tensor | None], addresses: list[int | None]) -> Sequence[Any]:
+        """The rooms, written; None where there is none."""
+        written: list[Any] = list(map(torch.empty_like, self.patterns))
+        for i in self.zeroed:
+            written[i].zero_()
+        index, current, stream_of = self.card
+        if self.parts is None or current() != index:
+            kernel_args = [buffer.kernel_args(x) for x, buffer in zip(written, self.buffers, strict=True)]
+            for run, taken in self.runs:
+                run(*taken((*given, *kernel_args, None)))
+        else:
+            addresses += map(address_of, written)
+            addresses.append(None)
+            stream = stream_of(index)
+            parts = self.parts.get(stream)
+            if parts is None:
+                parts = self.parts[stream] = [(*run.on(stream), taken) for run, taken in self.runs]  # type: ignore[attr-defined]
+            for start, head, tail, taken in parts:
+                start(*(head + taken(addresses) + tail))
+        written.append(None)
+        return self.results(written)
+
+
+class LaunchPlanCache:
+    """Passes of one kind: called with tensors, it decides the pass for such tensors once and runs it.
+
+    Args:
+        decide: (tensors like those given, *decided) to the pass, which follows from the key below alone.
+    """
+
+    def __init__(self, decide: Callable[..., LaunchPlan]) -> None:
+        self.decide = decide
+        self.kept: dict[Any, LaunchPlan] = {}
+        tables.append(self.kept)
+
+    def __call__(self, given: Sequence[Tensor | None], *decided: Hashable, own: Sequence[Tensor | None] = ()) -> Any:
+        """The rooms of the pass.
+
+        Args:
+            given: what it reads, which may lie anywhere; the first not None.
+            decided: what else it follows from.
+            own: what it reads or writes besides: new tensors, whose shapes and strides follow from the others.
+        """
+        facts: list[Any] = [decided, given[0].device]  # type: ignore[union-attr]
+        addresses: list[int | None] = []
+        for x in given:
+            if x is None:
+                facts.append(None)
+                addresses.append(None)
+                continue
+            address = x.data_ptr()
+            facts += x.shape, x.is_contiguous() or x.stride(), x.get_device(), x.dtype, address & 15
+            addresses.append(address)
+        for x in own:
+            if x is None:
+                facts.append(None)
+                addresses.append(None)
+                continue
+            address = x.data_ptr()
+            facts += x.dtype, address & 15
+            addresses.append(address)
+        key, tensors = tuple(facts), (*given, *own)
+        known = self.kept.get(key) or self._keep(key, tensors, decided)
+        return known(tensors, addresses)
+
+    def _keep(self, key: Any, tensors: Sequence[Tensor | None], decided: tuple[Hashable, ...]) -> LaunchPlan:
+        if len(self.kept) >= launch.MOST_KEPT:
+            self.kept.clear()
+        like = [None if x is None else x.detach() for x in tensors]
+        known = self.kept[key] = self.decide(like, *decided)
+        return known

@@ -1,1 +1,0 @@
-"""What mixes the tokens of a sequence on a GPU: quantized attention, scans, convolutions; no projection."""

@@ -1,0 +1,303 @@
+"""One scale for each row: launches for rows, for the rows of the transpose, and for both."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from quaver.kernels import rowwise as kernels
+from quaver.kernels.rowwise import blockwise as blockwise_kernel
+from quaver.kernels.rowwise import squares as squares_kernel
+from quaver.recipes.spec import QuantSpec
+from quaver.torch.backends.gpu.buffers import BufferSpec, row_major
+from quaver.torch.backends.gpu.device import architecture
+from quaver.torch.backends.gpu.launch import multiprocessors
+from quaver.torch.backends.gpu.launch_plan import LaunchPlan, LaunchPlanCache, LaunchSpec
+from quaver.torch.backends.gpu.quantize_launch import SMALL, QuantizeLaunch, RequestedOperands, without_memory, zeros
+from quaver.torch.backends.gpu.tensorwise import (
+    DTYPES,
+    buffer_for_codes,
+    codes_in_words,
+    format_constants,
+    grid,
+    of,
+    padded,
+)
+from quaver.torch.numerics.quantized import Quantized
+
+# ---- rowwise ---------------------------------------------------------------------------------------------
+
+#: The longest row that a program holds.
+LONGEST = 16384
+#: Elements of a program's block, and of one that takes the columns' amaxes too.
+HELD, HELD_BOTH = 8192, 16384
+#: Rows and columns of a program's block, and its warps.
+LONG_BLOCK = 1, 4096, 8
+AMAX_BLOCK = 32, 256, 4
+COLUMN_BLOCK = 128, 64, 4
+
+
+def by_rows(
+    x: Tensor, spec: QuantSpec | None, other: QuantSpec | None, amax: Tensor | None = None
+) -> tuple[Quantized | None, Quantized | None]:
+    """x [rows, k] as it lies by `spec`, its transpose by `other`, each where it is not None.
+
+    Args:
+        x: its last axis contiguous.
+        amax: float32 in the shape of the scales of the one operand that is asked for, or of one element.
+    """
+    rows, k = x.shape
+    given = None if amax is None else amax.expand(k if spec is None else rows, 1).contiguous()
+    q, scale, qt, transposed_scale, *_ = _passes((x, given), spec, other)
+    straight = None if spec is None else Quantized(of(q, k), scale, spec, (rows, k))
+    return straight, None if other is None else Quantized(of(qt, rows), transposed_scale, other, (k, rows))
+
+
+def _pass(given: Sequence[Any], spec: QuantSpec | None, other: QuantSpec | None) -> LaunchPlan:
+    way = _way(given[0], spec, other, RequestedOperands(), given[1])
+    return LaunchPlan(given, way.buffers, way.launches(None, None))
+
+
+_passes = LaunchPlanCache(_pass)
+
+
+def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, wanted: RequestedOperands) -> QuantizeLaunch | None:
+    """`by_rows` of matrices like x, contiguous, whose sides are multiples of 16; without the transpose, or None."""
+    return None if x.shape[1] > LONGEST else _way(without_memory(x), spec, other, wanted)
+
+
+def _way(
+    x: Tensor, spec: QuantSpec | None, other: QuantSpec | None, wanted: RequestedOperands, amax: Tensor | None = None
+) -> QuantizeLaunch:
+    (rows, k), large, kept = x.shape, x.numel() > SMALL, wanted.transpose
+    q = scale = qt = transposed_scale = amax_values = None
+    launches = []
+    if other is not None:
+        qt = codes_in_words(k, rows, other, kept, large or kept)
+        transposed_scale, amax_values = (
+            row_major((k, 1), torch.float32, kept, large or kept),
+            zeros(buffer_for_amax_values(k)),
+        )
+    if spec is not None:
+        fresh = large or wanted.codes
+        q, scale = buffer_for_codes(rows, k, spec, fresh), row_major((rows, 1), torch.float32, fresh=fresh)
+        launches.append(_rows((x, q, scale, amax_values, amax), spec))
+    if other is not None:
+        if spec is None or k > LONGEST:
+            launches.append(_column_amaxes(x, amax_values))
+        launches.append(_columns((x, qt, transposed_scale, amax_values, amax), other))
+    return QuantizeLaunch(x, (q, scale, qt, transposed_scale, None, amax_values), lambda *_: launches)
+
+
+def _rows(tensors: tuple[Any, ...], spec: QuantSpec) -> LaunchSpec:
+    """What writes the operand: of x, its codes, their scales, the columns' amaxes and amaxes given."""
+    x, q, scale, amax_values, given = tensors
+    rows, k = x.shape
+    if k > LONGEST:
+        return _long_rows((x, q, scale, given), spec)
+    bn = max(triton.next_power_of_2(padded(k)), 16)
+    bm, steps = _heights(x, bn, HELD if amax_values is None else HELD_BOTH, amax_values is not None)
+    even = rows % (bm * steps) == 0 and k == bn
+    if not even:
+        # Masks and the columns' amaxes together take more registers than let two programs share a multiprocessor.
+        bm, steps = _heights(x, bn, HELD, amax_values is not None)
+    constants = {
+        "BM": bm,
+        "BN": bn,
+        "STEPS": steps,
+        "EVEN": even,
+        "AMAX_VALUES": amax_values is not None,
+        "GIVEN": given is not None,
+        "dtype": DTYPES[spec.format.name],
+        **format_constants(spec, x.device),
+    }
+    # A program that keeps maxima of columns too fills half of a multiprocessor by itself.
+    warps = 8 if bn < LONGEST else 16 if amax_values is None else 32
+    numbers = (rows, k, x.stride(0), padded(k))
+    return LaunchSpec(kernels.rowwise, (-(-rows // (bm * steps)),), tensors, numbers, constants, warps)
+
+
+def _heights(x: Tensor, bn: int, held: int, amax_values: bool) -> tuple[int, int]:
+    """Rows of a program's block, and how many blocks it takes one after another.
+
+    Fewer programs send fewer maxima of columns; there must be enough for every multiprocessor to have some.
+    """
+    bm = max(held // bn, 1)
+    if not amax_values:
+        return bm, 1
+    return bm, triton.next_power_of_2(max(x.shape[0] // (bm * 4 * multiprocessors(x.device)), 1))
+
+
+def _long_rows(tensors: tuple[Any, ...], spec: QuantSpec) -> LaunchSpec:
+    x, _, _, given = tensors
+    rows, k = x.shape
+    bm, bn, warps = LONG_BLOCK
+    constants = {
+        "BM": bm,
+        "BN": bn,
+        "EVEN": rows % bm == 0 and k % bn == 0,
+        "GIVEN": given is not None,
+        "dtype": DTYPES[spec.format.name],
+        **format_constants(spec, x.device),
+    }
+    numbers = (rows, k, x.stride(0), padded(k))
+    return LaunchSpec(kernels.long_rowwise, (-(-rows // bm),), tensors, numbers, constants, warps)
+
+
+def _column_amaxes(x: Tensor, amax_values: BufferSpec | None) -> LaunchSpec:
+    """Of the bits of the amax of each column."""
+    rows, k = x.shape
+    bm, bn, warps = AMAX_BLOCK
+    across = -(-k // bn)
+    steps = triton.next_power_of_2(max(rows * across // (bm * 8 * multiprocessors(x.device)), 1))
+    programs, tall = grid(-(-rows // (bm * steps)), across)
+    even = rows % (bm * steps) == 0 and k % bn == 0
+    constants = {"BM": bm, "BN": bn, "STEPS": steps, "EVEN": even, "TALL": tall}
+    return LaunchSpec(kernels.column_amax, programs, (x, amax_values), (rows, k, x.stride(0)), constants, warps)
+
+
+def _columns(tensors: tuple[Any, ...], spec: QuantSpec) -> LaunchSpec:
+    """What writes the transpose: of x, its codes as int32, their scales, the columns' amaxes and amaxes given."""
+    x, _, _, _, given = tensors
+    rows, k = x.shape
+    bm, bn, warps = COLUMN_BLOCK
+    down, across = -(-padded(rows) // bm), -(-k // bn)
+    programs, tall = grid(down, across)
+    constants = {
+        "BM": bm,
+        "BN": bn,
+        "EVEN": rows % bm == 0 and k % bn == 0,
+        "GIVEN": given is not None,
+        "TALL": tall,
+        "dtype": DTYPES[spec.format.name],
+        **format_constants(spec, x.device),
+    }
+    numbers = (rows, k, x.stride(0), padded(rows) // 16, down)
+    return LaunchSpec(kernels.columnwise, programs, tensors, numbers, constants, warps)
+
+
+def buffer_for_amax_values(k: int) -> int:
+    """Numbers where the amaxes of k columns are collected, and those who read them counted."""
+    return k + -(-k // COLUMN_BLOCK[1])
+
+
+# ---- blockwise -------------------------------------------------------------------------------------------
+# One scale for 128 elements of a row, or for a square of 128 by 128: launches, and scales as cuBLAS reads them.
+#
+# Scales of runs lie block by block, [blocks, rows], and those of squares row by row, [blocks of rows, blocks of k],
+# each row of them padded to a multiple of four.
+# Source: torch's aten/src/ATen/native/cuda/ScaledBlas.cpp for the strides.
+
+BLOCK = 128
+#: Warps of a program that writes the transpose, and of one that does not.
+WARPS, ROW_WARPS = 8, 4
+#: Registers of a thread with which three programs that write both share a multiprocessor: one computes while two load.
+REGISTERS = 80
+
+
+def by_blocks(
+    x: Tensor, spec: QuantSpec | None, other: QuantSpec | None, amax: Tensor | None = None
+) -> tuple[Quantized | None, Quantized | None]:
+    """x [rows, k] as it lies by `spec`, its transpose by `other`, each where it is not None, from one read of x.
+
+    Args:
+        x: its last axis contiguous.
+        amax: float32 in the shape of the scales of what is asked for, or of one element; None measures it.
+    """
+    rows, k = x.shape
+    known = spec or other
+    assert known is not None
+    square = known.block[0] == BLOCK
+    scales = _shape(*((k, rows) if spec is None else (rows, k)), square)
+    given = None if amax is None else _as_scales(amax, scales, square)
+    q, scale, qt, transposed_scale, _ = _passes_blockwise((x, given), spec, other)
+    return _operand_of(q, scale, spec, rows, k), _operand_of(qt, transposed_scale, other, k, rows)
+
+
+def _pass_blockwise(given: Sequence[Any], spec: QuantSpec | None, other: QuantSpec | None) -> LaunchPlan:
+    way = _way_blockwise(given[0], spec, other, RequestedOperands(), given[1])
+    return LaunchPlan(given, way.buffers, way.launches(None, None))
+
+
+_passes_blockwise = LaunchPlanCache(_pass_blockwise)
+
+
+def decided_blockwise(
+    x: Tensor, spec: QuantSpec, other: QuantSpec | None, wanted: RequestedOperands
+) -> QuantizeLaunch | None:
+    """`by_blocks` of matrices like x, contiguous, whose sides are multiples of 16; both operands, in runs, or None."""
+    return None if other is None or spec.block[0] == BLOCK else _way_blockwise(without_memory(x), spec, other, wanted)
+
+
+def _way_blockwise(
+    x: Tensor, spec: QuantSpec | None, other: QuantSpec | None, wanted: RequestedOperands, amax: Tensor | None = None
+) -> QuantizeLaunch:
+    (rows, k), large, kept = x.shape, x.numel() > SMALL, wanted.transpose
+    q = scale = qt = transposed_scale = None
+    if spec is not None:
+        fresh = large or wanted.codes
+        q, scale = buffer_for_codes(rows, k, spec, fresh), _buffer(rows, k, spec, fresh)
+    if other is not None:
+        qt = codes_in_words(k, rows, other, kept, large or kept)
+        transposed_scale = _buffer(k, rows, other, large or kept)
+    one = spec or other
+    assert one is not None
+    launches = [_launch((x, q, qt, scale, transposed_scale, amax), one)]
+    return QuantizeLaunch(x, (q, scale, qt, transposed_scale, None), lambda *_: launches)
+
+
+def _operand_of(q: Tensor | None, scale: Tensor | None, spec: QuantSpec | None, rows: int, k: int) -> Quantized | None:
+    if q is None or spec is None or scale is None:
+        return None
+    return Quantized(of(q, k), scale[:, : -(-k // BLOCK)], spec, (rows, k))
+
+
+def _shape(rows: int, k: int, square: bool) -> tuple[int, int]:
+    """Of the scales of an operand [rows, k], as they lie: those of runs are read the other way round."""
+    blocks = -(-k // BLOCK)
+    return (-(-rows // BLOCK), -(-blocks // 4) * 4) if square else (blocks, rows)
+
+
+def _buffer(rows: int, k: int, spec: QuantSpec, fresh: bool) -> BufferSpec:
+    """Room for those scales; zeros fill the rows of squares'."""
+    square = spec.block[0] == BLOCK
+    buffer = row_major(_shape(rows, k, square), torch.float32, not square, fresh)
+    return buffer._replace(zeros=square and -(-k // BLOCK) % 4 != 0)
+
+
+def _as_scales(amax: Tensor, shape: tuple[int, int], square: bool) -> Tensor:
+    """An amax that was given as the scales lie."""
+    if amax.numel() == 1:
+        return amax.reshape(1, 1).expand(shape).contiguous()
+    if not square:
+        return amax.t().contiguous()
+    return torch.nn.functional.pad(amax, (0, shape[1] - amax.shape[1])).contiguous()
+
+
+def _launch(tensors: tuple[Any, ...], spec: QuantSpec) -> LaunchSpec:
+    """Of x, its codes, its transpose's as int32, the scales of both, and amaxes given; None where they are not."""
+    x, q, qt, _, _, given = tensors
+    rows, k = x.shape
+    programs, tall = grid(-(-rows // BLOCK), -(-k // BLOCK))
+    constants = {
+        "BM": BLOCK,
+        "BN": BLOCK,
+        "EVEN": rows % BLOCK == 0 and k % BLOCK == 0,
+        "ROWS": q is not None,
+        "COLUMNS": qt is not None,
+        "GIVEN": given is not None,
+        "TALL": tall,
+        "dtype": DTYPES[spec.format.name],
+        **format_constants(spec, x.device),
+    }
+    square = spec.block[0] == BLOCK
+    apart = 0 if q is None else _shape(rows, k, square)[1], 0 if qt is None else _shape(k, rows, square)[1]
+    numbers = (rows, k, x.stride(0), 0 if q is None else padded(k), 0 if qt is None else padded(rows) // 16, *apart)
+    kernel = squares_kernel if square else blockwise_kernel
+    warps = ROW_WARPS if qt is None else WARPS
+    # Divisions for scales that are no powers of two take more, and so do float32 and codes rounded on their bits.
+    few = spec.power_of_two and constants["EVEN"] and x.element_size() == 2 and architecture(x.device) >= 90
+    both = q is not None and qt is not None and not square
+    return LaunchSpec(kernel, programs, tensors, numbers, constants, warps, REGISTERS if both and few else None)

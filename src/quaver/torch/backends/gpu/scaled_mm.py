@@ -1,0 +1,582 @@
+"""matmul by cuBLASLt, by way of `torch.nn.functional.scaled_mm`: which of its kinds takes two specs, and what it wants.
+
+What a GEMM is for is asked of it once: for each device, pair of specs, output and class of shapes a small product is
+computed and compared with the decoded one. A GEMM that refuses or differs is not used, and `explain` says why.
+
+Source: the checks of torch's aten/src/ATen/native/cuda/ScaledBlas.cpp (2.13); cuBLAS's documentation of cublasLtMatmul.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import ScalingType, SwizzleType, pad, scaled_mm
+
+from quaver.recipes.formats import E4M3, E5M2
+from quaver.recipes.spec import QuantSpec
+from quaver.torch.backends.gpu import capture
+from quaver.torch.backends.gpu.device import architecture, recorded_arch, refusal, why_no_kernels
+from quaver.torch.numerics import reference
+from quaver.torch.numerics.quantized import FLOAT8, Quantized, filled, pack, spread, swizzle
+
+# ---- operands --------------------------------------------------------------------------------------------
+# How the operands of a scaled GEMM are handed over: data row by row, scales in the order of their kind.
+#
+# What the kernels write is taken as it is; anything else, such as what was quantized by plain torch operations, is
+# brought into that layout first.
+#
+# Source: torch's aten/src/ATen/native/cuda/ScaledBlas.cpp for the shapes and strides.
+
+#: Bytes that a row is a multiple of.
+LINE = 16
+
+
+def matrix(q: Quantized) -> Tensor:
+    """The codes [rows, k] row by row, rows filled with zeros to a multiple of 16 bytes.
+
+    A turned operand is transposed, and lies so from then on.
+    """
+    if q.transposed:
+        settle(q)
+    codes = q.data
+    rows, width = codes.shape
+    length, whole = codes.stride(0), -(-width // LINE) * LINE
+    if codes.stride(1) != 1 or length % LINE or codes.data_ptr() % LINE:
+        codes = filled(codes, whole)
+    elif whole != width:
+        codes = codes.as_strided((rows, whole), (length, 1)) if _ends_in_zeros(codes, whole) else filled(codes, whole)
+    return codes.view(torch.float4_e2m1fn_x2) if q.spec.format.packed else codes
+
+
+def any_matrix(q: Quantized) -> Tensor:
+    """The codes [rows, k] as they lie, for GEMMs that read them in either direction."""
+    codes = q.data
+    fits = q.transposed and not (codes.shape[0] % LINE or codes.stride(0) % LINE or codes.data_ptr() % LINE)
+    return codes.t() if fits and codes.stride(1) == 1 and codes.shape[1] % LINE == 0 else matrix(q)
+
+
+def settle(q: Quantized) -> None:
+    """Make an operand lie as it is read."""
+    scale = q.plain_scale().t() if isinstance(q.scale, Tensor) else q.scale
+    q.data = pack(q.codes()) if q.spec.format.packed else transpose(q.data)
+    q.scale = scale
+    q.transposed = q.swizzled = False
+    q.decoded = None
+
+
+def transpose(codes: Tensor) -> Tensor:
+    """Eight-bit codes [rows, k] to [k, rows], the rows filled with zeros."""
+    if not why_no_kernels(codes.device):
+        from quaver.torch.backends.gpu import tensorwise as kernel
+
+        return kernel.transpose(codes)
+    rows = codes.shape[0]
+    return filled(codes.t(), -(-rows // LINE) * LINE)[:, :rows]
+
+
+def _ends_in_zeros(codes: Tensor, whole: int) -> bool:
+    """True if zeros fill the ends of rows, as `Quantized` describes it."""
+    buffer = codes.untyped_storage().nbytes() - codes.storage_offset()
+    return codes.stride(0) == whole and buffer >= codes.shape[0] * whole
+
+
+def scales(q: Quantized, kind: str, right: bool) -> list[Tensor]:
+    """An operand's scales as a kind of GEMM takes them: `gpu.scaled_mm.ScaledGemmKind`. The operand is not turned."""
+    if kind == "one":
+        return [_one(q.device)]
+    if kind == "nv":
+        assert q.tensor_factor is not None
+        return [_swizzled(q).view(torch.float8_e4m3fn), 1.0 / q.tensor_factor]
+    if kind == "mx":
+        return [_swizzled(q).view(torch.float8_e8m0fnu)]
+    scale = q.scale
+    if not isinstance(scale, Tensor):
+        scale = torch.full((1, 1), scale, dtype=torch.float32, device=q.device)
+    if kind == "row":
+        rows = scale if scale.shape[0] == q.shape[0] else scale.expand(q.shape[0], 1)
+        rows = rows if rows.is_contiguous() else rows.contiguous()
+        if right:
+            return [rows.view(1, -1)]
+        # A stride along one column means nothing, but it is looked at.
+        return [rows if rows.stride(1) == 1 else rows.view(-1).unsqueeze(1)]
+    if kind == "1x128":
+        return [by_columns(scale)]
+    return [scale if kind == "tensor" else _squares(scale)]
+
+
+def by_columns(scale: Tensor) -> Tensor:
+    """[rows, blocks], strides (1, rows)."""
+    rows, blocks = scale.shape
+    if scale.stride(0) != 1 or (scale.stride(1) != rows and blocks > 1):
+        scale = scale.t().contiguous()
+    return scale.as_strided((rows, blocks), (1, rows))
+
+
+def _squares(scale: Tensor) -> Tensor:
+    """[blocks of rows, blocks of k] as [blocks of k rounded up to 4, blocks of rows], the first axis contiguous."""
+    rows, blocks = scale.shape
+    whole = -(-blocks // 4) * 4
+    buffer = scale.untyped_storage().nbytes() // 4 - scale.storage_offset()
+    if scale.stride(1) != 1 or scale.stride(0) != whole or buffer < rows * whole:
+        scale = pad(scale, (0, whole - blocks)).contiguous()
+    return scale.as_strided((whole, rows), (1, whole))
+
+
+def _swizzled(q: Quantized) -> Tensor:
+    assert isinstance(q.scale, Tensor)
+    if q.swizzled:
+        return q.scale
+    scale = q.scale
+    if scale.dtype is torch.float32:
+        # Powers of two in wider blocks: the exponent field is the E8M0 code, of NaN too.
+        codes = (scale.contiguous().view(torch.int32) >> 23).to(torch.uint8)
+        scale = codes.repeat_interleave(4, 1)[:, : -(-q.shape[1] // 32)]
+    return swizzle(spread(scale, (q.spec.block[0], 1), (q.shape[0], scale.shape[1])))
+
+
+_ones: dict[torch.device, Tensor] = {}
+
+
+def _one(device: torch.device) -> Tensor:
+    one = _ones.get(device)
+    if one is None:
+        with torch.inference_mode(False):
+            one = torch.ones((1, 1), dtype=torch.float32, device=device)
+        if capture.capturing(device):
+            # Memory of the graph, filled at each replay: of no use to anything else.
+            return one
+        if device.type == "cuda":
+            # Other streams do not wait for this one.
+            torch.cuda.current_stream(device).synchronize()
+        # Another thread may have made one.
+        one = _ones.setdefault(device, one)
+    return one
+
+
+# ---- products --------------------------------------------------------------------------------------------
+# GEMMs of bf16 values with float32 sums, where a product becomes a result by one rounding.
+#
+# torch's default lets cuBLAS add up parts of a sum in the output's dtype where it splits the sum over multiprocessors
+# that the output leaves idle (`allow_bf16_reduced_precision_reduction`): in bf16 each part would be rounded. The
+# setting is the process's, which the library does not change, so a product whose output does not fill a GPU is written
+# in float32, whose parts are float32 too, and rounded by a launch more.
+#
+# Source: cuBLAS's documentation of CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION; torch's notes on numerical
+# accuracy.
+
+#: The oldest capability with bf16 tensor cores.
+HALF = 80
+#: Elements of an output that leaves no multiprocessor idle: four tiles of 256 × 128 for each of some 130.
+FILLS = 1 << 24
+
+
+def fills(m: int, n: int) -> bool:
+    """True if the sums of an output [m, n] are not split, so that a GEMM may write bf16 itself."""
+    return m * n >= FILLS
+
+
+def wide(x: Tensor, y: Tensor) -> Tensor:
+    """x @ y in float32, of two bf16 matrices or in true float32, whatever the process allows torch."""
+    if x.is_cuda:
+        if x.dtype is y.dtype is torch.bfloat16 and torch.version.hip is None and architecture(x.device) >= HALF:
+            return torch.mm(x, y, out_dtype=torch.float32)
+        if torch.backends.cuda.matmul.fp32_precision not in ("none", "ieee"):
+            # TF32 would round the operands, and the setting is the process's: other threads would see it change.
+            return (x.double() @ y.double()).float()
+    return x.float() @ y.float()
+
+
+def narrow(x: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
+    """x @ y + bias of bf16 matrices in bf16, where the output `fills` a GPU."""
+    if x.is_cuda:
+        return torch.mm(x, y) if bias is None else torch.addmm(bias, x, y)
+    z = x.float() @ y.float()
+    return (z if bias is None else z.add_(bias)).to(torch.bfloat16)
+
+
+# ---- decoded ---------------------------------------------------------------------------------------------
+# matmul where no native GEMM takes the operands: they are decoded to bf16 and multiplied with float32 sums.
+#
+# Every FP8 and E2M1 value is a bf16 value, also times a power of two or an E4M3 scale, and products of two are exact in
+# float32. So scales of blocks of k are folded into the values, and those of tensors and rows into the product. What the
+# library quantizes stays within bf16's normal range, but for values that round up to 2**128, which neither bf16 nor
+# float32 has: they are held to bf16's largest number. Blocks of k whose scales are no powers of two have no bf16
+# values: they are decoded to float32 and multiplied in true float32.
+
+#: What a kernel reads a bias in.
+READ = torch.float32, torch.bfloat16, torch.float16
+
+
+def matmul(
+    a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None = None, fast_accum: bool = False
+) -> Tensor:
+    """a [m, k] @ b [n, k].T + bias.
+
+    Bounded: relative RMS below 1e-6 of float64 on the same operands for float32 output.
+    """
+    if 0 in (a.shape[0], *b.shape):
+        return reference.matmul(a, b, dtype, bias)
+    (x, of_rows), (y, of_columns) = decode(a), decode(b)
+    half = x.dtype is y.dtype is dtype is torch.bfloat16 and (bias is None or bias.dtype is dtype)
+    if of_rows is None and of_columns is None and half and fills(a.shape[0], b.shape[0]):
+        return narrow(x, y.t(), bias)
+    return finished(wide(x, y.t()), dtype, bias, of_rows, of_columns)
+
+
+def finished(
+    z: Tensor, dtype: torch.dtype, bias: Tensor | None, of_rows: Tensor | None = None, of_columns: Tensor | None = None
+) -> Tensor:
+    """A float32 product [m, n], which may be overwritten, times the scales of a's rows and b's, plus a bias: in dtype,
+    by one launch where there are kernels."""
+    if of_rows is None and of_columns is None and bias is None:
+        return z.to(dtype)
+    if not why_no_kernels(z.device) and (bias is None or bias.dtype in READ):
+        from quaver.torch.backends.gpu.emulation import fold
+
+        return fold(z, dtype, bias, of_rows, of_columns)
+    z = rescale(z, *(s for s in (of_rows, None if of_columns is None else of_columns.t()) if s is not None))
+    return (z if bias is None else z.add_(bias)).to(dtype)
+
+
+def decode(q: Quantized) -> tuple[Tensor, Tensor | None]:
+    """An operand as bf16 values [rows, k] (float32 where bf16 cannot hold them), and what multiplies each row of its
+    product: float32 [rows or 1, 1], or None."""
+    outer = None
+    if q.spec.two_level:
+        assert q.tensor_factor is not None
+        outer = 1.0 / q.tensor_factor
+    elif q.spec.block[1] is None:
+        outer = q.scales()
+        outer = outer if outer.shape[0] == 1 else _of_rows(outer, q)
+    half = outer is not None or q.spec.power_of_two
+    return _values(q, torch.bfloat16 if half else torch.float32), outer
+
+
+def _of_rows(scales: Tensor, q: Quantized) -> Tensor:
+    """Scales of blocks of rows [blocks, 1] to one a row."""
+    return spread(scales, (q.spec.block[0], 1), (q.shape[0], 1))
+
+
+def _values(q: Quantized, dtype: torch.dtype) -> Tensor:
+    """The data [rows, k] times the scales of their blocks of k, without those of rows and of the tensor."""
+    if not why_no_kernels(q.device):
+        from quaver.torch.backends.gpu import decode as kernel
+
+        if not kernel.reason(q, dtype, False):
+            return kernel.decode(q, dtype, False)
+    if q.spec.block[1] is None:
+        values = (q.data if q.data.is_floating_point() else q.lying_values()).to(dtype)
+        return values.t() if q.transposed else values
+    if q.spec.two_level:
+        scales = q.plain_scale().view(torch.float8_e4m3fn).to(torch.float32)
+        scales = scales.t() if q.transposed else scales
+    else:
+        scales = q.scales()
+    most = torch.finfo(dtype).max
+    return q.values().mul_(spread(scales, q.spec.block, q.shape)).clamp_(-most, most).to(dtype)
+
+
+def rescale(y: Tensor, *scales: Tensor) -> Tensor:
+    """y × each scale, in place. In halves, since one scale may take a value out of the range where both do not."""
+    halves = [_halves(s) for s in scales]
+    for part in (0, 1):
+        for pair in halves:
+            y = y.mul_(pair[part])
+    return y
+
+
+def _halves(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Two factors of about the same size, the first a power of two; NaN in the second."""
+    first = ((((scale.view(torch.int32) >> 23) & 0xFF) + 127 >> 1) << 23).view(torch.float32)
+    return first, scale / first
+
+
+# ---- scaled mm -------------------------------------------------------------------------------------------
+
+
+class ScaledGemmKind(NamedTuple):
+    """A kind of scaled GEMM."""
+
+    #: Names what of an operand a scale is for; also of `gpu.scaled_mm.scales`.
+    a: str
+    b: str
+    #: Capabilities that have it, the first and the last.
+    first: int
+    last: int = 999
+    #: True if it leaves out all scales: they go on its float32 output.
+    bare: bool = False
+    #: True if it reads transposes where they lie.
+    loose: bool = False
+
+
+#: What is tried for two operands, by what their scales are for, in order of preference.
+KINDS: dict[tuple[str, ...], tuple[ScaledGemmKind, ...]] = {
+    ("tensor", "tensor"): (ScaledGemmKind("tensor", "tensor", 100, loose=True), ScaledGemmKind("tensor", "tensor", 89)),
+    ("row", "row"): (ScaledGemmKind("row", "row", 89), ScaledGemmKind("one", "one", 89, bare=True)),
+    ("1x128", "128x128"): (ScaledGemmKind("1x128", "128x128", 90, 90),),
+    ("128x128", "1x128"): (ScaledGemmKind("128x128", "1x128", 90, 90),),
+    ("1x128", "1x128"): (ScaledGemmKind("1x128", "1x128", 90, 90),),
+    ("mx", "mx"): (ScaledGemmKind("mx", "mx", 100),),
+    ("nv", "nv"): (ScaledGemmKind("nv", "nv", 100),),
+}
+SCALING = {
+    "tensor": [ScalingType.TensorWise],
+    "one": [ScalingType.TensorWise],
+    "row": [ScalingType.RowWise],
+    "1x128": [ScalingType.BlockWise1x128],
+    "128x128": [ScalingType.BlockWise128x128],
+    "mx": [ScalingType.BlockWise1x32],
+    "nv": [ScalingType.BlockWise1x16, ScalingType.TensorWise],
+}
+SWIZZLE = {"mx": [SwizzleType.SWIZZLE_32_4_4], "nv": [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]}
+#: Kinds that can accumulate faster and coarser.
+FAST = ("tensor", "row", "one")
+#: What a probe may be off by: it looks for scales that are read wrongly, not for roundings.
+TOLERANCE = 2.0**-5
+
+
+class GemmChoice(NamedTuple):
+    """How all calls of a class are computed."""
+
+    #: The kind of GEMM; None if no native one computes them.
+    kind: ScaledGemmKind | None
+    #: Why no native GEMM computes them, or "".
+    why: str
+    #: The dtype that the GEMM writes.
+    out: torch.dtype
+    #: True if the GEMM adds the bias.
+    adds: bool
+    #: Held, so that no other spec gets an identity of theirs.
+    specs: tuple[QuantSpec, QuantSpec]
+
+
+#: Where a layer has transposes: the left operand of dgrad and of wgrad, and whether it is one; the right one always is.
+WHOLE = QuantSpec(E4M3)
+TRANSPOSED = ((QuantSpec(E5M2), False), (QuantSpec(E5M2), True), (WHOLE, True))
+
+_ways: dict[tuple[object, ...], GemmChoice] = {}
+_transposes: dict[tuple[torch.device, int], bool] = {}
+
+
+def reason(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None, fast_accum: bool = False) -> str:
+    """Why no native GEMM takes these operands, or ""; the device has been asked before."""
+    return way(a, b, dtype, bias).why
+
+
+def scaled_matmul(
+    a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None = None, fast_accum: bool = False
+) -> Tensor:
+    """a [m, k] @ b [n, k].T + bias, natively where that can be, else decoded.
+
+    Bounded: fast accumulation on Ada and Hopper keeps 13 bits of a sum, and cuBLASLt's usual one float32's, added up in
+    an order of its own. Not measured on a GPU yet.
+    """
+    chosen = way(a, b, dtype, bias)
+    if chosen.kind is None:
+        return matmul(a, b, dtype, bias)
+    return _run(chosen, a, b, dtype, bias, fast_accum)
+
+
+def way(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None) -> GemmChoice:
+    """How a call like this one is computed, decided once."""
+    (m, k), n = a.shape, b.shape[0]
+    shapes = _evenness(m), n & 15 > 0, _evenness(k, 128), m == 0 or n == 0 or k == 0, a.transposed, b.transposed
+    device = a.data.device
+    key = (id(a.spec), id(b.spec), dtype, None if bias is None else bias.dtype, device, shapes, architecture(device))
+    chosen = _ways.get(key)
+    if chosen is None:
+        chosen = _decide(a, b, dtype, None if bias is None else bias.dtype)
+        if not capture.capturing(device):
+            _ways[key] = chosen
+    return chosen
+
+
+def _evenness(size: int, most: int = 16) -> int:
+    """The largest power of two up to `most` that divides a size: rules of cuBLASLt ask for nothing else."""
+    return min(size & -size, most)
+
+
+def reads_transposes(device: torch.device) -> bool:
+    """True if GEMMs of two scales read a transpose where it lies, in each place where a layer has one; tried once.
+
+    From Blackwell on they may: which card and which version of cuBLASLt does is not known beforehand.
+    """
+    arch = architecture(device)
+    if arch < 100:
+        return False
+    if recorded_arch() is not None or device.type == "meta":
+        return True
+    known = _transposes.get((device, arch))
+    if known is None:
+        known = all(_reads(device, *one) for one in TRANSPOSED)
+        if not capture.capturing(device):
+            _transposes[device, arch] = known
+    return known
+
+
+def _reads(device: torch.device, left: QuantSpec, transposed: bool) -> bool:
+    """Whether the kind that reads transposes takes these: the left operand, turned or not, and a turned right one."""
+    codes = torch.empty((128, 128), dtype=torch.uint8, device=device)
+    scale = torch.ones((1, 1), dtype=torch.float32, device=device)
+    a, b = (
+        Quantized(codes.view(FLOAT8[spec.format.name]), scale, spec, (128, 128), lies)
+        for spec, lies in ((left, transposed), (WHOLE, True))
+    )
+    kind = way(a, b, torch.bfloat16, None).kind
+    return kind is not None and kind.loose
+
+
+def role(spec: QuantSpec) -> str:
+    """What an operand's scales are for, as the table names it; "" where no GEMM knows them."""
+    if spec.two_level:
+        return "nv" if spec.block[1] == 16 and spec.block[0] in (1, 16) else ""
+    if spec.format.name not in FLOAT8:
+        return ""
+    if spec.scale != "e8m0" and spec.block[1] is None:
+        return {None: "tensor", 1: "row"}.get(spec.block[0], "")
+    if spec.format != E4M3:
+        # torch takes E5M2 with one scale for a tensor or a row alone.
+        return ""
+    if spec.scale == "e8m0":
+        return "mx" if spec.block[1] == 32 and spec.block[0] in (1, 32) else ""
+    return "1x128" if spec.block == (1, 128) else "128x128" if spec.block == (128, 128) else ""
+
+
+def unavailable(a: QuantSpec, b: QuantSpec, device: torch.device) -> str:
+    """Why a device multiplies no operands of two specs natively, or ""; without trying."""
+    arch, roles = architecture(device), _roles(a, b, device)
+    if roles not in KINDS:
+        return f"cuBLASLt has no GEMM for {a} by {b}"
+    kind = KINDS[roles][-1]
+    if not kind.first <= arch <= kind.last:
+        return f"cuBLASLt multiplies {a} by {b} {_where(kind)}, and this GPU is sm_{arch}"
+    if a.format.name == b.format.name == "e5m2":
+        return "CUDA does not multiply E5M2 by E5M2"
+    return ""
+
+
+def why_not_native(a: QuantSpec, b: QuantSpec, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str:
+    """Why a device multiplies no operands of two specs natively, or ""; the device is asked, with even sizes."""
+    why = unavailable(a, b, device)
+    if why or recorded_arch() is not None or device.type == "meta":
+        return why
+    scale = torch.ones((1, 1), dtype=torch.float32, device=device)
+    codes = torch.empty((128, 128), dtype=torch.uint8, device=device)
+    left, right = (Quantized(codes, scale, spec, (128, 128)) for spec in (a, b))
+    return way(left, right, dtype, None).why
+
+
+def _roles(a: QuantSpec, b: QuantSpec, device: torch.device) -> tuple[str, ...]:
+    roles = role(a), role(b)
+    if set(roles) == {"tensor", "row"}:
+        return "row", "row"
+    if set(roles) <= {"1x128", "128x128"} and a.power_of_two and b.power_of_two and architecture(device) >= 100:
+        # Blackwell has narrower blocks alone, whose scales are powers of two: one of them four times does.
+        return "mx", "mx"
+    return roles
+
+
+def _decide(a: Quantized, b: Quantized, dtype: torch.dtype, bias: torch.dtype | None) -> GemmChoice:
+    device, specs = a.data.device, (a.spec, b.spec)
+    why = "there is nothing to add up" if 0 in (*a.shape, b.shape[0]) else unavailable(a.spec, b.spec, device)
+    if not why and b.shape[0] % 16:
+        why = f"the output has {b.shape[0]} columns; cuBLASLt takes multiples of 16"
+    arch, refusal = architecture(device), ""
+    for kind in () if why else KINDS[_roles(a.spec, b.spec, device)]:
+        if not kind.first <= arch <= kind.last or _leaves_the_stream(kind, arch):
+            continue
+        for adds in _additions(kind, dtype, bias):
+            out = dtype if (bias is None or adds) and not kind.bare else torch.float32
+            chosen = GemmChoice(kind, "", out, adds, specs)
+            why = "" if capture.capturing(device) else _probe(chosen, a, b, dtype, bias)
+            if not why:
+                return chosen
+            refusal = refusal or why
+    return GemmChoice(None, why or refusal, dtype, False, specs)
+
+
+def _leaves_the_stream(kind: ScaledGemmKind, arch: int) -> bool:
+    """Whether a GEMM is launched on the default stream, not the current one: pytorch/pytorch#177651, mended in 2.12."""
+    return kind.a == "row" and arch == 89 and torch.__version__ < "2.12"
+
+
+def _additions(kind: ScaledGemmKind, dtype: torch.dtype, bias: torch.dtype | None) -> tuple[bool, ...]:
+    """Whether the GEMM adds the bias itself: tried first where it can, and then without, the bias added after it."""
+    return (True, False) if bias is dtype and dtype is not torch.float32 and not kind.bare else (False,)
+
+
+def _where(kind: ScaledGemmKind) -> str:
+    return f"from sm_{kind.first} on" if kind.last == 999 else f"on sm_{kind.first} alone"
+
+
+def _run(
+    chosen: GemmChoice, a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
+) -> Tensor:
+    kind = chosen.kind
+    assert kind is not None
+    lay = any_matrix if kind.loose else matrix
+    y = scaled_mm(
+        lay(a),
+        lay(b).t(),
+        scales(a, kind.a, False),
+        SCALING[kind.a],
+        scales(b, kind.b, True),
+        SCALING[kind.b],
+        SWIZZLE.get(kind.a),
+        SWIZZLE.get(kind.b),
+        bias if chosen.adds else None,
+        chosen.out,
+        (),
+        fast_accum and kind.a in FAST,
+    )
+    if kind.bare:
+        return finished(y, dtype, bias, a.scales(), b.scales())
+    if bias is not None and not chosen.adds:
+        y = y.add_(bias)
+    return y if y.dtype is dtype else y.to(dtype)
+
+
+def _probe(chosen: GemmChoice, a: Quantized, b: Quantized, dtype: torch.dtype, bias: torch.dtype | None) -> str:
+    """Try a small product of the same class: "" or why the call is not computed in this way."""
+    device = a.data.device
+    m, k, n = 160 + _evenness(a.shape[0]) % 16, 640 + _evenness(a.shape[1], 128) % 128, 144
+    generator = torch.Generator("cpu").manual_seed(0)
+    left, right = (_made_like(_uneven(rows, k, generator), like, device) for rows, like in ((m, a), (n, b)))
+    extra = None if bias is None else torch.randn(n, generator=generator, dtype=torch.float32, device="cpu")
+    extra = None if extra is None else extra.to(device, bias)
+    try:
+        y = _run(chosen, left, right, dtype, extra, False)
+        expected = matmul(left, right, torch.float32, extra)
+        off = ((y.float() - expected).norm() / expected.norm()).item()
+    except torch.OutOfMemoryError:
+        # Says nothing of the GEMM.
+        raise
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        return refusal(error, device)
+    return "" if off < TOLERANCE else f"a probe of it was off by {off:.2g} of the result"
+
+
+def _uneven(rows: int, k: int, generator: torch.Generator) -> Tensor:
+    """Numbers whose blocks, of any size that has scales, differ in their scales from their neighbours."""
+    x = torch.randn((rows, k), generator=generator, dtype=torch.float32, device="cpu").mul_(4.0)
+    for height, width in ((1, k), (16, 16), (128, 128)):
+        shape = -(-rows // height), -(-k // width)
+        part = torch.randint(4, shape, generator=generator, dtype=torch.float32, device="cpu").neg_().exp2_()
+        x *= spread(part, (height, width), (rows, k))
+    return x
+
+
+def _made_like(x: Tensor, like: Quantized, device: torch.device) -> Quantized:
+    """x by a spec, nearest and without what goes before the rounding; on a device, lying as an operand lies."""
+    spec = QuantSpec(like.spec.format, like.spec.block, like.spec.scale)
+    transposed = like.transposed and spec.block[0] == spec.block[1]
+    # A transpose lies row by row as every operand does, or it would be brought into order before the GEMM sees it.
+    q = reference.quantize(x.t().contiguous() if transposed else x, spec)
+    return Quantized(
+        q.data.to(device),
+        q.scale.to(device) if isinstance(q.scale, Tensor) else q.scale,
+        like.spec,
+        (x.shape[0], x.shape[1]),
+        transposed,
+        None if q.tensor_factor is None else q.tensor_factor.to(device),
+    )

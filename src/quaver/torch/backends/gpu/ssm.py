@@ -1,0 +1,485 @@
+"""The causal convolution before a scan on a GPU: which tensors its kernels take, and over which grids they run.
+
+The numbers are those of `quaver.torch.nn.ssm.causal_conv` within its bounds.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quaver.kernels.causal_conv import causal_conv1d, causal_conv1d_backward, causal_conv1d_backward_input
+from quaver.kernels.ssm import (
+    chunk_scan,
+    chunk_scan_backward,
+    chunk_scan_backward_pairs,
+    chunk_scan_backward_rows,
+    chunk_states,
+    pass_states,
+    steps,
+    steps_backward,
+)
+from quaver.torch.backends.gpu.activation import KINDS
+from quaver.torch.backends.gpu.buffers import BufferSpec, whole
+from quaver.torch.backends.gpu.cross_entropy import sum_launch
+from quaver.torch.backends.gpu.device import architecture
+from quaver.torch.backends.gpu.fused_quantize import DTYPES
+from quaver.torch.backends.gpu.launch import aligned, multiprocessors, power_above
+from quaver.torch.backends.gpu.launch_plan import LaunchPlan, LaunchPlanCache, LaunchSpec
+from quaver.torch.backends.gpu.ssm_chunks import MOST, ChunkTable, chunks_of
+
+# ---- convolution -----------------------------------------------------------------------------------------
+
+#: The most taps, of which each is a read of a tile and code of its own.
+TAPS = 16
+#: Tokens, channels and warps of a program.
+TILE = 64, 64, 4
+
+
+def reason(
+    x: Tensor, weight: Tensor, bias: Tensor | None, initial: Tensor | None, cu_seqlens: Tensor | None, activation: str
+) -> str:
+    """Why no kernel convolves x [B, T, channels], or ""; the device has been asked before."""
+    odd = {t.dtype for t in (x, weight, bias, initial) if t is not None} - set(DTYPES)
+    if odd:
+        return f"its kernels read float32, bfloat16 and float16, not {odd.pop()}"
+    if weight.shape[1] > TAPS:
+        return f"its kernels take {TAPS} taps at most, not {weight.shape[1]}"
+    if activation not in KINDS or KINDS[activation].gated:
+        return f"its kernels know no {activation!r} of one tensor"
+    if not x.numel():
+        return "there is nothing to convolve"
+    return "there are more tokens than kernels count" if x.shape[0] * x.shape[1] >= 2**31 else ""
+
+
+def reason_backward(g: Tensor, *given: Any) -> str:
+    """The same of the way back."""
+    return reason(*given)
+
+
+def forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, initial: Tensor | None, cu_seqlens: Tensor | None, activation: str
+) -> Tensor:
+    """As `quaver.torch.nn.ssm.causal_conv.FORWARD`.
+
+    Bounded: relative RMS 1e-6 of float64 before the rounding to x's dtype.
+    """
+    y: Tensor = _run(_forwards, (), x, weight, bias, initial, cu_seqlens, activation)[0]
+    return y.view(x.shape)
+
+
+def backward(
+    g: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial: Tensor | None,
+    cu_seqlens: Tensor | None,
+    activation: str,
+) -> list[Tensor]:
+    """As `quaver.torch.nn.ssm.causal_conv.BACKWARD`.
+
+    Bounded, as forward.
+    """
+    *_, sums, dx, d_initial = _run(_backwards, (_rows(g),), x, weight, bias, initial, cu_seqlens, activation)
+    taps, nothing = weight.shape[1], x.new_empty(0)
+    of_taps, of_bias = sums.view(taps + 1, weight.shape[0]).split(taps)
+    if d_initial is None and initial is not None:
+        d_initial = torch.empty_like(initial)
+    return [
+        dx.view(x.shape),
+        of_taps.t().to(weight.dtype).contiguous(),
+        nothing if bias is None else (of_bias[0] if aligned(of_bias) else of_bias[0].clone()).to(bias.dtype),
+        nothing if d_initial is None else d_initial,
+    ]
+
+
+def _run(
+    passes: LaunchPlanCache,
+    first: Sequence[Tensor],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial: Tensor | None,
+    cu_seqlens: Tensor | None,
+    activation: str,
+) -> Any:
+    chunks = chunks_of(x, cu_seqlens, TILE[0])
+    # Of a single tap nothing comes before.
+    initial = None if initial is None or weight.shape[1] == 1 else initial.contiguous()
+    own = (weight.contiguous(), None if bias is None else bias.contiguous(), initial, chunks.table)
+    return passes((*first, _rows(x), *own), activation, *chunks[:5], chunks.even)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[B, T, channels] as [tokens, channels] whose channels lie side by side, as it is or as a copy."""
+    rows = x.flatten(0, 1)
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+class _ConvolutionPlan:
+    """What the launches of a convolution share.
+
+    Args:
+        given: x [tokens, channels], weight, bias, initial and the table of chunks.
+        chunks: as the first five of `quaver.torch.backends.gpu.ssm_chunks.ChunkTable`, and whether all are full.
+    """
+
+    def __init__(self, given: Sequence[Any], activation: str, *chunks: int) -> None:
+        self.x, self.weight, self.bias, self.initial, self.table = given
+        size, self.count, self.sequences, *self.extent, even = chunks
+        self.channels, self.taps = self.weight.shape
+        columns = TILE[1]
+        self.grid = self.count, -(-self.channels // columns)
+        self.constants = {"BL": size, "BC": columns, "K": self.taps, "EVEN": bool(even) and not self.channels % columns}
+        self.kind = KINDS[activation]
+        self.read = self.x, self.weight, self.bias, self.initial
+
+    def launch(self, kernel: Any, tensors: Sequence[Any], strides: Sequence[int], **constants: Any) -> LaunchSpec:
+        numbers = (self.channels, *strides, *self.extent)
+        return LaunchSpec(kernel, self.grid, (*tensors, self.table), numbers, self.constants | constants, TILE[2])
+
+
+def _forward_pass(given: Sequence[Any], activation: str, *chunks: int) -> LaunchPlan:
+    plan = _ConvolutionPlan(given, activation, *chunks)
+    y = whole(tuple(plan.x.shape), plan.x.dtype)
+    strides = (plan.x.stride(0),)
+    launch = plan.launch(causal_conv1d, (*plan.read, y), strides, F=plan.kind.forward)
+    return LaunchPlan(given, (y, None), [launch])
+
+
+_forwards = LaunchPlanCache(_forward_pass)
+
+
+def _backward_pass(given: Sequence[Any], activation: str, *chunks: int) -> LaunchPlan:
+    g, *rest = given
+    plan = _ConvolutionPlan(rest, activation, *chunks)
+    wide, shape, wanted = torch.float32, tuple(plan.x.shape), (plan.taps + 1) * plan.channels
+    dz, dx = whole(shape, wide), whole(shape, plan.x.dtype)
+    partial, sums = whole((plan.count, wanted), wide), whole((wanted,), wide)
+    d_initial = None
+    if plan.initial is not None:
+        # Of a sequence without tokens no program knows.
+        early = (plan.sequences, plan.taps - 1, plan.channels)
+        d_initial = whole(early, plan.initial.dtype)._replace(zeros=plan.table is not None)
+    of_z = (g, *plan.read, dz, partial)
+    strides = g.stride(0), plan.x.stride(0)
+    launches = [
+        plan.launch(causal_conv1d_backward, of_z, strides, F=plan.kind.forward, B=plan.kind.backward),
+        plan.launch(
+            causal_conv1d_backward_input,
+            (dz, plan.weight, dx, d_initial),
+            (),
+            BK=power_above(plan.taps - 1),
+        ),
+        sum_launch(partial, sums, plan.count, wanted),
+    ]
+    return LaunchPlan(given, (dz, partial, sums, dx, d_initial), launches)
+
+
+_backwards = LaunchPlanCache(_backward_pass)
+
+
+# ---- scan ------------------------------------------------------------------------------------------------
+# The scan of a state space on a GPU: steps, states of chunks, states passed on, outputs; and the way back.
+#
+# The numbers are those of `quaver.torch.nn.ssm.chunked_scan` within its bounds in float32; of bf16 and fp16
+# operands products round what they multiply.
+
+#: The widest head and the widest state that lie in registers, and the fewest columns of a product.
+HEAD, STATE, FEWEST = 128, 256, 16
+#: Those of which 64 tokens lie there.
+NARROW_HEAD, NARROW_STATE = 64, 128
+#: Of float32, which no tensor core multiplies whole: torch's own products take what is wider.
+NARROW_FLOAT32 = 32
+#: Heads of a program that takes steps, and elements of one that passes states on.
+STEPS, PASSED = 16, 1024
+#: Elements of a state that one program makes.
+MADE = 64 * 128
+#: Programs of a multiprocessor, before more heads share what a group's products take.
+PROGRAMS = 4
+#: The same on the way back, of which two sums of products lie in registers.
+BACK_COLUMNS = 64
+#: Warps: products of 64 tokens are of four on Hopper and the B200; eight would take half of them twice. Before Hopper
+#: operands of products lie in registers, of which those of four do not suffice where outputs are made.
+WARPS, MANY, HOPPER = 4, 8, 90
+#: Tiles of a loop over heads that are loaded at once.
+STAGES = 1
+
+
+class ScanConfig(NamedTuple):
+    """What is decided of a scan, besides its tensors."""
+
+    softplus: bool
+    least: float
+    most: float
+    size: int
+    total: int
+    sequences: int
+    per: int
+    tokens: int
+    even: bool
+
+
+def reason_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, *rest: Any) -> str:
+    """Why no kernel scans x [B, T, H, P], or ""; the device has been asked before."""
+    if x.dtype not in DTYPES or dt.dtype not in DTYPES:
+        return f"its kernels read float32, bfloat16 and float16, not {x.dtype} and {dt.dtype}"
+    if x.shape[-1] > HEAD or B.shape[-1] > STATE:
+        return f"heads of {x.shape[-1]} features and states of {B.shape[-1]} are more than lie in registers"
+    if D is not None and D.dim() == 2:
+        return "its kernels skip by one number a head"
+    if x.dtype is torch.float32 and max(x.shape[-1], B.shape[-1]) > NARROW_FLOAT32:
+        return f"products of float32 take registers for {NARROW_FLOAT32} features, not {max(x.shape[-1], B.shape[-1])}"
+    if not x.numel() or not B.numel():
+        return "there is nothing to scan"
+    if x.shape[0] * x.shape[1] * max(x.shape[2] * x.shape[3], 1) >= 2**40 or x.shape[2] > 65535:
+        return "there are more tokens or heads than a grid counts"
+    return ""
+
+
+def reason_backward_scan(g: Tensor, g_final: Tensor, *given: Any) -> str:
+    """The same of the way back."""
+    return reason_scan(*given)
+
+
+def forward_scan(*given: Any) -> tuple[Tensor, Tensor]:
+    """As `quaver.torch.nn.ssm.scan.FORWARD`.
+
+    Bounded: in float32 3e-6 relative RMS of the recurrence in float64; in bf16 1e-2.
+    """
+    x, initial = given[0], given[7]
+    tensors, chunks, how = _read(given)
+    first = None if initial is None else initial.to(torch.float32).contiguous()
+    *_, y, final = _forwards_scan((*tensors, first, chunks.table, chunks.ranges), how)
+    return y.view(x.shape), final
+
+
+def backward_scan(g: Tensor, g_final: Tensor, *given: Any) -> list[Tensor]:
+    """As `quaver.torch.nn.ssm.scan.BACKWARD`; states are made again.
+
+    Bounded, as forward.
+    """
+    x, dt, A, B, C, D, bias, initial = given[:8]
+    tensors, chunks, how = _read(given)
+    first = None if initial is None else initial.to(torch.float32).contiguous()
+    along = _side_by_side(g.flatten(0, 1))
+    last = g_final.to(torch.float32).contiguous()
+    buffers = _backwards_scan((along, last, *tensors, first, chunks.table, chunks.ranges), how)
+    dx, ddt, db, dc, sums, d_first = buffers[-6:]
+    of_a, of_bias, *of_d = (part if aligned(part) else part.clone() for part in sums.split(x.shape[2]))
+    nothing = x.new_empty(0)
+    if db.dim() == 4:
+        db, dc = db.sum(0), dc.sum(0)
+    return [
+        dx.view(x.shape),
+        ddt.view(dt.shape),
+        of_a.to(A.dtype),
+        db.to(B.dtype).view(B.shape),
+        dc.to(C.dtype).view(C.shape),
+        nothing if D is None else of_d[0].to(D.dtype),
+        nothing if bias is None else of_bias.to(bias.dtype),
+        nothing if initial is None else d_first.to(initial.dtype),
+    ]
+
+
+def _read(given: Sequence[Any]) -> tuple[tuple[Tensor | None, ...], ChunkTable, ScanConfig]:
+    """x, dt, A, B, C, D and the bias as kernels read them, the chunks, and what else is decided."""
+    x, dt, A, B, C, D, bias, _, cu_seqlens, softplus, limit, chunk = given
+    # Of more features registers do not hold what belongs to 64 tokens.
+    narrow = x.shape[3] <= NARROW_HEAD and B.shape[3] <= NARROW_STATE and x.dtype is not torch.float32
+    chunks = chunks_of(x, cu_seqlens, chunk, MOST if narrow else MOST // 2)
+    least, most = map(float, limit.split(","))
+    flat = [_side_by_side(t.flatten(0, 1)) for t in (x, B, C)]
+    rows = dt.flatten(0, 1)
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    own = [None if t is None else t.contiguous() for t in (D, bias)]
+    tensors = flat[0], rows, A.to(torch.float32).contiguous(), flat[1], flat[2], *own
+    how = ScanConfig(softplus, least, most, *chunks[:5], chunks.even)
+    return tensors, chunks, how
+
+
+def _side_by_side(x: Tensor) -> Tensor:
+    """[T, heads, features] whose heads lie side by side, as it is or as a copy."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+class _ScanPlan:
+    """The launches of a scan, and the rooms that they write.
+
+    Args:
+        given: x, dt, A, B, C, D, bias, the first states, the table of chunks and their ranges.
+    """
+
+    def __init__(self, given: Sequence[Any], how: ScanConfig) -> None:
+        self.x, self.dt, self.A, self.B, self.C, self.D, self.bias, self.first, self.table, self.ranges = given
+        self.how = how
+        _, self.heads, self.dim = self.x.shape
+        self.groups, self.width = self.B.shape[1:]
+        self.shared = self.heads // self.groups
+        bp, bn = (max(FEWEST, power_above(n)) for n in (self.dim, self.width))
+        self.whole = {"BL": how.size, "BP": bp, "BN": bn}
+        self.even = how.even and bp == self.dim and bn == self.width
+        self.each = self._each()
+        self.warps = WARPS if architecture(self.x.device) >= HOPPER else MANY
+        self.lanes = how.total, self.heads
+        self.step, self.high, self.low = self.decays = [self.lane() for _ in range(3)]
+        self.states = self.x.shape[1], self.dim, self.width
+
+    def lane(self) -> BufferSpec:
+        """A number a token of each chunk and head."""
+        return whole((*self.lanes, self.how.size), torch.float32)
+
+    def state(self, dtype: torch.dtype, leading: int | None = None) -> BufferSpec:
+        return whole((self.how.total if leading is None else leading, *self.states), dtype)
+
+    def _each(self) -> int:
+        """Heads of a group that one program takes: the more, the fewer times their group's products are made."""
+        most, programs = 1, PROGRAMS * multiprocessors(self.x.device)
+        for n in (2, 4, 8, 16):
+            if self.shared % n == 0 and self.how.total * self.heads // n >= programs:
+                most = n
+        return most
+
+    def steps(self) -> LaunchSpec:
+        how = self.how
+        numbers = (self.heads, self.dt.stride(0), how.per, how.tokens, how.least, how.most)
+        constants = {"BL": how.size, "BH": STEPS, "SOFTPLUS": how.softplus}
+        tensors = (self.dt, self.bias, self.A, self.step, self.high, self.low, self.table)
+        return LaunchSpec(steps, (how.total, -(-self.heads // STEPS)), tensors, numbers, constants, WARPS)
+
+    def added(self, values: Tensor, rows: Tensor, out: BufferSpec, into: bool) -> LaunchSpec:
+        """What each chunk adds to a state, or to the gradient of one."""
+        how, bn = self.how, min(MADE // self.whole["BP"], self.whole["BN"])
+        stride = values.stride(0), rows.stride(0)
+        numbers = (self.heads, self.shared, self.dim, self.width, *stride, how.per, how.tokens)
+        constants = {**self.whole, "BN": bn, "INTO": into, "EVEN": self.even and self.width % bn == 0}
+        tensors = (values, rows, self.step, self.high, self.low, out, self.table)
+        grid = how.total, self.heads, -(-self.width // bn)
+        return LaunchSpec(chunk_states, grid, tensors, numbers, constants, WARPS)
+
+    def passed(
+        self, added: BufferSpec, first: Tensor | None, out: BufferSpec, last: BufferSpec, back: bool
+    ) -> LaunchSpec:
+        how, numbers = self.how, self.dim * self.width
+        constants = {"BL": how.size, "BLOCK": PASSED, "BACK": back, "EVEN": numbers % PASSED == 0}
+        tensors = (added, self.high, self.low, first, out, last, self.ranges)
+        grid = how.sequences * self.heads, -(-numbers // PASSED)
+        return LaunchSpec(pass_states, grid, tensors, (self.heads, numbers, how.per), constants, WARPS)
+
+    def numbers(self, *first: Tensor) -> tuple[int, ...]:
+        """Of launches that take `each` heads of a chunk."""
+        strides = [t.stride(0) for t in (*first, self.x, self.B, self.C)]
+        return (self.heads, self.shared, self.each, self.dim, self.width, *strides, self.how.per, self.how.tokens)
+
+    def constants(self) -> dict[str, Any]:
+        return {**self.whole, "EVEN": self.even, "STAGES": STAGES}
+
+
+def _forward_pass_scan(given: Sequence[Any], how: ScanConfig) -> LaunchPlan:
+    plan = _ScanPlan(given, how)
+    added, states = plan.state(torch.float32), plan.state(plan.x.dtype)
+    y, final = whole(plan.x.shape, plan.x.dtype), plan.state(torch.float32, how.sequences)
+    tensors = (plan.x, plan.B, plan.C, plan.D, plan.step, plan.high, plan.low, states, y, plan.table)
+    grid = how.total, plan.heads // plan.each
+    launches = [
+        plan.steps(),
+        plan.added(plan.x, plan.B, added, False),
+        plan.passed(added, plan.first, states, final, False),
+        LaunchSpec(chunk_scan, grid, tensors, plan.numbers(), plan.constants(), plan.warps),
+    ]
+    return LaunchPlan(given, (plan.step, plan.high, plan.low, added, states, y, final), launches)
+
+
+_forwards_scan = LaunchPlanCache(_forward_pass_scan)
+
+
+class _ScanBackward(_ScanPlan):
+    """The way back of a scan.
+
+    Args:
+        given: the gradients of the outputs and the last states, and what a `_Plan` takes.
+    """
+
+    def __init__(self, given: Sequence[Any], how: ScanConfig) -> None:
+        self.g, self.g_last, *rest = given
+        super().__init__(rest, how)
+        count, heads, wide = how.total, self.heads, torch.float32
+        self.blocks = heads // self.each
+        self.products = whole((count, self.blocks, how.size, how.size), wide)
+        self.inside, self.left, self.direct = (self.lane() for _ in range(3))
+        #: Columns of a state that one program takes, and programs that share its columns.
+        self.columns = min(BACK_COLUMNS, self.whole["BN"])
+        self.parts = -(-self.width // self.columns)
+        self.entered = whole((self.parts, *self.lanes, how.size), wide)
+        self.through = whole((self.parts, *self.lanes), wide)
+        self.skipped = None if self.D is None else whole(self.lanes, wide)
+        self.dx, self.ddt = whole(self.x.shape, self.x.dtype), whole(self.dt.shape, self.dt.dtype)
+        shares = self.shared // self.each
+        shape = tuple(self.B.shape) if shares == 1 else (shares, *self.B.shape)
+        self.db, self.dc = (whole(shape, self.x.dtype if shares == 1 else wide) for _ in range(2))
+        self.sums_width = (2 if self.D is None else 3) * heads
+
+    def pairs(self) -> LaunchSpec:
+        tensors = (*self.read(), *self.decays, self.products, self.inside, self.table)
+        numbers = self.numbers(self.g)
+        return LaunchSpec(
+            chunk_scan_backward_pairs, (self.how.total, self.blocks), tensors, numbers, self.constants(), WARPS
+        )
+
+    def of_x(self, leaving: BufferSpec) -> LaunchSpec:
+        written = (leaving, self.dx, self.left, self.direct, self.skipped)
+        tensors = (*self.read(), self.D, *self.decays, *written, self.table)
+        numbers = self.numbers(self.g)
+        grid = self.how.total, self.blocks
+        return LaunchSpec(chunk_scan_backward, grid, tensors, numbers, self.constants(), self.warps)
+
+    def of_rows(self, entering: BufferSpec, leaving: BufferSpec) -> LaunchSpec:
+        written = (self.products, self.db, self.dc, self.entered, self.through)
+        tensors = (*self.read(), *self.decays, entering, leaving, *written, self.table)
+        numbers = (*self.numbers(self.g), self.how.total, self.x.shape[0])
+        even = self.even and self.width % self.columns == 0
+        constants = {**self.constants(), "BN": self.columns, "EVEN": even}
+        grid = self.how.total, self.blocks, self.parts
+        return LaunchSpec(chunk_scan_backward_rows, grid, tensors, numbers, constants, WARPS)
+
+    def of_steps(self, partial: BufferSpec) -> LaunchSpec:
+        how = self.how
+        ways = (self.inside, self.entered, self.left, self.through, self.direct, self.skipped)
+        tensors = (self.dt, self.bias, self.A, self.step, *ways, self.ddt, partial, self.table)
+        extent = (self.heads, self.dt.stride(0), how.per, how.tokens, self.sums_width, self.parts, how.total)
+        constants = {"BL": how.size, "BH": STEPS, "SOFTPLUS": how.softplus}
+        grid = how.total, -(-self.heads // STEPS)
+        return LaunchSpec(steps_backward, grid, tensors, (*extent, how.least, how.most), constants, WARPS)
+
+    def read(self) -> tuple[Tensor, ...]:
+        return self.g, self.x, self.B, self.C
+
+
+def _backward_pass_scan(given: Sequence[Any], how: ScanConfig) -> LaunchPlan:
+    plan = _ScanBackward(given, how)
+    wide, sequences = torch.float32, how.sequences
+    entering, leaving = (plan.state(plan.x.dtype) for _ in range(2))
+    # One after the other: what chunks add to states, and what they add to gradients of states.
+    added, back = (plan.state(wide) for _ in range(2))
+    final, d_first = (plan.state(wide, sequences) for _ in range(2))
+    partial, sums = whole((how.total, plan.sums_width), wide), whole((plan.sums_width,), wide)
+    launches = [
+        plan.steps(),
+        plan.added(plan.x, plan.B, added, False),
+        plan.passed(added, plan.first, entering, final, False),
+        plan.added(plan.g, plan.C, back, True),
+        plan.passed(back, plan.g_last, leaving, d_first, True),
+        plan.pairs(),
+        plan.of_x(leaving),
+        plan.of_rows(entering, leaving),
+        plan.of_steps(partial),
+        sum_launch(partial, sums, how.total, plan.sums_width),
+    ]
+    between = (*plan.decays, added, back, entering, leaving, final, plan.products, plan.inside, plan.left, plan.direct)
+    kept = (*between, plan.entered, plan.through, plan.skipped, partial)
+    return LaunchPlan(given, (*kept, plan.dx, plan.ddt, plan.db, plan.dc, sums, d_first), launches)
+
+
+_backwards_scan = LaunchPlanCache(_backward_pass_scan)

@@ -1,0 +1,300 @@
+"""One scale for the tensor: which launches measure it, cast it and transpose it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from quaver.kernels.tensorwise import amax as amax_kernel
+from quaver.kernels.tensorwise import cast as cast_kernel
+from quaver.kernels.tensorwise import transpose as kernel
+from quaver.recipes.spec import QuantSpec
+from quaver.torch.backends.gpu.buffers import BufferSpec, in_words, row_major, whole
+from quaver.torch.backends.gpu.device import architecture
+from quaver.torch.backends.gpu.launch import aligned, workspace
+from quaver.torch.backends.gpu.launch_plan import LaunchPlan, LaunchPlanCache, LaunchSpec
+from quaver.torch.backends.gpu.quantize_launch import (
+    FACTOR,
+    NEWEST,
+    SMALL,
+    QuantizeLaunch,
+    RequestedOperands,
+    without_memory,
+    zeros,
+)
+from quaver.torch.numerics.quantized import FLOAT8, Quantized, filled
+
+# ---- codes -----------------------------------------------------------------------------------------------
+# Room for eight-bit codes, and what a kernel must know to write them.
+#
+# Rows are padded by zeros to a multiple of 16 bytes, which is what the GEMMs ask of k, so that no number of tokens is
+# special: a kernel fills the padding too.
+
+#: What Triton calls the formats.
+DTYPES = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
+
+#: Programs along the second axis of a grid; along the first there may be 2**31 - 1.
+SECOND_AXIS = 65535
+
+
+def grid(down: int, across: int) -> tuple[tuple[int, int], bool]:
+    """Programs over a matrix of so many blocks, neighbours in a row beside each other; whether the rows come first."""
+    tall = down > SECOND_AXIS
+    return ((down, across) if tall else (across, down)), tall
+
+
+def empty_codes(rows: int, k: int, spec: QuantSpec, device: torch.device) -> Tensor:
+    """Room for eight-bit codes [rows, k], rows rounded up to 16 bytes: the whole buffer, which a kernel fills."""
+    return torch.empty((rows, padded(k)), dtype=FLOAT8[spec.format.name], device=device)
+
+
+def buffer_for_codes(rows: int, k: int, spec: QuantSpec, fresh: bool = False) -> BufferSpec:
+    """The same, before there is any."""
+    return row_major((rows, padded(k)), FLOAT8[spec.format.name], fresh=fresh)
+
+
+def codes_in_words(rows: int, k: int, spec: QuantSpec, transposed: bool = False, fresh: bool = False) -> BufferSpec:
+    """The same, of codes that a kernel writes four to an int32; `transposed` gives the transpose of what lies so."""
+    return in_words(row_major((rows, padded(k)), FLOAT8[spec.format.name], transposed, fresh))
+
+
+def padded(k: int) -> int:
+    """Codes of a row of k, with those that fill it up."""
+    return -(-k // 16) * 16
+
+
+def format_constants(spec: QuantSpec, device: torch.device) -> dict[str, Any]:
+    """What a kernel knows of a format and of how its scales are found."""
+    fmt = spec.format
+    return {
+        "POWER_OF_TWO": spec.power_of_two,
+        "EMAX": fmt.emax,
+        "TOP_MANTISSA": fmt.max_mantissa,
+        "MAX": float(fmt.max),
+        "INTEGERS": integers(device),
+    }
+
+
+def integers(device: torch.device) -> int:
+    """How kernels find codes, as `quaver.kernels.numerics.encode` has it: by a cast, or on the bits."""
+    arch = architecture(device)
+    return 0 if arch > 89 else 1 if arch == 89 else 2
+
+
+def of(codes: Tensor, k: int) -> Tensor:
+    """The k columns of a buffer that are codes."""
+    return codes if codes.shape[1] == k else codes[:, :k]
+
+
+# ---- tensorwise ------------------------------------------------------------------------------------------
+
+#: Rows and columns of a program's block, and its warps.
+AMAX_BLOCK = 32, 512, 4
+CAST_BLOCK = 128, 64, 4
+
+
+def measure(x: Tensor) -> Tensor:
+    """The amax of a matrix [rows, columns], float32 [1, 1], by one pass over it."""
+    top: Tensor = _measures((x,), own=(workspace(x.device),))[0]
+    return top
+
+
+def _measuring_pass(given: Sequence[Any]) -> LaunchPlan:
+    top = whole((1, 1), torch.float32)
+    return LaunchPlan(given, (top,), [_measuring(given[0], top, given[1])])
+
+
+_measures = LaunchPlanCache(_measuring_pass)
+
+
+def _measuring(x: Tensor, top: BufferSpec, work: Tensor | BufferSpec) -> LaunchSpec:
+    """What measures a matrix, of it, what is written and the meeting place."""
+    rows, columns = x.shape
+    bm, bn, warps = AMAX_BLOCK
+    even = rows % bm == 0 and columns % bn == 0
+    # 128 masked loads a thread do not fit its registers.
+    bm = bm if even else bm // 4
+    programs, tall = grid(-(-rows // bm), -(-columns // bn))
+    numbers = (rows, columns, x.stride(0), programs[0] * programs[1])
+    constants = {"BM": bm, "BN": bn, "EVEN": even, "TALL": tall}
+    return LaunchSpec(amax_kernel, programs, (x, top, work), numbers, constants, warps)
+
+
+def per_tensor(
+    x: Tensor,
+    spec: QuantSpec,
+    amax: Tensor | None,
+    factor: Tensor | None,
+    is_set: bool,
+    both: bool,
+    as_it_lies: bool = True,
+    newest: Tensor | None = None,
+    measured_amax: Tensor | None = None,
+    sums: bool = False,
+) -> Quantized:
+    """One scale for the tensor.
+
+    Args:
+        x: [rows, k], its last axis contiguous.
+        amax: float32 of one element, or None to measure it.
+        factor: of delayed scaling, float32 of one element, 0 where unset; or None.
+        is_set: whether factor is known not to be 0: then one pass does.
+        both: write the transpose too, and keep it as `twin`.
+        as_it_lies: else the transpose alone is written and returned.
+        newest: float32 of one element, a history's newest amax, which is raised to this one where that is finite.
+        measured_amax: the amax of x, float32 of one element, where whatever made x has measured it; unlike `amax` it
+            is not combined with what the cast finds.
+        sums: of x over its rows, from the same read, left as `partial_sums`.
+    """
+    rows, k = x.shape
+    measured = amax is None and not (is_set and factor is not None)
+    known = measured_amax if measured else None
+    wanted = as_it_lies, both or not as_it_lies, sums
+    own = known, factor, amax, newest, workspace(x.device)
+    q, qt, scale, top, partial = _casts((x,), spec, measured, wanted, own=own)
+    top = top if known is None else known
+    operand = transposed = None
+    recorded_amax = newest is not None
+    if q is not None:
+        operand = Quantized(of(q, k), scale, spec, (rows, k), amax=top, recorded_amax=recorded_amax)
+    if qt is not None:
+        transposed = Quantized(of(qt, rows), scale, spec, (k, rows), amax=top, recorded_amax=recorded_amax)
+    if operand is None:
+        assert transposed is not None
+        transposed.partial_sums = partial
+        return transposed
+    operand.partial_sums = partial
+    if transposed is not None:
+        operand.twin, transposed.twin = transposed, operand
+    return operand
+
+
+def _cast_pass(given: Sequence[Any], spec: QuantSpec, measured: bool, wanted: tuple[bool, bool, bool]) -> LaunchPlan:
+    x, known, factor, amax, newest, work = given
+    rows, k = x.shape
+    q = buffer_for_codes(rows, k, spec) if wanted[0] else None
+    qt = codes_in_words(k, rows, spec) if wanted[1] else None
+    scale, top = whole((1, 1), torch.float32), whole((1, 1), torch.float32) if known is None else None
+    partial = buffer_for_sums(rows, k) if wanted[2] else None
+    meets = None if measured else work
+    launches = [_cast((x, q, qt, scale, known if top is None else top, factor, amax, newest, meets, partial), spec)]
+    if measured and top is not None:
+        launches.insert(0, _measuring(x, top, work))
+    return LaunchPlan(given, (q, qt, scale, top, partial), launches)
+
+
+_casts = LaunchPlanCache(_cast_pass)
+
+
+def buffer_for_sums(rows: int, k: int) -> BufferSpec:
+    """For what a cast of a matrix [rows, k] leaves of its sums: float32 [blocks of rows, k]."""
+    return whole((-(-rows // CAST_BLOCK[0]), k), torch.float32)
+
+
+def _cast(tensors: tuple[Any, ...], spec: QuantSpec) -> LaunchSpec:
+    """What casts a matrix: of x, its codes, its transpose's as int32, their scale, the amax, the factor, an amax that
+    is given, a history's newest, the meeting place and the sums of blocks of rows, which are None where they are not
+    taken."""
+    x, q, qt, _, _, factor, amax, newest, work, partial = tensors
+    rows, k = x.shape
+    bm, bn, warps = CAST_BLOCK
+    # Blocks reach over the zeros that end the rows of both results; four codes of the transpose are a word.
+    down, across = rows if qt is None else padded(rows), k if q is None else padded(k)
+    programs, tall = grid(-(-down // bm), -(-across // bn))
+    constants = {
+        "BM": bm,
+        "BN": bn,
+        "EVEN": rows % bm == 0 and k % bn == 0,
+        "ROWS": q is not None,
+        "COLUMNS": qt is not None,
+        "MEASURED": work is None,
+        "FACTOR": factor is not None,
+        "GIVEN": amax is not None,
+        "NEWEST": newest is not None,
+        "TALL": tall,
+        "SUMS": partial is not None,
+        "dtype": DTYPES[spec.format.name],
+        **format_constants(spec, x.device),
+    }
+    lines = 0 if qt is None else padded(rows) // 16
+    numbers = (rows, k, x.stride(0), 0 if q is None else padded(k), lines, programs[0] * programs[1])
+    return LaunchSpec(cast_kernel, programs, tensors, numbers, constants, warps)
+
+
+def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, wanted: RequestedOperands) -> QuantizeLaunch | None:
+    """`per_tensor` of matrices like x, contiguous, whose sides are multiples of 16; both operands, or None."""
+    if other is None:
+        return None
+    x = without_memory(x)
+    (rows, k), large = x.shape, x.numel() > SMALL
+    kept, views = wanted.transpose, wanted.views
+    q = buffer_for_codes(rows, k, spec, large or wanted.codes or (kept and views))
+    scale = row_major((1, 1), torch.float32, fresh=large or kept)
+    qt = None if views else codes_in_words(k, rows, spec, kept, large or kept)
+    partial = buffer_for_sums(rows, k)._replace(fresh=large) if wanted.sums else None
+    top, work = row_major((1, 1), torch.float32, fresh=wanted.codes), zeros(4)
+
+    def launches(known: bool | None, notes: bool | None) -> list[LaunchSpec]:
+        factor, newest = None if known is None else FACTOR, NEWEST if notes else None
+        cast = _cast((x, q, qt, scale, top, factor, None, newest, work if known else None, partial), spec)
+        return [cast] if known else [_measuring(x, top, work), cast]
+
+    buffers = (q, scale, qt, None, partial, top, work)
+    # What is kept of a view is the right side of a GEMM: the codes as they are.
+    results = (1, 2, 1 if views and kept else 3, 2, 6 if wanted.transpose else 5)
+    return QuantizeLaunch(x, buffers, launches, results, views and not kept)
+
+
+# ---- transposing -----------------------------------------------------------------------------------------
+# The transpose of codes as bytes of its own, for GEMMs that read their operands row by row only.
+
+#: Rows and columns of a program's block, and its warps.
+BLOCK = 128, 128, 4
+#: Bytes that rows are a multiple of.
+LINE = 16
+
+
+def transpose(codes: Tensor) -> Tensor:
+    """Eight-bit codes [rows, k] to [k, rows], rows padded with zeros to 16 bytes: the [k, rows] view of the buffer.
+
+    Codes whose rows do not lie whole int32 apart are copied first.
+    """
+    rows, k = codes.shape
+    if codes.numel() == 0:
+        return codes.new_empty((k, rows))
+    if codes.stride(0) == 1 and codes.stride(1) != 1:
+        # It is a transpose already, of memory that lies as it is wanted.
+        return filled(codes.t(), padded(rows))[:, :rows]
+    words = _in_words(codes if _lies_well(codes) else filled(codes, padded(k)))
+    out: Tensor = _passes((words,), k, codes.dtype)[0]
+    return out[:, :rows]
+
+
+def _lies_well(codes: Tensor) -> bool:
+    """True if rows are whole lines of 16 bytes, from a multiple of 16 on, the last one too."""
+    rows, k = codes.shape
+    stride = codes.stride(0)
+    if codes.stride(1) != 1 or stride % LINE or stride < k or not aligned(codes):
+        return False
+    return codes.is_meta or rows * stride <= codes.untyped_storage().nbytes() - codes.storage_offset()
+
+
+def _in_words(codes: Tensor) -> Tensor:
+    """Such codes as int32, with what fills the rows; nothing of that is written anywhere."""
+    return codes.as_strided((codes.shape[0], codes.stride(0)), (codes.stride(0), 1)).view(torch.int32)
+
+
+def _pass(given: Sequence[Tensor], k: int, dtype: torch.dtype) -> LaunchPlan:
+    (words,) = given
+    rows = words.shape[0]
+    out = in_words(whole((k, padded(rows)), dtype))
+    bm, bn, warps = BLOCK
+    programs, tall = grid(-(-padded(rows) // bm), -(-k // bn))
+    constants = {"BM": bm, "BN": bn, "EVEN": rows % bm == 0 and k % bn == 0, "TALL": tall}
+    numbers = (rows, k, words.stride(0) // 4, padded(rows) // 16)
+    return LaunchPlan(given, (out,), [LaunchSpec(kernel, programs, (words, out), numbers, constants, warps)])
+
+
+_passes = LaunchPlanCache(_pass)

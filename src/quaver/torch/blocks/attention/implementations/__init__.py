@@ -1,1 +1,0 @@
-"""What may answer a call of attention: packages, torch's own, eight bits, the plain formula; none chooses itself."""

@@ -1,1 +1,0 @@
-"""Positions: where tokens stand, pairs that turn by them, queries that grow, biases of distances; no attention."""

@@ -1,1 +1,0 @@
-"""State-space blocks: convolution, scan, gated norm, Mamba-2 and its layer, what they keep; no mesh and no kernel."""

@@ -1,0 +1,1 @@
+"""Converts models: `convert`, reports, Hugging Face models, quantized weights and export."""

@@ -1,0 +1,396 @@
+"""Which implementation runs for each GEMM and quantization of a layer and for attention, and why the others do not."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+
+from quaver import recipes
+from quaver.recipes.spec import QuantSpec, Recipe
+from quaver.recipes.text import html_lines, html_table
+from quaver.reference.attention import MASKS
+from quaver.torch.backends.gpu.device import architecture
+from quaver.torch.conversion.matchers.linears import kind_of
+from quaver.torch.linear.grouped.cpu import together
+from quaver.torch.linear.grouped.layer import GroupedLinear, check, grouped_matmul
+from quaver.torch.linear.grouped.operands import GROUPED_MATMUL, GROUPED_SUMS
+from quaver.torch.linear.linear import Linear, Quantizable
+from quaver.torch.nn.attention import AttentionExplanation, DotProductAttention, explain_attention
+from quaver.torch.nn.attention.dot_product import reason_unsupported
+from quaver.torch.numerics.grouped import GroupedOperand, GroupOffsets, multiple
+from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.operations import ops
+from quaver.torch.operations.autograd import empty_parts, joined
+from quaver.torch.state.context import recipe_in_force
+
+
+@dataclass(frozen=True)
+class ExplanationRow:
+    """One quantization or GEMM."""
+
+    what: str
+    #: The spec, or how the GEMM accumulates.
+    how: str
+    #: The implementation that runs.
+    runs: str
+    #: (implementation, why not) of those before it.
+    passed_over: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, repr=False)
+class Explanation:
+    """The result of `explain`; an interpreter, a notebook and print show a table."""
+
+    recipe: Recipe | None
+    rows: tuple[ExplanationRow, ...]
+
+    def __repr__(self) -> str:
+        if self.recipe is None:
+            return UNRULED
+        lines = [f"recipe {self.recipe}"]
+        for row in self.rows:
+            lines.append(f"  {row.what:<20}{row.how:<58}{row.runs}")
+            lines += [f"{'':<22}not {name}: {why}" for name, why in row.passed_over]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        if self.recipe is None:
+            return html_lines([UNRULED])
+        rows = [(row.what, row.how, row.runs, reason_unsupported(row.passed_over)) for row in self.rows]
+        return html_table(("what", "how", "runs", "why not another"), rows, caption=f"recipe {self.recipe}")
+
+
+class Explanations(dict[str, Explanation | AttentionExplanation]):
+    """What `explain` says of each part of a module, by its name."""
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{name or '(root)'}\n{explanation}" for name, explanation in self.items())
+
+    def _repr_html_(self) -> str:
+        return "".join(html_lines([name or "(root)"]) + part._repr_html_() for name, part in self.items())
+
+
+UNRULED = "no recipe is in force: nn.Linear's own GEMMs, unquantized"
+OPERANDS = {
+    "fprop": ("input", "weight"),
+    "dgrad": ("grad_output", "weight.T"),
+    "wgrad": ("grad_output.T", "input.T"),
+}
+UNQUANTIZED = "high precision"
+
+
+@overload
+def explain(layer: Linear | GroupedLinear, x: Tensor) -> Explanation: ...  # type: ignore[overload-overlap]
+@overload
+def explain(  # type: ignore[overload-overlap]
+    layer: DotProductAttention, x: Tensor, *rest: Tensor, **options: Any
+) -> AttentionExplanation: ...
+@overload
+def explain(layer: nn.Module, x: Tensor) -> Explanations: ...
+@overload
+def explain(layer: Callable[..., Tensor], x: Tensor, *rest: Tensor, recipe: str | Recipe | None) -> Explanation: ...
+def explain(layer: Any, x: Tensor, *rest: Tensor, **options: Any) -> Any:
+    """Say what a forward and backward of this layer on x would run; nothing is computed.
+
+    An interpreter and a notebook show the result as a table; a script prints it: `print(explain(layer, x))`.
+
+    Args:
+        layer: a `quaver.torch.Linear` or `GroupedLinear`; a `DotProductAttention`; or a module that holds some, such as
+            a `TransformerLayer`, of which each is explained under its name as if it saw as many tokens as x has; or the
+            function `grouped_matmul`, with its arguments.
+        x: an input [..., in_features]; only its dtype, shape and device matter. Of a whole model also its tokens, an
+            integer tensor [batch, sequence]. Of a DotProductAttention: q, then
+            k and v, and mask, bias, cu_seqlens and mask_type by name, as its forward takes them.
+    Returns:
+        An `Explanation`; an `AttentionExplanation` of a DotProductAttention; a dict of both, by name, of a module that
+        holds some.
+    Raises:
+        ValueError: a layer that is none of these and holds none.
+    """
+    if isinstance(layer, DotProductAttention):
+        return _attention(layer, x, *rest, **options)
+    if layer is grouped_matmul:
+        return _grouped(x, *rest, **options)
+    if rest or options:
+        raise ValueError(f"explain takes a {type(layer).__name__} and its input x, and nothing else")
+    if isinstance(layer, GroupedLinear):
+        return _grouped_layer(layer, x)
+    return _linear(layer, x) if isinstance(layer, Linear) else _module(layer, x)
+
+
+def _linear(layer: Linear, x: Tensor) -> Explanation:
+    recipe = recipe_in_force(layer.recipe)
+    rows: list[ExplanationRow] = []
+    if recipe is not None:
+        dtype = _dtype(x)
+        operands = _operands(layer, x, dtype)
+        for name in OPERANDS:
+            rows += _gemm(name, recipe, operands, _weight_dtype(layer) if name == "wgrad" else dtype, layer.weight_spec)
+        if layer.weight_spec is None and _emulated_at_once(recipe, operands):
+            rows = [_as_values(row) for row in rows]
+    return Explanation(recipe, tuple(rows))
+
+
+def _emulated_at_once(recipe: Recipe, operands: dict[str, Tensor]) -> bool:
+    """True if kernels write a layer's operands as bf16 values, for the GEMMs that the GPU lacks, in place of codes."""
+    x, w = operands["input"], operands["weight"]
+    if ops.no_kernels(x) or x.dtype is not w.dtype or not recipe.quantizes:
+        return False
+    from quaver.torch.linear import plan_emulated
+
+    return not any(side % 16 for side in (*x.shape, *w.shape)) and not plan_emulated.reason_unsupported(
+        recipe, x.device
+    )
+
+
+def _as_values(row: ExplanationRow) -> ExplanationRow:
+    """A row of a layer that is emulated so."""
+    if row.what.endswith(" GEMM"):
+        return replace(row, how="float32 accumulation of bf16 values")
+    how = row.how.partition(", the codes of")
+    text = f"{how[0]}, as bf16 values" + (f", those of{how[2]}" if how[1] else "")
+    return replace(row, how=text, runs="triton", passed_over=())
+
+
+def _grouped(
+    x: Tensor, weight: Tensor, offsets: Tensor, *, bias: Any = None, recipe: Any = None, **_: Any
+) -> Explanation:
+    """Of groups that are alike, a row for each operand of one, and for each GEMM as it runs for all."""
+    in_force = recipe_in_force(None if recipe is None else recipes.get(recipe))
+    check(x, weight, offsets, bias, in_force)
+    return _groups(x, (weight.shape[0], *weight.shape[1:]), weight.dtype, offsets, in_force)
+
+
+def _grouped_layer(layer: GroupedLinear, x: Tensor) -> Explanation:
+    """The same of a layer, as if each of its groups saw as many tokens."""
+    recipe, rows = recipe_in_force(layer.recipe), x.new_empty(x.shape[:-1].numel(), layer.in_features)
+    offsets = torch.zeros(layer.groups, dtype=torch.int32, device=x.device)
+    dtype = torch.float32 if layer.weight_spec is not None else layer.weight.dtype
+    shape = (layer.groups, layer.out_features, layer.in_features)
+    return _groups(rows, shape, dtype, offsets, recipe, layer.weight_spec)
+
+
+def _groups(
+    x: Tensor,
+    shape: tuple[int, ...],
+    weight_dtype: torch.dtype,
+    offsets: Tensor,
+    recipe: Recipe | None,
+    kept: QuantSpec | None = None,
+) -> Explanation:
+    rows: list[ExplanationRow] = []
+    if recipe is not None:
+        dtype, (groups, n, k) = _dtype(x), shape
+        each = -(-x.shape[0] // max(groups, 1))
+        # Nothing reads them: one element stands for a large operand.
+        one, of_weight = (torch.empty(1, dtype=d, device=x.device) for d in (x.dtype, weight_dtype))
+        straight = {
+            "input": one.expand(each, k),
+            "weight": of_weight.expand(n, k),
+            "grad_output": one.expand(each, n),
+        }
+        operands = straight | {f"{name}.T": t.t() for name, t in straight.items()}
+        for name in OPERANDS:
+            out = weight_dtype if name == "wgrad" else dtype
+            *of_operands, gemm = _gemm(name, recipe, operands, out, kept)
+            places = GroupOffsets(offsets, x.shape[0])
+            rows += [_of_all(row, recipe, x) for row in of_operands]
+            rows.append(_all_groups(gemm, name, recipe, (n, k), places, out))
+    return Explanation(recipe, tuple(rows))
+
+
+def _of_all(row: ExplanationRow, recipe: Recipe, x: Tensor) -> ExplanationRow:
+    """How an operand of one group is quantized for all of them."""
+    if ops.on_host(x) or row.how == UNQUANTIZED or row.what.startswith("weight") or row.runs == "nothing":
+        return row
+    spec = recipe.fprop.a if row.what == "input" else recipe.dgrad.a if row.what == "grad_output" else None
+    if spec is not None and together(spec):
+        return row
+    return replace(row, runs="torch, all groups at once", passed_over=())
+
+
+def _all_groups(
+    row: ExplanationRow, name: str, recipe: Recipe, features: tuple[int, int], offsets: GroupOffsets, dtype: torch.dtype
+) -> ExplanationRow:
+    """How a GEMM of one group runs for all of them."""
+    spec, (n, k) = recipe.gemms[name], features
+    if spec.a is None or spec.b is None:
+        return replace(row, runs=f"{row.runs}, group by group" if ops.on_host(offsets.ends) else "torch, grouped")
+    like = offsets.ends
+    if name == "wgrad":
+        sides = (_laid(like, side, rows, offsets) for side, rows in ((spec.a, n), (spec.b, k)))
+        reasons = GROUPED_SUMS.explain(*sides, dtype, spec.fast_accum)
+    else:
+        columns, deep = (n, k) if name == "fprop" else (k, n)
+        one = torch.empty(1, dtype=torch.float32, device=like.device)
+        q = _hollow(one.expand(offsets.rows, deep), spec.a)
+        left = GroupedOperand(q.data, like, None, spec.a, False, offsets.slots(1), deep)
+        matrices = replace(spec.b, block=(1, spec.b.block[1]))
+        right = _hollow(one.expand(offsets.groups * columns, deep), matrices)
+        reasons = GROUPED_MATMUL.explain(left, right, offsets, columns, dtype, None, spec.fast_accum)
+    passed = tuple((f"{other}, grouped", why) for other, why in takewhile(lambda reason: reason[1], reasons))
+    runs = next(other for other, why in reasons if not why)
+    if runs != "group by group":
+        return replace(row, runs=f"{runs}, grouped", passed_over=passed)
+    return replace(row, runs=f"{row.runs}, group by group", passed_over=(*passed, *row.passed_over))
+
+
+def _laid(like: Tensor, spec: QuantSpec, rows: int, offsets: GroupOffsets) -> GroupedOperand:
+    """What sums over the slots of groups, in shapes alone."""
+    slots = offsets.slots(multiple(spec))
+    one = torch.empty(1, dtype=torch.float32, device=like.device)
+    q = _hollow(one.expand(rows, slots.count), spec)
+    return GroupedOperand(q.data, like, None, spec, True, slots, slots.count)
+
+
+def _attention(core: DotProductAttention, *qkv: Tensor, mask_type: str | None = None, **given: Any) -> Any:
+    if len(qkv) != 3:
+        raise ValueError(f"a DotProductAttention takes q, k and v, and got {len(qkv)}; only their shapes matter")
+    q, k, v = qkv
+    return explain_attention(q, k, v, **given, **core.options(q, k, v, mask_type))
+
+
+def _module(module: nn.Module, x: Tensor) -> Explanations:
+    parts = {n: part for n, part in module.named_modules() if isinstance(part, Quantizable | DotProductAttention)}
+    if not parts:
+        kind = type(module).__name__
+        raise ValueError(
+            f"explain takes a quaver.torch.Linear, a DotProductAttention or a module that holds some, not {kind}; "
+            "convert the model first"
+        )
+    if not x.is_floating_point():
+        # Tokens of a whole model: its layers see as many rows, in the dtype of its weights.
+        dtypes = [p.dtype for p in module.parameters() if p.dtype in ops.DTYPES]
+        x = x.new_empty((*x.shape, 1), dtype=dtypes[0] if dtypes else torch.float32)
+    explanations = Explanations()
+    for name, part in parts.items():
+        shape = x.shape[:-1]
+        if isinstance(part, DotProductAttention):
+            explanations[name] = _core(part, x)
+        elif isinstance(part, GroupedLinear):
+            explanations[name] = _grouped_layer(part, x)
+        elif isinstance(part, Linear):
+            explanations[name] = _linear(part, x.new_empty(*shape, part.in_features))
+        else:
+            explanations.update(_products(part, name, x))
+    return explanations
+
+
+def _products(part: Quantizable, name: str, x: Tensor) -> dict[str, Explanation]:
+    """Of a converted module that is no nn.Linear: its product, or of experts the first and the second."""
+    kind = kind_of(part)
+    assert kind is not None
+    (k, n), experts, dtype = kind.sizes(part), kind.experts(part), next(part.parameters()).dtype
+    if not experts:
+        alike = Linear(k, n, bias=False, device="meta", dtype=dtype, recipe=part.recipe)
+        return {name: _linear(alike, x.new_empty(*x.shape[:-1], k))}
+    offsets = torch.zeros(experts, dtype=torch.int32, device=x.device)
+    # Nothing reads them: one element stands for a large weight.
+    one = torch.empty(1, dtype=x.dtype, device=x.device)
+    tokens = x.shape[:-1].numel()
+    sizes = [("first", k, n), *(("second", inner, k) for inner in kind.inputs(part)[1:])]
+    return {
+        f"{name}, {which} product": _grouped(
+            one.expand(tokens, k), one.expand(experts, n, k), offsets, recipe=part.recipe
+        )
+        for which, k, n in sizes
+    }
+
+
+def _core(core: DotProductAttention, x: Tensor) -> AttentionExplanation:
+    """Of attention of x's tokens to themselves, with a mask that hides nothing where it takes one."""
+    thd = core.layout == "thd"
+    tokens = (x.shape[:-1].numel(),) if thd else (1, 1, *x.shape[:-1])[-2:]
+    dtype = _dtype(x)
+    qkv = [x.new_empty(*tokens, *size, dtype=dtype) for size in core.sizes]
+    given: dict[str, Any] = {"cu_seqlens": torch.tensor([0, tokens[0]], dtype=torch.int64, device="cpu")} if thd else {}
+    if MASKS[core.mask_type][0]:
+        batch, length = (1, tokens[0]) if thd else tokens[::-1] if core.layout == "sbhd" else tokens
+        rows = length if core.mask_type == "arbitrary" else batch
+        given["mask"] = torch.zeros((rows, length), dtype=torch.bool, device=x.device)
+    explanation: AttentionExplanation = _attention(core, *qkv, **given)
+    return explanation
+
+
+def _dtype(x: Tensor) -> torch.dtype:
+    """What x is computed in."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def _operands(layer: Linear, x: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Tensors of the six operands' shapes [rows, k]; their values are not looked at."""
+    flat = torch.empty((x.numel() // max(x.shape[-1], 1), layer.in_features), dtype=dtype, device=x.device)
+    g = flat.new_empty((flat.shape[0], layer.out_features))
+    w = flat.new_empty((layer.out_features, layer.in_features), dtype=_weight_dtype(layer))
+    straight = {"input": flat, "weight": w, "grad_output": g}
+    return straight | {f"{name}.T": t.t() for name, t in straight.items()}
+
+
+def _weight_dtype(layer: Linear) -> torch.dtype:
+    """What the weight is quantized from and its gradient is in; a weight that is codes is dequantized to float32."""
+    return layer.weight.dtype if layer.weight_spec is None else torch.float32
+
+
+def _gemm(
+    name: str, recipe: Recipe, operands: dict[str, Tensor], dtype: torch.dtype, kept: QuantSpec | None
+) -> list[ExplanationRow]:
+    """A row for each operand of a GEMM, and one for itself; `kept` is how the weight exists only."""
+    spec = recipe.gemms[name]
+    a, b = (operands[operand] for operand in OPERANDS[name])
+    if spec.a is None or spec.b is None or a.dtype not in ops.DTYPES:
+        return [ExplanationRow(what, UNQUANTIZED, "torch") for what in (*OPERANDS[name], f"{name} GEMM")]
+    rows = []
+    for operand, x, quant in zip(OPERANDS[name], (a, b), (spec.a, spec.b), strict=True):
+        shared = operand.removesuffix(".T") if _reused(operand, recipe) else ""
+        if kept == quant and (operand == "weight" or shared == "weight"):
+            rows.append(ExplanationRow(operand, f"{quant}, the codes of the parameter", "nothing"))
+            continue
+        how = f"{quant}, the codes of {shared}" if shared else str(quant)
+        rows.append(_row(operand, how, ops.QUANTIZE.explain(x, quant)))
+    hollow = _hollow(a, spec.a), _hollow(b, spec.b)
+    reasons = ops.MATMUL.explain(*hollow, dtype, None, spec.fast_accum)
+    return [*rows, _row(f"{name} GEMM", _accumulation(spec.fast_accum, reasons, a.device), reasons)]
+
+
+def fprop_runs(recipe: Recipe, k: int, n: int, dtype: torch.dtype, device: torch.device) -> str:
+    """The name of what runs fprop's GEMM of a layer of these features."""
+    gemm = recipe.fprop
+    if gemm.a is None or gemm.b is None or dtype not in ops.DTYPES:
+        return "torch"
+    # Nothing reads them: one element stands for a large weight.
+    x, w = (torch.empty(1, dtype=dtype, device=device).expand(rows, k) for rows in (16, n))
+    reasons = ops.MATMUL.explain(_hollow(x, gemm.a), _hollow(w, gemm.b), dtype, None, gemm.fast_accum)
+    return next((name for name, why in reasons if not why), "nothing")
+
+
+def _accumulation(fast: bool, reasons: list[tuple[str, str]], device: torch.device) -> str:
+    """How the GEMM that runs adds up."""
+    runs = next((name for name, why in reasons if not why), "")
+    if runs != "native" or not fast:
+        return "float32 accumulation" + (", fast where the hardware offers it" if fast else "")
+    return "fast accumulation, 13 bits of a sum" if architecture(device) < 100 else "float32 accumulation"
+
+
+def _reused(operand: str, recipe: Recipe) -> bool:
+    """True if the transpose of an operand that an earlier GEMM quantized serves."""
+    reuse = recipe.plan
+    return {"weight.T": reuse.weight, "grad_output.T": reuse.grad_output, "input.T": reuse.input}.get(operand, False)
+
+
+def _hollow(x: Tensor, spec: QuantSpec) -> Quantized:
+    """A quantized operand of the right kind and shape with nothing in it: implementations are asked, not run."""
+    q = joined(x, spec, False, *empty_parts(x, spec))
+    if spec.per_tensor and x.is_cpu and spec.scale != "e8m0":
+        q.scale = 1.0
+    return q
+
+
+def _row(what: str, how: str, reasons: list[tuple[str, str]]) -> ExplanationRow:
+    """The first implementation without a reason against it, and those passed over on the way there."""
+    passed_over = tuple(takewhile(lambda reason: reason[1], reasons))
+    runs = reasons[len(passed_over)][0] if len(passed_over) < len(reasons) else "nothing"
+    return ExplanationRow(what, how, runs, passed_over)

@@ -1,0 +1,1 @@
+"""Writes quantized checkpoints in the formats of serving libraries."""

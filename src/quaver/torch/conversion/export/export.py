@@ -1,0 +1,422 @@
+"""`quaver.torch.export`: the codes that training multiplies by, in the files that servers read."""
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quaver.recipes.spec import QuantSpec
+from quaver.recipes.text import check_name, instance
+from quaver.torch.conversion.export.check import (
+    Check,
+    Written,
+    compare,
+    evaluating,
+    log_probabilities,
+    run,
+    watching_inputs,
+)
+from quaver.torch.conversion.export.layouts import (
+    COMPRESSED_TENSORS,
+    DEEPSEEK,
+    MODELOPT,
+    FileFormat,
+    Inputs,
+    Scheme,
+    Unfit,
+    cut,
+    layout_of,
+    with_one_factor,
+)
+from quaver.torch.conversion.export.mxfp4 import MXFP4
+from quaver.torch.conversion.export.operands import (
+    DisassembledModel,
+    Reader,
+    StoredOperand,
+    decoded,
+    fused_groups,
+    take_apart,
+    unwrapped,
+)
+from quaver.torch.conversion.matchers.swap_class import original, unconverted_class
+from quaver.torch.numerics.quantized import Quantized
+
+# ---- files -----------------------------------------------------------------------------------------------
+# A folder of safetensors with their index and JSON files beside them, which appears whole or not at all.
+
+
+def safetensors_torch() -> ModuleType:
+    """safetensors' functions of torch tensors.
+
+    Raises:
+        ModuleNotFoundError: it is not installed; the message says how to.
+    """
+    try:
+        import safetensors.torch
+    except ModuleNotFoundError as error:
+        sentence = "exported files are safetensors, which is not installed: pip install 'quaver[serving]'"
+        raise ModuleNotFoundError(sentence, name="safetensors") from error
+    return safetensors.torch
+
+
+class Writing:
+    """A folder that is being written.
+
+    Args:
+        folder: which is there and empty.
+        limit: bytes that a file of tensors has at most, unless one tensor alone has more.
+    """
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self.folder, self.limit = folder, limit
+        self.save = safetensors_torch().save_file
+        self.files: list[Path] = []
+        self.held: dict[str, Tensor] = {}
+        self.where: dict[str, int] = {}
+        self.bytes = 0
+        self.total = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take a tensor up; a file is written once it is full."""
+        if name in self.where:
+            raise ValueError(f"two tensors of this model have the name {name!r} in its checkpoint")
+        size = tensor.numel() * tensor.element_size()
+        if self.held and self.bytes + size > self.limit:
+            self._flush()
+        # What shares memory with another tensor is written for each.
+        self.held[name] = tensor.detach().cpu().contiguous().clone()
+        self.where[name] = len(self.files)
+        self.bytes += size
+        self.total += size
+
+    def _flush(self) -> None:
+        path = self.folder / f"part-{len(self.files)}.safetensors"
+        self.save(self.held, path, metadata={"format": "pt"})
+        self.files.append(path)
+        self.held, self.bytes = {}, 0
+
+    def close(self) -> None:
+        """Write what is left, and give the files their names."""
+        self._flush()
+        count = len(self.files)
+        names = (
+            ["model.safetensors"]
+            if count == 1
+            else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+        )
+        for path, name in zip(self.files, names, strict=True):
+            path.rename(self.folder / name)
+        if count > 1:
+            weight_map = {name: names[number] for name, number in self.where.items()}
+            self.json(
+                "model.safetensors.index.json", {"metadata": {"total_size": self.total}, "weight_map": weight_map}
+            )
+
+    def json(self, name: str, content: dict[str, Any]) -> None:
+        (self.folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def writing(folder: Path, limit: int) -> Iterator[Writing]:
+    """A new folder to write into, which takes its place at the end; after an error nothing of it is left.
+
+    Raises:
+        ValueError: the folder is there and holds something, is no folder, or cannot be written.
+    """
+    check_place(folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        partial = folder.parent / f".{folder.name}.{secrets.token_hex(8)}"
+        partial.mkdir()
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be written ({error.strerror}); give a folder that can be") from error
+    try:
+        result = Writing(partial, limit)
+        yield result
+        result.close()
+        os.replace(partial, folder)
+    except OSError as error:
+        raise ValueError(f"{folder} could not be written ({error.strerror}); make room, or give another") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def check_place(folder: Path) -> None:
+    """Refuse a place that is taken.
+
+    Raises:
+        ValueError: with what is there.
+    """
+    if folder.is_dir():
+        if any(folder.iterdir()):
+            raise ValueError(f"{folder} is there and not empty; give a new folder, or remove that one first")
+    elif folder.exists() or folder.is_symlink():
+        raise ValueError(f"{folder} is there and is no folder; give a new one")
+
+
+# ---- exporting -------------------------------------------------------------------------------------------
+
+FORMATS: dict[str, FileFormat] = {f.name: f for f in (COMPRESSED_TENSORS, DEEPSEEK, MODELOPT, MXFP4)}
+#: Bytes of tensors in a file.
+SHARD_BYTES = 5_000_000_000
+
+
+@dataclass
+class Exported:
+    """The result of `export`; printing it says what was written."""
+
+    folder: Path
+    format: str
+    #: Names of layers, as in the checkpoint, by what the format calls them and how the weight was quantized.
+    layers: dict[tuple[str, QuantSpec], list[str]]
+    #: What readers do to the inputs of each of these.
+    reads: dict[tuple[str, QuantSpec], str]
+    #: Bytes of the files of tensors, and what the same tensors have in the dtypes of the model.
+    bytes: int
+    bytes_before: int
+    #: Layers that train quantized and were written in high precision, and why.
+    left: dict[str, str] = field(default_factory=dict)
+    #: What `check` saw.
+    check: Check | None = None
+
+    def __str__(self) -> str:
+        share = f" ({self.bytes / self.bytes_before:.1%})" if self.bytes_before else ""
+        lines = [f"{self.folder}: {self.format}, {self.bytes:,} bytes of {self.bytes_before:,}{share}"]
+        for (name, spec), layers in self.layers.items():
+            lines.append(f"  {len(layers)} weights as {name}, {spec}: {self.reads[name, spec]}")
+        lines += [f"  in high precision though trained quantized: {name} ({why})" for name, why in self.left.items()]
+        return "\n".join([*lines, *([] if self.check is None else [f"  {self.check}"])])
+
+
+def export(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    format: str = "compressed-tensors",
+    check: Any = None,
+    calibrate: Any = None,
+    high_precision: Sequence[str] = (),
+    shard_bytes: int = SHARD_BYTES,
+) -> Exported:
+    """Write the codes and scales that a model's forward multiplies by into files that servers read.
+
+    Embeddings, norms, biases and the head stay in the model's dtype; names are those of the unconverted model's
+    checkpoint. The model is not changed. A tokenizer is not the model's: save it into the same folder.
+
+    Args:
+        model: converted, or of `quaver.torch` layers, inside the autocast that it trains under; of any size, on one
+            device or several, not in parts on ranks.
+        folder: a new one, or an empty one; it appears whole or not at all.
+        format: "compressed-tensors", "deepseek", "modelopt", or for the experts of GPT-OSS "mxfp4".
+        check: inputs of the model, a tensor, a tuple or a dict: the files are read again, and the divergence of the
+            next token's distribution from the model's own forward is reported.
+        calibrate: inputs that tell the largest magnitude of each layer's input, for formats that store its scale.
+        high_precision: patterns of names of layers whose weights to write in high precision, though they are trained
+            quantized.
+        shard_bytes: of tensors in a file, at most.
+    Returns:
+        What was written; printing it says so.
+    Raises:
+        ValueError: a format that cannot hold the codes of a layer (with those that can), a weight that is not finite,
+            not here, or in parts, a place that is taken or cannot be written; all before the folder appears.
+        ModuleNotFoundError: safetensors is not installed.
+    Exact: what is read from the files is what fprop's GEMM consumes, bit for bit; each weight is read again and
+        compared before it is written.
+    """
+    instance("export", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
+    check_name("format of exported files", format, FORMATS)
+    folder, kind = Path(folder), FORMATS[format]
+    safetensors_torch()
+    check_place(folder)
+    for name, inputs in (("check", check), ("calibrate", calibrate)):
+        if inputs is not None and not isinstance(inputs, Tensor | tuple | Mapping):
+            raise ValueError(
+                f"{name} is a {type(inputs).__name__}; give inputs of the model: a tensor, a tuple or a dict"
+            )
+    model = unwrapped(model)
+    parts = take_apart(model, high_precision)
+    seen: Mapping[tuple[nn.Module, str], float] = {}
+    if calibrate is not None:
+        with evaluating(model), watching_inputs(model) as seen:
+            run(model, calibrate)
+    known = [one.inputs(seen) for one in parts.held]
+    plan: list[Written] = [(one, _scheme(kind, one, k), k) for one, k in zip(parts.held, known, strict=True)]
+    trained = None if check is None else log_probabilities(model, check)
+    before = 0
+    groups = _fused(plan, parts.matrices)
+    with writing(folder, shard_bytes) as files:
+        for name, tensor in parts.plain.items():
+            files.add(name, tensor)
+            before += _bytes(tensor)
+        for group in groups:
+            before += _write_fused(files, kind, group)
+        _describe(files, kind, model, parts, plan)
+    result = _told(folder, kind, parts, plan, files.total, before)
+    if trained is not None:
+        result.check = compare(model, check, trained, plan, parts.left_layers, Reader(folder))
+    return result
+
+
+def _scheme(kind: FileFormat, one: StoredOperand, known: Inputs) -> Scheme:
+    """How a format holds a weight.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    try:
+        return _fit(kind, one, known)
+    except Unfit as error:
+        raise _refused(kind, one, known, error) from error
+
+
+def _fit(kind: FileFormat, one: StoredOperand, known: Inputs) -> Scheme:
+    if kind.stacked != bool(one.stack):
+        holds = "stacks of experts as one tensor alone" if kind.stacked else "no stack of experts as one tensor"
+        raise Unfit(f"it holds {holds}")
+    return kind.scheme(layout_of(one.spec), one.spec, known)
+
+
+def _refused(kind: FileFormat, one: StoredOperand, known: Inputs, error: Unfit) -> ValueError:
+    others = [other.name for other in FORMATS.values() if other is not kind and _holds(other, one, known)]
+    way = f"use format={' or '.join(map(repr, others))}" if others else "no format of another name holds it either"
+    layer = one.module_name
+    return ValueError(
+        f"{kind.name!r} cannot hold the codes of {layer}: {error}; {way}, or write it in high precision with "
+        f"high_precision=[{layer!r}]"
+    )
+
+
+def _holds(kind: FileFormat, one: StoredOperand, known: Inputs) -> bool:
+    try:
+        _fit(kind, one, known)
+    except Unfit:
+        return False
+    return True
+
+
+def _fused(plan: Sequence[Written], matrices: Sequence[str]) -> list[list[Written]]:
+    """The weights of a file, those that a server fuses in one list.
+
+    Args:
+        matrices: names of linear layers in high precision.
+    Raises:
+        ValueError: layers that a server fuses have different schemes, or some are in high precision.
+    """
+    by_name = {piece.prefix.rstrip("."): written for written in plan for piece in written[0].pieces}
+    groups: dict[int, list[Written]] = {}
+    for names in fused_groups([*by_name, *matrices]):
+        schemes = {by_name[name][1] if name in by_name else None for name in names}
+        if len(schemes) > 1:
+            each = [f"{n} ({by_name[n][1].name if n in by_name else 'high precision'})" for n in sorted(names)]
+            raise ValueError(
+                f"vLLM and SGLang fuse these layers into one weight, which has one scheme: {', '.join(each)}. Give all "
+                f"one recipe, or write all in high precision with high_precision={sorted(set(names) & set(by_name))}"
+            )
+        # A weight with several pieces, such as stacked gate and up, is written once.
+        written = list({id(by_name[n]): by_name[n] for n in names if n in by_name}.values())
+        if written and id(written[0]) not in groups:
+            groups[id(written[0])] = written
+    return list(groups.values())
+
+
+def _write_fused(files: Writing, kind: FileFormat, plan: Sequence[Written]) -> int:
+    """Write weights that a server fuses, two-level ones with one scale of the tensor. Returns their bytes before.
+
+    Raises:
+        ValueError: no scale of the tensor fits all: a server would read some with the scale of another.
+    """
+    operands = [one.operand() for one, _, _ in plan]
+    if len(plan) > 1 and all(scheme.layout == "nv" for _, scheme, _ in plan):
+        finite = all(q.scales().isfinite().all() for q in operands)
+        shared = with_one_factor(operands) if finite else operands
+        if shared is None:
+            names = sorted(one.name.removesuffix(".weight") for one, _, _ in plan)
+            raise ValueError(
+                f"a server fuses {', '.join(names)} and reads them with one scale of the tensor, and their magnitudes "
+                f"lie too far apart for one: write them in high precision with high_precision={names}"
+            )
+        operands = shared
+    return sum(_write(files, kind, *each, q) for each, q in zip(plan, operands, strict=True))
+
+
+def _write(files: Writing, kind: FileFormat, one: StoredOperand, scheme: Scheme, known: Inputs, q: Quantized) -> int:
+    """Write a weight's pieces, each read again first. Returns the bytes that it has in the model's dtype."""
+    if not bool(q.scales().isfinite().all()):
+        raise ValueError(f"{one.name} holds infinities or NaN: what is served would be NaN; export an earlier state")
+    for piece in one.pieces:
+        try:
+            part = cut(q, piece.start, piece.stop)
+            tensors = kind.tensors(part, scheme, known)
+        except Unfit as error:
+            raise _refused(kind, one, known, error) from error
+        _prove(piece.prefix, part, tensors, kind)
+        for suffix, tensor in tensors.items():
+            files.add(piece.prefix + suffix, tensor.unflatten(0, (one.stack, -1)) if one.stack else tensor)
+    dtype = one.layer.weight_dtype or one.layer.get_parameter(one.last).dtype
+    return q.shape[0] * q.shape[1] * dtype.itemsize
+
+
+def _prove(name: str, q: Quantized, tensors: Mapping[str, Tensor], kind: FileFormat) -> None:
+    """Read a weight from its tensors and compare every bit."""
+    method = {"deepseek": "fp8"}.get(kind.name, kind.name)
+    read = decoded({suffix: tensor.cpu() for suffix, tensor in tensors.items()}, method).dense()
+    wrong = int((read.view(torch.int32) != q.dequantize().cpu().contiguous().view(torch.int32)).sum())
+    if wrong:
+        raise ValueError(
+            f"{name}weight in {kind.name!r} would be read as other numbers in {wrong} of {read.numel()} places: its "
+            "scales are out of the range in which the format's products are exact; write it in high precision with "
+            f"high_precision=[{name.rstrip('.')!r}]"
+        )
+
+
+def _describe(
+    files: Writing, kind: FileFormat, model: nn.Module, parts: DisassembledModel, plan: Sequence[Written]
+) -> None:
+    """config.json and what else lies beside the tensors."""
+    schemes = {piece.prefix.rstrip("."): scheme for one, scheme, _ in plan for piece in one.pieces}
+    own: Any = getattr(model, "checkpoint_config", None) or getattr(model, "config", None)
+    config: dict[str, Any] = {}
+    if hasattr(own, "to_json_string"):
+        config = json.loads(own.to_json_string())
+        config["architectures"] = [(original(unconverted_class(model)) or type(model)).__name__]
+        if getattr(own, "tie_word_embeddings", False) and any(one.name in _tied(model) for one, _, _ in plan):
+            config["tie_word_embeddings"] = False
+    elif isinstance(own, dict):
+        config = dict(own)
+    config["quantization_config"] = kind.configuration(schemes, parts.matrices)
+    files.json("config.json", config)
+    for name, content in kind.beside(schemes, parts.matrices).items():
+        files.json(name, content)
+    generation: Any = getattr(model, "generation_config", None)
+    if hasattr(generation, "to_json_string"):
+        files.json("generation_config.json", json.loads(generation.to_json_string()))
+
+
+def _tied(model: nn.Module) -> set[str]:
+    """Names that a model of transformers ties to others."""
+    return set(getattr(model, "all_tied_weights_keys", None) or ())
+
+
+def _told(
+    folder: Path, kind: FileFormat, parts: DisassembledModel, plan: Sequence[Written], total: int, before: int
+) -> Exported:
+    layers: dict[tuple[str, QuantSpec], list[str]] = {}
+    reads = {}
+    for one, scheme, _ in plan:
+        key = scheme.name, scheme.weight
+        layers.setdefault(key, []).extend(piece.prefix.rstrip(".") for piece in one.pieces)
+        reads[key] = scheme.reads
+    return Exported(folder, kind.name, layers, reads, total, before, parts.left)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

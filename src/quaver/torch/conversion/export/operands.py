@@ -1,0 +1,600 @@
+"""What a file is to hold of a model: the operands of its GEMMs, and all else in high precision, by checkpoints' names.
+
+Operands come from the very function that fprop calls. Names are those of the unconverted model's checkpoint; a model of
+transformers says itself what these are, and cuts stacked experts apart.
+"""
+
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quaver.recipes.conversion import matches
+from quaver.recipes.spec import QuantSpec, Recipe
+from quaver.torch.conversion.export.expert_names import STACKS, expert_layers
+from quaver.torch.conversion.export.layouts import Inputs, row_scales
+from quaver.torch.conversion.matchers.experts import Llama4Stack
+from quaver.torch.conversion.matchers.linears import kind_of, wrappers
+from quaver.torch.conversion.quantized_weights import ADDED
+from quaver.torch.linear import stored_weight
+from quaver.torch.linear.gemms import begin, is_given, quantized_weight
+from quaver.torch.linear.linear import Linear, Quantizable
+from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.operations import ops
+from quaver.torch.state.context import in_force
+from quaver.torch.state.history import amax
+
+# ---- operands --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of an operand as a checkpoint names them."""
+
+    #: What stands before "weight": the layer's name and a dot.
+    prefix: str
+    start: int
+    stop: int
+
+
+@dataclass
+class StoredOperand:
+    """A weight that a GEMM consumes as codes."""
+
+    #: The parameter's name in the model.
+    name: str
+    layer: Quantizable
+    #: What the layer runs under; None where its weight is codes and no recipe is in force.
+    recipe: Recipe | None
+    #: Of stacked experts, whose matrix it is, and which member of the layer's state.
+    expert: int | None = None
+    member: int = 0
+    #: The number of experts whose matrices lie below one another, where a format holds them as one tensor; else 0.
+    stack: int = 0
+    #: Where its rows go.
+    pieces: list[Piece] = field(default_factory=list)
+
+    @property
+    def last(self) -> str:
+        """The parameter's name in the layer."""
+        return self.name.rpartition(".")[2]
+
+    @property
+    def spec(self) -> QuantSpec:
+        """Of the operand."""
+        spec = None if self.recipe is None else self.recipe.fprop.b
+        spec = spec or self.layer.weight_spec
+        assert spec is not None
+        return spec
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether the parameter is a stack of experts' matrices."""
+        return self.expert is not None or self.stack > 0
+
+    @property
+    def module_name(self) -> str:
+        """The layer's name in the model."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def rows(self) -> int:
+        """Features of the output."""
+        if not self.of_experts:
+            return int(self.layer.out_features)  # type: ignore[arg-type]
+        return int(upright(self.layer, self.last).shape[1])
+
+    @torch.no_grad()
+    def operand(self) -> Quantized:
+        """The codes and scales [N, K] that fprop's GEMM consumes; of a stack [E N, K]."""
+        weight: Tensor = self.layer.get_parameter(self.last)
+        if self.of_experts:
+            assert self.recipe is not None and self.recipe.fprop.b is not None
+            matrices, spec = upright(self.layer, self.last).detach(), self.recipe.fprop.b
+            if self.expert is not None:
+                return ops.QUANTIZE(matrices[self.expert].contiguous(), spec, None, self._factor(amax.WEIGHT))
+            each = [ops.QUANTIZE(matrix.contiguous(), spec).upright() for matrix in matrices]
+            scales, shape = torch.cat([row_scales(q) for q in each]), (self.stack * self.rows, matrices.shape[2])
+            return Quantized(torch.cat([q.data for q in each]), scales, replace(spec, block=(1, spec.block[1])), shape)
+        if self.recipe is None or self.recipe.fprop.b is None:
+            return stored_weight.codes(self.layer, weight)
+        dtype = self.layer.weight_dtype or weight.dtype
+        call = begin(self.layer, self.recipe, torch.empty((0, 0), dtype=dtype, device=weight.device), dtype, False)
+        return quantized_weight(call, weight, "fprop", self.recipe.fprop.b)
+
+    def inputs(self, seen: Mapping[tuple[nn.Module, str], float]) -> Inputs:
+        """What is known of the layer's input."""
+        spec = None if self.recipe is None else self.recipe.fprop.a
+        factor = None if spec is None else self._factor(amax.INPUT)
+        return Inputs(spec=spec, scale=None if factor is None else 1.0 / factor, amax=seen.get((self.layer, self.last)))
+
+    def _factor(self, operand: int) -> float | None:
+        """The encode factor of delayed scaling, where a history has set one."""
+        factors = self.layer._buffers.get("factor")
+        if factors is None or self.recipe is None or self.recipe.delayed is None:
+            return None
+        return float((factors if factors.dim() == 1 else factors[self.member])[operand]) or None
+
+
+def upright(module: Any, name: str) -> Tensor:
+    """A stack of experts' matrices as [E, N, K], whichever way it lies."""
+    weight: Tensor = module.get_parameter(name)
+    return weight.transpose(1, 2) if lies_transposed(module) else weight
+
+
+def lies_transposed(module: Any) -> bool:
+    """Whether a module's stacks are [E, K, N]."""
+    return bool(getattr(module, "is_transposed", isinstance(module, Llama4Stack)))
+
+
+@dataclass
+class DisassembledModel:
+    """A model, taken apart."""
+
+    held: list[StoredOperand]
+    #: All other tensors by the names of the checkpoint.
+    plain: dict[str, Tensor]
+    #: Layers and experts that train quantized and are written in high precision, and why.
+    left: dict[str, str]
+    #: Linear layers in high precision, by the names of the checkpoint, and experts, by those that servers ask for.
+    matrices: list[str]
+    #: The modules of `left`.
+    left_layers: list[Quantizable]
+
+
+def take_apart(model: nn.Module, high_precision: Sequence[str]) -> DisassembledModel:
+    """What a file is to hold of a model.
+
+    Args:
+        high_precision: patterns of names of layers to write in high precision.
+    Raises:
+        ValueError: weights that are not here as they are: on meta, in parts on ranks, made by a parametrization, or of
+            a kind of layer that no format knows; a pattern without a layer; a model without a quantized layer.
+    """
+    held: list[StoredOperand] = []
+    left: dict[str, str] = {}
+    left_layers: list[Quantizable] = []
+    used: set[str] = set()
+    if any(wrappers(model)):
+        raise ValueError(
+            "this model has adapters of PEFT, which no format holds beside codes: merge them first, "
+            "model.merge_and_unload(), and export what that returns"
+        )
+    for name, module in _named(model):
+        if not isinstance(module, Quantizable):
+            continue
+        recipe = in_force(module.recipe)
+        if (recipe is None or recipe.fprop.b is None) and module.weight_spec is None:
+            continue
+        patterns = [pattern for pattern in high_precision if matches(pattern, name)]
+        if patterns:
+            used.update(patterns)
+            left[name] = "asked for by name"
+            left_layers.append(module)
+        else:
+            held += _of(module, name, recipe)
+    unused = [pattern for pattern in high_precision if pattern not in used]
+    if unused:
+        raise ValueError(f"no quantized layer has a name that fits {', '.join(map(repr, unused))} (high_precision)")
+    if not held:
+        raise ValueError(
+            "no layer of this model is quantized: call quaver.torch.convert(model, recipe), or export inside the "
+            "quaver.torch.autocast(recipe) that it trains under"
+        )
+    plain = _others(model, {one.name for one in held})
+    dropped = _drop_tied(model, plain)
+    matrices = [
+        name
+        for name, module in _named(model)
+        if isinstance(module, nn.Linear) and (f"{name}.weight" in plain or f"{name}.weight" in dropped)
+    ]
+    of_held = {one.name for one in held}
+    stacks = {f"{name}.{matrix}": module for name, module in _named(model) for matrix in _stacks(module)}
+    parts = DisassembledModel(held, plain, left, matrices, left_layers)
+    return _renamed(model, parts, {name: module for name, module in stacks.items() if name not in of_held})
+
+
+#: What stands in the names of modules that torch has wrapped in place, and not in those of their state.
+WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
+def _bare(name: str) -> str:
+    """A name without what wrappers have put into it."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPED)
+
+
+def _named(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Every module by each of its names."""
+    return [(_bare(name), module) for name, module in model.named_modules(remove_duplicate=False)]
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model in what compiles or replicates it."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def _of(module: Quantizable, name: str, recipe: Recipe | None) -> list[StoredOperand]:
+    """The weights of a layer, or of its experts."""
+    names = _stacks(module)
+    for matrix in names:
+        _check(f"{name}.{matrix}", module.get_parameter(matrix))
+    if names:
+        count = module.get_parameter(names[0]).shape[0]
+        each = itertools.product(names, range(count))
+        return [StoredOperand(f"{name}.{matrix}", module, recipe, e, number) for number, (matrix, e) in enumerate(each)]
+    if not isinstance(module, Linear):
+        raise _unsupported(name, module, "no format has codes for a layer of this kind")
+    if "weight" not in module._parameters:
+        raise ValueError(
+            f"the weight of {name or 'the model'} is made by a parametrization: remove it first, "
+            "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')"
+        )
+    key = f"{name}.weight".lstrip(".")
+    _check(key, module.weight)
+    return [StoredOperand(key, module, recipe)]
+
+
+def _stacks(module: nn.Module) -> Sequence[str]:
+    """The names of a module's parameters that are stacks of experts' matrices."""
+    kind = kind_of(module)
+    names = () if kind is None else kind.stacks(module)
+    return names if all(module._parameters.get(name) is not None for name in names) else ()
+
+
+def _unsupported(name: str, module: nn.Module, why: str) -> ValueError:
+    return ValueError(
+        f"{name or 'the model'} ({type(module).__name__}) trains quantized, and {why}: write it in high precision with "
+        f"high_precision=[{name!r}]; what is served then differs from what is trained there"
+    )
+
+
+def _check(name: str, weight: Tensor) -> None:
+    if getattr(weight, "device_mesh", None) is not None or is_given(weight):
+        raise ValueError(
+            f"{name} lies in parts on the ranks of a mesh: gather the model on one rank first (a checkpoint of "
+            "torch.distributed.checkpoint.state_dict with full_state_dict=True, loaded into a model that is converted "
+            "the same way), and export that"
+        )
+    if weight.is_meta:
+        raise ValueError(f"{name} is on meta and has no values: load a checkpoint before exporting")
+
+
+def _others(model: nn.Module, held: set[str]) -> dict[str, Tensor]:
+    """The state dict of the unconverted model without the weights that are held as codes."""
+    state: dict[str, Tensor] = {_bare(name): value for name, value in model.state_dict().items()}
+    for name, module in _named(model):
+        if isinstance(module, Quantizable):
+            prefix = f"{name}." if name else ""
+            for added in ADDED:
+                state.pop(prefix + added, None)
+            if module.weight_spec is not None and f"{prefix}weight" not in held:
+                assert module.weight_dtype is not None
+                state[f"{prefix}weight"] = stored_weight.dequantized(
+                    module, module.get_parameter("weight"), module.weight_dtype
+                )
+    state = {name: value for name, value in state.items() if name not in held}
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            _check(name, value)
+    return state
+
+
+def _drop_tied(model: nn.Module, plain: dict[str, Tensor]) -> set[str]:
+    """Leave out what a model of transformers ties again when it is loaded. Gives the names."""
+    tied: Any = getattr(model, "all_tied_weights_keys", None) or {}
+    again = {
+        name
+        for name, other in tied.items()
+        if name in plain and other in plain and plain[name].data_ptr() == plain[other].data_ptr()
+    }
+    for name in again:
+        del plain[name]
+    return again
+
+
+#: What turns a state dict into the checkpoint's.
+Writer = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+
+def _writer(model: nn.Module) -> Writer:
+    """What the model's own library does to a state dict before it is saved: transformers renames and unstacks.
+
+    A model that has a function `checkpoint_names` says by it what each of its names is in a checkpoint.
+    """
+    rename: Any = getattr(model, "checkpoint_names", None)
+    if rename is not None:
+        return lambda state: {rename(name): value for name, value in state.items()}
+    loading = sys.modules.get("transformers.core_model_loading")
+    revert: Any = getattr(loading, "revert_weight_conversion", None)
+    if revert is None or not hasattr(model, "save_pretrained"):
+        return dict
+    return lambda state: dict(revert(model, state))
+
+
+def _renamed(model: nn.Module, parts: DisassembledModel, stacks: Mapping[str, nn.Module]) -> DisassembledModel:
+    """The parts by the names of the checkpoint.
+
+    Of held weights the writer is given numbers of rows in their place: what it makes of them says whose rows go where.
+
+    Args:
+        stacks: the modules of stacks of experts in high precision, by the names of these.
+    """
+    to_checkpoint, family = _writer(model), str(getattr(getattr(model, "config", None), "model_type", ""))
+    by_name: dict[str, list[StoredOperand]] = {}
+    for one in parts.held:
+        by_name.setdefault(one.name, []).append(one)
+    held: list[StoredOperand] = []
+    for name, each in by_name.items():
+        rows = each[0].rows
+        count = len(each) if each[0].of_experts else 0
+        for key, part in to_checkpoint({name: _numbers(rows, count, each[0].layer)}).items():
+            if count and part.dim() == 3:
+                each = _of_stack(each, key, family)
+                break
+            flat = part.flatten()
+            first, last = int(flat[0]), int(flat[-1])
+            whole = part.dim() == 2 and bool((flat.diff() == 1).all()) and first // rows == last // rows
+            if not whole or not key.endswith("weight"):
+                raise ValueError(
+                    f"{name} becomes {key} in the model's checkpoint, which holds no rows of one matrix: write it in "
+                    f"high precision with high_precision=[{each[0].module_name!r}]"
+                )
+            piece = Piece(key.removesuffix("weight"), first % rows, last % rows + 1)
+            each[first // rows].pieces.append(piece)
+        held += each
+    row = torch.zeros((1, 1), dtype=torch.float32, device="cpu")
+    matrices: Iterable[str] = to_checkpoint({f"{name}.weight": row for name in parts.matrices})
+    names = [name.removesuffix(".weight") for name in matrices]
+    for name, module in stacks.items():
+        module_name, _, parameter = name.rpartition(".")
+        experts, rows, _ = upright(module, parameter).shape
+        names += _asked_for(to_checkpoint({name: _numbers(rows, experts, module)}), family, module_name)
+    return replace(parts, held=held, plain=to_checkpoint(parts.plain), matrices=list(dict.fromkeys(names)))
+
+
+def _numbers(rows: int, experts: int, module: nn.Module) -> Tensor:
+    """The numbers of the rows of a matrix, or of a stack in the layout that its parameter has."""
+    if not experts:
+        return torch.arange(rows, dtype=torch.int64, device="cpu").view(rows, 1)
+    numbers = torch.arange(experts * rows, dtype=torch.int64, device="cpu").view(experts, rows, 1)
+    return numbers.transpose(1, 2) if lies_transposed(module) else numbers
+
+
+def _of_stack(each: list[StoredOperand], key: str, family: str) -> list[StoredOperand]:
+    """The matrices of a stack that a checkpoint holds as one tensor of this name, with the names that servers read.
+
+    Raises:
+        ValueError: no server that is known reads codes there.
+    """
+    one, served = each[0], STACKS.get(family)
+    if served is not None and served.split is None:
+        return [replace(one, expert=None, stack=len(each), pieces=[Piece(key, 0, len(each) * one.rows)])]
+    layers = expert_layers(family, key)
+    if not layers:
+        raise ValueError(
+            f"{one.module_name} ({type(one.layer).__name__}) trains quantized, its experts are one tensor {key} in "
+            f"checkpoints of {family or 'this model'}, and no server is known that reads codes of it: write it in high "
+            f"precision with high_precision=[{one.module_name!r}]; what is served then differs from what is trained "
+            "there"
+        )
+    part = one.rows // len(layers)
+    for expert, matrix in enumerate(each):
+        matrix.pieces += [Piece(f"{n.format(expert)}.", i * part, (i + 1) * part) for i, n in enumerate(layers)]
+    return each
+
+
+def _asked_for(parted: Mapping[str, Tensor], family: str, module_name: str) -> list[str]:
+    """The names by which servers ask whether a stack of experts is in high precision.
+
+    Args:
+        parted: the stack as the checkpoint has it.
+    """
+    names: list[str] = []
+    for key, part in parted.items():
+        layers = expert_layers(family, key)
+        if part.dim() == 3 and layers:
+            names += [layer.format(expert) for expert in range(part.shape[0]) for layer in layers]
+        else:
+            names.append(module_name if part.dim() == 3 else key.removesuffix(".weight"))
+    return names
+
+
+def hold(layer: Quantizable, q: Quantized) -> None:
+    """Have a layer's weight be an operand's codes and scales, as `quaver.torch.quantized_init` has them."""
+    q, given = q.upright(), layer.get_parameter("weight")
+    codes = q.data.detach().view(stored_weight.CODE_DTYPES[q.spec.format.name])
+    dtype = layer.weight_dtype or given.dtype
+    layer.__dict__.update(weight_spec=q.spec, weight_dtype=dtype, keep_initial=False)
+    layer._parameters["weight"] = nn.Parameter(codes, requires_grad=False)
+    layer._buffers["weight_scale"] = q.scale if isinstance(q.scale, Tensor) else q.scales().to(codes.device)
+    if q.tensor_factor is not None:
+        layer._buffers["weight_factor"] = q.tensor_factor
+
+
+#: Last names of projections that a server fuses into one weight, which then has one scheme and one scale of the tensor.
+#: From `packed_modules_mapping` and `stacked_params_mapping` of vLLM's and SGLang's models (November 2026).
+FUSED = (
+    ("q_proj", "k_proj", "v_proj"),  # most decoders
+    ("query", "key", "value"),  # BERT
+    ("gate_proj", "up_proj"),  # most decoders
+    ("w1", "w3"),  # Mixtral's and DeepSeek's experts
+    ("q_a_proj", "kv_a_proj_with_mqa"),  # deepseek_v2.py: fused_qkv_a_proj
+    ("wq_a", "wkv"),  # deepseek_v4.py: fused_wqa_wkv
+    ("wkv", "wgate"),  # deepseek_v4.py: fused_wkv_wgate
+    ("in_proj_qkv", "in_proj_z"),  # qwen3_5.py: in_proj_qkvz
+    ("in_proj_b", "in_proj_a"),  # qwen3_5.py: in_proj_ba
+)
+
+
+def fused_groups(names: Iterable[str]) -> list[list[str]]:
+    """Layers' names in a checkpoint, those that a server fuses in one list."""
+    groups: dict[str, list[str]] = {name: [name] for name in names}
+    for name in list(groups):
+        parent, dot, last = name.rpartition(".")
+        for tied in FUSED:
+            for other in tied if last in tied else ():
+                one, two = groups[name], groups.get(f"{parent}{dot}{other}")
+                if two is not None and two is not one:
+                    one += two
+                    groups.update(dict.fromkeys(two, one))
+    return list({id(group): group for group in groups.values()}.values())
+
+
+# ---- decoding --------------------------------------------------------------------------------------------
+# An independent reader of what is exported: float32 weights from files, by the published formulas of their formats.
+#
+# Nothing of the library's own decoding is used: element values are computed from the fields of the OCP formats, scales
+# as each format's page says. Readers of the formats' own projects are held to it bit by bit (`tests/integrations`).
+#
+#     compressed-tensors  codes × weight_scale; of four bits with two scales codes × (weight_scale /
+# weight_global_scale)
+#     deepseek            codes × weight_scale_inv of their 128 × 128
+#     modelopt            codes × weight_scale; of four bits with two scales codes × (weight_scale × weight_scale_2)
+#     mxfp4               blocks × scales, the rows of all experts below one another
+#
+# Source: OCP Microscaling Formats 1.0, sections 5.3 and 5.4; the formats' sources that `compressed_tensors`,
+# `deepseek`,
+# `modelopt` and `mxfp4` beside this name.
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """A weight as a file has it."""
+
+    #: float32 [N, K], the elements without scales.
+    values: Tensor
+    #: float32 [blocks of rows, blocks of k], both levels of two multiplied.
+    scales: Tensor
+    #: The scales of blocks as they lie in the file.
+    stored: Tensor | None = None
+    #: Of two levels, what those are divided by.
+    factor: Tensor | None = None
+
+    def dense(self) -> Tensor:
+        """float32 [N, K]."""
+        return self.values * stretched(self.scales, tuple(self.values.shape))
+
+
+#: What the name of a weight's scales ends with, by `quant_method`.
+SCALES = {
+    "compressed-tensors": "weight_scale",
+    "fp8": "weight_scale_inv",
+    "modelopt": "weight_scale",
+    "mxfp4": "_scales",
+}
+
+
+class Reader:
+    """A folder that holds a model in one of the formats.
+
+    Raises:
+        ValueError: its config.json names none of them.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        self.config: dict[str, Any] = config["quantization_config"]
+        self.method = self.config["quant_method"]
+        if self.method not in SCALES:
+            raise ValueError(f"{folder} has quant_method {self.method!r}; known: {', '.join(SCALES)}")
+        self.folder = folder
+        index = folder / "model.safetensors.index.json"
+        if index.exists():
+            self.where: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        else:
+            with self._open("model.safetensors") as file:
+                self.where = dict.fromkeys(file.keys(), "model.safetensors")
+
+    def _open(self, name: str) -> Any:
+        from safetensors import safe_open
+
+        return safe_open(self.folder / name, framework="pt")
+
+    def tensor(self, name: str) -> Tensor:
+        with self._open(self.where[name]) as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+    def quantized(self) -> list[str]:
+        """What stands before "weight" in the names of quantized weights, of stacks before "_blocks"."""
+        suffix = SCALES[self.method]
+        return [name.removesuffix(suffix) for name in self.where if name.endswith(suffix)]
+
+    def decoded(self, prefix: str) -> Decoded:
+        """The weight of a layer."""
+        names = {name.removeprefix(prefix): name for name in self.where if name.startswith(prefix)}
+        get = {suffix: self.tensor(name) for suffix, name in names.items() if "." not in suffix}
+        return decoded(get, self.method)
+
+
+def decoded(tensors: Mapping[str, Tensor], method: str) -> Decoded:
+    """A layer's weight from its tensors by the names that they have in a format."""
+    if method == "mxfp4":
+        blocks, stored = tensors["_blocks"].flatten(0, -3), tensors["_scales"].flatten(0, -2)
+        values = E2M1[torch.stack([blocks & 15, blocks >> 4], -1).flatten(1).long()]
+        return Decoded(values, E8M0[stored.long()], stored)
+    codes = tensors["weight_packed"] if "weight_packed" in tensors else tensors["weight"]
+    if method == "fp8":
+        return Decoded(E4M3[codes.view(torch.uint8).long()], tensors["weight_scale_inv"])
+    stored = tensors["weight_scale"]
+    if codes.dtype is torch.float8_e4m3fn:
+        values = E4M3[codes.view(torch.uint8).long()]
+    elif codes.shape[1] == 24 * stored.shape[1]:
+        values = _six(codes)
+    else:
+        values = E2M1[torch.stack([codes & 15, codes >> 4], -1).flatten(1).long()]
+    if stored.dtype is torch.uint8:
+        return Decoded(values, E8M0[stored.long()], stored)
+    if stored.dtype is torch.float8_e4m3fn:
+        scales = E4M3[stored.view(torch.uint8).long()]
+        if method == "modelopt":
+            of_tensor = tensors["weight_scale_2"]
+            return Decoded(values, scales * of_tensor, stored, 1.0 / of_tensor)
+        of_tensor = tensors["weight_global_scale"].reshape(())
+        return Decoded(values, scales / of_tensor, stored, of_tensor)
+    return Decoded(values, stored.reshape(-1, 1) if stored.dim() < 2 else stored)
+
+
+def _six(packed: Tensor) -> Tensor:
+    """Values of six bits: four codes in three bytes, the first in the lowest bits."""
+    bits = torch.stack([packed.int() >> i & 1 for i in range(8)], -1).reshape(packed.shape[0], -1, 6)
+    return E2M3[sum(bits[..., i].long() << i for i in range(6))]
+
+
+def stretched(scales: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """One scale for every element, [N, K]: blocks are 16, 32 or 128 long, or whole axes."""
+    for dim in (0, 1):
+        count, size = scales.shape[dim], shape[dim]
+        if count not in (1, size):
+            block = next(block for block in (16, 32, 128) if -(-size // block) == count)
+            scales = scales.repeat_interleave(block, dim).narrow(dim, 0, size)
+    return scales.expand(*shape)
+
+
+def _table(exponent_bits: int, mantissa_bits: int, has_nan: bool) -> Tensor:
+    """The numbers of all codes of a format, by their fields."""
+    bias, numbers = 2 ** (exponent_bits - 1) - 1, []
+    for code in range(2 ** (exponent_bits + mantissa_bits)):
+        exponent, mantissa = divmod(code, 2**mantissa_bits)
+        fraction = mantissa / 2**mantissa_bits
+        numbers.append(2.0 ** (1 - bias) * fraction if exponent == 0 else 2.0 ** (exponent - bias) * (1 + fraction))
+    if has_nan:
+        numbers[-1] = float("nan")
+    return torch.tensor([*numbers, *(-number for number in numbers)], dtype=torch.float32, device="cpu")
+
+
+#: Powers of two by their bytes; the last is no number.
+E8M0 = torch.tensor([*(2.0 ** (code - 127) for code in range(255)), float("nan")], dtype=torch.float32, device="cpu")
+E4M3, E2M3, E2M1 = _table(4, 3, True), _table(2, 3, False), _table(2, 1, False)

@@ -1,0 +1,1 @@
+"""quaver.torch.conversion.huggingface"""

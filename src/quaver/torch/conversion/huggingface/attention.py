@@ -1,0 +1,228 @@
+"""The attention of a layer, in ours: what matrices and configuration leave open is tried, and its output decides."""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quaver.torch.conversion.huggingface.probe import ATTENTION, LayerArguments, ObservedCall, asks_for_alibi, attribute
+from quaver.torch.conversion.huggingface.roles import Choices, Rows, fill, linear_of, norm_of
+from quaver.torch.nn.attention.latent import LatentAttention, LatentConfig
+from quaver.torch.nn.attention.multihead import MultiheadAttention
+from quaver.torch.nn.attention.relative_bias import RelativePositionBias
+from quaver.torch.nn.attention.rope import RotaryEmbedding
+
+#: The further matrices of latent attention.
+LATENT = ("q_up", "kv_up")
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """How many, and how wide."""
+
+    heads: int
+    groups: int
+    dim: int
+
+
+def attentions(
+    layer: nn.Module,
+    roles: Mapping[str, str],
+    around: LayerArguments,
+    seen: ObservedCall,
+    fused: bool | None,
+    choices: Choices,
+) -> Iterator[tuple[dict[str, Any], MultiheadAttention | LatentAttention]]:
+    """Ours that the layer's attention may be: the options that a `TransformerLayer` takes, and the module with its
+    parameters, without a norm before it.
+
+    Raises:
+        ValueError: matrices whose sizes are no heads', norms that are none of ours.
+    """
+    known = (*ATTENTION, *LATENT, "o")
+    linears = {role: linear_of(layer.get_submodule(name)) for role, name in roles.items() if role in known}
+    if "kv_down" in linears:
+        return _latents(layer, around, linears, seen, choices)
+    counts = _heads(around, linears)
+    whole = "qkv" in linears
+    together = whole if fused is None else fused
+    base = _options(layer, around, counts, linears) | {"fused": together}
+    norms, scope = _head_norms(seen, counts, choices)
+    turns = _turns(around, counts.dim, seen.output.device)
+    orders = list(_orders(counts)) if whole else [None]
+    alibis = (False, True) if asks_for_alibi(layer) else (False,)
+    afters = (False, True) if norms else (False,)
+
+    def candidates() -> Iterator[tuple[dict[str, Any], MultiheadAttention]]:
+        for rope, rows, alibi, after in itertools.product(turns, orders, alibis, afters):
+            options = base | {"rope": rope, "alibi": alibi, "qk_norm_after_rope": after, "qk_norm_scope": scope}
+            # A name that makes room for theirs.
+            options["qk_norm"] = "RMSNorm" if norms else None
+            ours: Any = MultiheadAttention(linears["o"][0].shape[0], counts.heads, device="meta", **options)
+            _fill(ours, linears, rows, counts)
+            if options["sinks"] is not None:
+                ours.core.register_parameter("sinks", attribute(layer, "sinks"))
+            for name, norm in zip(("q_norm", "k_norm"), norms, strict=False):
+                ours.register_module(name, norm)
+            yield options, ours
+
+    return candidates()
+
+
+def _latents(
+    layer: nn.Module, around: LayerArguments, linears: Mapping[str, Any], seen: ObservedCall, choices: Choices
+) -> Iterator[tuple[dict[str, Any], LatentAttention]]:
+    """The same of multi-head latent attention."""
+    heads, rows = around.config.num_attention_heads, {role: weight.shape[0] for role, (weight, _) in linears.items()}
+    kv_rank = linears["kv_up"][0].shape[1]
+    rope_dim, value_dim = rows["kv_down"] - kv_rank, linears["o"][0].shape[1] // heads
+    q_rank = rows.get("q_down")
+    latent = LatentConfig(
+        kv_rank=kv_rank,
+        plain_dim=rows["kv_up"] // heads - value_dim,
+        rope_dim=rope_dim,
+        value_dim=value_dim,
+        q_rank=q_rank,
+    )
+    base = {
+        "scale": attribute(layer, "scaling"),
+        "mask_type": "causal" if around.causal else "none",
+        "window": around.window,
+        "bias": linears["kv_down"][1] is not None,
+        "out_bias": linears["o"][1] is not None,
+    }
+    norms = [norm_of(event.module, event.input, choices) for event in seen.head_norms()]
+    names = ("kv_norm",) if q_rank is None else ("q_norm", "kv_norm")
+
+    def candidates() -> Iterator[tuple[dict[str, Any], LatentAttention]]:
+        for rope in _turns(around, rope_dim, seen.output.device):
+            options = base | {"rope": rope}
+            ours = LatentAttention(linears["o"][0].shape[0], heads, latent, device="meta", **options)
+            for role, parameters in linears.items():
+                fill(ours._modules[f"{role}_proj"], [parameters])
+            for name, norm in zip(names, norms, strict=True):
+                ours.register_module(name, norm)
+            yield options | {"latent": latent}, ours
+
+    return candidates()
+
+
+def _turns(around: LayerArguments, dim: int, device: torch.device) -> list[RotaryEmbedding | None]:
+    """Ways in which rope may turn the heads."""
+    if getattr(around.config, "rope_parameters", None) is None:
+        return [None]
+    return [_rope(around, dim, False, device), _rope(around, dim, True, device), None]
+
+
+def _options(layer: nn.Module, around: LayerArguments, counts: HeadShape, linears: Mapping[str, Any]) -> dict[str, Any]:
+    """What attributes and the configuration say."""
+    scale = attribute(layer, "scaling", attribute(layer, "softmax_scale", attribute(layer, "inv_norm_factor")))
+    use_rope = attribute(layer, "use_rope", True)
+    tempered = bool(attribute(layer, "attn_temperature_tuning", False)) and not use_rope
+    has_bias = linears["qkv" if "qkv" in linears else "q"][1] is not None
+    sinks = attribute(layer, "sinks")
+    return {
+        "groups": counts.groups,
+        "head_dim": counts.dim,
+        "scale": None if scale is None else float(scale),
+        "soft_cap": attribute(layer, "attn_logit_softcapping"),
+        "mask_type": "causal" if around.causal else "none",
+        "window": around.window,
+        "chunk": around.chunk,
+        "sinks": None if sinks is None else "learnable",
+        "temperature": (attribute(layer, "attn_scale"), attribute(layer, "floor_scale")) if tempered else None,
+        "position_bias": _position_bias(layer, counts.heads, around),
+        "bias": has_bias,
+        "key_bias": linears["k"][1] is not None if "k" in linears and has_bias else None,
+        "out_bias": linears["o"][1] is not None,
+    }
+
+
+def _heads(around: LayerArguments, linears: Mapping[str, Any]) -> HeadShape:
+    """From the matrices' sizes, and the configuration's number of query heads."""
+    heads = around.config.num_attention_heads
+    width = linears["o"][0].shape[1]
+    dim, left = divmod(width, heads)
+    rows = linears["k"][0].shape[0] if "k" in linears else (linears["qkv"][0].shape[0] - width) // 2
+    groups, rest = divmod(rows, dim or 1)
+    if left or rest or not groups or heads % groups:
+        raise ValueError(
+            f"matrices of {width} and {rows} rows are no {heads} heads of one width with keys of their own"
+        )
+    return HeadShape(heads, groups, dim)
+
+
+def _orders(counts: HeadShape) -> Iterator[Rows | None]:
+    """How the rows of queries, keys and values may lie in one matrix: ours, group by group (Falcon), which with a group
+    a head is GPT-NeoX's head by head."""
+    yield None
+    shared = counts.heads // counts.groups
+
+    def by_group(rows: Tensor) -> Tensor:
+        grouped = rows.unflatten(0, (counts.groups, shared + 2, counts.dim))
+        return torch.cat([part.flatten(0, 2) for part in grouped.split([shared, 1, 1], 1)])
+
+    yield by_group
+
+
+def _rope(around: LayerArguments, dim: int, interleaved: bool, device: torch.device) -> RotaryEmbedding:
+    scaling = around.config.rope_parameters
+    if around.kind in scaling:
+        scaling = scaling[around.kind]
+    longest = getattr(around.config, "max_position_embeddings", None)
+    return RotaryEmbedding(dim, scaling=scaling, max_positions=longest, interleaved=interleaved, device=device)
+
+
+def _position_bias(layer: nn.Module, heads: int, around: LayerArguments) -> RelativePositionBias | None:
+    table = attribute(layer, "relative_attention_bias")
+    if table is None:
+        return None
+    distance = attribute(layer, "relative_attention_max_distance")
+    ours = RelativePositionBias(heads, table.weight.shape[0], distance, not around.causal, device="meta")
+    ours.weight = table.weight
+    return ours
+
+
+def _head_norms(seen: ObservedCall, counts: HeadShape, choices: Choices) -> tuple[list[nn.Module], str]:
+    """Ours of the norms of queries and keys, and whose features they take."""
+    norms = seen.head_norms()
+    if not norms:
+        return [], "head"
+    if len(norms) != 2:
+        raise ValueError(
+            f"attention has {len(norms)} norms inside; a TransformerLayer has one of queries and one of keys"
+        )
+    scope = "head"
+    if norms[0].input.shape[-1] == counts.heads * counts.dim != counts.dim:
+        scope = "all_heads"
+    elif any(p.dim() == 2 for p in norms[0].module.parameters()):
+        scope = "each_head"
+    return [norm_of(event.module, event.input, choices) for event in norms], scope
+
+
+def _fill(ours: Any, linears: Mapping[str, Any], rows: Rows | None, counts: HeadShape) -> None:
+    """Their parameters, as our projections want them."""
+    fill(ours.o_proj, [linears["o"]])
+    if "qkv" not in linears:
+        each = [linears["q"], linears["k"], linears["v"]]
+        if len(ours._parts) == 1:
+            fill(ours.qkv_proj, each)
+        else:
+            for name, part in zip(("q_proj", "k_proj", "v_proj"), each, strict=True):
+                fill(getattr(ours, name), [part])
+        return
+    if len(ours._parts) == 1:
+        fill(ours.qkv_proj, [linears["qkv"]], rows)
+        return
+    wide, narrow = counts.heads * counts.dim, counts.groups * counts.dim
+    begin = 0
+    for name, width in (("q_proj", wide), ("k_proj", narrow), ("v_proj", narrow)):
+
+        def take(whole: Tensor, begin: int = begin, width: int = width) -> Tensor:
+            return (whole if rows is None else rows(whole))[begin : begin + width].clone()
+
+        fill(getattr(ours, name), [linears["qkv"]], take)
+        begin += width

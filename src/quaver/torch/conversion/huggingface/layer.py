@@ -1,0 +1,336 @@
+"""A decoder or encoder layer of transformers as a `TransformerLayer` of the same parameters."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quaver.recipes.text import check_name
+from quaver.reference.attention import MASKS
+from quaver.torch.conversion.huggingface.attention import attentions
+from quaver.torch.conversion.huggingface.mixers import formula_in, holds_a_mixer, possible_mixtures, read_mixer
+from quaver.torch.conversion.huggingface.probe import (
+    ATTENTION,
+    LayerArguments,
+    ObservedCall,
+    arguments,
+    attribute,
+    surroundings,
+    watched,
+)
+from quaver.torch.conversion.huggingface.probe import MLP as MLP_ROLES
+from quaver.torch.conversion.huggingface.roles import (
+    BOUNDS,
+    ROLES,
+    Choices,
+    activations_of,
+    distance,
+    distance_of_most,
+    drawn,
+    fill,
+    linear_of,
+    norm_of,
+    roles_of,
+)
+from quaver.torch.linear.linear import Quantizable
+from quaver.torch.nn.mlp import MLP, ComposedBlock
+from quaver.torch.nn.moe.layers import MoE
+from quaver.torch.nn.ssm.mamba2 import Mamba2, Mamba2Layer
+from quaver.torch.nn.transformer import TransformerLayer
+from quaver.torch.state.context import autocast
+
+#: What is tried on: batch and tokens.
+SIZES = 2, 11
+#: The matrices of an MLP.
+MLP_PARTS = ("gate_up", "gate", "up", "down")
+#: Where norms may stand, by the order in which norms ("n"), attention ("a") and MLP ("m") run: the options, and the
+#: place of each norm.
+PLACES: dict[str, list[tuple[dict[str, Any], tuple[str, ...]]]] = {
+    "nanm": [
+        ({"norm_position": "pre"}, ("attention.norm", "mlp.norm")),
+        ({"parallel": "two_norms"}, ("attention.norm", "mlp.norm")),
+    ],
+    "nnam": [
+        ({"parallel": "two_norms"}, ("attention.norm", "mlp.norm")),
+        ({"parallel": "two_norms"}, ("mlp.norm", "attention.norm")),
+    ],
+    "nam": [({"parallel": True}, ("norm",))],
+    "anmn": [
+        ({"norm_position": "res_post"}, ("attention_post_norm", "mlp_post_norm")),
+        ({"norm_position": "post"}, ("attention_post_norm", "mlp_post_norm")),
+    ],
+    "nannmn": [
+        (
+            {"norm_position": "sandwich"},
+            ("attention.norm", "attention_post_norm", "mlp.norm", "mlp_post_norm"),
+        )
+    ],
+}
+
+
+class NormThen(ComposedBlock):
+    """A norm, and behind it the layer's own module, such as a mixture of experts: the first of what it gives."""
+
+    def __init__(self, norm: nn.Module | None, module: nn.Module) -> None:
+        super().__init__()
+        self.register_module("norm", norm)
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm: Any = self._modules["norm"]
+        y = self.module(x if norm is None else norm(x))
+        first: Tensor = y[0] if isinstance(y, tuple | list) else y
+        return first.reshape(x.shape)
+
+
+def from_huggingface(
+    layer: nn.Module,
+    *,
+    config: Any = None,
+    fused: bool | None = None,
+    mask_type: str | None = None,
+    dropout: float | None = None,
+    attention_dropout: float | None = None,
+) -> TransformerLayer | Mamba2Layer | Mamba2:
+    """A decoder or encoder layer of transformers as a `TransformerLayer` that computes the same; a layer around a
+    Mamba-2 mixer as a `Mamba2Layer`, and a mixer by itself as a `Mamba2`.
+
+    The layer is read by its structure: it is called, in evaluation mode, on random input of its own dtype and device,
+    and watched. What structure and configuration leave open (where norms stand, how rope turns, the order of rows in a
+    fused matrix) is tried on a copy in float32 with drawn weights, where every difference shows, and compared once more
+    with the layer's own. A mixture of experts is a `MoE`, or where ours cannot be it, its module, as `mlp.module`.
+    The layer is left as it was.
+
+    **Parameters are shared**: ours are the layer's own objects wherever they are stored as ours would be. Copies
+    are a matrix joined by fused=True or parted by fused=False, one whose rows lie in another order (GPT-NeoX's, some of
+    Falcon's), and a Conv1D's weight, which is transposed. Train one of the two layers, not both.
+
+    Args:
+        layer: such as `model.model.layers[0]`, not converted.
+        config: the model's, for layers that do not hold it (MPT's).
+        fused: whether q, k and v are one matrix, and gate and up; None leaves both as the layer has them.
+        mask_type: "causal" or "none", plain or with padding; None is causal or not as the layer says.
+        dropout, attention_dropout: as `TransformerLayer`; must be said where the layer has any.
+    Returns:
+        The layer, in `layer`'s mode. Rotary positions are its own: hand it `positions`, not cosines and sines.
+    Raises:
+        ValueError: outputs that differ, with the part that does and by how much; no outputs to compare, as on meta;
+            cross attention, dropout that was not said or that falls inside the MLP, layers that were converted.
+    Bounded: outputs within 1e-5 of the largest of drawn weights, 3e-4 of the layer's own, in float32; 4e-2 in bfloat16.
+    """
+    _check(layer, mask_type, dropout, attention_dropout)
+    if holds_a_mixer(layer):
+        return _state_space(layer, fused, mask_type)
+    causal = None if mask_type is None else MASKS[mask_type][1]
+    rates = {"dropout": dropout or 0.0, "attention_dropout": attention_dropout or 0.0}
+    with autocast(enabled=False), torch.no_grad():
+        choices = Choices()
+        _read(drawn(layer), surroundings(layer, config, causal), fused, rates, choices)
+        ours: Any = _read(layer, surroundings(layer, config, causal), fused, rates, Choices(choices))
+    if mask_type is not None:
+        ours.attention.core.mask_type = mask_type
+    whole: TransformerLayer = ours.train(layer.training)
+    return whole
+
+
+def _state_space(layer: nn.Module, fused: bool | None, mask_type: str | None) -> Mamba2Layer | Mamba2:
+    if mask_type not in (None, "causal"):
+        raise ValueError(f"{type(layer).__name__} is a state space, which sees what came before: leave out mask_type")
+    with autocast(enabled=False):
+        # Compared with gradients.
+        formula = formula_in(layer)
+        with torch.no_grad():
+            choices = Choices()
+            read_mixer(drawn(layer), formula, fused, choices)
+            ours = read_mixer(layer, formula, fused, Choices(choices))
+    return ours.train(layer.training)
+
+
+def _read(
+    layer: nn.Module, around: LayerArguments, fused: bool | None, rates: dict[str, float], choices: Choices
+) -> TransformerLayer:
+    """Ours, in evaluation mode."""
+    roles = roles_of(layer)
+    x = _input(layer, roles)
+    seen = watched(layer, roles, x, arguments(layer, around, x))
+    inside: Any = {event.name: event.module for event in seen.hidden_dropouts()}
+    _refuse_inside(layer, {name: module.p for name, module in inside.items()}, rates["dropout"])
+    candidates = attentions(layer, roles, around, seen, fused, choices)
+    options, attention = _same(candidates, seen, ATTENTION, "o", choices, "attention")
+    mlp_options, mlp = _mlp(layer, roles, around, seen, fused, choices)
+    return _placed(layer, around, seen, {**options, **mlp_options, **rates}, attention, mlp, choices)
+
+
+def _check(layer: nn.Module, mask_type: str | None, dropout: float | None, attention_dropout: float | None) -> None:
+    parameter = next(layer.parameters(), None)
+    if parameter is None or parameter.is_meta or parameter.dtype not in BOUNDS:
+        raise ValueError(f"{type(layer).__name__} has no values to compare outputs by; load its parameters first")
+    if any(isinstance(module, Quantizable) for module in layer.modules()):
+        raise ValueError(
+            f"{type(layer).__name__} was converted; call quaver.torch.revert first, and convert what comes out"
+        )
+    if mask_type is not None:
+        check_name("mask type", mask_type, MASKS)
+        if mask_type == "arbitrary":
+            raise ValueError(
+                "mask_type 'arbitrary' does not say whether the layer is causal; make the layer, then set it"
+            )
+    rates = {name: rate for name, rate in _dropouts(layer).items() if rate}
+    if rates and (dropout is None or attention_dropout is None):
+        said = ", ".join(f"{name} = {rate}" for name, rate in rates.items())
+        raise ValueError(
+            f"{type(layer).__name__} drops at random ({said}): say dropout= (of each part's output) and "
+            "attention_dropout= (of probabilities), 0.0 for none"
+        )
+    # A rate of a function in the layer's forward, such as BART's, is known by its name alone.
+    _refuse_inside(
+        layer, {name: rate for name, rate in rates.items() if "activation" in name.rpartition(".")[2]}, dropout
+    )
+
+
+def _refuse_inside(layer: nn.Module, rates: Mapping[str, float], dropout: float | None) -> None:
+    """Refuse dropout between the matrices of an MLP where dropout is asked for."""
+    for name, rate in rates.items():
+        if rate and dropout:
+            raise ValueError(
+                f"{type(layer).__name__} drops between the matrices of its MLP ({name} = {rate}), where a "
+                "TransformerLayer does not: set that to 0.0 first, or say dropout=0.0 to have none"
+            )
+
+
+def _dropouts(layer: nn.Module) -> dict[str, float]:
+    """Probabilities by the name of the module or attribute that has them."""
+    rates: dict[str, float] = {}
+    for name, module in layer.named_modules():
+        if isinstance(module, nn.Dropout):
+            rates[name] = module.p
+        else:
+            of_module = {k: v for k, v in vars(module).items() if "drop" in k and isinstance(v, float)}
+            rates |= {f"{name}.{k}".lstrip("."): v for k, v in of_module.items()}
+    return rates
+
+
+def _input(layer: nn.Module, roles: Mapping[str, str]) -> Tensor:
+    """Random, [B, S, dim]."""
+    if "o" not in roles or not {"qkv", "q", "q_down"} & set(roles) or not {"up", "gate_up", "mixture"} & set(roles):
+        raise ValueError(
+            f"{type(layer).__name__} has no attention and MLP by any known names of their matrices; make a "
+            "TransformerLayer by hand, as docs/blocks/transformer.md shows"
+        )
+    weight = linear_of(layer.get_submodule(roles["o"]))[0]
+    generator = torch.Generator("cpu").manual_seed(0)
+    x = torch.randn(*SIZES, weight.shape[0], generator=generator, dtype=torch.float32, device="cpu")
+    return x.to(weight.device, weight.dtype)
+
+
+def _same(
+    candidates: Any,
+    seen: ObservedCall,
+    begin: tuple[str, ...],
+    end: str,
+    choices: Choices,
+    part: str,
+    off: Any = distance,
+) -> tuple[dict[str, Any], Any]:
+    """The candidate that gives of a part's input its output, within a bound of the distance `off`."""
+    x, expected = seen.input_of(begin), seen.output_of(end)
+    says = f"the layer's {part} gives other outputs than ours does with any options"
+    taken: tuple[dict[str, Any], Any]
+    # Some mixtures give tokens without an axis of sequences.
+    expected = expected.reshape(*x.shape[:-1], -1)
+    taken = choices.first(candidates, lambda c: off(c[1].eval()(x), expected), x.dtype, says)
+    return taken
+
+
+def _mlp(
+    layer: nn.Module,
+    roles: Mapping[str, str],
+    around: LayerArguments,
+    seen: ObservedCall,
+    fused: bool | None,
+    choices: Choices,
+) -> tuple[dict[str, Any], nn.Module]:
+    """The options and the module, without a norm before it."""
+    if "mixture" in roles:
+        theirs = _mixtures(layer.get_submodule(roles["mixture"]), around)
+        return _same(theirs, seen, MLP_ROLES, "mixture", choices, "MLP", distance_of_most)
+    first = roles["gate_up" if "gate_up" in roles else "up"]
+    names = first.split(".")
+    holders = [layer.get_submodule(".".join(names[:i])) for i in range(len(names) - 1, -1, -1)]
+    linears = {r: linear_of(layer.get_submodule(roles[r])) for r in MLP_PARTS if r in roles}
+    gated = "up" not in linears or "gate" in linears
+    joined = "gate_up" in linears if fused is None else fused
+    dim, hidden = linears["down"][0].shape
+
+    def one_mlp() -> Any:
+        for activation in activations_of(holders, gated):
+            has_bias = linears["down"][1] is not None
+            options = {"hidden": hidden, "activation": activation, "mlp_bias": has_bias}
+            ours = MLP(dim, hidden, activation, fused=joined, bias=has_bias, device="meta")
+            _fill_mlp(ours, linears, hidden)
+            yield options, ours
+
+    return _same(one_mlp(), seen, MLP_ROLES, "down", choices, "MLP")
+
+
+def _mixtures(module: nn.Module, around: LayerArguments) -> Iterator[tuple[dict[str, Any], nn.Module]]:
+    """Ours that it may be, and at last the module itself."""
+
+    def shared(mlp: nn.Module, ours: MLP) -> None:
+        children = dict(mlp.named_children())
+        roles = {role: [c for name, c in children.items() if ROLES[role].search(name)] for role in MLP_PARTS}
+        linears = {role: linear_of(of_role[0]) for role, of_role in roles.items() if of_role}
+        _fill_mlp(ours, linears, linears["down"][0].shape[1])
+
+    for ours in possible_mixtures(module, around, shared):
+        yield {"hidden": 1}, ours
+    yield {"hidden": 1}, NormThen(None, module)
+
+
+def _fill_mlp(ours: Any, linears: Mapping[str, Any], hidden: int) -> None:
+    fill(ours.down_proj, [linears["down"]])
+    parts = ours._modules
+    if "gate_up_proj" in parts:
+        fill(ours.gate_up_proj, [linears["gate_up"]] if "gate_up" in linears else [linears["gate"], linears["up"]])
+    elif "gate_up" in linears:
+        fill(ours.gate_proj, [linears["gate_up"]], lambda rows: rows[:hidden].clone())
+        fill(ours.up_proj, [linears["gate_up"]], lambda rows: rows[hidden:].clone())
+    else:
+        for role in ("gate", "up"):
+            if role in linears:
+                fill(parts[f"{role}_proj"], [linears[role]])
+
+
+def _placed(
+    layer: nn.Module,
+    around: LayerArguments,
+    seen: ObservedCall,
+    options: Mapping[str, Any],
+    attention: Any,
+    mlp: nn.Module,
+    choices: Choices,
+) -> TransformerLayer:
+    """The layer whose norms stand where the output says."""
+    order, x = seen.order(), seen.input
+    if order not in PLACES:
+        raise ValueError(f"norms (n), attention (a) and MLP (m) run as {order!r}; {', '.join(PLACES)} are known")
+    norms = [norm_of(event.module, event.input, choices) for event in seen.stream_norms()]
+    attention.core.dropout = options["attention_dropout"]
+    scale = float(attribute(layer, "residual_multiplier", 1.0))
+
+    def candidates() -> Any:
+        for place, names in PLACES[order]:
+            given = {**options, **place, "normalization": "RMSNorm", "residual_scale": scale, "device": "meta"}
+            ours: Any = TransformerLayer(x.shape[-1], around.config.num_attention_heads, **given)
+            ours.attention, ours.mlp = attention, mlp
+            for part in (attention, mlp):
+                part.register_module("norm", None)
+            for name, norm in zip(names, norms, strict=True):
+                ours.get_submodule(name.rpartition(".")[0]).register_module(name.rpartition(".")[2], norm)
+            yield ours.eval()
+
+    says = "attention, MLP and norms are ours, and with the norms in any place the layer gives other outputs"
+    off = distance_of_most if isinstance(mlp, MoE) else distance
+    taken: TransformerLayer = choices.first(candidates(), lambda ours: off(ours(x), seen.output), x.dtype, says)
+    return taken

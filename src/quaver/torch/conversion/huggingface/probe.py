@@ -1,0 +1,287 @@
+"""How a layer of transformers is called by itself: its rope, its mask and its positions, as its model makes them."""
+
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quaver.torch.conversion.huggingface.roles import is_norm
+from quaver.torch.conversion.matchers.swap_class import first_of
+
+# ---- calling ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LayerArguments:
+    """What a layer is told from outside, as far as it says so itself."""
+
+    #: The model's.
+    config: Any
+    #: Its place in the model.
+    index: int
+    causal: bool
+    #: A row of transformers' layer_types, such as "sliding_attention".
+    kind: str
+
+    @property
+    def window(self) -> tuple[int, int] | None:
+        """As `TransformerLayer` takes it."""
+        return (self.config.sliding_window - 1, -1) if self.kind == "sliding_attention" else None
+
+    @property
+    def chunk(self) -> int | None:
+        """The same."""
+        return self.config.attention_chunk_size if self.kind == "chunked_attention" else None
+
+
+def surroundings(layer: nn.Module, config: Any, causal: bool | None) -> LayerArguments:
+    """Read them.
+
+    Args:
+        config, causal: None reads them from the layer.
+    Raises:
+        ValueError: nothing in the layer knows its model's configuration, whether it is causal, or how it attends.
+    """
+    config = attribute(layer, "config") if config is None else config
+    if config is None or not hasattr(config, "num_attention_heads"):
+        raise ValueError(
+            f"{type(layer).__name__} holds no configuration of transformers; give a decoder or encoder layer of one of "
+            "its models, such as model.model.layers[0], and config=model.config"
+        )
+    index = attribute(layer, "layer_idx") or 0
+    causal = attribute(layer, "is_causal") if causal is None else causal
+    if causal is None:
+        raise ValueError(f"{type(layer).__name__} does not say whether it is causal: give mask_type='causal' or 'none'")
+    types = getattr(config, "layer_types", None)
+    if types:
+        kind = types[index]
+    elif getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True):
+        kind = "sliding_attention"
+    else:
+        kind = "full_attention"
+    if kind not in ("full_attention", "sliding_attention", "chunked_attention"):
+        raise ValueError(f"layer {index} is of kind {kind!r}, which is no attention that a TransformerLayer has")
+    if kind != "full_attention" and not causal:
+        raise ValueError(
+            f"layer {index} is of kind {kind!r} and not causal; make a TransformerLayer with a window by hand"
+        )
+    if getattr(config, "alibi", False):
+        raise ValueError(
+            f"{type(layer).__name__} is handed ALiBi's bias, scaled by its own rule; a TransformerLayer has none"
+        )
+    clip = attribute(layer, "clip_qkv", getattr(config, "clip_qkv", None))
+    if clip is not None:
+        # Random input may never reach the bound, and a real one does.
+        raise ValueError(
+            f"{type(layer).__name__} clamps queries, keys and values to ±{clip:g} (clip_qkv), which a TransformerLayer "
+            "does not"
+        )
+    return LayerArguments(config, index, bool(causal), kind)
+
+
+def attribute(layer: nn.Module, name: str, default: Any = None) -> Any:
+    """What the layer, or the first of its modules that has one, calls so."""
+    return next(
+        (getattr(module, name) for module in layer.modules() if getattr(module, name, None) is not None), default
+    )
+
+
+def arguments(layer: nn.Module, around: LayerArguments, x: Tensor) -> dict[str, Any]:
+    """What the layer's forward takes beside x [B, S, dim].
+
+    Raises:
+        ValueError: it asks for something that is not known.
+    """
+    given: dict[str, Any] = {}
+    positions = torch.arange(x.shape[1], dtype=torch.int64, device=x.device)[None]
+    for name, parameter in list(inspect.signature(layer.forward).parameters.items())[1:]:
+        if name == "position_embeddings":
+            given[name] = _rotated(layer, around, x, positions)
+        elif name == "position_ids":
+            given[name] = positions.expand(x.shape[0], -1)
+        elif name == "attention_mask":
+            given.setdefault(name, _mask(around, x))
+        elif name == "alibi":
+            given[name] = None
+        elif name == "position_bias" and asks_for_alibi(layer):
+            build: Any = _of_its_file(layer, "build_mpt_alibi_tensor")
+            given[name] = build(around.config.num_attention_heads, x.shape[1], device=x.device)
+            given["attention_mask"] = _mask(around, x, boolean=True)
+        elif parameter.default is inspect.Parameter.empty and parameter.kind is not inspect.Parameter.VAR_KEYWORD:
+            raise ValueError(f"{type(layer).__name__}.forward asks for {name!r}, which is not known here")
+    return given
+
+
+def asks_for_alibi(layer: nn.Module) -> bool:
+    """Whether its forward cannot do without a bias of positions: MPT's, which is ALiBi's."""
+    parameter = inspect.signature(layer.forward).parameters.get("position_bias")
+    return parameter is not None and parameter.default is inspect.Parameter.empty
+
+
+def _rotated(layer: nn.Module, around: LayerArguments, x: Tensor, positions: Tensor) -> Any:
+    """What the layer's model makes once for all layers."""
+    config = around.config
+    if getattr(config, "rope_parameters", None) is None:
+        return None
+    for rotary in _rotaries(layer):
+        more = {"layer_type": around.kind} if "layer_type" in inspect.signature(rotary.forward).parameters else {}
+        return rotary(config).to(x.device)(x, positions, **more)
+    raise ValueError(f"the file of {type(layer).__name__} has no class that makes its rotary positions")
+
+
+def _rotaries(layer: nn.Module) -> Iterator[Any]:
+    members = vars(sys.modules[type(layer).__module__])
+    classes = [c for name, c in members.items() if name.endswith("RotaryEmbedding") and isinstance(c, type)]
+    # A file of several models has one each; the text model's says so.
+    yield from sorted(classes, key=lambda c: ("Vision" in c.__name__, "Text" not in c.__name__))
+
+
+def _of_its_file(layer: nn.Module, name: str) -> Any:
+    function = getattr(sys.modules[type(layer).__module__], name, None)
+    if function is None:
+        raise ValueError(
+            f"{type(layer).__name__}.forward asks for a bias of positions, and its file has no {name}; "
+            "make a TransformerLayer with alibi=True by hand"
+        )
+    return function
+
+
+def _mask(around: LayerArguments, x: Tensor, boolean: bool = False) -> Tensor | None:
+    """By the function that its model calls."""
+    from transformers import masking_utils
+
+    if not around.causal:
+        return None
+    makers = {"sliding_attention": "sliding_window_causal", "chunked_attention": "chunked_causal"}
+    make = getattr(masking_utils, f"create_{makers.get(around.kind, 'causal')}_mask")
+    mask = make(config=around.config, inputs_embeds=x, attention_mask=None, past_key_values=None)
+    if boolean and (mask is None or mask.dtype is torch.bool):
+        every = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
+        return every[None, None]
+    return mask.bool() if boolean else mask
+
+
+# ---- watching --------------------------------------------------------------------------------------------
+# One call of a layer, watched: in which order its norms, matrices and dropouts run, on what, and what they give.
+
+#: What attention begins with, and an MLP.
+ATTENTION, MLP = ("qkv", "q", "k", "v", "q_down", "kv_down"), ("gate_up", "gate", "up", "mixture")
+
+
+@dataclass(frozen=True)
+class ModuleCallEvent:
+    """A module that ran."""
+
+    #: Of `roles_of`, "norm" or "dropout".
+    role: str
+    name: str
+    module: nn.Module
+    input: Tensor
+    output: Tensor
+
+
+@dataclass(frozen=True)
+class ObservedCall:
+    """What a call of a layer did."""
+
+    input: Tensor
+    output: Tensor
+    events: tuple[ModuleCallEvent, ...]
+
+    def input_of(self, roles: tuple[str, ...]) -> Tensor:
+        """What the first module of these roles read."""
+        return next(event.input for event in self.events if event.role in roles)
+
+    def output_of(self, role: str) -> Tensor:
+        """What the module of this role gave."""
+        return next(event.output for event in self.events if event.role == role)
+
+    def head_norms(self) -> list[ModuleCallEvent]:
+        """Norms between the projections into attention and the one out: of queries, then of keys."""
+        first, last = self._span(ATTENTION, "o")
+        return [event for event in self.events[first:last] if event.role == "norm"]
+
+    def stream_norms(self) -> list[ModuleCallEvent]:
+        """All other norms, in order."""
+        first, last = self._span(ATTENTION, "o")
+        return [e for i, e in enumerate(self.events) if e.role == "norm" and not first < i < last]
+
+    def hidden_dropouts(self) -> list[ModuleCallEvent]:
+        """Dropouts of the MLP's hidden features: they run before its last matrix, on what is as wide as its input."""
+        last = next((i for i, event in enumerate(self.events) if event.role == "down"), None)
+        if last is None:
+            return []
+        first = next(i for i, event in enumerate(self.events) if event.role in MLP)
+        width = self.events[last].input.shape[-1]
+        return [e for e in self.events[first:last] if e.role == "dropout" and e.input.shape[-1] == width]
+
+    def order(self) -> str:
+        """The order of norms ("n"), attention ("a") and MLP ("m")."""
+        first, last = self._span(ATTENTION, "o")
+        marks = []
+        for i, event in enumerate(self.events):
+            if event.role == "norm" and not first < i < last:
+                marks.append("n")
+            elif i == first:
+                marks.append("a")
+            elif event.role in MLP and "m" not in marks:
+                marks.append("m")
+        return "".join(marks)
+
+    def _span(self, begin: tuple[str, ...], end: str) -> tuple[int, int]:
+        roles = [event.role for event in self.events]
+        return next(i for i, role in enumerate(roles) if role in begin), roles.index(end)
+
+
+def watched(layer: nn.Module, roles: Mapping[str, str], x: Tensor, arguments: Mapping[str, Any]) -> ObservedCall:
+    """Call the layer in evaluation mode, without gradients and without noise of the outside's.
+
+    Args:
+        roles: of `roles_of`.
+        x: [B, S, dim]; arguments: what its forward takes beside.
+    Raises:
+        ValueError: a module that was named did not run.
+    """
+    names = {name: role for role, name in roles.items()}
+    events: list[ModuleCallEvent] = []
+    was_training = [(module, module.training) for module in layer.modules()]
+    with ExitStack() as stack:
+        for name, module in layer.named_modules():
+            role = names.get(name) or _kind(module)
+            if role is not None and not any(name.startswith(f"{other}.") for other in names):
+                hook = _recorded_amax(events, role, name)
+                stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+        stack.callback(_restore, was_training)
+        layer.eval()
+        stack.enter_context(torch.no_grad())
+        output = layer(x, **arguments)
+    missing = [name for name, role in names.items() if all(event.role != role for event in events)]
+    if missing:
+        raise ValueError(f"a call of {type(layer).__name__} runs no {', '.join(missing)}: another path computes it")
+    return ObservedCall(x, first_of(output), tuple(events))
+
+
+def _kind(module: nn.Module) -> str | None:
+    """What a module is that has no role by its name."""
+    if isinstance(module, nn.Dropout):
+        return "dropout"
+    return "norm" if is_norm(module) else None
+
+
+def _recorded_amax(events: list[ModuleCallEvent], role: str, name: str) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
+        given = args[0] if args else next(iter(options.values()))
+        # Falcon's layers add to what their MLP gave, in place.
+        events.append(ModuleCallEvent(role, name, module, given.clone(), first_of(output).clone()))
+
+    return hook
+
+
+def _restore(was_training: list[tuple[nn.Module, bool]]) -> None:
+    for module, training in was_training:
+        module.training = training

@@ -1,0 +1,1 @@
+"""Recognizes the linear layers and experts of a model."""

@@ -1,0 +1,523 @@
+"""The kinds of modules that `convert` reaches, one row each: what stands above the class, and what it multiplies by."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
+
+from quaver.recipes.spec import Recipe
+from quaver.torch.conversion.matchers import experts
+from quaver.torch.conversion.matchers import experts as stacks
+from quaver.torch.conversion.matchers.experts import product
+from quaver.torch.conversion.matchers.swap_class import computes_a_linear
+from quaver.torch.linear.grouped.layer import GroupedLinear
+from quaver.torch.linear.linear import Linear, Quantizable, is_foreign, recipe_of
+from quaver.torch.numerics.rounding import is_tracing
+from quaver.torch.state.buffers import STATE
+
+# ---- packed ----------------------------------------------------------------------------------------------
+# torch's nn.MultiheadAttention, whose projections q, k and v are parameters of its own, and its output one it reads.
+#
+# The projections are linear layers of rows of `in_proj_weight`, or of three weights where keys have other features; the
+# output projection is called as the module that it is. Attention between them stays in high precision, as torch has it.
+
+
+class Packed(Quantizable, nn.MultiheadAttention):
+    """Stands above nn.MultiheadAttention and its subclasses without a forward of their own."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        recipe = recipe_of(self, is_tracing())
+        if recipe is None or not recipe.quantizes or query.is_nested:
+            return super().forward(
+                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            )
+        if is_causal and attn_mask is None:
+            raise ValueError("is_causal=True is a hint at what attn_mask holds, and attn_mask is None; give both")
+        batched, first = query.dim() == 3, self.batch_first and query.dim() == 3
+        q, k, v = _same_objects(query, key, value, lambda x: x if batched else x.unsqueeze(1))
+        q, k, v = _same_objects(q, k, v, lambda x: x.transpose(0, 1) if first else x)
+        if key_padding_mask is not None and not batched:
+            key_padding_mask = key_padding_mask.unsqueeze(0)
+        y, weights = self._attend(recipe, (q, k, v), key_padding_mask, attn_mask, need_weights, is_causal)
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(1)
+        if not batched:
+            return y.squeeze(1), None if weights is None else weights.squeeze(0)
+        return y.transpose(0, 1) if first else y, weights
+
+    def _attend(
+        self,
+        recipe: Recipe,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        padding: Tensor | None,
+        mask: Tensor | None,
+        need_weights: bool,
+        is_causal: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Of inputs [length, batch, features]: the output, and the weights [B, H, L, S] of each head or None."""
+        length, batch, _ = inputs[0].shape
+        heads, size, keys = self.num_heads, self.head_dim, inputs[1].shape[0]
+        q, *kv = self._projections(recipe, *inputs)
+        # torch takes the hint where nothing else hides anything, and the mask elsewhere.
+        hinted = is_causal and padding is None and not need_weights
+        if not hinted:
+            _check("attn_mask", mask, [length, keys], [batch * heads, length, keys])
+            _check("key_padding_mask", padding, [batch, keys])
+        joined = None if hinted else _joined(mask, padding, batch, heads, q.dtype)
+        if self.bias_k is not None and self.bias_v is not None:
+            kv = [
+                torch.cat([t, b.to(t.dtype).repeat(1, batch, 1)])
+                for t, b in zip(kv, (self.bias_k, self.bias_v), strict=True)
+            ]
+            joined = _seen(joined)
+        if self.add_zero_attn:
+            kv = [torch.cat([t, t.new_zeros((1, *t.shape[1:]))]) for t in kv]
+            joined = _seen(joined)
+        # [B, H, L, D]
+        q, k, v = (t.reshape(t.shape[0], batch, heads, size).permute(1, 2, 0, 3) for t in (q, *kv))
+        dropped = self.dropout if self.training else 0.0
+        weights: Tensor | None = None
+        if need_weights:
+            scores = (q * math.sqrt(1.0 / size)) @ k.transpose(-2, -1)
+            weights = F.dropout((scores if joined is None else scores + joined).softmax(-1), dropped)
+            y = weights @ v
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, joined, dropped, hinted)
+        y = y.permute(2, 0, 1, 3).reshape(length, batch, heads * size)
+        return self.out_proj(y), weights
+
+    def _projections(self, recipe: Recipe, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        """q, k and v, in one product of what they share."""
+        weight, bias, n = self.in_proj_weight, self.in_proj_bias, self.embed_dim
+        if weight is None:
+            biases = (None,) * 3 if bias is None else bias.chunk(3)
+            each = zip(
+                (query, key, value), (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight), biases, strict=True
+            )
+            return [product(self, x, w, b, recipe) for x, w, b in each]
+        parts = [(query, 0, 3)] if query is key is value else [(query, 0, 1), (key, 1, 3)]
+        if key is not value:
+            parts = [(query, 0, 1), (key, 1, 2), (value, 2, 3)]
+        outputs: list[Tensor] = []
+        for x, start, end in parts:
+            rows = slice(start * n, end * n)
+            whole = end - start == 3
+            w, b = (weight, bias) if whole else (weight[rows], None if bias is None else bias[rows])
+            outputs += product(self, x, w, b, recipe).chunk(end - start, -1)
+        return outputs
+
+
+def reason_unsupported(module: nn.MultiheadAttention) -> str:
+    """Why one cannot be converted, or ""."""
+    if not isinstance(module, Packed) and type(module).forward is not nn.MultiheadAttention.forward:
+        return f"{type(module).__name__} has a forward of its own"
+    return ""
+
+
+def _same_objects(query: Tensor, key: Tensor, value: Tensor, change: object) -> tuple[Tensor, Tensor, Tensor]:
+    """Each changed once: what is one object stays one."""
+    k = change(key)  # type: ignore[operator]
+    v = k if value is key else change(value)  # type: ignore[operator]
+    return (k if query is key else change(query)), k, v  # type: ignore[operator]
+
+
+def _check(name: str, mask: Tensor | None, *shapes: list[int]) -> None:
+    """Raise the ValueError of a mask that torch refuses: adding it would give other results in silence."""
+    if mask is None:
+        return
+    if mask.dtype is not torch.bool and not mask.is_floating_point():
+        raise ValueError(f"{name} is {mask.dtype}; give bool, True where nothing is seen, or a float that is added")
+    if list(mask.shape) not in shapes:
+        raise ValueError(f"{name} is {list(mask.shape)}; give {' or '.join(map(str, shapes))}")
+
+
+def _joined(mask: Tensor | None, padding: Tensor | None, batch: int, heads: int, dtype: torch.dtype) -> Tensor | None:
+    """What is added to scores [B, H, L, S], of a mask [L, S] or [B·H, L, S] and of keys that are padding [B, S]."""
+    joined = None
+    if mask is not None:
+        joined = _added(mask, dtype)
+        joined = joined[None, None] if mask.dim() == 2 else joined.view(batch, heads, *mask.shape[1:])
+    if padding is not None:
+        hidden = _added(padding, dtype)[:, None, None]
+        joined = hidden if joined is None else joined + hidden
+    return joined
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask that is True where nothing is seen, as what is added to scores."""
+    if mask.dtype is not torch.bool:
+        return mask.to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -torch.inf)
+
+
+def _seen(mask: Tensor | None) -> Tensor | None:
+    """The mask with one more key, which is seen."""
+    return None if mask is None else F.pad(mask, (0, 1))
+
+
+# ---- transposed ------------------------------------------------------------------------------------------
+# A layer whose weight is [in, out], as transformers' Conv1D of GPT-2: a linear layer of the transposed view.
+#
+# What is kept of the quantized weight goes by the parameter, not by the view.
+
+#: The class, by name: transformers need not be installed to ask.
+CONV1D = "transformers.pytorch_utils", "Conv1D"
+
+
+class Transposed(Quantizable):
+    """Stands above a class whose forward is x [..., in] @ weight [in, out] + bias."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    @property
+    def in_features(self) -> int:
+        return int(self.weight.shape[0])
+
+    @property
+    def out_features(self) -> int:
+        return int(self.weight.shape[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        recipe = recipe_of(self, is_tracing())
+        if recipe is None or not recipe.quantizes:
+            unquantized: Tensor = super().forward(x)
+            return unquantized
+        return product(self, x, self.weight.t(), self.bias, recipe)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """True for transformers' Conv1D and its subclasses."""
+    return _conv1d(module) is not None
+
+
+def reason_unsupported_transposed(module: nn.Module) -> str:
+    """Why one cannot be converted, or ""."""
+    kind = _conv1d(module)
+    if not isinstance(module, Transposed) and type(module).forward is not kind.forward:  # type: ignore[union-attr]
+        return f"{type(module).__name__} has a forward of its own"
+    return ""
+
+
+def _conv1d(module: nn.Module) -> type | None:
+    return next((kind for kind in type(module).__mro__ if (kind.__module__, kind.__name__) == CONV1D), None)
+
+
+# ---- matrices --------------------------------------------------------------------------------------------
+# Which parameters of a model GEMMs read: those that a recipe could quantize, whatever module holds them.
+#
+# Nothing in torch says so. It is told by what a parameter looks like: a matrix, or a stack of matrices as experts have,
+# that no embedding, convolution or norm owns and whose name is not that of a table or a bias.
+
+#: Sides of a matrix below this are those of gates, ranks and tables.
+SMALLEST_SIDE = 16
+#: Classes that hold matrices and read them otherwise, by a part of their names.
+OTHER_CLASSES = re.compile("embedding|conv[123]d$|convtranspose|norm", re.IGNORECASE)
+OTHER_NAMES = re.compile("bias|embed|position|token|table|query_tokens|latent|norm|scale|_log", re.IGNORECASE)
+#: Named like a convolution, and a linear layer [in, out]: transformers' of GPT-2.
+LINEAR_CLASSES = {"Conv1D"}
+
+
+def gemm_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters of a module's own that GEMMs read; of an nn.Linear its weight, or what its weight is made of."""
+    if isinstance(module, nn.Linear):
+        weight = module._parameters.get("weight")
+        parts = module.parameters() if weight is None else [weight]
+        yield from (p for p in parts if not nn.parameter.is_lazy(p) and p.dim() == 2)
+        return
+    if isinstance(module, ParametrizationList):
+        return
+    kind = type(module).__name__
+    if kind not in LINEAR_CLASSES and OTHER_CLASSES.search(kind):
+        return
+    for name, parameter in module.named_parameters(recurse=False):
+        if not nn.parameter.is_lazy(parameter) and not OTHER_NAMES.search(name) and _is_operand(parameter):
+            yield parameter
+
+
+def _is_operand(parameter: torch.Tensor) -> bool:
+    if parameter.dim() == 3 and parameter.shape[0] == 1:
+        # One for all of a batch, such as positions that are learned.
+        return False
+    return parameter.dim() in (2, 3) and min(parameter.shape[-2:]) >= SMALLEST_SIDE
+
+
+# ---- kinds -----------------------------------------------------------------------------------------------
+
+
+class LinearMatcher(NamedTuple):
+    """One kind of modules: functions of a module of it."""
+
+    name: str
+    #: Whether a module is of it.
+    takes: Callable[[Any], bool]
+    #: What stands above the class.
+    over: Callable[[Any], type[Quantizable]]
+    #: The parameters that are multiplied by; of a parametrized one those that the weight is made of.
+    weights: Callable[[Any], Sequence[nn.Parameter]]
+    #: Features of the input and of the output of the first product, as rules see them.
+    sizes: Callable[[Any], tuple[int, int]]
+    #: Features of each input that is multiplied.
+    inputs: Callable[[Any], Sequence[int]]
+    #: Why this one cannot be converted, or "".
+    reason_unsupported: Callable[[Any], str]
+    #: How many experts; 0 where the weights are no stacks.
+    experts: Callable[[Any], int] = lambda module: 0
+    #: The names of the stacks, each of whose matrices is a member of the state; none of a module that knows its
+    #: members.
+    stacks: Callable[[Any], Sequence[str]] = lambda module: ()
+
+
+def _linear_why_not(module: nn.Linear) -> str:
+    if isinstance(module, Linear) or computes_a_linear(module):
+        return ""
+    if hasattr(module._parameters.get("weight"), "device_mesh"):
+        return "its weight lies in parts already: call convert before parallelize_module"
+    return f"{type(module).__name__} has a forward of its own"
+
+
+def _own(module: nn.Module, *names: str) -> list[nn.Parameter]:
+    """A module's parameters of these names, where it has them; of a parametrized one what makes them."""
+    weights: list[nn.Parameter] = []
+    for name in names:
+        *inside, last = name.split(".")
+        holder = module.get_submodule(".".join(inside))
+        if is_parametrized(holder, last):
+            weights += [p for p in holder.parametrizations[last].parameters() if p.dim() > 1]  # type: ignore[index, union-attr]
+        else:
+            # Older kinds of normalization make it of `weight_g` and `weight_v`.
+            named = [
+                p for n, p in holder._parameters.items() if p is not None and n in (last, f"{last}_g", f"{last}_v")
+            ]
+            weights += [p for p in named if p.dim() > 1]
+    return weights
+
+
+_LINEAR = LinearMatcher(
+    "nn.Linear",
+    takes=lambda m: isinstance(m, nn.Linear),
+    over=lambda m: Linear,
+    weights=lambda m: list(gemm_parameters(m)),
+    sizes=lambda m: (m.in_features, m.out_features),
+    inputs=lambda m: (m.in_features,),
+    reason_unsupported=_linear_why_not,
+)
+_GROUPED = LinearMatcher(
+    "GroupedLinear",
+    takes=lambda m: isinstance(m, GroupedLinear),
+    over=lambda m: GroupedLinear,
+    weights=lambda m: _own(m, "weight"),
+    sizes=lambda m: (m.in_features, m.out_features),
+    inputs=lambda m: (m.in_features,),
+    reason_unsupported=lambda m: "",
+    experts=lambda m: int(m.groups),
+)
+_CONV1D = LinearMatcher(
+    "Conv1D",
+    takes=is_transposed,
+    over=lambda m: Transposed,
+    weights=lambda m: _own(m, "weight"),
+    sizes=lambda m: (m.nx, m.nf),
+    inputs=lambda m: (m.nx,),
+    reason_unsupported=reason_unsupported_transposed,
+)
+_PACKED = LinearMatcher(
+    "nn.MultiheadAttention",
+    takes=lambda m: isinstance(m, nn.MultiheadAttention),
+    over=lambda m: Packed,
+    weights=lambda m: _own(m, "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"),
+    sizes=lambda m: (m.embed_dim, 3 * m.embed_dim),
+    # Of self-attention; it keeps three where its inputs are three.
+    inputs=lambda m: (m.embed_dim,) if m._qkv_same_embed_dim else (m.embed_dim, m.kdim, m.vdim),
+    reason_unsupported=reason_unsupported,
+)
+_EXPERTS = LinearMatcher(
+    "experts",
+    takes=experts.is_stack,
+    over=lambda m: experts.Experts,
+    weights=lambda m: _own(m, *experts.matrices(m)),
+    sizes=experts.sizes,
+    inputs=lambda m: (experts.sizes(m)[0], experts.inner(m)),
+    reason_unsupported=experts.reason_unsupported,
+    experts=lambda m: int(m.down_proj.shape[0]),
+    stacks=experts.matrices,
+)
+
+
+def _of_class(module: nn.Module) -> stacks.Stack | None:
+    """The row of a class of experts that the decorator does not describe."""
+    for kind in type(module).__mro__:
+        if kind.__module__.startswith("transformers.models.") and kind.__name__ in stacks.CLASSES:
+            return stacks.CLASSES[kind.__name__]
+    return None
+
+
+def _row_of(module: nn.Module) -> stacks.Stack:
+    row = _of_class(module)
+    assert row is not None
+    return row
+
+
+_STACKS = LinearMatcher(
+    "experts",
+    takes=lambda m: _of_class(m) is not None,
+    over=lambda m: _row_of(m).over,
+    weights=lambda m: _own(m, *_row_of(m).weights),
+    sizes=lambda m: _row_of(m).sizes(m),
+    inputs=lambda m: _row_of(m).inputs(m),
+    reason_unsupported=lambda m: "",
+    experts=lambda m: _row_of(m).experts(m),
+    stacks=lambda m: _row_of(m).weights,
+)
+KINDS = (_LINEAR, _GROUPED, _CONV1D, _PACKED, _EXPERTS, _STACKS)
+
+
+def kind_of(module: nn.Module) -> LinearMatcher | None:
+    """The kind of a module, or None for one that `convert` does not reach."""
+    return next((kind for kind in KINDS if kind.takes(module)), None)
+
+
+def members(module: nn.Module, kind: LinearMatcher) -> tuple[str, ...]:
+    """The names of a module's members, by which each has state of its own; none where the module has one state."""
+    return experts.members(kind.stacks(module), kind.experts(module))
+
+
+def reason_unsupported_kinds(module: nn.Module, kind: LinearMatcher) -> str:
+    """Why a module cannot be converted, whatever the recipe, or ""."""
+    if "forward" in module.__dict__:
+        return "its forward was replaced on the instance"
+    why = kind.reason_unsupported(module)
+    if why:
+        return why
+    taken = [name for name in STATE if name in module._buffers]
+    if taken and not isinstance(module, Quantizable):
+        return f"it has a buffer {taken[0]!r} of its own"
+    for weight in (module._parameters.get("weight"), *kind.weights(module)):
+        if weight is not None and nn.parameter.is_lazy(weight):
+            return "its weight has no shape yet; run one forward first"
+        if weight is not None and is_foreign(weight):
+            return f"its weight is a {type(weight).__name__}, quantized by another library"
+    return ""
+
+
+#: What configs call the number of experts that a token visits.
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
+
+
+def active(module: nn.Module, kind: LinearMatcher, config: Any) -> float:
+    """The part of a module's weights that one token is multiplied by: 1, or of experts those that it visits."""
+    count = kind.experts(module)
+    if not count or (kind is _STACKS and _row_of(module).over is stacks.Llama4Stack):
+        # Of Llama 4's experts each sees every token.
+        return 1.0
+    configs = [getattr(module, "config", None), config, getattr(config, "text_config", None)]
+    numbers = (getattr(c, name, None) for c in configs for name in CHOSEN)
+    return min(1.0, next((n for n in numbers if isinstance(n, int)), count) / count)
+
+
+# ---- heads -----------------------------------------------------------------------------------------------
+# Which layers stay in high precision unless a rule names them: output heads, and adapters of PEFT.
+#
+# Heads make logits, and published recipes leave them out; adapters are few, and are trained beside a base that is not.
+#
+# Sources: DeepSeek-V3 (arXiv:2412.19437, section 3.3.1), NVIDIA's NVFP4 pre-training (arXiv:2509.25149), and QLoRA
+# (arXiv:2305.14314, section 3), whose adapters are in bfloat16 over a base of four bits.
+
+#: What heads are called that nothing else tells, by the last part of the name; their rows are the vocabulary's.
+NAMES = {
+    "lm_head",
+    "head",
+    "output",
+    "output_layer",
+    "output_projection",
+    "embed_out",
+    "unembed",
+    "to_logits",
+    "logits",
+}
+
+LEFT = "the output head stays in high precision; convert(..., head=True) or a rule that names it converts it"
+
+#: The attribute by which PEFT's layers name their adapters.
+ADAPTERS = "adapter_layer_names"
+ADAPTER = "an adapter of PEFT stays in high precision; a rule that names it converts it"
+
+
+def output_heads(model: nn.Module) -> set[nn.Module]:
+    """The linear layers that a model names its output embeddings, and those that share an embedding's weight.
+
+    Where it names none, also the one that alone has a head's name, with as many outputs as the vocabulary has rows.
+    """
+    tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not model}
+    answers = _answers(model, "get_output_embeddings")
+    heads: set[nn.Module] = {part for head in answers for part in head.modules() if isinstance(part, nn.Linear)}
+    if not answers:
+        often, rows = Counter(map(_last, linear)), _vocabularies(model)
+        for name, module in linear.items():
+            if _last(name) in NAMES and often[_last(name)] == 1 and module.out_features in rows:
+                heads.add(module)
+    return heads | {module for module in linear.values() if id(module._parameters.get("weight")) in tied}
+
+
+def _vocabularies(model: nn.Module) -> set[int]:
+    """Rows of the tables that a model names its input embeddings; without an answer of all that hold no positions."""
+    tables = [m for m in _answers(model, "get_input_embeddings") if isinstance(m, nn.Embedding)]
+    if not tables:
+        named = [(_last(name), m) for name, m in model.named_modules() if isinstance(m, nn.Embedding)]
+        tables = [m for last, m in named if "pos" not in last and last != "wpe"]
+    return {table.num_embeddings for table in tables}
+
+
+def _answers(model: nn.Module, method: str) -> list[nn.Module]:
+    """What the modules that have such a method, as models of transformers do, answer."""
+    answers = []
+    for module in model.modules():
+        ask = getattr(type(module), method, None)
+        if ask is None:
+            continue
+        try:
+            answer = ask(module)
+        except Exception:
+            # It has none, and each says so in its way.
+            continue
+        if isinstance(answer, nn.Module):
+            answers.append(answer)
+    return answers
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def wrappers(model: nn.Module) -> Iterator[nn.Module]:
+    """PEFT's layers around a layer of the model, by the attributes that all of them have."""
+    for module in model.modules():
+        if isinstance(getattr(type(module), ADAPTERS, None), tuple) and "base_layer" in module._modules:
+            yield module
+
+
+def adapter_layers(model: nn.Module) -> set[nn.Module]:
+    """All modules inside of those that PEFT's layers name their adapters."""
+    layers: set[nn.Module] = set()
+    for wrapper in wrappers(model):
+        names: Any = getattr(type(wrapper), ADAPTERS)
+        held = [wrapper._modules.get(name) for name in names]
+        layers.update(part for adapter in held if adapter is not None for part in adapter.modules())
+    return layers

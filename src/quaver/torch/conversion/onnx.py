@@ -1,0 +1,362 @@
+"""A converted model as a file of ONNX whose products are of float8 operands, with its weights' codes as constants.
+
+torch.export traces the model with each weight held as the codes that fprop consumes; our own operators become plain
+operations, but for quantize and matmul, which `quaver.torch.conversion.onnx` says in ONNX.
+"""
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quaver.recipes.spec import QuantSpec
+from quaver.recipes.text import instance
+from quaver.torch.conversion.export.check import evaluating, restored
+from quaver.torch.conversion.export.operands import StoredOperand, hold
+from quaver.torch.linear.linear import Linear, Quantizable
+from quaver.torch.operations.operation import traced_plainly
+from quaver.torch.state.context import in_force
+
+# ---- translating -----------------------------------------------------------------------------------------
+# quantize and matmul of eight bits in ONNX: QuantizeLinear, DequantizeLinear, and scales by comparisons.
+#
+#     amax -> e, the largest power of two with amax × e <= max, as `docs/design/numerics.md` has it -> scale = 1 / e
+#     codes = QuantizeLinear(x, scale)    y = MatMul(DequantizeLinear(a, scale), DequantizeLinear(b, scale))
+#
+# The exponent comes from eight comparisons, by halves: amax × 2**p is exact, and so is each of them. A logarithm is not
+# near powers of two. Weights are codes already; what is quantized here are inputs.
+
+#: Exponents of encode factors, and the largest power of two first that a search by halves adds to the smallest.
+LOWEST, HIGHEST = -126, 100
+STEPS = (128, 64, 32, 16, 8, 4, 2, 1)
+#: ONNX's numbers of types, which onnx itself is not asked for before it is needed.
+FLOAT, UINT8, FLOAT8 = 1, 2, {"e4m3": 17, "e5m2": 19}
+
+
+class Untranslatable(ValueError):
+    """What ONNX has no operator for, in a sentence."""
+
+
+def table(op: Any) -> dict[Any, Callable[..., Any]]:
+    """What exports our operators, for the translation table of torch.onnx.
+
+    Args:
+        op: the operators of an opset, as onnxscript has them.
+    """
+    import torch
+
+    ours = torch.ops.quaver
+    return {ours.quantize.default: _Quantize(op), ours.matmul.default: _Matmul(op)}
+
+
+def check(spec: QuantSpec) -> None:
+    """Refuse an operand that float8 operators of ONNX cannot hold.
+
+    Raises:
+        Untranslatable: with what can be done.
+    """
+    rows, k = spec.block
+    held = spec.format.name in FLOAT8 and not spec.hadamard and not spec.two_level
+    if not held or not (spec.per_tensor or (rows == 1 and spec.rounding == "nearest") or (rows == k)):
+        raise Untranslatable(
+            f"an operand in {spec} has no counterpart in ONNX's float8 operators: export under a recipe with E4M3 or "
+            "E5M2 in scales of tensors, rows or blocks (tensorwise, delayed, rowwise, blockwise, mxfp8)"
+        )
+
+
+def _constant(op: Any, value: float) -> Any:
+    return op.Constant(value_float=value)
+
+
+def _scale(op: Any, amax: Any, spec: QuantSpec, factor: Any) -> Any:
+    """The decode scale of an amax: of float32, NaN where that is not finite.
+
+    Args:
+        factor: an encode factor to take where it is not 0, or None.
+    """
+    one, largest = _constant(op, 1.0), _constant(op, spec.format.max)
+    usable = op.And(op.GreaterOrEqual(amax, _constant(op, 2.0**LOWEST)), op.Less(amax, _constant(op, float("inf"))))
+    if spec.power_of_two:
+        e = op.Expand(_constant(op, 2.0**LOWEST), op.Shape(amax))
+        for step in STEPS:
+            more = op.Mul(e, _constant(op, 2.0 ** min(step, 127)))
+            more = op.Mul(more, _constant(op, 2.0)) if step == 128 else more
+            e = op.Where(op.LessOrEqual(op.Mul(amax, more), largest), more, e)
+        e = op.Min(e, _constant(op, 2.0**HIGHEST))
+    else:
+        e = op.Min(op.Div(largest, amax), _constant(op, 3.4028234663852886e38))
+    e = op.Where(usable, e, one)
+    if factor is not None:
+        e = op.Where(op.Equal(factor, _constant(op, 0.0)), e, factor)
+    # NaN differs from itself: infinity less infinity is one.
+    poison = op.Mul(op.Sub(amax, amax), _constant(op, 0.0))
+    return op.Add(op.Div(one, e), poison)
+
+
+class _Quantize:
+    """torch.ops.quaver.quantize: data, scale, factor of the tensor, amax."""
+
+    def __init__(self, op: Any) -> None:
+        self.op = op
+
+    def __call__(
+        self,
+        x: Any,
+        transposed: bool,
+        spec: str,
+        amax: Any = None,
+        factor: Any = None,
+        seed: int = 0,
+        tensor_id: Any = None,
+        count: Any = None,
+        number_of_layer: Any = None,
+    ) -> Any:
+        op, parsed = self.op, QuantSpec.parse(spec)
+        check(parsed)
+        x = op.Cast(x, to=FLOAT)
+        number = FLOAT8[parsed.format.name]
+        k = parsed.block[1]
+        if parsed.per_tensor:
+            top = op.ReduceMax(op.Abs(x), keepdims=0)
+            scale = _scale(op, top, parsed, factor)
+            data = op.QuantizeLinear(x, scale, self._zeros(scale, number), saturate=1)
+            stored = op.Reshape(scale, op.Constant(value_ints=[1, 1]))
+        elif k is None:
+            top = op.ReduceMax(op.Abs(x), op.Constant(value_ints=[1]), keepdims=0)
+            scale = _scale(op, top, parsed, factor)
+            data = op.QuantizeLinear(x, scale, self._zeros(scale, number), axis=0, saturate=1)
+            stored = op.Unsqueeze(scale, op.Constant(value_ints=[1]))
+        else:
+            blocks = op.Reshape(x, op.Constant(value_ints=[0, -1, k]))
+            top = op.ReduceMax(op.Abs(blocks), op.Constant(value_ints=[2]), keepdims=0)
+            scale = _scale(op, top, parsed, factor)
+            data = op.QuantizeLinear(x, scale, self._zeros(scale, number), axis=1, block_size=k, saturate=1)
+            stored = _exponents(op, scale) if parsed.scale == "e8m0" else scale
+        # Each is a value of its own, on which the exporter notes a shape; products of one level read but two.
+        nothing = op.Constant(value_float=0.0)
+        return data, op.Identity(stored), op.Identity(nothing), op.Identity(nothing)
+
+    def _zeros(self, scale: Any, number: int) -> Any:
+        """Zero points of a type, one for each scale: onnxruntime expands no float8."""
+        op = self.op
+        return op.Cast(op.Expand(_constant(op, 0.0), op.Shape(scale)), to=number)
+
+
+def _exponents(op: Any, scale: Any) -> Any:
+    """E8M0 bytes of powers of two: how many powers from 2**-127 on are smaller, by the same comparisons."""
+    code, rest = _constant(op, 0.0), scale
+    base = 2.0**-127
+    value = op.Expand(_constant(op, base), op.Shape(scale))
+    code = op.Mul(op.Sub(scale, scale), _constant(op, 0.0))
+    for step in STEPS:
+        more = op.Mul(value, _constant(op, 2.0 ** min(step, 127)))
+        more = op.Mul(more, _constant(op, 2.0)) if step == 128 else more
+        taken = op.LessOrEqual(more, rest)
+        value = op.Where(taken, more, value)
+        code = op.Where(taken, op.Add(code, _constant(op, float(step))), code)
+    code = op.Where(op.IsNaN(scale), _constant(op, 255.0), code)
+    return op.Cast(code, to=UINT8)
+
+
+class _Matmul:
+    """torch.ops.quaver.matmul of two operands [m, k] and [n, k]."""
+
+    def __init__(self, op: Any) -> None:
+        self.op = op
+
+    def __call__(self, *args: Any) -> Any:
+        """The operator's arguments: seven of each operand, then the dtype, the bias and how to accumulate."""
+        op, (dtype, *more) = self.op, args[14:]
+        left, right = (self._values(one[0], one[1], QuantSpec.parse(one[3])) for one in (args[:7], args[7:14]))
+        bias = more[0] if more else None
+        y = op.MatMul(left, op.Transpose(right, perm=[1, 0]))
+        y = y if bias is None else op.Add(y, op.Cast(bias, to=FLOAT))
+        return op.Cast(y, to=dtype)
+
+    def _values(self, data: Any, scale: Any, spec: QuantSpec) -> Any:
+        """float32 values of an operand."""
+        op = self.op
+        check(spec)
+        rows, k = spec.block
+        if spec.per_tensor:
+            return op.DequantizeLinear(data, op.Squeeze(scale))
+        if k is None:
+            return op.DequantizeLinear(data, op.Squeeze(scale, op.Constant(value_ints=[1])), axis=0)
+        if spec.scale == "e8m0":
+            scale = op.Gather(_powers(op), op.Cast(scale, to=7))
+        if rows is not None and rows > 1:
+            scale = op.Slice(_repeated(op, scale, rows), op.Constant(value_ints=[0]), op.Shape(data, start=0, end=1))
+        return op.DequantizeLinear(data, scale, axis=1, block_size=k)
+
+
+def _powers(op: Any) -> Any:
+    """2**(code - 127) by code, and NaN."""
+    return op.Constant(value_floats=[*(2.0 ** (code - 127) for code in range(255)), float("nan")])
+
+
+def _repeated(op: Any, scale: Any, rows: int) -> Any:
+    """Each row of scales so many times."""
+    wide = op.Expand(op.Unsqueeze(scale, op.Constant(value_ints=[1])), op.Constant(value_ints=[1, rows, 1]))
+    width = op.Shape(scale, start=1, end=2)
+    return op.Reshape(wide, op.Concat(op.Constant(value_ints=[-1]), width, axis=0))
+
+
+# ---- onnx ------------------------------------------------------------------------------------------------
+
+#: The first opset with QuantizeLinear of float8 in blocks.
+OPSET = 21
+PACKAGES = ("onnx", "onnxscript")
+
+
+def onnx_export(
+    model: nn.Module, inputs: Any, file: str | Path, *, dynamic_shapes: Any = None, opset: int = OPSET
+) -> Any:
+    """Write a converted model's forward as ONNX, with QuantizeLinear and DequantizeLinear in float8.
+
+    Args:
+        model: converted, or of `quaver.torch` layers inside the autocast that it runs under; float32 where onnxruntime
+            is to run it on a CPU. Recipes with E4M3 or E5M2 in scales of tensors, rows or blocks.
+        inputs: an example of what its forward takes: a tensor, a tuple of tensors, or a dict of arguments by name, in
+            which what is no tensor is a constant. A model of transformers gives its logits alone, without a cache.
+        file: to write; "model.onnx".
+        dynamic_shapes: as torch.export takes it; None has every axis vary that can, but for the last of floats.
+        opset: of ONNX, 21 or later.
+    Returns:
+        torch's ONNXProgram of it.
+    Raises:
+        ValueError: a recipe or a layer without counterpart in ONNX, an earlier opset, a folder that is not there.
+        ModuleNotFoundError: onnx or onnxscript is not installed.
+    Bounded: onnxruntime's outputs are within 1e-6, relative RMS, of this model's in float32, whose scales are powers of
+    two; codes and scales are exact but where other kernels before them round otherwise.
+    """
+    instance("onnx_export", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
+    missing = [name for name in PACKAGES if find_spec(name) is None]
+    if missing:
+        sentence = f"ONNX is written by {missing[0]}, which is not installed: pip install 'quaver[onnx]'"
+        raise ModuleNotFoundError(sentence, name=missing[0])
+    if opset < OPSET:
+        raise ValueError(f"opset is {opset}; float8 in blocks is there from {OPSET} on")
+    file = Path(file)
+    if not file.parent.is_dir():
+        raise ValueError(f"{file.parent} is no folder; make it, or write the file elsewhere")
+    layers = _layers(model)
+    wrapped, given = _OnnxForward(model, inputs), _tensors(inputs)
+    # Of torch's exporter about itself, which a user can do nothing about.
+    quiet = [warnings.catch_warnings(action="ignore", category=kind) for kind in (FutureWarning, DeprecationWarning)]
+    with evaluating(model), _weights_as_codes(layers), quiet[0], quiet[1]:
+        shapes = _dynamic(given) if dynamic_shapes is None else _by_place(dynamic_shapes)
+        with traced_plainly(but=KEPT):
+            program = torch.export.export(wrapped, given, dynamic_shapes=(shapes,), strict=False)
+        for name in _unknown(program):
+            raise ValueError(f"the model runs {name}, which has no counterpart in ONNX: export without what needs it")
+        result = torch.onnx.export(
+            program,
+            given,
+            custom_translation_table=table(_operators(opset)),
+            opset_version=opset,
+            # The rules of onnxscript's optimizer are tried on every node, four fifths of the time of a whole model.
+            optimize=False,
+            verbose=False,
+        )
+    assert result is not None
+    result.save(file)
+    return result
+
+
+class _OnnxForward(nn.Module):
+    """A model as a function of tensors by place, with one output where it gives logits."""
+
+    def __init__(self, model: nn.Module, inputs: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.names = (
+            [name for name, value in inputs.items() if isinstance(value, Tensor)] if isinstance(inputs, Mapping) else []
+        )
+        self.constants = (
+            {n: v for n, v in inputs.items() if not isinstance(v, Tensor)} if isinstance(inputs, Mapping) else {}
+        )
+        if "use_cache" in inspect.signature(model.forward).parameters:
+            self.constants = {"use_cache": False} | self.constants
+
+    def forward(self, *x: Tensor) -> Any:
+        by_name = dict(zip(self.names, x, strict=False))
+        result = self.model(*(() if by_name else x), **by_name, **self.constants)
+        return getattr(result, "logits", result)
+
+
+def _tensors(inputs: Any) -> tuple[Tensor, ...]:
+    each = inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, tuple) else (inputs,)
+    return tuple(value for value in each if isinstance(value, Tensor))
+
+
+def _by_place(shapes: Any) -> tuple[Any, ...]:
+    return tuple(shapes.values()) if isinstance(shapes, Mapping) else tuple(shapes)
+
+
+def _dynamic(given: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    """Every axis that can vary, but for features."""
+    auto = torch.export.Dim.AUTO
+    return tuple(dict.fromkeys(range(x.dim() - x.is_floating_point()), auto) for x in given)
+
+
+def _layers(model: nn.Module) -> list[StoredOperand]:
+    """The layers whose products are quantized.
+
+    Raises:
+        ValueError: one without counterpart in ONNX.
+    """
+    held = []
+    for name, module in model.named_modules():
+        recipe = in_force(module.recipe) if isinstance(module, Quantizable) else None
+        if not isinstance(module, Quantizable) or recipe is None or recipe.fprop.b is None:
+            continue
+        if not isinstance(module, Linear) or "weight" not in module._parameters:
+            raise ValueError(
+                f"{name or 'the model'} ({type(module).__name__}) has products that ONNX is not given here: leave it "
+                f"in high precision, convert(model, {{{name!r}: None, '*': ...}})"
+            )
+        for spec in (recipe.fprop.a, recipe.fprop.b):
+            assert spec is not None
+            check(spec)
+            width = spec.block[1] or 1
+            if module.in_features % width:
+                raise ValueError(
+                    f"{name} has rows of {module.in_features}, which end within a block of {width}: leave it out"
+                )
+        held.append(StoredOperand(f"{name}.weight".lstrip("."), module, recipe))
+    if not held:
+        raise ValueError("no layer of this model is quantized; torch.onnx.export writes it as it is")
+    return held
+
+
+@contextmanager
+def _weights_as_codes(layers: list[StoredOperand]) -> Any:
+    """Inside, each layer's weight is the codes that its fprop consumes."""
+    operands = [one.operand() for one in layers]
+    with restored([one.layer for one in layers]):
+        for one, q in zip(layers, operands, strict=True):
+            hold(one.layer, q)
+        yield
+
+
+#: Operators that ONNX is told in operators of its own.
+KEPT = ("quantize", "quantize_both", "matmul")
+
+
+def _unknown(program: Any) -> list[str]:
+    """Operators of ours in a program that ONNX is not told of."""
+    names = [str(node.target) for node in program.graph.nodes]
+    return [name for name in names if name.startswith("quaver.") and name.split(".")[1] not in ("quantize", "matmul")]
+
+
+def _operators(opset: int) -> Any:
+    """The operators of an opset."""
+    from onnxscript import values
+
+    return values.Opset("", opset)

@@ -1,0 +1,1 @@
+"""Replaces supported modules of a model by Quaver blocks."""

@@ -1,0 +1,356 @@
+"""Attention of any family by our operation and rotary positions, between the projections and caches of its own.
+
+The forward of a class of transformers' looks two functions up by name: one that turns queries and keys, and one that
+attends, in a registry. Here that very forward runs with ours in their place, in a copy of the function that has other
+globals; nothing of the framework is written to. Masks, caches and projections are what they were.
+"""
+
+import functools
+import inspect
+import itertools
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from quaver.torch.conversion.matchers.swap_class import first_of, original, unconverted_class
+from quaver.torch.conversion.replace.compare import (
+    FusedModule,
+    buffers_of,
+    differs,
+    drawn,
+    linear,
+    replaced,
+    stands_aside,
+    twin,
+)
+from quaver.torch.conversion.replace.mixer import OverlaidNames
+from quaver.torch.conversion.replace.mlp import sizes
+from quaver.torch.conversion.replace.norm import COMPLEX, HALVES, ONCE, PAIRS, Rope, rope_of, tables
+from quaver.torch.nn.attention.op import attention
+from quaver.torch.numerics.rounding import is_tracing
+
+#: What forwards call the registry of functions that attend: a name of transformers' modeling files.
+REGISTRY = "ALL_ATTENTION_FUNCTIONS"
+#: The way to attend that ours takes the place of. Eager attention gives weights, and to a query that sees nothing the
+#: average of all values: there ours turn alone.
+SDPA, EAGER = "sdpa", "eager"
+#: Arguments of a function that attends, beside those that none reads here.
+OURS = {"dropout", "scaling", "is_causal", "softcap", "s_aux", "position_bias"}
+#: Arguments that only theirs knows what to do with, where they are given.
+THEIRS = ("output_attentions", "cache")
+
+
+@dataclass(frozen=True)
+class AttentionFormula:
+    """Which functions of a forward's ours take the place of."""
+
+    #: The name of the function that turns, or "", what it was, and ours.
+    turns: str
+    function: Any
+    rope: Rope | None
+    #: How the configuration says to attend, and the function of "sdpa" or None.
+    implementation: str
+    attends: Any
+
+    def __str__(self) -> str:
+        parts = ["attention"] * (self.attends is not None) + ["rope"] * (self.rope is not None)
+        return " and ".join(parts)
+
+
+class FusedAttention(FusedModule):
+    """Stands above a class of attention whose forward asks the registry."""
+
+    _formula: AttentionFormula
+    #: What a compiler traces in the place of the forward, or None where that attends by itself.
+    _traced: Any = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls._traced = traced(cls._original.forward, cls._formula)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        x = args[0] if args else kwargs.get("hidden_states")
+        if replaced(self) or stands_aside(self, x) or _asks(self, kwargs):
+            return super().forward(*args, **kwargs)
+        kind = type(self)
+        if not is_tracing():
+            return rebuilt(kind._original.forward, self._formula)(self, *args, **kwargs)
+        if kind._traced is None or _patched_since(kind):
+            return super().forward(*args, **kwargs)
+        return kind._traced(self, *args, **kwargs)
+
+
+def _asks(module: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether weights are asked for, another way to attend, or another function turns than was compared."""
+    formula, config = module._formula, module.config
+    if kwargs.get("output_attentions") or getattr(config, "output_attentions", False):
+        return True
+    if getattr(config, "_attn_implementation", None) != formula.implementation:
+        return True
+    return bool(formula.turns) and type(module)._original.forward.__globals__.get(formula.turns) is not formula.function
+
+
+@functools.lru_cache(maxsize=256)
+def rebuilt(forward: Any, formula: AttentionFormula) -> Callable[..., Any]:
+    """A forward that finds our functions among its globals."""
+    names = OverlaidNames(forward.__globals__, {REGISTRY: _Registry(forward.__globals__[REGISTRY], formula.attends)})
+    if formula.rope is not None:
+        names[formula.turns] = formula.rope
+    copied = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    copied.__kwdefaults__ = forward.__kwdefaults__
+    return copied
+
+
+def traced(forward: Any, formula: AttentionFormula) -> Callable[..., Any] | None:
+    """`rebuilt` for a compiler, which looks names up in a dict of those that the forward has, and turns queries and
+    keys by the forward's own function, for it fuses that; None where the forward attends by itself.
+
+    Without the name of its module: that is where a compiler would look names up.
+    """
+    if formula.attends is None:
+        return None
+    theirs = forward.__globals__
+    names = {name: theirs[name] for name in ("__builtins__", *forward.__code__.co_names) if name in theirs}
+    names[REGISTRY] = _TracedRegistry(theirs[REGISTRY], formula.attends)
+    copied = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    copied.__kwdefaults__ = forward.__kwdefaults__
+    return copied
+
+
+def _patched_since(kind: Any) -> bool:
+    """Whether the forward's file has other things by the names that were copied."""
+    theirs = kind._original.forward.__globals__
+    copied = kind._traced.__globals__
+    return any(theirs.get(name) is not value for name, value in copied.items() if name != REGISTRY)
+
+
+class _Registry:
+    """Gives our function in the place of the one that was compared."""
+
+    def __init__(self, theirs: Any, attends: Any) -> None:
+        self.theirs, self.attends = theirs, attends
+        #: Whether a forward has asked for the function.
+        self.asked = False
+
+    def get_interface(self, name: str, default: Any) -> Any:
+        function = self.theirs.get_interface(name, default)
+        if name != SDPA or function is not self.attends:
+            return function
+        self.asked = True
+        return functools.partial(_attend, function)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.theirs, name)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.theirs[name]
+
+
+class _TracedRegistry(_Registry):
+    """The same for a compiler, which would note that it was asked."""
+
+    def get_interface(self, name: str, default: Any) -> Any:
+        function = self.theirs.get_interface(name, default)
+        return function if name != SDPA or function is not self.attends else functools.partial(_attend, function)
+
+
+def _attend(
+    theirs: Callable[..., Any],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Of [B, heads, S, D], as transformers hands them: [B, S, heads, D], and no weights."""
+    if any(options.get(name) not in (None, False) for name in THEIRS):
+        return theirs(module, query, key, value, attention_mask, **options)
+    given = {name: options.get(name) for name in OURS}
+    queries, keys = query.shape[2], key.shape[2]
+    causal = given["is_causal"] if given["is_causal"] is not None else getattr(module, "is_causal", True)
+    mask_type, mask, bias = "none", None, given["position_bias"]
+    if attention_mask is None:
+        if causal and queries > 1:
+            mask_type, key, value = "causal", key[:, :, :queries], value[:, :, :queries]
+            bias = None if bias is None else bias[..., :queries]
+    elif attention_mask.dtype is torch.bool:
+        mask_type, mask = "arbitrary", ~attention_mask[..., :keys]
+    else:
+        added = attention_mask[..., :keys]
+        bias = added if bias is None else bias + added
+    y = attention(
+        *(x.transpose(1, 2) for x in (query, key, value)),
+        mask_type=mask_type,
+        mask=mask,
+        bias=bias,
+        sinks=given["s_aux"],
+        scale=given["scaling"],
+        soft_cap=given["softcap"],
+        dropout=given["dropout"] or 0.0,
+    )
+    return y, None
+
+
+def is_attention(module: nn.Module) -> bool:
+    """True for a class whose forward asks the registry how to attend."""
+    kind: Any = unconverted_class(module)
+    forward = getattr(kind, "_original", kind).forward
+    return REGISTRY in getattr(forward, "__code__", is_attention.__code__).co_names and hasattr(module, "config")
+
+
+def formula_of(module: Any) -> tuple[AttentionFormula | None, str]:
+    """Which functions of its forward ours replace, or None and why it is left alone."""
+    implementation = getattr(module.config, "_attn_implementation", None)
+    if implementation is None:
+        return None, "its configuration does not say how to attend"
+    if implementation not in (SDPA, EAGER):
+        return None, f"its configuration asks for {implementation}, and ours takes the place of {SDPA}"
+    kind: Any = original(unconverted_class(module)) or unconverted_class(module)
+    forward = kind.forward
+    held = forward.__globals__
+    turns = [name for name in forward.__code__.co_names if "rotary" in name and callable(held.get(name))]
+    rope = rope_of(held[turns[0]]) if len(turns) == 1 else None
+    name = turns[0] if rope is not None else ""
+    attends = held[REGISTRY].get_interface(SDPA, None) if implementation == SDPA else None
+    if attends is None and rope is None:
+        return None, f"its configuration asks for {EAGER} attention, and ours takes the place of {SDPA}"
+    formula = AttentionFormula(name, held.get(name), rope, implementation, attends)
+    # Which matrix leads back to the features of the input: mostly the last one, Phi-3's first, of some none.
+    outs = [*reversed(_matrices(module)), None]
+    try:
+        widths = {out: _widths(small(module, torch.float32, out)) for out in outs}
+    except NotImplementedError as error:
+        return None, str(error)
+    # Tables lie as the function that turns was found to read them.
+    layouts = (rope.lies,) if rope is not None else (HALVES, PAIRS, ONCE, COMPLEX) if turns else (HALVES,)
+    reason = ""
+    for out, lies in itertools.product(outs, layouts):
+        for width in widths[out]:
+            why = _differs(module, forward, formula, _ProbeCase(out, lies, width))
+            registry: _Registry = rebuilt(forward, formula).__globals__[REGISTRY]
+            if not why and (formula.attends is None or registry.asked):
+                return formula, ""
+            why = why or "it does not ask the registry how to attend"
+            if "does not run" not in why:
+                return None, why
+            # The first case is the usual one, whose reason says most.
+            reason = reason or why
+    return None, reason
+
+
+def _matrices(module: nn.Module) -> list[str]:
+    """The names of the matrices that it holds itself."""
+    return [name for name, part in module._modules.items() if sizes(part) is not None]
+
+
+class _ProbeCase(NamedTuple):
+    """How a twin is made and called."""
+
+    #: The matrix that leads back to the features of the input, by name.
+    out: str | None
+    #: How tables of rotary positions lie, and for how many features.
+    lies: str
+    width: int
+
+
+#: Tokens, and features of the input.
+TOKENS, SMALL = 5, 16
+
+
+def _differs(module: Any, forward: Any, formula: AttentionFormula, case: _ProbeCase) -> str:
+    """Where they differ, or "": without a mask, with a causal one, and with one that pads and bounds a window."""
+    for mask in ("none", "causal", "padding and window"):
+
+        def theirs(copied: Any, x: Tensor, mask: str = mask) -> Tensor:
+            return first_of(forward(copied, **_arguments(copied, x, mask, formula.implementation, case)))
+
+        def ours(copied: Any, x: Tensor, mask: str = mask) -> Tensor:
+            named = _arguments(copied, x, mask, formula.implementation, case)
+            return first_of(rebuilt(forward, formula)(copied, **named))
+
+        why = differs(
+            lambda dtype: small(module, dtype, case.out),
+            ours,
+            lambda dtype: iter([(drawn((2, TOKENS, SMALL), dtype, 5),)]),
+            theirs,
+        )
+        if why:
+            return why
+    return ""
+
+
+def _arguments(copied: Any, x: Tensor, mask: str, implementation: str, case: _ProbeCase) -> dict[str, Any]:
+    """Of a forward, by name, as a model of transformers gives them."""
+    names = _parameters(type(copied).forward)
+    i = torch.arange(TOKENS, dtype=torch.int64, device="cpu")
+    seen = i[:, None] >= i
+    if mask == "padding and window":
+        seen = (seen & (i[:, None] - i < 3)).expand(2, 1, TOKENS, TOKENS).clone()
+        seen[1, :, :, :1] = torch.eye(TOKENS, dtype=torch.bool, device="cpu")[:, :1]
+    seen = seen.expand(2, 1, TOKENS, TOKENS)
+    added = torch.where(seen, 0.0, torch.finfo(x.dtype).min).to(x.dtype)
+    given = None if mask == "none" else seen if implementation == SDPA else added
+    named: dict[str, Any] = {"hidden_states": x, "mask" if "mask" in names else "attention_mask": given}
+    if "position_embeddings" in names:
+        named["position_embeddings"] = tables(case.lies, case.width, TOKENS, x.dtype)
+    for name, parameter in names.items():
+        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            named.setdefault(name, i[None] if name == "position_ids" else None)
+    named.pop("self", None)
+    return named
+
+
+@functools.lru_cache(maxsize=256)
+def _parameters(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(forward).parameters
+
+
+def _widths(copied: Any) -> list[int]:
+    """Features that may turn, as the attributes of classes say."""
+    named = ("rotary_ndims", "rotary_dim", "qk_rope_head_dim", "head_dim", "head_size", "attention_head_size")
+    widths = [getattr(copied, name, None) for name in named]
+    whole = [width for width in widths if isinstance(width, int) and width > 1]
+    part = getattr(copied.config, "partial_rotary_factor", None) or 1.0
+    return list(dict.fromkeys([*(int(w * part) // 2 * 2 for w in whole[-1:]), *whole])) or [2]
+
+
+def small(module: Any, dtype: torch.dtype, out: str | None) -> nn.Module:
+    """A twin of few features of input and output, whose heads are those of the module.
+
+    Args:
+        out: the name of the matrix that leads back to the features of the input.
+    Raises:
+        NotImplementedError: what is inside cannot be made again.
+    """
+    parts: dict[str, nn.Module] = {}
+    shapes = {name: size for name, part in module._modules.items() if (size := sizes(part)) is not None}
+    if any(b is not None and b.is_meta for b in module._buffers.values()):
+        raise NotImplementedError("its buffers have no values yet")
+    if not shapes:
+        raise NotImplementedError("it holds no matrices")
+    wide = next((size[0] for name, size in shapes.items() if name != out), 0)
+    for i, (name, part) in enumerate(module._modules.items()):
+        if name in shapes:
+            k, n, bias = shapes[name]
+            k, n = (k, SMALL) if name == out else (SMALL if k == wide else k, n)
+            parts[name] = linear(
+                drawn((n, k), dtype, 2 * i, scale=k**-0.5),
+                drawn((n,), dtype, 2 * i + 1, scale=0.3) if bias else None,
+            )
+        elif part is None or part._modules or any(b.is_meta for b in part.buffers()):
+            raise NotImplementedError(f"it holds a {type(part).__name__}")
+        else:
+            values = {n: drawn(p.shape, dtype, i, 0.5, 0.2) for n, p in part._parameters.items() if p is not None}
+            bare = unconverted_class(part)
+            parts[name] = twin(part, original(bare) or bare, {}, values)
+            parts[name]._buffers.update(buffers_of(part))
+    kind = original(unconverted_class(module)) or unconverted_class(module)
+    own = {name: drawn(p.shape, dtype, 99) for name, p in module._parameters.items() if p is not None}
+    copied = twin(module, kind, parts, own)
+    copied._buffers.update(buffers_of(module))
+    return copied

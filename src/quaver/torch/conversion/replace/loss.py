@@ -1,0 +1,327 @@
+"""The head of a causal language model together with its loss, computed by `linear_cross_entropy`, in training alone.
+
+The logits of all tokens never exist: outputs say None where they would be. Which function of hidden states, head and
+labels a model's loss is, with a scale or a soft cap of logits, is asked of a twin whose body gives made-up states.
+"""
+
+import copy
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quaver.torch.conversion.matchers.swap_class import BOUNDS, differentiated, original, unconverted_class
+from quaver.torch.conversion.replace.compare import (
+    DTYPES,
+    FusedModule,
+    Named,
+    agree,
+    changed,
+    drawn,
+    fixed,
+    of_block,
+    patched,
+    reason_unsupported,
+    twin,
+    wide,
+)
+from quaver.torch.linear.fused_projections import is_bare
+from quaver.torch.linear.linear import Linear
+from quaver.torch.nn.loss import linear_cross_entropy
+from quaver.torch.numerics.rounding import is_tracing
+from quaver.torch.operations.autograd import forward_level, transforms_active
+from quaver.torch.state.context import in_force
+
+#: Labels that have no loss.
+IGNORED = -100
+#: Arguments of a model's forward that its body does not take.
+OF_THE_HEAD = {"labels", "logits_to_keep", "return_dict"}
+#: What the loss takes beside labels, as Trainer gives it.
+OF_THE_LOSS = {"num_items_in_batch", "shift_labels"}
+#: Those of its arguments that are answered.
+KNOWN = OF_THE_HEAD | OF_THE_LOSS | {"output_router_logits"}
+
+
+@dataclass(frozen=True)
+class LossFormula:
+    """What a model makes of the hidden states of its body."""
+
+    body: str
+    head: str
+    #: The first argument of the forward, which may have no name in a call.
+    first: str
+    #: Names that the body takes; None for any.
+    takes: frozenset[str] | None
+    #: The function of logits that was compared, and the class of outputs.
+    loss: Callable[..., Tensor]
+    output: type
+    #: What outputs have beside the loss and the logits.
+    others: tuple[str, ...]
+    scale: float = 1.0
+    soft_cap: float | None = None
+    #: Names of arguments by which the forward or the function makes another loss.
+    others_ask: frozenset[str] = frozenset()
+    #: Attributes of the model and of its configuration as they were compared.
+    attributes: Named = ()
+    of_config: Named = ()
+
+    def __str__(self) -> str:
+        return "head and loss, without logits in training"
+
+    def of(self, model: Any, hidden: Tensor, labels: Tensor, **of_loss: Any) -> Tensor:
+        """The loss of hidden states [B, S, H] and labels [B, S]."""
+        targets, count = of_loss.get("shift_labels"), of_loss.get("num_items_in_batch")
+        if targets is None:
+            targets = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+        x = hidden if self.scale == 1 else hidden * self.scale
+        targets = targets.reshape(x.shape[:-1]).to(x.device)
+        head: nn.Linear = model._modules[self.head]
+        reduction = "mean" if count is None else "sum"
+        if _over_ranks(head):
+            loss = linear_cross_entropy(x, head, targets, soft_cap=self.soft_cap, reduction=reduction)
+        else:
+            loss = linear_cross_entropy(x, head.weight, targets, head.bias, soft_cap=self.soft_cap, reduction=reduction)
+        if count is None:
+            return loss
+        # Of no token at all the loss is NaN and the gradients are zeros, as theirs.
+        if not isinstance(count, Tensor):
+            return loss / count if count else loss.detach() / count + 0 * loss
+        count = count.to(loss.device)
+        return torch.where(count == 0, loss.detach() / count, loss / torch.where(count == 0, 1, count))
+
+
+class FusedLoss(FusedModule):
+    """Stands above a class of causal language models."""
+
+    _formula: LossFormula
+
+    @staticmethod
+    def forward_like(kind: Any) -> Callable[..., Any]:
+        """Our forward with the signature of a class's, off which Trainer reads the columns of its data."""
+
+        def forward(self: FusedLoss, *args: Any, **kwargs: Any) -> Any:
+            return FusedLoss.forward(self, *args, **kwargs)
+
+        forward.__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]
+        return forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        formula = self._formula
+        labels = kwargs.get("labels")
+        if labels is None or len(args) > 1 or not self.training or not torch.is_grad_enabled() or _asks(self, kwargs):
+            return super().forward(*args, **kwargs)
+        if patched(self, called=True) or changed(self.__dict__, formula.attributes) or not _plain_head(self):
+            return super().forward(*args, **kwargs)
+        given = dict(zip((formula.first,), args, strict=False)) | kwargs
+        of_loss = {name: given[name] for name in OF_THE_LOSS if name in given}
+        of_body = {
+            name: value
+            for name, value in given.items()
+            if name not in OF_THE_HEAD and (formula.takes is None or name in formula.takes)
+        }
+        outputs = self._modules[formula.body](**of_body)  # type: ignore[misc]
+        loss = formula.of(self, outputs[0], labels, **of_loss)
+        return formula.output(loss=loss, **{name: getattr(outputs, name, None) for name in formula.others})
+
+
+def _asks(model: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a call asks for what is made of logits, of routers, for another loss or another kind of output, or the
+    configuration's numbers are others by now."""
+    config, formula = model.config, model._formula
+    if not is_tracing() and (transforms_active() or forward_level() >= 0):
+        return True
+    keeps = kwargs.get("logits_to_keep", 0)
+    return (
+        isinstance(keeps, Tensor)
+        or keeps != 0
+        or kwargs.get("return_dict") is False
+        or getattr(config, "return_dict", True) is False
+        or bool(kwargs.get("output_router_logits") or getattr(config, "output_router_logits", False))
+        or model.loss_function is not formula.loss
+        or any(kwargs.get(name) is not None for name in formula.others_ask)
+        or changed(config.__dict__, formula.of_config)
+    )
+
+
+def _plain_head(model: Any) -> bool:
+    """Whether the head is a linear layer in high precision that nothing else wants called."""
+    head = model._modules[model._formula.head]
+    kind = type(head)
+    if kind is not nn.Linear and kind is not Linear and not _over_ranks(head):
+        return False
+    recipe = in_force(head.recipe) if isinstance(head, Linear) else None
+    return is_bare(head) and (recipe is None or not recipe.quantizes) and head.weight.dtype in DTYPES
+
+
+def _over_ranks(head: nn.Module) -> bool:
+    """Whether each rank has some words of a head, which computes its loss over all."""
+    return hasattr(type(head), "loss_over_ranks")
+
+
+def is_causal(module: nn.Module) -> bool:
+    """True for what may be one: a body by its class's prefix, an output embedding, and a loss of its class's."""
+    kind = type(module)
+    return hasattr(kind, "loss_function") and _names(module) is not None
+
+
+def _names(model: Any) -> tuple[str, str] | None:
+    """The names of body and head."""
+    body = getattr(type(model), "base_model_prefix", "")
+    try:
+        head = model.get_output_embeddings()
+    except Exception:
+        # It has none, and each says so in its way.
+        return None
+    names = [name for name, part in model._modules.items() if part is head]
+    return (body, names[0]) if body in model._modules and names and isinstance(head, nn.Linear) else None
+
+
+def formula_of(model: Any) -> tuple[LossFormula | None, str]:
+    """What a model's loss is, or None and why it is left alone."""
+    try:
+        return _formula_of(model)
+    except Exception as error:
+        return None, reason_unsupported(error)
+
+
+def _formula_of(model: Any) -> tuple[LossFormula | None, str]:
+    names = _names(model)
+    assert names is not None
+    output = _small(model, torch.float32)(input_ids=IDS, labels=IDS)
+    fields = [field.name for field in dataclasses.fields(output)] if dataclasses.is_dataclass(output) else []
+    if "loss" not in fields or "logits" not in fields:
+        return None, "its outputs are of a class of their own"
+    others = tuple(name for name in fields if name not in ("loss", "logits"))
+    parameters = inspect.signature(model._modules[names[0]].forward).parameters
+    any_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    takes = None if any_name else frozenset(parameters)
+    own = inspect.signature(type(model).forward).parameters
+    first = next(name for name in own if name != "self")
+    lost = {n for n, p in own.items() if p.kind is p.POSITIONAL_OR_KEYWORD} - OF_THE_HEAD - OF_THE_LOSS - {"self"}
+    if takes is not None and not lost <= takes:
+        return None, f"its body does not take {', '.join(sorted(lost - takes))}"
+    if own[first].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
+        return None, "its forward names no input"
+    if not _hands_on(model, frozenset(own)):
+        return None, "its body is given other tensors than its forward"
+    of_loss = inspect.signature(model.loss_function).parameters
+    others_ask = frozenset({*own, *of_loss}) - {*parameters, "self", "kwargs", "logits", "vocab_size"} - KNOWN
+    of_config = fixed({name: value for name, value in model.config.__dict__.items() if "logit" in name})
+    why = "no scale and no soft cap of its logits gives its loss"
+    for scale, cap in _numbers(model):
+        formula = LossFormula(
+            *names, first, takes, model.loss_function, type(output), others, scale, cap, others_ask, of_config=of_config
+        )
+        if _gives(model, formula):
+            return formula, ""
+    return None, why
+
+
+#: A twin's labels, and how wide its states and its vocabulary are.
+IDS = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, IGNORED, 10]], dtype=torch.int64, device="cpu")
+WIDTH, WORDS = 8, 11
+
+
+class _Outputs(tuple[Any, ...]):
+    """What a body gives: hidden states, and nothing under every other name."""
+
+    @property
+    def last_hidden_state(self) -> Tensor:
+        hidden: Tensor = self[0]
+        return hidden
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class _Body(nn.Module):
+    def __init__(self, names: Sequence[str], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.states = nn.Parameter(drawn((*IDS.shape, WIDTH), dtype, 1, scale=3.0))
+        self.names = names
+        #: The arguments of the last call, by name.
+        self.given: dict[str, Any] = {}
+
+    def forward(self, *args: Any, **kwargs: Any) -> _Outputs:
+        self.given = dict(zip(self.names, args, strict=False)) | kwargs
+        return _Outputs((self.states,))
+
+
+def _small(model: Any, dtype: torch.dtype) -> Any:
+    body, head = _names(model) or ("", "")
+    bias = model._modules[head].bias is not None
+    linear = nn.Linear(WIDTH, WORDS, bias, device="cpu", dtype=dtype)
+    with torch.no_grad():
+        for i, p in enumerate(linear.parameters()):
+            p.copy_(drawn(p.shape, torch.float32, 2 + i))
+    kind = unconverted_class(model)
+    taken = list(inspect.signature(model._modules[body].forward).parameters)
+    copied: Any = twin(model, original(kind) or kind, {body: _Body(taken, dtype), head: linear}, {})
+    copied.config = copy.copy(model.config)
+    words = model._modules[head].out_features
+    for holder in (copied.config.__dict__, copied.__dict__):
+        holder.update({k: WORDS for k, v in holder.items() if v == words and type(v) is int and "vocab" in k})
+    return copied.train()
+
+
+def _hands_on(model: Any, own: frozenset[str]) -> bool:
+    """Whether the body is given the very tensors that the forward is given, and no others.
+
+    Args:
+        own: names of the forward's arguments.
+    """
+    beside: dict[str, Tensor] = {
+        name: IDS.ne(IGNORED).long() for name in ("attention_mask", "position_ids") if name in own
+    }
+    calls: list[dict[str, Tensor]] = [{"input_ids": IDS}, {"input_ids": IDS, **beside}]
+    if "inputs_embeds" in own:
+        calls.append({"inputs_embeds": drawn((*IDS.shape, WIDTH), torch.float32, 4), **beside})
+    for given in calls:
+        copied = _small(model, torch.float32)
+        copied(labels=IDS, **given)
+        body = next(part for part in copied._modules.values() if isinstance(part, _Body))
+        handed = {name: value for name, value in body.given.items() if isinstance(value, Tensor)}
+        if handed.keys() != given.keys() or any(handed[name] is not value for name, value in given.items()):
+            return False
+    return True
+
+
+def _numbers(model: Any) -> Iterator[tuple[float, float | None]]:
+    """Scales and soft caps of logits that the configuration, or the model, may mean."""
+    held = {**model.config.__dict__, **model.__dict__}
+    floats = {k: float(v) for k, v in held.items() if type(v) in (int, float) and "logit" in k and v > 0}
+    yield 1.0, None
+    for name, value in floats.items():
+        if "cap" in name:
+            yield 1.0, value
+        else:
+            yield value, None
+            yield 1 / value, None
+
+
+def _gives(model: Any, formula: LossFormula) -> bool:
+    """Whether the loss and the gradients of states and head are theirs, for each way to count tokens."""
+    for dtype in BOUNDS:
+        for of_loss in (
+            {},
+            {"num_items_in_batch": torch.tensor(7, dtype=torch.int64, device="cpu")},
+            {"shift_labels": IDS.roll(1, 1)},
+        ):
+
+            def theirs(copied: Any, of_loss: dict[str, Any] = of_loss) -> Tensor:
+                loss: Tensor = copied(input_ids=IDS, labels=IDS, **of_loss).loss
+                return loss[None]
+
+            def ours(copied: Any, of_loss: dict[str, Any] = of_loss) -> Tensor:
+                return formula.of(copied, copied._modules[formula.body].states, IDS, **of_loss)[None]
+
+            copied = _small(model, dtype)
+            expected = differentiated(theirs, copied, ())
+            if not agree(of_block(ours, copied, ()), expected, dtype, lambda: wide(theirs, copied, ())):  # noqa: B023
+                return False
+    return True

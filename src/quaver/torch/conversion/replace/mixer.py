@@ -1,0 +1,547 @@
+"""A mixer that calls its layers in training too, where its forward would hand their weights to one function for all.
+
+The forward that runs is the class's own, in a copy that finds other functions among its globals: nothing of the
+framework is written to, and the convolution and the scan of a package that is installed go on running.
+"""
+
+import ast
+import functools
+import inspect
+import itertools
+import re
+import textwrap
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from quaver.torch.conversion.matchers.swap_class import differentiated, unconverted_class
+from quaver.torch.conversion.replace.compare import (
+    FusedModule,
+    Named,
+    buffers_of,
+    changed,
+    drawn,
+    fixed,
+    linear,
+    of_block,
+    patched,
+    reason_unsupported,
+    replaced,
+    stands_aside,
+    twin,
+    untold,
+    wide,
+)
+from quaver.torch.conversion.replace.mamba_packing import cu_seqlens_of, last_starts
+from quaver.torch.linear import stored_weight
+from quaver.torch.linear.fused_projections import is_bare, project
+from quaver.torch.linear.linear import Quantizable
+from quaver.torch.nn.activation import ACTIVATIONS
+from quaver.torch.nn.ssm.causal_conv import causal_conv1d
+from quaver.torch.nn.ssm.gated_norm import GatedNormalization
+from quaver.torch.nn.ssm.mamba2 import SWIGLU, ScanSizes, scanned
+from quaver.torch.numerics.rounding import is_tracing
+from quaver.torch.state.context import recipe_in_force
+
+# ---- reading ---------------------------------------------------------------------------------------------
+# Which layers a module multiplies by without calling them: read off the text of its forward.
+#
+# A layer whose weight its parent hands to a function is never run: Mamba's `dt_proj.weight @ dt`, WavLM's projections.
+# Converted it would be quantized in name alone.
+
+#: Functions of transformers that compute a mixer from its projected input on, its projection out included; without
+#: their package they give None, and the mixer goes on by its layers.
+WHOLE = re.compile(r"^mamba\w*(inner_fn|scan_combined)$")
+#: What is asked of a weight without multiplying by it.
+HARMLESS = {"dtype", "device", "shape", "size", "dim", "ndim", "numel", "requires_grad", "is_cuda", "is_meta"}
+
+
+class ModuleUse(NamedTuple):
+    """How a forward uses one of its module's parts."""
+
+    #: Whether it reads the weight, and whether it does so in the arguments of functions of `WHOLE` alone.
+    reads: bool = False
+    inside_alone: bool = True
+    #: Whether it does anything else with the part, such as calling it.
+    calls: bool = False
+
+
+def bypassed(module: nn.Module, is_layer: Callable[[nn.Module], bool]) -> dict[nn.Module, str]:
+    """The layers right in a module whose weight its forward multiplies by in their stead, and why each is left alone.
+
+    Args:
+        is_layer: whether a part is a layer that multiplies by a weight.
+    """
+    layers = {name: part for name, part in module._modules.items() if part is not None and is_layer(part)}
+    if not layers or "forward" in module.__dict__:
+        return {}
+    kind = original_class(module)
+    used = uses(kind, kind.forward)
+    mixes, reasons = is_mixer(module), {}
+    for name, layer in layers.items():
+        use = used.get(name, ModuleUse())
+        # Of a mixer's layers one reading is enough: it may call them in evaluation, and read them in training.
+        if use.reads and not (use.calls and (use.inside_alone or not mixes)):
+            reasons[layer] = f"{kind.__name__} multiplies by its weight without calling it"
+    return reasons
+
+
+def is_mixer(module: nn.Module) -> bool:
+    """True for a mixer of a state space, by the name of its decays in all families."""
+    return "A_log" in module._parameters
+
+
+def original_class(module: nn.Module) -> Any:
+    """A module's class as its library made it."""
+    kind: Any = unconverted_class(module)
+    while "_original" in vars(kind):
+        kind = kind._original
+    return kind
+
+
+def whole_functions(forward: Any) -> tuple[str, ...]:
+    """The functions of `WHOLE` that a forward calls, where each of them gives None without its package."""
+    plain = inspect.unwrap(forward)
+    names = [name for name in getattr(plain, "__code__", is_mixer.__code__).co_names if WHOLE.match(name)]
+    functions = [plain.__globals__.get(name) for name in names]
+    return tuple(names) if functions and all(map(_gives_none, functions)) else ()
+
+
+def _gives_none(function: Any) -> bool:
+    try:
+        plain = inspect.unwrap(function)
+        needed = [p for p in inspect.signature(plain).parameters.values() if p.default is p.empty]
+        given = [None for p in needed if p.kind is p.POSITIONAL_OR_KEYWORD]
+        return plain(*given) is None
+    except Exception:
+        return False
+
+
+@functools.lru_cache(maxsize=1024)
+def uses(kind: type, forward: Any) -> dict[str, ModuleUse]:
+    """What a forward, and the methods that it calls, do with the module's parts, by their names; nothing where no
+    weight is read, or where there is no text."""
+    functions = list(_reached(kind, forward))
+    if not any("weight" in _names(function.__code__) for function in functions):
+        return {}
+    used: dict[str, ModuleUse] = {}
+    for function in functions:
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        except (OSError, TypeError, SyntaxError):
+            continue
+        for name, use in _of_text(tree):
+            before = used.get(name, ModuleUse())
+            used[name] = ModuleUse(
+                before.reads or use.reads, before.inside_alone and use.inside_alone, before.calls or use.calls
+            )
+    return used
+
+
+def _reached(kind: type, forward: Any) -> Iterator[Any]:
+    """The forward and the methods of the class that it calls, without what decorates them."""
+    names, seen = ["forward"], set[str]()
+    while names:
+        name = names.pop()
+        if name in seen or (hasattr(nn.Module, name) and name != "forward"):
+            continue
+        seen.add(name)
+        held: Any = forward if name == "forward" else getattr(kind, name, None)
+        member = inspect.unwrap(held) if callable(held) else held
+        if hasattr(member, "__code__"):
+            yield member
+            names += _names(member.__code__)
+
+
+def _names(code: Any) -> list[str]:
+    inner = [name for const in code.co_consts if hasattr(const, "co_names") for name in _names(const)]
+    return [*code.co_names, *inner]
+
+
+def _of_text(tree: ast.AST) -> Iterator[tuple[str, ModuleUse]]:
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"):
+            continue
+        above = parents.get(node)
+        if not isinstance(above, ast.Attribute) or above.attr == "forward":
+            yield node.attr, ModuleUse(calls=True)
+        elif above.attr == "weight":
+            asked = parents.get(above)
+            if not (isinstance(asked, ast.Attribute) and asked.attr in HARMLESS):
+                yield node.attr, ModuleUse(reads=True, inside_alone=_inside(above, parents))
+
+
+def _inside(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
+    """Whether a node stands among the arguments of a function of `WHOLE`."""
+    while node in parents:
+        node = parents[node]
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and WHOLE.match(node.func.id):
+            return True
+    return False
+
+
+# ---- calling ---------------------------------------------------------------------------------------------
+
+
+class CalledMixer(FusedModule):
+    """Stands above a class of mixers whose forward asks one function for all, while one of its layers is quantized."""
+
+    #: The forward of the class below by its layers: in eager mode, and as compilers read it.
+    _by_layers: tuple[Any, Any]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "_original" in vars(cls):
+            forward = cls._original.forward
+            cls._by_layers = by_its_layers(forward, False), by_its_layers(forward, True)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.training or replaced(self) or not layers_quantize(self):
+            return super().forward(*args, **kwargs)
+        return self._by_layers[is_tracing()](self, *args, **kwargs)
+
+
+def calls_its_layers(module: nn.Module) -> bool:
+    """True for a mixer that `CalledMixer` has call its layers."""
+    return is_mixer(module) and bool(whole_functions(original_class(module).forward))
+
+
+def layers_quantize(module: nn.Module) -> bool:
+    """Whether a layer right in a module follows a recipe that quantizes now, or exists only as codes."""
+    for layer in module._modules.values():
+        if isinstance(layer, Quantizable):
+            recipe = recipe_in_force(layer.recipe)
+            weight = layer._parameters.get("weight")
+            if (recipe is not None and recipe.quantizes) or (
+                weight is not None and weight.dtype in stored_weight.CODES
+            ):
+                return True
+    return False
+
+
+def by_its_layers(forward: Any, snapshot: bool) -> Any:
+    """The forward with functions for all that give None, after which it goes on by its layers."""
+    return with_functions(forward, tuple((name, _nothing) for name in whole_functions(forward)), snapshot)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def with_functions(forward: Any, functions: tuple[tuple[str, Any], ...], snapshot: bool) -> Any:
+    """A copy of a function, and of what decorates it, that finds these among its globals.
+
+    Args:
+        snapshot: its other globals are as they are now, in a plain dict, as compilers read them.
+    """
+    decorated = getattr(forward, "__wrapped__", None)
+    if decorated is not None:
+        inner = with_functions(decorated, functions, snapshot)
+        cells = [types.CellType(inner) if c.cell_contents is decorated else c for c in forward.__closure__ or ()]
+        copied = types.FunctionType(
+            forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, tuple(cells)
+        )
+        copied.__kwdefaults__ = forward.__kwdefaults__
+        return functools.update_wrapper(copied, inner)
+    held: dict[str, Any] = forward.__globals__
+    # Without the name of its module: that is where a compiler would look names up.
+    plain = {name: value for name, value in held.items() if name != "__name__"}
+    names = plain | dict(functions) if snapshot else OverlaidNames(held, dict(functions))
+    copied = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    copied.__kwdefaults__ = forward.__kwdefaults__
+    return copied
+
+
+class OverlaidNames(dict[str, Any]):
+    """Some names, and for all others those of a module as they are when they are asked for."""
+
+    def __init__(self, others: dict[str, Any], own: Mapping[str, Any]) -> None:
+        super().__init__(own, __builtins__=others["__builtins__"], __name__=others["__name__"])
+        self.others = others
+
+    def __missing__(self, name: str) -> Any:
+        return self.others[name]
+
+
+# ---- formula ---------------------------------------------------------------------------------------------
+# Mamba-2 mixers of any family, computed by our convolution, scan and gated norm between their own projections.
+#
+# What a mixer is made of is told by the names that transformers' classes share; which norm, in which order with the
+# gate and in which groups, is tried on a small copy. A call that goes on from a cache runs the module's own forward.
+
+#: Parts and parameters of a mixer, and the attributes that say its sizes.
+PARTS, PARAMETERS = ("in_proj", "conv1d", "out_proj"), ("A_log", "D", "dt_bias")
+SIZES = ("num_heads", "head_dim", "n_groups", "ssm_state_size")
+#: What Falcon-H1 multiplies the input of its first projection by, a number, and the output, a buffer.
+FACTOR, FACTORS = "ssm_in_multiplier", "mup_vector"
+
+
+@dataclass(frozen=True)
+class MixerFormula:
+    """What a mixer computes between its projections."""
+
+    sizes: ScanSizes
+    activation: str
+    dt_limit: tuple[float, float]
+    #: None has no norm behind the scan.
+    norm: GatedNormalization | None
+    #: The norm's and the convolution's class and attributes, as they were compared.
+    skipped: tuple[tuple[str, type, Named], ...] = ()
+    #: Attributes as they were compared.
+    attributes: Named = ()
+
+    def __str__(self) -> str:
+        if self.norm is None:
+            return "Mamba-2 without a norm"
+        first = "norm before the gate" if self.norm.norm_before_gate else "norm after the gate"
+        return f"Mamba-2, {first}" + f" in {self.norm.groups} groups" * (self.norm.groups > 1)
+
+    def of(
+        self,
+        module: nn.Module,
+        x: Tensor,
+        mask: Tensor | None = None,
+        cache: Any = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """The mixer of x [B, S, dim] by a module's parts.
+
+        Args:
+            mask: [B, S], 0 where a token is padding.
+            cache: of transformers, to which the last tokens and states are given.
+            cu_seqlens: int [sequences + 1], where sequences of the B · S tokens begin and end: each begins anew.
+        """
+        parts: Any = module._modules
+        x = _masked(x, mask)
+        factor, features = getattr(module, FACTOR, 1), module._buffers.get(FACTORS)
+        projected = parts["in_proj"](x if factor == 1 else x * factor)
+        projected = projected if features is None else projected * features
+        channels, heads = self.sizes.channels, self.sizes.heads
+        z, mixed, dt = projected.split((heads * self.sizes.head_dim, channels, heads), -1)
+        weight, bias = parts["conv1d"].weight.squeeze(1), parts["conv1d"].bias
+        tokens, steps = (mixed, dt) if cu_seqlens is None else (mixed.flatten(0, 1), dt.flatten(0, 1))
+        convolved = causal_conv1d(tokens, weight, bias, activation=self.activation, cu_seqlens=cu_seqlens)
+        convolved = _masked(convolved.view(mixed.shape), mask).view(tokens.shape)
+        y, last = scanned(convolved, steps, module._parameters, self.sizes, self.dt_limit, cu_seqlens=cu_seqlens)
+        y = y.view(z.shape)
+        if cache is not None:
+            if cu_seqlens is not None:
+                mixed, last = _of_last(mixed, last, cu_seqlens)
+            layer: Any = module.layer_idx
+            cache.update_conv_state(mixed.transpose(1, 2), layer, conv_kernel_size=weight.shape[1])
+            cache.update_recurrent_state(last, layer_idx=layer)
+        if self.norm is None:
+            return project(SWIGLU, (z, y), (parts["out_proj"],))[0]
+        return project(self.norm, (y, z, parts["norm"].weight), (parts["out_proj"],))[0]
+
+
+def _of_last(mixed: Tensor, states: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens [B, S, channels] and the state of each row's last sequence, other tokens 0."""
+    batch, length = mixed.shape[:2]
+    last, starts = last_starts(cu_seqlens, batch, length)
+    places = torch.arange(batch * length, dtype=torch.int64, device=mixed.device).view(batch, length, 1)
+    return mixed.masked_fill(places < starts[:, None, None], 0), states[last]
+
+
+class FusedMixer(CalledMixer):
+    """Stands above a class of mixers."""
+
+    _formula: MixerFormula
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        formula = self._formula
+        x, cache, mask = _given(args, kwargs)
+        if x is None or not _is_empty(cache, self):
+            return super().forward(*args, **kwargs)
+        if patched(self) or changed(self.__dict__, formula.attributes) or stands_aside(self, x):
+            return super().forward(*args, **kwargs)
+        if in_the_way(self, formula):
+            return super().forward(*args, **kwargs)
+        return formula.of(self, x, mask, cache, cu_seqlens_of(x, kwargs))
+
+
+def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """(hidden_states, cache_params, attention_mask) of a forward; the first None where there are others."""
+    names = "hidden_states", "cache_params", "attention_mask"
+    if len(args) > len(names):
+        return None, None, None
+    given = dict(zip(names, args, strict=False)) | {name: kwargs[name] for name in names if name in kwargs}
+    return given.get("hidden_states"), given.get("cache_params"), given.get("attention_mask")
+
+
+def _is_empty(cache: Any, module: Any) -> bool:
+    """Whether a cache has nothing of a layer yet."""
+    if cache is None:
+        return True
+    asks, layer = getattr(cache, "get_conv_state", None), getattr(module, "layer_idx", None)
+    if asks is None or layer is None or cache.is_recording_past(layer):
+        return False
+    return asks(layer, state_idx=0) is None and cache.get_recurrent_state(layer, state_idx=0) is None
+
+
+def _masked(x: Tensor, mask: Tensor | None) -> Tensor:
+    return x if mask is None else (x * mask[..., None]).to(x.dtype)
+
+
+def in_the_way(module: nn.Module, formula: MixerFormula) -> str:
+    """The part that our block would not call and that must be: a hook stands on it, it was exchanged, or an attribute
+    of it was; or ""."""
+    parts: Any = module._modules
+    for name, kind, attributes in formula.skipped:
+        part = parts.get(name)
+        if (
+            part is None
+            or unconverted_class(part) is not kind
+            or not is_bare(part)
+            or changed(part.__dict__, attributes)
+        ):
+            return name
+    return ""
+
+
+def hooked(module: nn.Module, formula: MixerFormula) -> str:
+    """What a hook inside costs, or ""."""
+    part = in_the_way(module, formula)
+    return f"a hook on {part}: while it stands the module's own forward runs" if part else ""
+
+
+def is_mamba2(module: nn.Module) -> bool:
+    """True for what may be a Mamba-2 mixer: its parts and parameters by transformers' names, one decay a head."""
+    if not is_mixer(module) or module._parameters["A_log"].dim() != 1:  # type: ignore[union-attr]
+        return False
+    there = all(module._modules.get(name) is not None for name in PARTS)
+    numbers = all(isinstance(getattr(module, name, None), int) for name in SIZES)
+    return there and numbers and all(module._parameters.get(name) is not None for name in PARAMETERS)
+
+
+def formula_of(module: Any) -> tuple[MixerFormula | None, str]:
+    """What a mixer computes, or None and why it is left alone."""
+    if why := untold(module.__dict__):
+        return None, why
+    for name in module._buffers:
+        if name != FACTORS:
+            return None, f"it has a buffer {name!r}, and nothing would tell that it was written to"
+    forward = original_class(module).forward
+    plain = with_functions(forward, _plain_functions(forward), False)
+    reasons = []
+    for formula in _candidates(module):
+        reasons.append(_differs(module, plain, formula))
+        if not reasons[-1]:
+            return formula, ""
+    # The one that came furthest.
+    return None, next((why for why in reasons if "bfloat16" in why), reasons[0])
+
+
+def _plain_functions(forward: Any) -> tuple[tuple[str, Any], ...]:
+    """The functions of packages that a forward calls, each by torch alone: the copy that is tried is on a CPU."""
+    plain = inspect.unwrap(forward)
+    held = {name: plain.__globals__.get(name) for name in plain.__code__.co_names}
+    wrapped = {name: function for name, function in held.items() if hasattr(function, "__wrapped__")}
+    return tuple((n, (lambda *a, **k: None) if WHOLE.match(n) else inspect.unwrap(f)) for n, f in wrapped.items())
+
+
+def _candidates(module: Any) -> Iterator[MixerFormula]:
+    sizes = ScanSizes(module.num_heads, module.head_dim, module.n_groups, module.ssm_state_size)
+    limit = getattr(module, "time_step_limit", None) or (0.0, float("inf"))
+    named = getattr(module, "activation", None)
+    activations = [n for n, row in ACTIVATIONS.items() if not row.gated and n in (named, "silu")]
+    norm = module._modules.get("norm")
+    norms: list[GatedNormalization | None] = [None]
+    if norm is not None and norm._parameters.get("weight") is not None:
+        eps = next((v for n, v in vars(norm).items() if "eps" in n and isinstance(v, float)), 1e-6)
+        orders = itertools.product(dict.fromkeys((sizes.groups, 1)), (False, True))
+        norms = [GatedNormalization(groups, eps, first) for groups, first in orders]
+    held = [(name, module._modules[name]) for name in ("norm", "conv1d") if module._modules.get(name) is not None]
+    skipped = tuple((name, unconverted_class(part), fixed(part.__dict__)) for name, part in held)
+    for activation, one in itertools.product(activations, norms):
+        yield MixerFormula(sizes, activation, tuple(limit), one, skipped)
+
+
+#: Tokens, features of the input, and tokens of a chunk of the copy's own scan.
+TOKENS, SMALL, CHUNK = 7, 8, 4
+#: How far outputs and gradients may lie from theirs in float32, relative RMS of each; and in bf16, where both round
+#: often, the mean of these from float32, over theirs.
+WITHIN, FURTHER = 1e-5, 1.25
+#: Inputs in bf16: of one the few heads' gradients say little.
+DRAWN = 4
+
+
+def _differs(module: Any, forward: Any, formula: MixerFormula) -> str:
+    """Where they differ, or "": in training and in evaluation, without padding and with some."""
+    seen = torch.ones(2, TOKENS, dtype=torch.int64, device="cpu")
+    seen[1, :2] = 0
+    for dtype, training in itertools.product((torch.float32, torch.bfloat16), (True, False)):
+        copied = small(module, dtype).train(training)
+        ours, theirs = 0.0, 0.0
+        for mask, n in itertools.product((None, seen), range(DRAWN if dtype is torch.bfloat16 else 1)):
+
+            def by_theirs(copied: Any, x: Tensor, mask: Tensor | None = mask) -> Tensor:
+                y: Tensor = forward(copied, x, attention_mask=mask)
+                return y
+
+            def by_ours(copied: Any, x: Tensor, mask: Tensor | None = mask) -> Tensor:
+                return formula.of(copied, x, mask)
+
+            x = (drawn((2, TOKENS, SMALL), dtype, 5 + n),)
+            try:
+                expected = differentiated(by_theirs, copied, x)
+                results = of_block(by_ours, copied, x)
+                exact = expected if dtype is torch.float32 else wide(by_theirs, copied, x)
+            except Exception as error:
+                return reason_unsupported(error)
+            where = f"in {str(dtype).partition('.')[2]}, in {'training' if training else 'evaluation'}"
+            if any(not _alike(a, b) for a, b in zip(results, expected, strict=True)):
+                return f"a small copy gives results of other shapes or dtypes {where}"
+            ours += sum(_apart(results, exact))
+            theirs += sum(_apart(expected, exact))
+            if dtype is torch.float32 and max(_apart(results, exact)) > WITHIN**2:
+                return f"a small copy gives other results {where}"
+        if not ours <= (FURTHER**2 * theirs if dtype is torch.bfloat16 else torch.inf):
+            return f"a small copy gives other results {where}"
+    return ""
+
+
+def _alike(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.shape == b.shape and a.dtype is b.dtype
+
+
+def _apart(results: Sequence[Tensor | None], exact: Sequence[Tensor | None]) -> list[float]:
+    """Of each, the squared error over the squares."""
+    pairs = [(a.double(), b.double()) for a, b in zip(results, exact, strict=True) if a is not None and b is not None]
+    squares = [(float((a - b).square().sum()), float(b.square().sum())) for a, b in pairs]
+    return [wrong / right if right else wrong for wrong, right in squares]
+
+
+def small(module: Any, dtype: torch.dtype) -> nn.Module:
+    """A twin of few features of input and output, whose heads are those of the module."""
+    parts: dict[str, nn.Module] = {}
+    for i, (name, part) in enumerate(module._modules.items()):
+        if name in ("in_proj", "out_proj"):
+            n, k = (
+                part.weight.shape
+                if part._parameters.get("weight") is not None
+                else (part.out_features, part.in_features)
+            )
+            n, k = (n, SMALL) if name == "in_proj" else (SMALL, k)
+            bias = None if getattr(part, "bias", None) is None else drawn((n,), dtype, 2 * i + 1, scale=0.3)
+            parts[name] = linear(drawn((n, k), dtype, 2 * i, scale=k**-0.5), bias)
+            continue
+        mean, scale = (0.0, 0.5) if name == "conv1d" else (1.0, 0.2)
+        values = {n: drawn(p.shape, dtype, i, mean, scale) for n, p in part._parameters.items() if p is not None}
+        parts[name] = twin(part, original_class(part), {}, values)
+        parts[name]._buffers.update(buffers_of(part))
+    own = {n: drawn(p.shape, dtype, 50 + i, -0.5, 0.5) for i, (n, p) in enumerate(module._parameters.items())}
+    copied = twin(module, original_class(module), parts, own)
+    like = module._parameters["dt_bias"].dtype
+    for n, b in module._buffers.items():
+        copied._buffers[n] = None if b is None else drawn(b.shape, dtype if b.dtype is like else b.dtype, 70, 1.0, 0.2)
+    if "chunk_size" in copied.__dict__:
+        copied.__dict__["chunk_size"] = CHUNK
+    return copied

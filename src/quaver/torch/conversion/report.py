@@ -1,0 +1,310 @@
+"""The report of `convert` for torch: a row for each layer, its shares of parameters and FLOPs, and a check by a run."""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from quaver.costs.ledger import saved_bytes
+from quaver.recipes import conversion
+from quaver.recipes.spec import Recipe
+from quaver.recipes.text import html_table
+from quaver.torch.conversion.explain import fprop_runs
+from quaver.torch.conversion.replace.blocks import ReplaceableModule
+from quaver.torch.linear.linear import Quantizable
+from quaver.torch.state.weight_cache import storage_id
+
+# ---- checking --------------------------------------------------------------------------------------------
+# One forward of a converted model, watched: which converted layers run, and what else reads their weights.
+
+#: Functions that take of a tensor its dtype, device or shape alone; getters are followed by what reads.
+HARMLESS = {"__get__", "to", "type_as", "expand_as", "view_as", "reshape_as"} | {
+    *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
+    *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"),
+}
+
+
+@dataclass
+class Check:
+    """What `Report.check` saw."""
+
+    #: Converted layers that the run did not call.
+    never_called: list[str] = field(default_factory=list)
+    #: Converted layers whose weight was read outside of their forward, and by which functions.
+    read_behind: dict[str, list[str]] = field(default_factory=dict)
+    #: Layers that were converted and that the model holds no longer, and the class of what is in their place.
+    gone: dict[str, str] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        """Whether all that was converted computes as converted."""
+        return not (self.never_called or self.read_behind or self.gone)
+
+    def __str__(self) -> str:
+        if self:
+            return "every converted layer was called, and nothing else read its weight"
+        lines = [f"converted and not called in this run: {name or '(root)'}" for name in self.never_called]
+        lines += [
+            f"read in high precision by {', '.join(functions)}, outside of the layer: the weight of {name or '(root)'}"
+            for name, functions in self.read_behind.items()
+        ]
+        lines += [
+            f"no longer converted: {name or '(root)'} is a {kind} now; another library has replaced it, and one of the "
+            "two can quantize a layer"
+            for name, kind in self.gone.items()
+        ]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def checked(converted: Mapping[str, str], model: nn.Module, inputs: Sequence[Any], named: Mapping[str, Any]) -> Check:
+    """`Report.check`, of the names of converted layers."""
+    # What torch.compile made runs the module as it is.
+    model = getattr(model, "_orig_mod", model)
+    layers = {
+        m.__dict__.get("qualified_name", name): m for name, m in model.named_modules() if isinstance(m, Quantizable)
+    }
+    layers = {name: m for name, m in layers.items() if name in converted}
+    watch = _Watch(model, layers)
+    with ExitStack() as stack:
+        stack.enter_context(_as_before(model))
+        stack.enter_context(watch.hooked())
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(watch)
+        model(*inputs, **named)
+    return Check(
+        [name for name, m in layers.items() if m not in watch.called],
+        {name: sorted(functions) for name, functions in watch.read.items()},
+        {name: _in_place_of(model, name) for name in converted if name not in layers},
+    )
+
+
+def _in_place_of(model: nn.Module, name: str) -> str:
+    try:
+        kind = type(model.get_submodule(name))
+    except AttributeError:
+        return "missing module"
+    return f"{kind.__name__} of {kind.__module__.partition('.')[0]}"
+
+
+@contextmanager
+def _as_before(model: nn.Module) -> Iterator[None]:
+    """Give noise and buffers back as they were."""
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+
+
+class _Watch(TorchFunctionMode):
+    """Sees every function of torch that is given a converted layer's weight, and which modules are running."""
+
+    def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.model = model
+        self.called: set[nn.Module] = set()
+        self.running: list[nn.Module] = []
+        self.read: dict[str, set[str]] = {}
+        #: Of each storage: where a weight begins and ends in it, its layer's name, and the modules that may read it.
+        self.weights: dict[int, list[tuple[int, int, str, list[nn.Module]]]] = {}
+        owners_of: dict[int, list[nn.Module]] = {}
+        for module in model.modules():
+            for p in {id(p): p for p in module._parameters.values() if p is not None}.values():
+                owners_of.setdefault(id(p), []).append(module)
+        converted = set(layers.values())
+        for name, layer in layers.items():
+            for parameter in layer.parameters():
+                owners = owners_of[id(parameter)]
+                if parameter.dim() > 1 and not any(owner in converted and owner is not layer for owner in owners):
+                    start = int(parameter.storage_offset())
+                    place = self.weights.setdefault(storage_id(parameter.untyped_storage()), [])
+                    place.append((start, start + parameter.numel(), name, [layer, *owners]))
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Note which modules run, by hooks."""
+        handles = []
+        for module in self.model.modules():
+            handles.append(module.register_forward_pre_hook(self._enter, prepend=True))
+            handles.append(module.register_forward_hook(self._leave, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self.called.add(module)
+        self.running.append(module)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        while self.running and self.running.pop() is not module:
+            pass
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = getattr(func, "__name__", str(func))
+        if name not in HARMLESS and (name == "data_ptr" or next(_tensors(result), None) is not None):
+            for tensor in _tensors((args, kwargs)):
+                self._note(tensor, name)
+        return result
+
+    def _note(self, tensor: Tensor, function: str) -> None:
+        if tensor.layout is not torch.strided or type(tensor) not in (Tensor, nn.Parameter):
+            return
+        for start, end, name, readers in self.weights.get(storage_id(tensor.untyped_storage()), ()):
+            if start <= tensor.storage_offset() < end and not any(module in self.running for module in readers):
+                self.read.setdefault(name, set()).add(function)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _tensors(part)
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from _tensors(part)
+
+
+# ---- report ----------------------------------------------------------------------------------------------
+
+#: Tokens of the input that the bytes are counted for.
+TOKENS = 4096
+HEADER = ("layer", "recipe", "implementation", "parameters", "FLOPs", "bytes saved a token", "left alone because")
+
+
+@dataclass(frozen=True)
+class ReportRow:
+    """A module that multiplies by a weight."""
+
+    name: str
+    kind: str
+    #: None where it was left alone.
+    recipe: Recipe | None
+    #: Which implementation runs fprop's GEMM on the weights' device; "" where it was left alone.
+    implementation: str
+    parameters: int
+    #: FLOPs of its forward for one token of the model.
+    flops: float
+    #: Bytes a token that backward keeps less than in high precision, as if no other layer read the same input.
+    saved: float
+    #: Why it was left alone, or "".
+    why: str = ""
+
+
+@dataclass(repr=False)
+class Report(conversion.Report):
+    """What `convert` did, and why it left the rest alone."""
+
+    rows: list[ReportRow] = field(default_factory=list)
+    #: Of `blocks=`: each module that one of our blocks may compute, what computes it, and why its own forward does.
+    blocks: list[ReplaceableModule] = field(default_factory=list)
+
+    @property
+    def flops_share(self) -> float:
+        """The converted part of the FLOPs of all GEMMs of a token, the output head's included."""
+        return self._part(lambda row: row.flops)
+
+    @property
+    def saved(self) -> float:
+        """Bytes a token that backward keeps less, where no two layers share an input."""
+        return sum(row.saved for row in self.rows)
+
+    def table(self) -> str:
+        """A line for each kind of layer: those that differ in numbers of their names alone share it."""
+        lines = [HEADER, *(_cells(row, self, count) for row, count in _alike(self.rows))]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(HEADER))]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+        )
+
+    def check(self, model: nn.Module, *inputs: Any, **named: Any) -> Check:
+        """Run a model once, without gradients, and see whether what was converted is what computes.
+
+        Args:
+            model: the converted model, or one that wraps it.
+            inputs, named: what its forward takes.
+        Returns:
+            The layers that were converted and not called, those whose weight something else read, and those that are no
+            longer in the model, as another library's conversion leaves them. Noise and buffers are as before the run.
+        """
+        return checked({row.name: row.kind for row in self.rows if row.recipe is not None}, model, inputs, named)
+
+    def _part(self, of: Callable[[ReportRow], float]) -> float:
+        total = sum(map(of, self.rows))
+        return sum(of(row) for row in self.rows if row.recipe is not None) / total if total else 0.0
+
+    def _done(self) -> list[str]:
+        lines = super()._done()
+        if any(row.recipe is not None for row in self.rows):
+            lines.append(
+                f"  {self.flops_share:.0%} of the FLOPs of GEMMs; backward keeps {self.saved:,.0f} bytes a token less"
+            )
+        placed = Counter((row.kind, row.block, row.why) for row in self.blocks)
+        for (kind, block, why), count in placed.items():
+            reason = f" ({why})" if why else ""
+            lines.append(f"  {count} {kind}: {f'computed as {block}' if block else 'computed by itself'}{reason}")
+        return lines
+
+    def _repr_html_(self) -> str:
+        table = html_table(HEADER, [_cells(row, self, count) for row, count in _alike(self.rows)])
+        return f"{super()._repr_html_()}<details><summary>kinds of layers</summary>{table}</details>"
+
+
+def _cells(row: ReportRow, report: Report, count: int) -> tuple[str, ...]:
+    parameters, flops = (sum(map(of, report.rows)) or 1 for of in (lambda r: r.parameters, lambda r: r.flops))
+    return (
+        (row.name or "(root)") + (f" x {count}" if count > 1 else ""),
+        "" if row.recipe is None else str(row.recipe),
+        row.implementation,
+        f"{count * row.parameters / parameters:.1%}",
+        f"{count * row.flops / flops:.1%}",
+        f"{count * row.saved:,.0f}" if row.recipe is not None else "",
+        row.why,
+    )
+
+
+def _alike(rows: list[ReportRow]) -> list[tuple[ReportRow, int]]:
+    """One of the rows whose names differ in numbers alone, and how many there are."""
+    groups: dict[Any, list[ReportRow]] = {}
+    for row in rows:
+        name = re.sub(r"(?<![^.])\d+(?![^.])", "*", row.name)
+        groups.setdefault((name, *list(vars(row).values())[1:]), []).append(row)
+    return [
+        (ReportRow(key[0], *list(vars(same[0]).values())[1:]) if len(same) > 1 else same[0], len(same))
+        for key, same in groups.items()
+    ]
+
+
+class Implementations:
+    """Which implementation runs fprop's GEMM of each shape; asked once for each, by the name that `explain` gives."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, str] = {}
+
+    def __call__(self, recipe: Recipe, weight: torch.Tensor, features: tuple[int, int]) -> str:
+        if weight.is_meta:
+            return "not on a device yet"
+        key = recipe, weight.device, weight.dtype, features
+        if key not in self._known:
+            self._known[key] = fprop_runs(recipe, *features, weight.dtype, weight.device)
+        return self._known[key]
+
+
+def saved_a_token(recipe: Recipe, features: int, itemsize: int) -> float:
+    """Bytes of one token's input [features] that backward keeps less than in high precision."""
+    return itemsize * features - saved_bytes(recipe, TOKENS, features, itemsize) / TOKENS

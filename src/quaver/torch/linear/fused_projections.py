@@ -1,0 +1,218 @@
+"""Several linear layers of one input that is made on the way: by a normalization, by an activation, or given.
+
+Which layers share their input, and which of them have a step that was decided beforehand, is asked here; the rest is
+`quaver.torch.linear.function`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quaver.recipes.spec import Recipe
+from quaver.torch.backends.gpu import capture, device
+from quaver.torch.linear import plan, stored_weight
+from quaver.torch.linear.function import FusedMLPInput, LinearFunction, apply
+from quaver.torch.linear.gemms import is_given
+from quaver.torch.linear.linear import Linear, dtype_sentence, recipe_of, weight_and_bias
+from quaver.torch.linear.quantized_input import InputOp, LinearSetup, may_fuse
+from quaver.torch.numerics.rounding import is_tracing
+from quaver.torch.operations import ops
+from quaver.torch.operations.autograd import refuse_transforms
+from quaver.torch.state.buffers import prepare
+from quaver.torch.state.context import active_context
+from quaver.torch.state.layer_state import recomputing
+
+
+def project(
+    prologue: InputOp,
+    x: Sequence[Tensor | None],
+    layers: Sequence[Linear],
+    return_input: bool = False,
+    then: tuple[InputOp, Sequence[Linear]] | None = None,
+) -> tuple[Tensor, ...]:
+    """The outputs of the layers, and before them their input if it is asked for.
+
+    Layers that are called together take one history of their input, the first one's.
+
+    Args:
+        then: a prologue that takes these outputs, and the layers behind it, whose outputs are given in their place; one
+            autograd function does for both where all have a step that was decided beforehand.
+    """
+    return _project(prologue, x, layers, _shared_recipe(layers), return_input, then)
+
+
+def _project(
+    prologue: InputOp,
+    x: Sequence[Tensor | None],
+    layers: Sequence[Linear],
+    recipe: Recipe | None,
+    return_input: bool = False,
+    then: tuple[InputOp, Sequence[Linear]] | None = None,
+) -> tuple[Tensor, ...]:
+    """`project` of layers whose shared recipe is known."""
+    decided, behind = None, None if then is None else _shared_recipe(then[1])
+    if recipe is not None and not is_tracing():
+        if not torch.is_grad_enabled():
+            layers[0]._state.watched = None
+        elif not plan.needs_slow_path(layers[0]):
+            decided = _decided(prologue, x, layers, recipe, return_input)
+    if decided is not None and then is not None and behind is not None:
+        chained: Any = FusedMLPInput(decided[0], then[0])
+        both = _decided(chained, decided[1], then[1], behind)
+        decided, then = (decided, then) if both is None else (both, None)
+    outputs: tuple[Tensor, ...]
+    if decided is None:
+        outputs = _general(prologue, x, layers, recipe, return_input)
+    else:
+        run: Any = apply if active_context.split is None else active_context.split(LinearFunction, apply)
+        outputs = run(decided[0], *decided[1])
+    return outputs if then is None else _project(then[0], outputs, then[1], behind)
+
+
+def _general(
+    prologue: InputOp,
+    x: Sequence[Tensor | None],
+    layers: Sequence[Linear],
+    recipe: Recipe | None,
+    return_input: bool,
+) -> tuple[Tensor, ...]:
+    if recipe is None or x[0] is None or x[0].dtype not in ops.DTYPES:
+        y = prologue(*x)
+        each = [layer(y) for layer in layers]
+        return (y, *each) if return_input else tuple(each)
+    training = torch.is_grad_enabled()
+    kind = ops.autocast_device(x[0])
+    casting = torch.is_autocast_enabled(kind)
+    dtype = torch.get_autocast_dtype(kind) if casting else x[0].dtype
+    weights, biases = [], []
+    for layer in layers:
+        weight, bias = weight_and_bias(layer)
+        if weight.__class__ is not nn.Parameter and is_given(weight):
+            if is_tracing():
+                given: Any = weight.__class__
+                eager: tuple[Tensor, ...] = given.eagerly(_general, prologue, x, layers, recipe, return_input)
+                return eager
+            weight.check_recipe(layer, recipe)  # type: ignore[attr-defined]
+        weights.append(weight)
+        biases.append(bias)
+        if training and layer._state.prepared is not recipe:
+            prepare(layer, recipe)
+    refuse_transforms(*x, *weights, *biases)
+    for layer, weight in zip(layers, weights, strict=True):
+        if stored_weight.are_codes(weight):
+            stored_weight.check_gradient(weight)
+        elif not casting and weight.dtype is not dtype:
+            raise ValueError(dtype_sentence(layer, dtype))
+    setup = LinearSetup(prologue, tuple(layers), recipe, dtype, training, len(x), return_input)
+    run: Any = LinearFunction.apply
+    if not is_tracing():
+        run = apply if active_context.split is None else active_context.split(LinearFunction, apply)
+    outputs: tuple[Tensor, ...]
+    if not casting:
+        outputs = run(setup, *x, *weights, *biases)
+    else:
+        with ops.without_autocast(kind):
+            outputs = run(setup, *x, *weights, *biases)
+    return outputs
+
+
+def _shared_recipe(layers: Sequence[Linear]) -> Recipe | None:
+    """The recipe that all layers quantize by, if nothing about one of them wants it called as a module."""
+    recipe = active_context.now[0]
+    if recipe is None and layers[0].__dict__.get("recipe") is None and not recomputing():
+        return None
+    if not is_bare(*layers):
+        return None
+    recipe, compiling = None, is_tracing()
+    for layer in layers:
+        if layer.__class__ is not Linear and not _is_over(layer):
+            return None
+        if layer.weight_spec is not None and not is_given(weight := weight_and_bias(layer)[0]):
+            stored_weight.check_uncast(layer, weight)
+        own = recipe_of(layer, compiling)
+        if own is None or own.fprop.a is None or (recipe is not None and own is not recipe):
+            return None
+        recipe = own
+    return recipe
+
+
+def _is_over(layer: nn.Module) -> bool:
+    """Whether a subclass computes what `Linear` does: `convert` gives those that do a mark."""
+    kind = layer.__class__
+    marked = getattr(kind, "_over", None) is Linear and kind.forward is Linear.forward
+    return marked and "parametrizations" not in layer._modules
+
+
+def is_bare(*modules: nn.Module) -> bool:
+    """True if a call of each module runs its class's forward alone: no hook, no other forward."""
+    for module in modules:
+        if (
+            "forward" in module.__dict__
+            or module._forward_hooks
+            or module._forward_pre_hooks
+            or module._backward_hooks
+            or module._backward_pre_hooks
+        ):
+            return False
+    if is_tracing():
+        return True
+    of_all = nn.modules.module
+    return not (
+        of_all._global_forward_hooks
+        or of_all._global_forward_pre_hooks
+        or of_all._global_backward_hooks
+        or of_all._global_backward_pre_hooks
+    )
+
+
+#: The largest input that is written and read again where a kernel could quantize it on the way, and of which codes are
+#: kept where they could be made again: launches take longer.
+LAUNCHES = 1 << 20
+#: The largest of which codes are kept though they could be made again on a CPU, where nothing is launched.
+ON_HOST = 1 << 14
+
+
+def _decided(
+    prologue: InputOp,
+    x: Sequence[Tensor | None],
+    layers: Sequence[Linear],
+    recipe: Recipe,
+    return_input: bool = False,
+) -> tuple[LinearSetup, Sequence[Tensor | None]] | None:
+    """What the autograd function takes where each layer has a decided step, as this call's; none where what a layer
+    remembers is for the general way, or where a fused kernel saves a large pass."""
+    first = x[0]
+    if first is None or first.dtype not in ops.DTYPES:
+        return None
+    if not first.requires_grad and not any(t is not None and t.requires_grad for t in x):
+        return None
+    a, c, shape, features = recipe.fprop.a, recipe.wgrad.b, first.shape, layers[0].in_features
+    assert a is not None
+    if shape[-1] != features:
+        shape = torch.Size((*shape[:-1], features))
+    if shape.numel() > (ON_HOST if first.is_cpu and not device.asked else LAUNCHES):
+        recomputes_input = prologue.recomputes_input and (c is None or c.rounding == "nearest")
+        if recomputes_input or (a.per_tensor and may_fuse(first.dtype, first)):
+            return None
+    runs, weights, biases = [], [], []
+    for layer in layers:
+        weight, bias = weight_and_bias(layer)
+        if not weight.requires_grad or weight.dtype is not first.dtype or not weight.is_contiguous():
+            return None
+        if weight.__class__ is not nn.Parameter and is_given(weight):
+            return None
+        if layer._state.prepared is not recipe:
+            prepare(layer, recipe)
+        step = plan.decided(shape, first, weight, bias, recipe, layer)
+        if step is None or (step.rows.aligned and capture.as_captured(step.device)):
+            return None
+        run = step.run(first, layer)
+        if run is None:
+            return None
+        runs.append(run)
+        weights.append(weight)
+        biases.append(bias)
+    setup = LinearSetup(prologue, tuple(layers), recipe, first.dtype, True, len(x), return_input, runs)
+    return setup, (*x, *weights, *biases)

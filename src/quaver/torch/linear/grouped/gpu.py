@@ -1,0 +1,293 @@
+"""Grouped products where the host does not know how many rows a group has: on a GPU, without waiting for it.
+
+The rows of all groups are quantized at once, each group as if there were no other, and multiplied by one grouped GEMM.
+What no native GEMM takes or writes is decoded, and multiplied by torch's grouped GEMM in bf16 or by a kernel:
+`products`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quaver.recipes.spec import QuantSpec
+from quaver.torch.linear.gemms import LATER, plain
+from quaver.torch.linear.grouped import cpu
+from quaver.torch.linear.grouped.cpu import WgradOperands, together
+from quaver.torch.linear.grouped.operands import (
+    GROUPED_MATMUL,
+    GROUPED_SUMS,
+    HIGH_MATMUL,
+    HIGH_SUMS,
+    GradientLike,
+    GroupedContext,
+    GroupedProduct,
+    has_tokens,
+    of_biases,
+    of_weights,
+    stack,
+)
+from quaver.torch.numerics import grouped
+from quaver.torch.numerics.grouped import GroupedOperand, GroupOffsets, WeightStack
+from quaver.torch.numerics.quantized import Quantized, pack
+from quaver.torch.operations import ops
+from quaver.torch.operations.autograd import parts
+from quaver.torch.state import weight_cache
+from quaver.torch.state.history import amax
+
+
+def forward(
+    call: GroupedContext, x: Tensor | Quantized, high: Tensor | None, weight: Tensor, bias: Tensor | None, keeps: bool
+) -> tuple[Tensor, WgradOperands | None]:
+    """As `host.forward`."""
+    recipe, offsets = call.recipe, call.offsets
+    spec, c, plan = recipe.fprop.a, recipe.wgrad.b, recipe.plan
+    values = x if isinstance(x, Tensor) else high
+    n, laid = cpu.features(call, weight)[0], None
+    if spec is None:
+        assert isinstance(x, Tensor)
+        y = HIGH_MATMUL(x, _matrices(call, weight, x.dtype), offsets, call.dtype, bias)
+    else:
+        laid = grouped.given(x, offsets) if isinstance(x, Quantized) else _lay(call, amax.INPUT, "input", x, spec)
+        b = _weights(call, weight, "fprop", spec=recipe.fprop.b)
+        y = GROUPED_MATMUL(laid, b.whole, offsets, n, call.dtype, bias, recipe.fprop.fast_accum)
+        _note_weights(call, b)
+    if not keeps:
+        return y, None
+    if recipe.kept_input is None:
+        return y, WgradOperands(rows=x if values is None else values)
+    if c is None:
+        return y, WgradOperands(laid=laid)
+    if plan.input:
+        assert laid is not None
+        return y, WgradOperands(laid=grouped.transposed(laid, offsets))
+    if values is None:
+        assert isinstance(x, Quantized)
+        values = x.dequantize().to(call.dtype)
+    return y, WgradOperands(laid=_lay(call, amax.INPUT, "input.T", values, c, True))
+
+
+def recomputed(call: GroupedContext, x: Tensor | Quantized, high: Tensor | None) -> WgradOperands:
+    """As `host.recomputed`."""
+    recipe, offsets = call.recipe, call.offsets
+    a, c = recipe.fprop.a, recipe.wgrad.b
+    values = x if isinstance(x, Tensor) else high
+    if recipe.kept_input is None:
+        return WgradOperands(rows=x if values is None else values)
+    factors = None if call.factors is None else call.factors[:, amax.INPUT]
+    if recipe.plan.input or c is None:
+        assert a is not None
+        laid = (
+            grouped.given(x, offsets) if isinstance(x, Quantized) else grouped.quantize(x, a, offsets, False, factors)
+        )
+        return WgradOperands(laid=grouped.transposed(laid, offsets) if recipe.plan.input else laid)
+    if values is None:
+        assert isinstance(x, Quantized)
+        values = x.dequantize().to(call.dtype)
+    return WgradOperands(laid=grouped.quantize(values, c, offsets, True, factors))
+
+
+def backward(
+    call: GroupedContext,
+    g: Tensor,
+    weight: Tensor | None,
+    kept: WgradOperands | None,
+    needs: Sequence[Any],
+    like: GradientLike,
+) -> tuple[Tensor | None, Any, Tensor | None]:
+    """As `host.backward`."""
+    need_input, need_weight, need_bias = needs
+    recipe, plan, offsets = call.recipe, call.recipe.plan, call.offsets
+    a, c = recipe.dgrad.a, recipe.wgrad.a
+    grad_x = grad_b = laid = None
+    of_weight: Any = None
+    if a is not None and (need_input or (need_weight and plan.grad_output)):
+        laid = _lay(call, amax.GRAD_OUTPUT, "grad_output", g, a)
+    if need_bias:
+        grad_b = _sum_rows(g, offsets, torch.float32 if need_bias is LATER else like.bias_dtype)
+    if need_input:
+        assert weight is not None
+        if laid is None:
+            w = _of_dgrad(call, weight, g.dtype).transpose(1, 2)
+            grad_x = HIGH_MATMUL(g, w, offsets, call.dtype, None)
+        else:
+            b = _weights(call, weight, "dgrad", spec=recipe.dgrad.b)
+            grad_x = GROUPED_MATMUL(laid, b.whole, offsets, like.features, call.dtype, None, recipe.dgrad.fast_accum)
+    if need_weight:
+        transposed: Any = g
+        if c is not None and plan.grad_output:
+            assert laid is not None
+            transposed = grouped.transposed(laid, offsets)
+        elif c is not None:
+            transposed = _lay(call, amax.GRAD_OUTPUT, "grad_output.T", g, c, True)
+        of_weight = of_weights(need_weight, partial(_of_weight, call, transposed, kept, like, dtype=like.weight_dtype))
+    return grad_x, of_weight, of_weights(need_bias, partial(of_biases, grad_b, dtype=like.bias_dtype))
+
+
+def _of_weight(
+    call: GroupedContext, g: Any, kept: WgradOperands | None, like: GradientLike, *, dtype: torch.dtype
+) -> Tensor:
+    """The gradients of the weights, as they lie."""
+    assert kept is not None
+    if isinstance(g, GroupedOperand):
+        assert kept.laid is not None
+        fast = call.recipe.wgrad.fast_accum
+        if like.transposed:
+            # As the parameter lies, whose gradient it becomes.
+            y = GROUPED_SUMS(kept.laid, g, dtype, fast)
+        else:
+            y = GROUPED_SUMS(g, kept.laid, dtype, fast)
+    else:
+        rows: Any = kept.rows
+        if kept.laid is not None:
+            rows = grouped.dequantized(kept.laid, call.offsets)
+        x = plain(rows, g.dtype) if kept.laid is None else rows.to(g.dtype)
+        one, other = (x, g) if like.transposed else (g, x)
+        y = HIGH_SUMS(one, other, call.offsets, dtype)
+    if isinstance(call.owner, GroupedProduct):
+        weight_cache.used(call.owner.layer)
+    return y
+
+
+def _lay(
+    call: GroupedContext, column: int, operand: str, x: Tensor, spec: QuantSpec, summed: bool = False
+) -> GroupedOperand:
+    """An operand of each group; its amaxes join those of the column."""
+    offsets, draw = call.offsets, call.noise(operand, spec)
+    factors = None if call.factors is None else call.factors[:, column]
+    if together(spec) and not summed and x.numel():
+        q = ops.QUANTIZE(x if x.stride(-1) == 1 else x.contiguous(), spec)
+        laid = grouped.given(q, offsets)
+    else:
+        laid = grouped.quantize(x, spec, offsets, summed, factors, draw)
+    if call.factors is not None and call.training:
+        assert laid.amax is not None
+        call.amaxes[column] = laid.amax
+    return laid
+
+
+def _note_weights(call: GroupedContext, b: WeightStack) -> None:
+    """The amaxes of weights that rows were multiplied by."""
+    if call.factors is not None and call.training and b.amax is not None:
+        call.amaxes[amax.WEIGHT] = b.amax.where(has_tokens(call.offsets), 0.0)
+
+
+def _weights(call: GroupedContext, weight: Tensor, side: str, spec: QuantSpec | None) -> Any:
+    """All groups' matrices [N, K] for fprop, or their transposes for dgrad, in one operand."""
+    assert spec is not None
+    return stack(call, weight, side, partial(_quantized, call, weight, side, spec))
+
+
+def _quantized(call: GroupedContext, weight: Tensor, side: str, spec: QuantSpec) -> WeightStack:
+    owner, groups = call.owner, weight.shape[0]
+    shared, transposed = side == "dgrad" and call.recipe.plan.weight, side == "dgrad"
+    layer = owner.layer if isinstance(owner, GroupedProduct) else None
+    if torch.is_inference_mode_enabled() and layer is not None and weight_cache.can_keep(layer, weight):
+        # What is kept serves other modes too.
+        with torch.inference_mode(False), torch.no_grad():
+            return _quantized(call, weight, side, spec)
+    if shared and "fprop" in call.kept and call.kept["fprop"].quantized is not None:
+        return _turned(call.kept["fprop"].quantized.whole, groups, spec)
+    operands: list[Quantized] = []
+    if call.codes is not None:
+        for group in range(groups):
+            q = call.codes.operand(weight, group, transposed and not shared, spec, ops.QUANTIZE)
+            operands.append(q.T if shared else q)
+        return _in_rows(operands, weight.device)
+    w = weight.detach()
+    w = w.transpose(1, 2) if transposed and not shared else w
+    (n, k), whole = w.shape[1:], None
+    if together(spec) and w.is_contiguous() and w.numel():
+        # No scale reaches over two rows.
+        return WeightStack((), ops.QUANTIZE(w.view(groups * n, k), spec))
+    for group in range(groups):
+        factor = None if call.factors is None else call.factors[group, amax.WEIGHT]
+        q = ops.QUANTIZE(w[group], spec, None, factor)
+        operands.append(q.T if shared else q)
+    whole = _in_rows(operands, weight.device)
+    if call.factors is not None and operands:
+        whole.amax = torch.stack(
+            [torch.as_tensor(q.amax, dtype=torch.float32, device=w.device).reshape(()) for q in operands]
+        )
+    return whole
+
+
+def _in_rows(operands: Sequence[Quantized], device: torch.device) -> WeightStack:
+    """Operands of groups one below the other, each row with scales of its own."""
+    if not operands:
+        return WeightStack((), None)
+    spec, (rows, k) = operands[0].spec, operands[0].shape
+    rowwise = [q.plain() if not q.transposed else _lain(q) for q in operands]
+    of_rows = replace(spec, block=(1, spec.block[1]), rounding="nearest")
+    scales = [_of_rows(q, rows) for q in rowwise]
+    factors = None
+    if spec.two_level:
+        factors = torch.cat([q.tensor_factor.expand(rows, 1) for q in rowwise])  # type: ignore[union-attr]
+    data = torch.cat([q.data for q in rowwise])
+    return WeightStack((), Quantized(data, torch.cat(scales), of_rows, (len(rowwise) * rows, k), tensor_factor=factors))
+
+
+def _lain(q: Quantized) -> Quantized:
+    """An operand that lies as its transpose, as it is read."""
+    data, scale, factor, _ = parts(q)
+    return Quantized(data, scale, q.spec, q.shape, False, factor if q.spec.two_level else None)
+
+
+def _of_rows(q: Quantized, rows: int) -> Tensor:
+    """Stored scales of each row, [rows, blocks of k]."""
+    scale = q.scale
+    if not isinstance(scale, Tensor):
+        return torch.full((rows, 1), scale, dtype=torch.float32, device=q.device)
+    height = q.spec.block[0]
+    if height == 1:
+        return scale
+    return scale.expand(rows, scale.shape[1]) if height is None else scale.repeat_interleave(height, 0)[:rows]
+
+
+def _turned(whole: Quantized, groups: int, spec: QuantSpec) -> WeightStack:
+    """All groups' matrices as their transposes, of blocks that are square."""
+    rows, k = whole.shape[0] // max(groups, 1), whole.shape[1]
+    side = spec.block[0]
+    codes = whole.lying_codes().view(groups, rows, k).transpose(1, 2)
+    data = pack(codes.reshape(groups * k, rows)) if spec.format.packed else codes.reshape(groups * k, rows)
+    data = data if spec.format.packed else data.view(whole.data.dtype)
+    scale = whole.plain_scale().view(groups, rows, -1)
+    blocks = scale[:, :1] if side is None else scale[:, ::side]
+    transposed = blocks.transpose(1, 2)
+    transposed = transposed.expand(groups, k, 1) if side is None else transposed.repeat_interleave(side, 1)[:, :k]
+    factor = None
+    if whole.tensor_factor is not None:
+        factor = whole.tensor_factor.view(groups, rows)[:, :1].expand(groups, k).reshape(-1, 1)
+    shape, block = (groups * k, rows), replace(whole.spec, block=(1, side))
+    return WeightStack(
+        (), Quantized(data, transposed.reshape(groups * k, -1).contiguous(), block, shape, tensor_factor=factor)
+    )
+
+
+# What is not quantized.
+
+
+def _of_dgrad(call: GroupedContext, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weights as dgrad multiplies them where it quantizes nothing: as they are, or what fprop consumed of them."""
+    if not call.recipe.dequantized_backward:
+        return _matrices(call, weight, dtype)
+    whole = _weights(call, weight, "fprop", spec=call.recipe.fprop.b).whole
+    values: Tensor = whole.dequantize()
+    return values.view(weight.shape[0], -1, values.shape[1]).to(dtype)
+
+
+def _matrices(call: GroupedContext, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weights [groups, N, K] in high precision."""
+    codes = call.codes
+    if codes is None:
+        return weight
+    return torch.stack([codes.values(weight, group).to(dtype) for group in range(weight.shape[0])])
+
+
+def _sum_rows(g: Tensor, offsets: GroupOffsets, dtype: torch.dtype) -> Tensor:
+    """g [T, N] summed over each group's rows in float32: [groups, N]."""
+    total = torch.zeros((offsets.groups + 1, g.shape[1]), dtype=torch.float32, device=g.device)
+    return total.index_add_(0, offsets.slots(1).group, g.float())[:-1].to(dtype)

@@ -1,0 +1,439 @@
+"""y = x @ weight.T + bias, every operand of its three GEMMs quantized as a recipe says.
+
+`quaver.torch.linear.function`, dressed as nn.Linear.
+"""
+
+import copy
+import inspect
+import itertools
+import warnings
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quaver import recipes
+from quaver.recipes.spec import QuantSpec, Recipe
+from quaver.torch.linear import plan as direct
+from quaver.torch.linear import store_weight, stored_weight
+from quaver.torch.linear.function import LinearFunction, apply
+from quaver.torch.linear.gemms import is_given
+from quaver.torch.linear.quantized_input import GIVEN, LinearSetup
+from quaver.torch.numerics.rounding import is_tracing
+from quaver.torch.operations import operation, ops
+from quaver.torch.operations.autograd import refuse_transforms
+from quaver.torch.operations.ops import without_autocast
+from quaver.torch.state import layer_state, weight_cache
+from quaver.torch.state.buffers import STATE, match_state, outlast, prepare, saving
+from quaver.torch.state.context import active_context, in_force
+from quaver.torch.state.history import amax, scaling_step
+from quaver.torch.state.layer_state import NEVER, LayerState, device_of, graph_task_id, state_of
+from quaver.torch.state.noise import assign_number, fresh_count, name_streams
+
+# ---- layer -----------------------------------------------------------------------------------------------
+
+
+def recipe_of(layer: "Quantizable", compiling: bool) -> Recipe | None:
+    """The recipe that a forward of this layer follows; inside backward the one of its last forward."""
+    recipe = in_force(layer.recipe)
+    if not compiling:
+        active_context.asked = True
+        state = layer._state
+        # Inside backward this is a recomputation, after autocast has ended: what the first pass used holds.
+        if graph_task_id() != -1:
+            if layer_state.state.replay is not None:
+                return recipe
+            if state.last is not NEVER:
+                recipe = state.last
+        state.last = recipe
+        if recipe is not None and state.serial is None and recipe.stochastic:
+            # Without gradients too: a reentrant checkpoint takes them in backward alone, after autocast.
+            assign_number(layer)
+    return recipe
+
+
+def weight_and_bias(layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """A layer's, in a tenth of the time that module.__getattr__ takes; parametrizations make attributes of them."""
+    parameters = layer._parameters
+    weight: Tensor = parameters["weight"] if "weight" in parameters else layer.weight  # type: ignore[assignment] # noqa: SIM401
+    bias: Tensor | None = parameters["bias"] if "bias" in parameters else layer.bias  # noqa: SIM401
+    return weight, bias
+
+
+class Quantizable(nn.Module):
+    """What a module has whose GEMMs follow a recipe: the recipe, and state that outlasts moves, copies and loads."""
+
+    #: The layer's own recipe; None takes the ambient one.
+    recipe: Recipe | None = None
+    seed: int = 0
+    #: As `state_of` gives it, without a call.
+    _state: LayerState
+    #: How the weight is quantized where it exists only in eight bits (`quaver.torch.quantized_init`), else None.
+    weight_spec: QuantSpec | None = None
+    #: The dtype that such a weight dequantizes to.
+    weight_dtype: torch.dtype | None = None
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """`weight_dtype` of a weight that exists only as codes; no attribute of any other layer's.
+
+        A method of PEFT asks for it where it would else give its parameters the dtype of the codes. It knows nothing of
+        codes, of which it is warned: `quaver.integrations.peft.over_codes` has LoRA that does, and does not ask.
+        Other readers, such as `inspect.getmembers`, adapt nothing.
+        """
+        if self.weight_spec is None:
+            raise AttributeError(f"{type(self).__name__} has no compute_dtype: its weight is in high precision")
+        frame = inspect.currentframe()
+        reader = None if frame is None else frame.f_back
+        if reader is not None and reader.f_globals.get("__name__", "").partition(".")[0] == "peft":
+            warnings.warn(store_weight.ADAPTED, stacklevel=2)
+        dtype: torch.dtype = self.__dict__["weight_dtype"]
+        return dtype
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            # FSDP2 sets the same parameter at each gather, and nothing on it shows that; another one after that.
+            weight_cache.free(self)
+            if self.weight_spec is not None and hasattr(value, "device_mesh"):
+                stored_weight.versions_unknown(self)
+        super().__setattr__(name, value)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Move and cast, but leave the histories and counts their dtype and, unless they were on meta, their values."""
+        held = {name: self._buffers.pop(name) for name in (*STATE, *stored_weight.SCALES) if name in self._buffers}
+        try:
+            if self.weight_spec is None:
+                super()._apply(fn, recurse)
+            else:
+                store_weight.moved(self, fn, super()._apply)
+        finally:
+            # A move may fail, and leaves them where they were.
+            self._buffers.update(held)
+            # Casting there and back may bring other values to the same address.
+            weight_cache.drop(self)
+        for name, buffer in held.items():
+            assert buffer is not None
+            device = device_of(self)
+            if not buffer.is_meta or device.type == "meta":
+                self._buffers[name] = buffer.to(device)
+            else:
+                self._buffers[name] = fresh_count(self) if name == "count" else torch.zeros_like(buffer, device=device)
+        outlast(self)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return store_weight.packed({**self.__dict__, "_state": copy.copy(state_of(self))})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Quantizable":
+        # A parametrization would bring its own, which copies what belongs to this layer alone.
+        copied: Quantizable = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(Quantizable.__getstate__(self), memo))
+        store_weight.remember(self, copied, memo)
+        return copied
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(store_weight.unpacked(state))
+        if self.recipe is not None:
+            self.recipe = recipes.get(self.recipe)
+        if self.weight_spec is not None:
+            store_weight.settle(self)
+        outlast(self)
+        amax.register(self)
+        name_streams(self)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if saving.decoded is not None:
+            for name in STATE:
+                destination.pop(prefix + name, None)
+            if self.weight_spec is not None:
+                store_weight.decode(self, destination, prefix, saving.decoded)
+            return
+        store_weight.portable(destination, prefix + "weight")
+        key = prefix + "history"
+        if key in destination:
+            tell_of_one_rank(self)
+            # It lies column by column, which safetensors does not take.
+            destination[key] = destination[key].contiguous()
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: list[str], *args: Any
+    ) -> None:
+        _join(self, state_dict, prefix)
+        match_state(self, state_dict, prefix, missing)
+        store_weight.adapt(self, state_dict, prefix, args[-1])
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *args)
+        outlast(self)
+        if self.weight_spec is not None:
+            store_weight.settle(self)
+
+
+def _join(layer: nn.Module, state_dict: Any, prefix: str) -> None:
+    """Let a layer of several matrices in one weight load what `quaver.torch.parallel.ColwiseParallel` makes of it: q,
+    k and v
+    for instance, each by its name, or by its number where the layer knows of none."""
+    matrices = state_of(layer).pieces
+    for name in ("weight", "bias"):
+        keys = [f"{prefix}{name}.{piece}" for piece in matrices]
+        if not keys:
+            numbered = map(f"{prefix}{name}.{{}}".format, itertools.count())
+            keys = [*itertools.takewhile(state_dict.__contains__, numbered)]
+        if keys and name in layer._parameters and all(key in state_dict for key in keys):
+            parts = [state_dict.pop(key) for key in keys]
+            state_dict[prefix + name] = torch.cat([p.full_tensor() if hasattr(p, "full_tensor") else p for p in parts])
+
+
+class Linear(Quantizable, nn.Linear):
+    """`nn.Linear` whose GEMMs follow a recipe: its own, else the innermost `autocast`'s, else none.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as `nn.Linear`; the state dict is the same too. Delayed scaling
+            adds buffers `history` [length, 3] and `factor` [3], stochastic rounding `count` [3] (quantizations of
+            grad_output, of its transpose, and the number of the noise's stream); all are ordinary state.
+        recipe: a name or Recipe that this layer always uses. A delayed recipe rolls its history when the outermost
+            autocast is entered, or at the forward of a converted model: run the model in one of them.
+        seed: of stochastic rounding.
+    Input [..., in_features] in float32, bfloat16 or float16, of the weight's dtype or under torch.autocast; any number
+    of tokens, none included. float64 runs unquantized, with a warning.
+    Exact: all codes and scales. Bounded: outputs and gradients, relative RMS 1e-6 in float32 of the same products in
+    float64.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recipe: str | Recipe | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.__dict__["_state"] = LayerState()
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.seed = seed
+        amax.register(self)
+        if recipe is not None:
+            self.recipe = recipes.get(recipe)
+            prepare(self, self.recipe)
+        store_weight.begin(self)
+        operation.register()
+
+    def reset_parameters(self) -> None:
+        """Fill weight and bias as nn.Linear does."""
+        if self.weight_spec is None:
+            super().reset_parameters()
+        else:
+            store_weight.reset(self)
+
+    def set_weight(self, value: Tensor) -> None:
+        """Give the weight a new value [out_features, in_features], in place; one in eight bits is quantized anew."""
+        store_weight.write(self, value)
+
+    def forward(self, input: Tensor) -> Tensor:
+        compiling = is_tracing()
+        training = torch.is_grad_enabled()
+        recipe = recipe_of(self, compiling)
+        weight, bias = weight_and_bias(self)
+        is_parameter = weight.__class__ is nn.Parameter
+        given = not is_parameter and is_given(weight)
+        if self.weight_spec is not None and not given:
+            stored_weight.check_uncast(self, weight)
+        if given:
+            if compiling:
+                eager: Tensor = weight.__class__.eagerly(Linear.forward, self, input)  # type: ignore[attr-defined]
+                return eager
+            weight.check_recipe(self, recipe)  # type: ignore[attr-defined]
+        if recipe is None or (recipe.fprop.a is None and not recipe.quantizes):
+            if not (is_parameter and weight.dtype in ops.DTYPES) and stored_weight.are_codes(weight):
+                return stored_weight.linear(input, weight, bias, self)
+            if training and not compiling and self._state.weights is not None:
+                weight_cache.look(self, weight)
+            if not active_context.takes_weights or compiling or not training or input.dtype not in ops.DTYPES:
+                return F.linear(input, weight, bias)
+            recipe = recipes.get("bf16")
+        if not is_parameter and not compiling:
+            if is_foreign(weight):
+                raise ValueError(foreign_sentence(self, weight))
+            refuse_sharded(self, weight)
+        plan: direct.LinearPlan | None = None
+        if training and not compiling and not given:
+            key = direct.facts(input.shape, input, weight, bias, recipe)
+            plan = direct.plans.get(key)
+            y = None if plan is None else plan.again(input, weight, bias, self)
+            if y is not None:
+                return y
+        elif not compiling:
+            self._state.watched = None
+        if training and self._state.prepared is not recipe:
+            prepare(self, recipe)
+        device = ops.autocast_device(input)
+        casting = (
+            torch.is_autocast_enabled(device) and input.dtype in ops.DTYPES and weight.dtype in stored_weight.WEIGHTS
+        )
+        x = input.to(torch.get_autocast_dtype(device)) if casting else input
+        if x.dtype is not weight.dtype and not casting and not stored_weight.are_codes(weight):
+            raise ValueError(dtype_sentence(self, x.dtype))
+        packed = weight.dtype is stored_weight.PACKED
+        if packed or (compiling and weight.dtype in stored_weight.CODES):
+            stored_weight.check_gradient(weight)
+        if x.dim() == 0 or x.size(-1) != (self.in_features if packed else weight.size(-1)):
+            raise ValueError(
+                f"Linear({self.in_features} → {self.out_features}) got an input of shape {tuple(x.shape)}; "
+                f"its last axis must be {self.in_features}"
+            )
+        if x.dtype not in ops.DTYPES:
+            return _unquantized(self, x, weight, bias)
+        setup = LinearSetup(GIVEN, (self,), recipe, x.dtype, training)
+        if compiling:
+            return LinearFunction.apply(setup, x, weight, bias)[0]
+        refuse_transforms(x, weight, bias)
+        # Neither what is cast nor a weight that is codes has a plan.
+        if training and plan is None and not given and not casting and x.dtype is weight.dtype:
+            plan = direct.plan(x, weight, bias, recipe, self)
+            if plan is not None:
+                direct.keep(key, plan)
+                y = plan.again(x, weight, bias, self)
+                if y is not None:
+                    return y
+        run: Any = apply if active_context.split is None else active_context.split(LinearFunction, apply)
+        if not casting:
+            return run(setup, x, weight, bias)[0]
+        if x is not input:
+            setup = setup._replace(source=weakref.ref(input))
+        with ops.without_autocast(device):
+            return run(setup, x, weight, bias)[0]
+
+    def extra_repr(self) -> str:
+        own = "" if self.recipe is None else f", recipe={self.recipe}"
+        own += "" if self.weight_spec is None else f", weight={self.weight_spec}"
+        return super().extra_repr() + own
+
+
+def dtype_sentence(layer: Linear, dtype: torch.dtype) -> str:
+    return (
+        f"Linear({layer.in_features} → {layer.out_features}) has {layer.weight.dtype} weights and got a {dtype} input; "
+        "convert the input, or enter torch.autocast"
+    )
+
+
+def is_foreign(weight: Tensor) -> bool:
+    """Whether a weight is a tensor subclass of another library's, as torchao's `quantize_` puts in its place."""
+    return weight.__class__.__module__.partition(".")[0] not in ("torch", "quaver")
+
+
+def foreign_sentence(layer: Linear, weight: Tensor) -> str:
+    return (
+        f"Linear({layer.in_features} → {layer.out_features}) has a weight of class {type(weight).__name__}, which "
+        "another library quantizes (torchao's quantize_ does so); call quaver.torch.revert(model) before it, since one "
+        "of the two can quantize a layer, not both"
+    )
+
+
+def refuse_sharded(layer: nn.Module, weight: Tensor) -> None:
+    """Refuse a weight that is still sharded where it is multiplied by.
+
+    Raises:
+        ValueError: with what to do.
+    """
+    mesh = getattr(weight, "device_mesh", None)
+    if mesh is not None:
+        name = layer.__dict__.get("qualified_name") or type(layer).__name__
+        raise ValueError(
+            f"{name} multiplies by a weight that is sharded over {mesh}, and recipes quantize whole ones: put "
+            f"ColwiseParallel() "
+            "or RowwiseParallel() of quaver.torch.parallel in the place of torch's styles, leave the layer out with "
+            "convert(skip=[...]), or wrap it with fully_shard, which gathers it first"
+        )
+
+
+_warned: set[str] = set()
+
+
+def tell_of_one_rank(layer: nn.Module) -> None:
+    """Warn once where a state dict has of a history what this rank alone has recorded."""
+    if "history" not in _warned and not scaling_step.is_agreed(layer):
+        _warned.add("history")
+        warnings.warn(
+            "the newest row of delayed scaling's histories is what this rank alone has recorded: call "
+            "quaver.torch.parallel.sync_amax_histories(model) on all ranks before the state dict is taken, or save by "
+            "quaver.torch.parallel.Checkpoint; what goes on from this one may have other scales",
+            stacklevel=3,
+        )
+
+
+def _unquantized(layer: Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if x.dtype in stored_weight.CODES:
+        name = layer.__dict__.get("qualified_name") or f"Linear({layer.in_features} → {layer.out_features})"
+        raise ValueError(
+            f"{name} got a {x.dtype} input: the model casts it to the dtype of this layer's weight, as T5 does before "
+            f"'wo', and the weight exists only in these bits; leave it out, quantize_weights(..., skip=[{name!r}])"
+        )
+    if "float64" not in _warned:
+        _warned.add("float64")
+        warnings.warn(
+            f"{x.dtype} is computed in high precision: recipes quantize float32, bfloat16 and float16", stacklevel=3
+        )
+    return (
+        stored_weight.linear(x, weight, bias, layer) if stored_weight.are_codes(weight) else F.linear(x, weight, bias)
+    )
+
+
+# ---- divided ---------------------------------------------------------------------------------------------
+# A linear layer whose weight lies in several parameters of some rows each, as those of queries, keys and values.
+
+#: Rows of each parameter by name, or names of as many rows each; None leaves a weight whole.
+Split = Mapping[str, int] | Iterable[str] | None
+
+
+class ConcatenatedWeight(Linear):
+    """Puts its weight and bias together in each forward; what `divide` makes of a layer."""
+
+    #: It computes what `quaver.torch.Linear` does.
+    _over = Linear
+
+    def _put_together(self, kind: str) -> Any:
+        parts: Any = [p for name, p in self._parameters.items() if name.endswith(f"_{kind}") and p is not None]
+        if not parts:
+            return None
+        # torch.autocast to float16 concatenates nothing in bfloat16.
+        with without_autocast(parts[0].device.type):
+            return torch.cat(parts)
+
+    weight = property(lambda self: self._put_together("weight"))
+    bias = property(lambda self: self._put_together("bias"))
+
+    def reset_parameters(self) -> None:
+        """The module that it is a part of does."""
+
+
+def divide(layer: Linear, parameters_split: Split) -> list[str]:
+    """Divide a layer's weight and bias by their rows; returns the names of its parameters.
+
+    Args:
+        parameters_split: rows by name; names alone have as many each. None leaves them whole.
+    Raises:
+        ValueError: rows that are not the weight's; a weight that exists only as codes.
+    """
+    if parameters_split is None:
+        return ["weight", "bias"]
+    names = [name.removesuffix("_") for name in parameters_split]
+    rows = [layer.out_features // len(names)] * len(names)
+    if isinstance(parameters_split, Mapping):
+        rows = list(parameters_split.values())
+    if sum(rows) != layer.out_features:
+        raise ValueError(f"parameters_split has {sum(rows)} rows and the weight {layer.out_features}")
+    if layer.weight_spec is not None:
+        raise ValueError("a weight that exists only as codes is one parameter: leave parameters_split out")
+    for kind in ("weight", "bias"):
+        whole = layer._parameters.pop(kind)
+        for name, part in zip(names, (None,) * len(names) if whole is None else whole.split(rows), strict=True):
+            own = None if part is None else nn.Parameter(part.detach().clone())
+            layer.register_parameter(f"{name}_{kind}", own)
+    layer.__class__ = ConcatenatedWeight
+    return list(layer._parameters)

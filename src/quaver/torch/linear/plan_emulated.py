@@ -1,0 +1,227 @@
+"""The rows of a layer's step on a GPU that lacks its GEMMs: bf16 GEMMs multiply the values that codes would have.
+
+What native GEMMs would read is never written: a kernel rounds a matrix to the values of its codes, along its rows and
+down its columns, from one read. A bf16 GEMM takes either direction, so nothing is transposed. Backward keeps the
+input's codes and scales, as under native GEMMs, and decodes them by one launch; a kept weight keeps values, two bytes
+an element for each direction that has its own.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from quaver.recipes.spec import QuantSpec, Recipe
+from quaver.torch.backends.gpu import emulation, fused_quantize
+from quaver.torch.backends.gpu.emulation import round_two
+from quaver.torch.backends.gpu.quantize import LONGEST_SIDE
+from quaver.torch.backends.gpu.scaled_mm import fills, finished, narrow, why_not_native, wide
+from quaver.torch.linear.plan_step import CachedWeightOperands, Multiply, Operands, PlannedKernels, PlannedLinear
+from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.operations import ops
+from quaver.torch.state import weight_cache
+from quaver.torch.state.noise import fresh_count, tensor_ids
+
+# ---- drawing ---------------------------------------------------------------------------------------------
+# What a decided step on a GPU draws from where it rounds at random, and the count that its kernels move on.
+
+
+def noise_of(layer: nn.Module, device: torch.device) -> emulation.StochasticRounding:
+    """What grad_output and its transpose draw from: `state.noise.draw` of both, the count not copied."""
+    count = layer._buffers.get("count")
+    count = fresh_count(layer) if count is None else count
+    if count.device != device or count.dtype is not torch.int64:
+        count = count.to(device, torch.int64)
+    straight, transposed = tensor_ids(layer, "grad_output")
+    return emulation.StochasticRounding(layer.__dict__.get("seed", 0), straight, transposed, count)
+
+
+def bring_back(layer: nn.Module, count: Tensor) -> None:
+    """A layer's count, from where the kernels moved it on."""
+    own = layer._buffers.get("count")
+    if own is not None:
+        own.copy_(count)
+
+
+# ---- emulated --------------------------------------------------------------------------------------------
+
+#: What is kept of a weight, and the form of its operands: see `step.Rows.form`.
+VALUES = "values"
+
+
+class Kernels(NamedTuple):
+    """What takes a matrix by one spec and its transpose by another, for bf16 GEMMs."""
+
+    #: (matrix, whether the transpose is kept, noise, whether the matrix and the transpose are wanted) to what
+    #: `gpu.emulation.values` gives.
+    values: Callable[..., tuple[Tensor | None, Tensor | None, tuple[Tensor, Tensor] | None]]
+    #: What is kept to values.
+    kept: Callable[[Tensor, Tensor], Tensor]
+
+
+def kernels(spec: QuantSpec | None, other: QuantSpec | None) -> Kernels | None:
+    """Those for a matrix and its transpose; None where there are none."""
+    if spec is None or other is None:
+        return None
+    if emulation.serves(spec, other):
+        return Kernels(
+            lambda x, keeps, *_: emulation.values(x, spec, keeps),
+            lambda codes, scales: emulation.kept_values(codes, scales, spec),
+        )
+    if emulation.serves_two_level(spec, other):
+        return Kernels(
+            lambda x, keeps, *rest: emulation.two_level_values(x, spec, other, keeps, *rest),
+            emulation.cached_two_level_values,
+        )
+    return None
+
+
+def reason_unsupported(recipe: Recipe, device: torch.device) -> str:
+    """Why a recipe has no such step on a device, or ""; whatever the sizes."""
+    for name, gemm in recipe.gemms.items():
+        if gemm.a is None or gemm.b is None:
+            return f"{name} is not quantized"
+        if not why_not_native(gemm.a, gemm.b, device):
+            return f"the GPU has {name}'s GEMM"
+    pairs = {
+        "input": (recipe.fprop.a, recipe.wgrad.b),
+        "weight": (recipe.fprop.b, recipe.dgrad.b),
+        "grad_output": (recipe.dgrad.a, recipe.wgrad.a),
+    }
+    drawn = [name for name, specs in list(pairs.items())[:2] if any(s and s.rounding != "nearest" for s in specs)]
+    if drawn:
+        return f"no kernel rounds {' and '.join(drawn)} at random to bf16 values"
+    lacking = [f"{name} by {a} and {b}" for name, (a, b) in pairs.items() if kernels(a, b) is None]
+    return f"no kernel writes bf16 values of {', '.join(lacking)}" if lacking else ""
+
+
+def decide(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> PlannedLinear | None:
+    """The step for inputs like x, or None where the general way is the only one."""
+    tokens, (n, k) = x.numel() // max(x.shape[-1], 1), weight.shape
+    sides = tokens, n, k
+    if x.numel() == 0 or any(side & 15 for side in sides) or max(sides) > LONGEST_SIDE or x.dtype is not weight.dtype:
+        return None
+    if (
+        x.dtype not in ops.DTYPES
+        or ops.no_kernels(x)
+        or recipe.delayed is not None
+        or reason_unsupported(recipe, x.device)
+    ):
+        return None
+    of_input, of_grad_output = (
+        kernels(recipe.fprop.a, recipe.wgrad.b),
+        kernels(recipe.dgrad.a, recipe.wgrad.a),
+    )
+    of_weight = kernels(recipe.fprop.b, recipe.dgrad.b)
+    if x.is_cuda:
+        # The general way, which says so once, may never be taken.
+        fused_quantize.warn_once(recipe, x)
+    assert of_input is not None and of_grad_output is not None and of_weight is not None
+
+    def quantized_input(x: Tensor, _: None) -> Operands:
+        along, down, kept = of_input.values(x.detach().view(-1, x.shape[-1]), True)
+        codes, scales = kept or (along if down is None else down, None)
+        return along, None, codes, scales, None
+
+    def weight_row(
+        weight: Tensor, layer: nn.Module, _: None, forward: bool
+    ) -> tuple[weight_cache.CachedWeight, CachedWeightOperands]:
+        return _weight(weight, layer, recipe, of_weight, forward)
+
+    def decoded_input(codes: Tensor, scales: Tensor | None) -> Tensor:
+        return codes if scales is None else of_input.kept(codes, scales)
+
+    return PlannedLinear(
+        recipe,
+        x,
+        n,
+        PlannedKernels(
+            quantized_input,
+            _grad_output(of_grad_output),
+            weight_row,
+            None,
+            lambda *_: None,
+            _fprop(tokens, n, x.dtype),
+            _dgrad(tokens, k, x.dtype),
+            _wgrad(n, k, x.dtype, decoded_input),
+            True,
+            0,
+            form=VALUES,
+            kept_as=VALUES,
+            draws=True,
+            finish=lambda *products: _finished(products, x.dtype),
+        ),
+    )
+
+
+def _grad_output(of_grad_output: Kernels) -> Callable[[Tensor, Any], Operands]:
+    def quantized(g: Tensor, given: tuple[nn.Module, Recipe, Sequence[bool]]) -> Operands:
+        layer, recipe, (straight, transposed, *_) = given
+        if not (straight or transposed):
+            return (None,) * 5
+        g = g.detach().view(-1, g.shape[-1])
+        noise = noise_of(layer, g.device) if recipe.stochastic else None
+        along, down, _ = of_grad_output.values(g, False, noise, straight, transposed)
+        if noise is not None and noise.counts is not layer._buffers.get("count"):
+            bring_back(layer, noise.counts)
+        return along, None, along if down is None else down, None, None
+
+    return quantized
+
+
+def _weight(
+    weight: Tensor, layer: nn.Module, recipe: Recipe, of_weight: Kernels, forward: bool
+) -> tuple[weight_cache.CachedWeight, CachedWeightOperands]:
+    """The weight's values, for a forward to keep, or for one backward after they were dropped."""
+    spec, other = recipe.fprop.b, recipe.dgrad.b
+    assert spec is not None and other is not None
+    entry = weight_cache.lookup(layer, VALUES, weight, spec, 0.0, forward)
+    q = None if entry is None else entry.quantized
+    if entry is None or q is None or (q.twin or q).spec != other:
+        window = weight_cache.begin(layer, weight, forward)
+        along, down, _ = of_weight.values(weight.detach(), False)
+        assert along is not None
+        # Values in the place of codes: what a stream writes and keeps is known by an operand's tensors.
+        q = Quantized(along, 1.0, spec, (along.shape[0], along.shape[1]))
+        q.twin = None if down is None else Quantized(down, 1.0, other, (down.shape[0], down.shape[1]))
+        entry = weight_cache.keep(layer, VALUES, weight, spec, 0.0, q, window) or weight_cache.CachedWeight(q)
+    entry.ready = CachedWeightOperands(q.data.t(), None, (q.twin or q).data, None, None, recipe, VALUES)
+    return entry, entry.ready
+
+
+def _fprop(m: int, n: int, dtype: torch.dtype) -> Multiply:
+    direct = dtype is torch.bfloat16 and fills(m, n)
+
+    def multiply(x: Tensor, _: None, w: Tensor, __: None, bias: Tensor | None) -> Tensor:
+        if direct and (bias is None or bias.dtype is dtype):
+            return narrow(x, w, bias)
+        return finished(wide(x, w), dtype, bias)
+
+    return multiply
+
+
+def _dgrad(m: int, n: int, dtype: torch.dtype) -> Multiply:
+    direct = dtype is torch.bfloat16 and fills(m, n)
+
+    def multiply(g: Tensor, _: Any, w: Tensor, __: Any, ___: Tensor | None) -> Tensor:
+        return narrow(g, w, None) if direct else wide(g, w)
+
+    return multiply
+
+
+def _wgrad(m: int, n: int, dtype: torch.dtype, decoded: Callable[[Tensor, Tensor | None], Tensor]) -> Multiply:
+    of_dgrad = _dgrad(m, n, dtype)
+
+    def multiply(g: Tensor, _: Any, x: Tensor, of_x: Any, ___: Tensor | None) -> Tensor:
+        return of_dgrad(g.t(), None, decoded(x, of_x), None, None)
+
+    return multiply
+
+
+def _finished(products: Sequence[Tensor | None], dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+    """dgrad's product and wgrad's, in dtype: by one launch where both are in float32 yet."""
+    a, b = products
+    if a is not None and b is not None and a.dtype is b.dtype is torch.float32 is not dtype:
+        return round_two(a, b, dtype)
+    return tuple(None if y is None else y.to(dtype) for y in products)

@@ -1,0 +1,444 @@
+"""The rows of a layer's step on a GPU: which kernels write its operands, and which GEMMs multiply them.
+
+Found out once for a layer and a shape. Kernels, arguments and bits are those of the general way.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from quaver.recipes.spec import QuantSpec, Recipe
+from quaver.torch.backends.gpu import cross_entropy, fused_quantize, quantize
+from quaver.torch.backends.gpu.buffers import PACKED4
+from quaver.torch.backends.gpu.quantize import family_of
+from quaver.torch.backends.gpu.quantize_launch import (
+    TOGETHER,
+    Decided,
+    QuantizeLaunch,
+    RequestedOperands,
+    RngInputs,
+    RowColQuantizer,
+    of_matrix,
+    share,
+)
+from quaver.torch.backends.gpu.quantize_launch import DelayedInputs as OfMatrix
+from quaver.torch.backends.gpu.scaled_mm import (
+    FAST,
+    SCALING,
+    SWIZZLE,
+    ScaledGemmKind,
+    any_matrix,
+    by_columns,
+    matrix,
+    reads_transposes,
+    role,
+    scales,
+    way,
+)
+from quaver.torch.backends.gpu.tensorwise import empty_codes
+from quaver.torch.linear.gemms import LinearContext, quantized_weight
+from quaver.torch.linear.plan_emulated import bring_back, noise_of
+from quaver.torch.linear.plan_step import CachedWeightOperands, Multiply, Operands, PlannedKernels, PlannedLinear
+from quaver.torch.numerics.quantized import FLOAT8, Quantized
+from quaver.torch.operations import ops
+from quaver.torch.state import weight_cache
+from quaver.torch.state.history import amax, scaling_step
+from quaver.torch.state.history import roll_gpu as histories
+from quaver.torch.state.layer_state import LayerState
+
+
+class ScaledGemmArguments(NamedTuple):
+    """The arguments that tell a scaled GEMM of its operands' scales, in their order."""
+
+    a: list[int]
+    a_swizzle: list[int]
+    b: list[int]
+    b_swizzle: list[int]
+    fast: bool
+    kind: ScaledGemmKind
+    #: Whether its operands may be transposes that lie as they were written: views.
+    views: bool
+
+
+@dataclass(slots=True)
+class DelayedState:
+    """The factors and places that delayed scaling gives a step, and the versions by which a change of them is seen."""
+
+    #: `amax.saved_factors`, and which of them are known to be set.
+    factors: Tensor
+    known: list[bool]
+    #: `amax.newest` of each column.
+    newest: list[Tensor | None]
+    #: Both for each column, as kernels are told.
+    by_column: list[OfMatrix]
+    rolled: Tensor | None
+    factor: Tensor
+    version: int
+    history: Tensor
+    address: int
+    #: The host does not know it.
+    of_input: None = None
+
+    def note(self, _: nn.Module, column: int, top: Tensor) -> None:
+        """Note an amax that another layer's launches have measured."""
+        histories.note(self.history, column, top)
+
+    def in_backward(self, layer: nn.Module, g: Tensor) -> "DelayedState":
+        history, newest = layer._buffers["history"], self.newest
+        if history is not self.history or history.data_ptr() != self.address:
+            return _with_newest(self, [*newest[:2], amax.newest(layer, amax.GRAD_OUTPUT, g)])
+        return self
+
+
+def _with_newest(delayed: DelayedState, newest: list[Tensor | None]) -> DelayedState:
+    by_column = [
+        of_matrix(delayed.factors, i, *given) for i, given in enumerate(zip(delayed.known, newest, strict=True))
+    ]
+    return replace(delayed, newest=newest, by_column=by_column)
+
+
+def _delayed(layer: nn.Module, x: Tensor) -> DelayedState | None:
+    """The same as last time until a roll, a load or a move; None where factors are on the host, or on another device
+    than x: a kernel is told an address, whatever lies there."""
+    scaling_step.join(layer, True)
+    state: LayerState = layer._state  # type: ignore[assignment]
+    stacked, seen = state.stacked, state.factors
+    factor: Tensor = layer._buffers["factor"]  # type: ignore[assignment]
+    history: Tensor = layer._buffers["history"]  # type: ignore[assignment]
+    if (
+        seen is not None
+        and stacked is not None
+        and stacked[0].rolled is seen.rolled
+        and factor is seen.factor
+        and factor._version == seen.version
+        and history is seen.history
+        and history.data_ptr() == seen.address
+        and not stacked[0].captured
+    ):
+        return seen
+    factors = amax.saved_factors(layer)
+    if isinstance(factors, list) or factors.device != x.device or history.device != x.device:
+        return None
+    known = [amax.is_set(column, factors) for column in range(3)]
+    newest = [amax.newest(layer, column, x) for column in range(3)]
+    rolled = None if stacked is None else stacked[0].rolled
+    delayed = DelayedState(factors, known, [], [], rolled, factor, factor._version, history, history.data_ptr())
+    delayed = _with_newest(delayed, newest)
+    # Without a roll behind them factors are a copy of their own, to be made anew.
+    state.factors = delayed if rolled is not None and hasattr(factors, "known_set") else None
+    return delayed
+
+
+def decide(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> PlannedLinear | None:
+    """The step for inputs like x, or None where the general way is the only one."""
+    if not hasattr(torch, "_scaled_mm_v2"):
+        # A private name: the general way calls the public one.
+        return None
+    tokens, (n, k) = x.numel() // max(x.shape[-1], 1), weight.shape
+    if x.numel() == 0 or any(side & 15 for side in (tokens, n, k)) or 2 * k > fused_quantize.WIDEST_PRODUCERS:
+        # Sides that need to be filled up, or rows of gate and value that no kernel before the layer takes.
+        return None
+    like = x.detach().view(tokens, k)
+    specs = [spec for gemm in recipe.gemms.values() for spec in (gemm.a, gemm.b)]
+    if any(spec is not None and spec.format.name not in FLOAT8 and not spec.two_level for spec in specs):
+        # No kernel decided beforehand writes codes of other formats.
+        return None
+    views = all(spec is not None and spec.per_tensor for spec in specs) and reads_transposes(x.device)
+    gemms = {
+        "fprop": _gemm("fprop", tokens, n, k, bias, like, recipe, views),
+        "dgrad": _gemm("dgrad", tokens, k, n, None, like, recipe, views),
+        "wgrad": _gemm("wgrad", n, k, tokens, None, like, recipe, views),
+    }
+    plain = recipe.wgrad.a is None and recipe.wgrad.b is None
+    if any(gemm is None and not (plain and name == "wgrad") for name, gemm in gemms.items()):
+        return None
+    input_way = _way(like, recipe.fprop.a, recipe.wgrad.b, RequestedOperands(transpose=True, views=views))
+    g = like.new_empty((tokens, n))
+    sums = bias is not None and bias.requires_grad and not cross_entropy.column_sum_reason(g, bias.dtype)
+    of_grad_output = _way(g, recipe.dgrad.a, recipe.wgrad.a, RequestedOperands(sums=sums, views=views))
+    if input_way is None or of_grad_output is None:
+        return None
+    if bias is not None and sums:
+        of_grad_output = cross_entropy.summed(of_grad_output, bias.dtype)
+    fprop, dgrad = gemms["fprop"], gemms["dgrad"]
+    assert fprop is not None and dgrad is not None
+
+    def of_weight(weight: Tensor, layer: nn.Module, delayed: DelayedState | None, forward: bool) -> Any:
+        return _weight(weight, layer, recipe, (fprop, dgrad), delayed, forward)
+
+    of_input = RowColQuantizer(x.device, input_way)
+    shared = None
+    if weight.dtype is x.dtype and x.numel() + weight.numel() <= TOGETHER:
+        weight_way = _way(weight.detach(), recipe.fprop.b, recipe.dgrad.b, RequestedOperands(True, True, views=views))
+        if weight_way is not None and share(input_way, weight_way):
+            shared = _shared(RowColQuantizer(x.device, input_way, weight_way), of_input, recipe, (fprop, dgrad), views)
+    return PlannedLinear(
+        recipe,
+        x,
+        n,
+        PlannedKernels(
+            _cast(of_input, recipe, amax.INPUT),
+            _cast(RowColQuantizer(x.device, of_grad_output), recipe, amax.GRAD_OUTPUT),
+            of_weight,
+            shared,
+            _delayed,
+            _product(fprop, x.dtype, True),
+            _product(dgrad, x.dtype, True),
+            None if gemms["wgrad"] is None else _product(gemms["wgrad"], x.dtype, False),
+            True,
+            0,
+            levels=2 if recipe.fprop.a.two_level else 1,  # type: ignore[union-attr]
+            draws=recipe.stochastic,
+        ),
+    )
+
+
+def _cast(cast: RowColQuantizer, recipe: Recipe, column: int) -> Callable[[Tensor, Any], Operands]:
+    """A cast that is given what delayed scaling has for its column of the history, or what it draws from."""
+    if recipe.fprop.a is not None and recipe.fprop.a.two_level:
+        specs = (recipe.dgrad.a, recipe.wgrad.a) if column == amax.GRAD_OUTPUT else ()
+        random = any(spec is not None and spec.rounding == "stochastic" for spec in specs)
+        return _drawing(cast) if random else _in_two_levels(cast)
+    if recipe.delayed is None:
+        return cast
+
+    def delayed_cast(x: Tensor, given: DelayedState) -> Operands:
+        return cast(x, given.by_column[column])
+
+    return delayed_cast
+
+
+def _in_two_levels(cast: RowColQuantizer) -> Callable[[Tensor, Any], Operands]:
+    """A cast whose scales are lists of two."""
+
+    def quantized(x: Tensor, _: None) -> Operands:
+        codes, scales, transposed_codes, transposed_scales, sums, inverse, transposed_inverse = cast(x)
+        if transposed_codes is not None and torch.are_deterministic_algorithms_enabled():
+            # For backward, as bytes: what hooks of saved tensors allocate then is filled, which codes cannot be.
+            transposed_codes = transposed_codes.view(torch.uint8)
+        return codes, [scales, inverse], transposed_codes, [transposed_scales, transposed_inverse], sums
+
+    return quantized
+
+
+def _drawing(cast: RowColQuantizer) -> Callable[[Tensor, Any], Operands]:
+    """The same of a grad_output that is rounded at random; what no gradient needs is not drawn."""
+
+    def quantized(x: Tensor, given: tuple[nn.Module, Recipe, Sequence[bool]]) -> Operands:
+        layer, _, needs = given
+        if not (needs[0] or needs[1]):
+            return (None,) * 5
+        drawn = _drawn(layer, cast.device)[needs[0], needs[1]]
+        codes, scales, transposed_codes, transposed_scales, sums, inverse, transposed_inverse = cast(x, drawn)
+        if drawn.factors is not layer._buffers.get("count"):
+            bring_back(layer, drawn.factors)
+        return codes, [scales, inverse], transposed_codes, [transposed_scales, transposed_inverse], sums
+
+    return quantized
+
+
+class RngState(NamedTuple):
+    """What a layer draws from until its counts, its seed or its name are others."""
+
+    counts: Tensor
+    address: int
+    #: Seed, name, serial and the GPU.
+    source: tuple[Any, ...]
+    #: By whether the matrix and its transpose are wanted.
+    each: dict[tuple[bool, bool], RngInputs]
+
+
+def _drawn(layer: nn.Module, device: torch.device) -> dict[tuple[bool, bool], RngInputs]:
+    """What grad_output draws from, by which of it and its transpose are wanted."""
+    state: LayerState = layer._state  # type: ignore[assignment]
+    facts, count = layer.__dict__, layer._buffers.get("count")
+    kept: RngState | None = state.drawn
+    source = facts.get("seed", 0), facts.get("qualified_name"), state.serial, device
+    if kept is not None:
+        # Taken apart in less time than its fields are read.
+        counts, address, known, each = kept
+        if counts is count and known == source and address == counts.data_ptr():
+            return each
+    seed, stream, transposed_stream, counts = noise_of(layer, device)
+    streams = seed, stream, transposed_stream
+    each = {wanted: RngInputs(streams, wanted, counts) for wanted in ((True, True), (True, False), (False, True))}
+    # A count elsewhere is copied for each call.
+    state.drawn = RngState(counts, counts.data_ptr(), source, each) if counts is count else None
+    return each
+
+
+def _product(gemm: ScaledGemmArguments, dtype: torch.dtype, kept: bool) -> Multiply:
+    """torch.nn.functional.scaled_mm without what it does to lists.
+
+    Args:
+        kept: whether the right side is a weight, whose scales are a list already; else backward has kept it.
+    """
+    a, a_swizzle, b, b_swizzle, fast, kind, views = gemm
+    saved = not kept and not views
+    if len(a) == 2:
+
+        def multiply_packed4(left: Tensor, of_left: Any, right: Tensor, of_right: Any, bias: Tensor | None) -> Tensor:
+            if saved and right.stride(0) != 1:
+                right, _ = _laid_anew(right, of_right, kind)
+            right = right if right.dtype is PACKED4 else right.view(PACKED4)
+            # Scales are lists already.
+            return torch._scaled_mm_v2(
+                left, right, of_left, a, a_swizzle, of_right, b, b_swizzle, bias, dtype, (), fast
+            )
+
+        return multiply_packed4
+
+    def multiply(left: Tensor, of_left: Tensor, right: Tensor, of_right: Any, bias: Tensor | None) -> Tensor:
+        if saved and right.stride(0) != 1:
+            right, of_right = _laid_anew(right, of_right, kind)
+        scales = of_right if kept else [of_right]
+        return torch._scaled_mm_v2(left, right, [of_left], a, a_swizzle, scales, b, b_swizzle, bias, dtype, (), fast)
+
+    return multiply
+
+
+def _laid_anew(right: Tensor, of_right: Any, kind: ScaledGemmKind) -> tuple[Tensor, Any]:
+    """Codes and scales as a GEMM takes them, of such as a hook of saved tensors has brought back with their rows one
+    after the other: that of `torch.autograd.graph.save_on_cpu` with pin_memory=True does."""
+    return right.t().contiguous().t(), by_columns(of_right) if kind.b == "1x128" else of_right
+
+
+def _way(
+    like: Tensor, spec: QuantSpec | None, other: QuantSpec | None, wanted: RequestedOperands
+) -> QuantizeLaunch | None:
+    """How a matrix becomes an operand, and its transpose too if `other` is not None; None where nothing does."""
+    if spec is None or ops.no_kernels(like) or quantize.reason(like, spec):
+        return None
+    # Of two levels each direction has launches of its own.
+    family = family_of(spec, None if spec.two_level else other)
+    if family is None or family.decided is None:
+        return None
+    if not spec.two_level and (spec.rounding != "nearest" or spec.hadamard):
+        return None
+    return family.decided(like, spec, other, wanted)
+
+
+def _gemm(
+    name: str, m: int, n: int, k: int, bias: Tensor | None, like: Tensor, recipe: Recipe, views: bool
+) -> ScaledGemmArguments | None:
+    """How one GEMM is told of its scales; None unless a native one gives the result as it is asked for.
+
+    What is tried is what will run: with views, dgrad's weight and both operands of wgrad are transposes.
+    """
+    gemm = recipe.gemms[name]
+    if gemm.a is None or gemm.b is None:
+        return None
+    transposed = views and name == "wgrad", views and name != "fprop"
+    operands = _operand(m, k, gemm.a, like, transposed[0]), _operand(n, k, gemm.b, like, transposed[1])
+    chosen = way(*operands, like.dtype, bias)
+    kind = chosen.kind
+    if (
+        kind is None
+        or kind.bare
+        or (views and not kind.loose)
+        or chosen.out is not like.dtype
+        or (bias is not None and not chosen.adds)
+    ):
+        return None
+    if kind.a != role(gemm.a) or (name == "wgrad" and kind.b != role(gemm.b)):
+        # Scales that nothing writes as they are read.
+        return None
+    a, b = ([scaling.value for scaling in SCALING[side]] for side in (kind.a, kind.b))
+    a_swizzle, b_swizzle = ([swizzle.value for swizzle in SWIZZLE.get(side, [])] for side in (kind.a, kind.b))
+    return ScaledGemmArguments(a, a_swizzle, b, b_swizzle, gemm.fast_accum and kind.a in FAST, kind, views)
+
+
+def _operand(rows: int, k: int, spec: QuantSpec, like: Tensor, transposed: bool) -> Quantized:
+    """Codes of nothing, in the layout of an operand, or in that of its transpose."""
+    scale = torch.ones((1, 1), dtype=torch.float32, device=like.device)
+    layout = (k, rows) if transposed else (rows, k)
+    if spec.format.packed:
+        codes = torch.empty((rows, -(-k // 32) * 16), dtype=torch.uint8, device=like.device)
+    else:
+        codes = empty_codes(*layout, spec, like.device)
+    return Quantized(codes, scale, spec, (rows, k), transposed)
+
+
+def _shared(
+    both: RowColQuantizer,
+    of_input: RowColQuantizer,
+    recipe: Recipe,
+    gemms: tuple[ScaledGemmArguments, ScaledGemmArguments],
+    views: bool,
+) -> Callable[
+    [Tensor, Tensor, nn.Module, DelayedState | None], tuple[Operands, weight_cache.CachedWeight, CachedWeightOperands]
+]:
+    """What makes the operands of an input and of a weight that is not kept, by launches that they share."""
+
+    def shared(
+        x: Tensor, weight: Tensor, layer: nn.Module, delayed: DelayedState | None
+    ) -> tuple[Operands, weight_cache.CachedWeight, CachedWeightOperands]:
+        of_x = None if delayed is None else delayed.by_column[amax.INPUT]
+        operands: list[Operands] = []
+
+        def quantize_both(
+            w: Tensor, spec: QuantSpec, other: QuantSpec, _: None, factor: Tensor | None, *given: Any
+        ) -> tuple[Quantized, Quantized]:
+            of_w = None if factor is None else of_matrix(factor.view(1), 0, *given[2:4])
+            written = both(x, of_x, w, of_w)
+            operands.append(written[:5])
+            return _quantized(written[5:], spec, other, views, of_w is not None and of_w.known_and_recorded_amax[1])
+
+        entry, ready = _weight(weight, layer, recipe, gemms, delayed, True, quantize_both)
+        return operands[0] if operands else of_input(x, of_x), entry, ready
+
+    return shared
+
+
+def _quantized(
+    written: Decided, spec: QuantSpec, other: QuantSpec, views: bool, recorded_amax: bool
+) -> tuple[Quantized, Quantized]:
+    """A matrix whose codes are kept, and its transpose; where one scale serves both, with their amax."""
+    codes, scale, transposed, of_transposed, top = written
+    assert transposed is not None and of_transposed is not None
+    rows, k = codes.shape
+    q = Quantized(codes, scale, spec, (rows, k), amax=top, recorded_amax=recorded_amax)
+    if views:
+        qt, q.twin = q.T, None
+        # Neither refers to the other: of one that is dropped the memory is free.
+        qt.twin = None
+        return q, qt
+    of_transposed = of_transposed if spec.per_tensor else of_transposed.t()
+    return q, Quantized(transposed.t(), of_transposed, other, (k, rows), amax=top, recorded_amax=recorded_amax)
+
+
+def _weight(
+    weight: Tensor,
+    layer: nn.Module,
+    recipe: Recipe,
+    gemms: tuple[ScaledGemmArguments, ScaledGemmArguments],
+    delayed: DelayedState | None,
+    forward: bool,
+    both: Callable[..., tuple[Quantized, Quantized]] | None = None,
+) -> tuple[weight_cache.CachedWeight, CachedWeightOperands]:
+    """The weight's operands, for a forward to keep, or for one backward after they were dropped.
+
+    Args:
+        both: what quantizes the weight and its transpose, in the place of `ops.QUANTIZE_BOTH`.
+    """
+    spec, other = recipe.fprop.b, recipe.dgrad.b
+    assert spec is not None and other is not None
+    factors = None if delayed is None else delayed.factors
+    call = LinearContext(layer, recipe, weight, weight.dtype, forward, factors)
+    call.both = both or call.both
+    q = quantized_weight(call, weight, "fprop", spec)
+    transposed = q.T if recipe.plan.weight else quantized_weight(call, weight, "dgrad", other)
+    ready = CachedWeightOperands(*_right(q, gemms[0]), *_right(transposed, gemms[1]), factors, recipe)
+    written: float = 0.0 if delayed is None else delayed.version
+    entry = weight_cache.lookup(layer, "fprop", weight, spec, written, forward) or weight_cache.CachedWeight(q)
+    entry.ready = ready
+    return entry, ready
+
+
+def _right(q: Quantized, gemm: ScaledGemmArguments) -> tuple[Tensor, list[Tensor]]:
+    """The right side of a GEMM, and its scales."""
+    codes = any_matrix(q) if gemm.views else matrix(q)
+    return codes.t(), scales(q, gemm.kind.b, True)

@@ -1,1 +1,0 @@
-"""A linear layer's step with everything decided beforehand; no result that the general way does not give."""

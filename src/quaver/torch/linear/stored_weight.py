@@ -1,0 +1,296 @@
+"""A layer's weight that exists only in eight (or four) bits: the parameter holds the codes, buffers hold the scales.
+
+    weight         codes: a float8 dtype [N, K], or float4_e2m1fn_x2 [N, ceil(K / 2)], uint8 in a state dict
+    weight_scale   decode scales of its blocks, as `Quantized.scale`
+    weight_factor  of two-level scales, as `Quantized.tensor_factor`
+
+A stack of matrices, [groups, N, K], has all of it once for each group: codes [groups, N, K], scales [groups, ...].
+Where it lies transposed, so do codes and scales, but for four bits: those lie along K in either case.
+
+GEMMs take the codes as they are; what needs other numbers (another recipe, a transpose whose blocks lie otherwise, no
+recipe at all) is computed from them for the moment and dropped. The parameter's gradient is float32, which
+`Tensor.grad_dtype` says; codes of four bits, two to a byte, have none.
+"""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from quaver.recipes.spec import QuantSpec
+from quaver.torch.backends.gpu import capture
+from quaver.torch.numerics.quantized import FLOAT8, Quantized, storage
+from quaver.torch.numerics.rounding import is_tracing
+from quaver.torch.operations import ops
+from quaver.torch.operations.selecting import unseen
+from quaver.torch.state import weight_cache
+from quaver.torch.state.weight_cache import storage_id
+
+#: Two codes to a byte.
+PACKED = torch.float4_e2m1fn_x2
+#: The parameter's dtype by format. Integers would not do: torch averages them, in copies of a model, without a word.
+CODE_DTYPES = {**FLOAT8, "e2m1": PACKED}
+CODES = tuple(CODE_DTYPES.values())
+#: Of weights that torch.autocast may take: high precision, and codes.
+WEIGHTS = (*ops.DTYPES, *CODES)
+#: Buffers that a layer has where its weight is codes.
+SCALES = ("weight_scale", "weight_factor")
+
+
+def are_codes(weight: Tensor) -> bool:
+    """Whether a layer's weight is codes: a parameter of their dtype, or what fully_shard has gathered of such."""
+    return weight.dtype in CODES or hasattr(weight, "gathered_codes")
+
+
+def check_uncast(layer: nn.Module, weight: Tensor) -> None:
+    """Refuse a weight that is no codes where it exists only as such. Raises: ValueError."""
+    if not are_codes(weight):
+        name = layer.__dict__.get("qualified_name") or type(layer).__name__
+        raise ValueError(
+            f"{name}: the weight exists only as codes, {layer.weight_spec}, and came as {weight.dtype}: codes were "
+            "cast as if they were numbers, as fully_shard does under MixedPrecisionPolicy(param_dtype=...). Call "
+            "quaver.torch.parallel.gather_quantized(model) before fully_shard, or leave param_dtype out"
+        )
+
+
+def record_versions(layer: nn.Module) -> None:
+    """Remember that the layer's present codes and scales belong together: called by whatever writes both."""
+    weight = layer._parameters.get("weight")
+    if weight.__class__ is nn.Parameter and layer.__dict__.get("versions", ()) is not None:
+        layer.__dict__["versions"] = _versions(layer, weight)
+
+
+def versions_unknown(layer: nn.Module) -> None:
+    """Leave a sharded weight out of `check_scales`: fully_shard gathers it into other memory each time."""
+    layer.__dict__["versions"] = None
+
+
+def check_scales(layer: nn.Module, weight: Tensor) -> None:
+    """Check that the codes were not replaced without their scales, as `b.weight.copy_(a.weight)` does.
+
+    A write through `.data` does not move the version of a tensor, so it is not seen.
+
+    Raises:
+        ValueError: the codes are other ones than at the last check, and a scale is the same.
+    """
+    if weight.__class__ is not nn.Parameter or is_tracing():
+        return
+    before = layer.__dict__.get("versions")
+    if before is None or before == (now := _versions(layer, weight)):
+        return
+    if now[0] != before[0] and any(one == other for one, other in zip(now[1:], before[1:], strict=True)):
+        name = layer.__dict__.get("qualified_name") or type(layer).__name__
+        raise ValueError(
+            f"{name}: the codes of a quantized weight were copied or replaced without their scales. Call "
+            "layer.load_state_dict(other.state_dict()), which carries both, or layer.set_weight(value) with a "
+            "high-precision value"
+        )
+    layer.__dict__["versions"] = now
+
+
+def _versions(layer: nn.Module, weight: Tensor) -> list[tuple[int, int]]:
+    """(address, version) of the codes and of each of their scales."""
+    scales = (layer._buffers.get(name) for name in SCALES)
+    return [
+        (tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version)
+        for tensor in (weight, *scales)
+        if tensor is not None
+    ]
+
+
+def codes(layer: nn.Module, weight: Tensor) -> Quantized:
+    """The weight's codes and scales as an operand."""
+    gathered = getattr(weight, "gathered_codes", None)
+    weight = weight if gathered is None else gathered
+    check_scales(layer, weight)
+    spec: QuantSpec = layer.__dict__["weight_spec"]
+    scale: Any = layer._buffers["weight_scale"]
+    factor = layer._buffers.get("weight_factor")
+    shape: tuple[int, int] = layer.out_features, layer.in_features  # type: ignore[assignment]
+    if is_tracing():
+        # Packed codes go into the operators as they are: see `torch.ops.quaver.code_bytes`.
+        return Quantized(weight.detach(), scale, spec, shape, False, factor)
+    if spec.per_tensor and scale.is_cpu and scale.is_floating_point():
+        # A copy, so it is read each time.
+        scale = scale.item()
+    keeps = gathered is None and not capture.as_captured(weight.device)
+    kept = weight_cache.buffer(layer) if keeps else None
+    q = None if kept is None else kept.codes
+    if q is not None and _shows(q, weight, scale, factor, spec):
+        # What was made of the codes does not follow a write to them.
+        q.decoded = q.twin = None
+        return q
+    q = Quantized(weight.detach().view(storage(spec.format)), scale, spec, shape, False, factor)
+    if kept is not None:
+        kept.codes = q
+    return q
+
+
+def _shows(q: Quantized, weight: Tensor, scale: Tensor | float, factor: Tensor | None, spec: QuantSpec) -> bool:
+    """Whether an operand is a view of these codes, and has these scales."""
+    same = q.scale is scale or (isinstance(scale, float) and q.scale.__class__ is float and q.scale == scale)
+    return bool(
+        q.spec is spec
+        and same
+        and q.tensor_factor is factor
+        and q.data.data_ptr() == weight.data_ptr()
+        and storage_id(q.data.untyped_storage()) == storage_id(weight.untyped_storage())
+    )
+
+
+def operand(layer: nn.Module, weight: Tensor, transposed: bool, reuses: bool, spec: QuantSpec, call: Any) -> Quantized:
+    """The weight, or its transpose, as a recipe asks for it.
+
+    Args:
+        layer, weight: its codes.
+        transposed: for dgrad.
+        reuses: whether dgrad takes the transpose of what fprop takes.
+        spec: the recipe's.
+        call: what quantizes.
+    """
+    q = codes(layer, weight)
+    same = q.spec is spec or q.spec == spec
+    if same and (reuses or not transposed):
+        return q.T if transposed else q
+    value = _values(q)
+    if transposed and reuses:
+        fprop_operand: Quantized = call.unnoted(value, spec, False)
+        return fprop_operand.T
+    quantized: Quantized = call.unnoted(value.t() if transposed else value, spec, transposed)
+    return quantized
+
+
+def dequantized(layer: nn.Module, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight [N, K] in high precision, or a stack of them as it lies, to be dropped soon."""
+    if weight.dim() == 2:
+        return _values(codes(layer, weight)).to(dtype)
+    beside = stack_codes(layer)
+    matrices = weight.transpose(1, 2) if beside.transposed and weight.dtype is not PACKED else weight
+    each = [beside.values(matrices, group).to(dtype) for group in range(weight.shape[0])]
+    value = torch.stack(each) if each else weight.new_empty((0, *beside.shape(matrices)), dtype=dtype)
+    return value.transpose(1, 2).contiguous() if beside.transposed else value
+
+
+# Of a stack [groups, N, K], perhaps a transposed view of codes that lie as [groups, K, N].
+
+
+def lies_turned(layer: nn.Module) -> bool:
+    """Whether a layer's stack of matrices lies as [groups, K, N]."""
+    return layer.__dict__.get("layout") == "kn"
+
+
+class StackCodes(NamedTuple):
+    """What a stack of codes has beside them."""
+
+    spec: QuantSpec
+    #: Scales and what two levels of them are divided by, [groups, ...] each.
+    scale: Tensor
+    factor: Tensor | None
+    #: Whether they lie as [groups, K, N]; those of four bits never do.
+    transposed: bool
+    #: K.
+    columns: int
+
+    def shape(self, weight: Tensor) -> tuple[int, int]:
+        """N and K."""
+        n, k = weight.shape[1:]
+        return (n, self.columns) if weight.dtype is PACKED else (n, k)
+
+    def of(self, weight: Tensor, group: int) -> Quantized:
+        """One group's codes and scales as an operand [N, K]."""
+        scale: Any = self.scale[group]
+        factor, data = self.factor, weight.detach()[group]
+        transposed = self.transposed and weight.dtype is not PACKED
+        if self.spec.per_tensor and scale.is_cpu and scale.is_floating_point():
+            scale = scale.item()
+        lies = (data.t() if transposed else data).view(storage(self.spec.format))
+        of_group = None if factor is None else factor[group]
+        return Quantized(lies, scale, self.spec, self.shape(weight), transposed, of_group)
+
+    def values(self, weight: Tensor, group: int) -> Tensor:
+        """One group's matrix [N, K], float32, to be dropped soon."""
+        return _values(self.of(weight, group))
+
+    def operand(self, weight: Tensor, group: int, transposed: bool, spec: QuantSpec, quantize: Any) -> Quantized:
+        """`operand` of one group: its matrix [N, K] or its transpose, by the recipe's spec."""
+        q = self.of(weight, group)
+        if not transposed and q.spec == spec:
+            return q
+        value = _values(q)
+        quantized: Quantized = quantize(value.t() if transposed else value, spec, None, None)
+        return quantized
+
+
+def stack_codes(layer: Any) -> StackCodes:
+    """What a layer's stack of codes has beside them."""
+    check_scales(layer, layer._parameters["weight"])
+    buffers = layer._buffers
+    spec, scale, factor = layer.__dict__["weight_spec"], buffers["weight_scale"], buffers.get("weight_factor")
+    return StackCodes(spec, scale, factor, lies_turned(layer), layer.in_features)
+
+
+def _values(q: Quantized) -> Tensor:
+    if q.data.dtype is PACKED:
+        q = replace(q, data=ops.CODE_BYTES(q.data))
+    return q.dequantize()
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module) -> Tensor:
+    """F.linear for a weight that is codes; backward dequantizes them again."""
+    check_gradient(weight)
+    device = ops.autocast_device(x)
+    casting = torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype is not torch.float64
+    dtype = torch.get_autocast_dtype(device) if casting else x.dtype
+    with ops.without_autocast(device):
+        y: Tensor = _Unquantized.apply(x.to(dtype), weight, None if bias is None else bias.to(dtype), layer)
+    return y
+
+
+class _Unquantized(torch.autograd.Function):
+    """F.linear that saves codes."""
+
+    @staticmethod
+    @unseen
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.layer = layer
+        return F.linear(x, dequantized(layer, weight, x.dtype), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        need_input, need_weight, need_bias, _ = ctx.needs_input_grad
+        of_x = g @ dequantized(ctx.layer, weight, g.dtype) if need_input else None
+        g2, of_weight = g.reshape(-1, g.shape[-1]), None
+        if need_weight:
+            of_weight = (g2.t() @ x.reshape(-1, x.shape[-1])).float()
+        return of_x, of_weight, g2.sum(0) if need_bias else None, None
+
+
+def check_gradient(weight: Tensor) -> None:
+    """Refuse a gradient of codes of four bits, and make a compiler, which would round it, leave others to eager mode.
+
+    Raises:
+        ValueError: four bits that require a gradient.
+        NotImplementedError: to the compiler, which gives up the function that calls this.
+    """
+    if not (weight.requires_grad and torch.is_grad_enabled()):
+        return
+    if weight.dtype is PACKED:
+        raise ValueError(FOUR_BITS)
+    if is_tracing():
+        raise NotImplementedError(COMPILED_GRADIENT)
+
+
+FOUR_BITS = (
+    "a weight that exists only in four bits takes no gradient, two codes share an element: freeze it with "
+    "weight.requires_grad_(False), or dequantize_weights(model) to train it"
+)
+COMPILED_GRADIENT = (
+    "torch.compile rounds the gradient of an eight-bit weight to eight bits: without fullgraph such layers run in "
+    "eager mode; for inference freeze the weight with weight.requires_grad_(False)"
+)

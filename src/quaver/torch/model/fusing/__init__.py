@@ -1,1 +1,0 @@
-"""Norms, MLPs, attention and losses of any model computed by our blocks in place; no layer's recipe, and no rule."""

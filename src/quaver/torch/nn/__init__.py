@@ -1,0 +1,1 @@
+"""Transformer and state-space layers: norms, MLP, attention, MoE, Mamba-2 and losses."""

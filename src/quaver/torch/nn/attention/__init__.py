@@ -1,0 +1,6 @@
+"""Attention: the function, the module, and what says which implementation runs; no residual stream."""
+
+from quaver.torch.nn.attention.dot_product import AttentionExplanation, DotProductAttention, explain_attention
+from quaver.torch.nn.attention.op import attention
+
+__all__ = ["AttentionExplanation", "DotProductAttention", "attention", "explain_attention"]

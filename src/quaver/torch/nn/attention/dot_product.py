@@ -1,0 +1,292 @@
+"""`DotProductAttention`: the attention function with its options kept, as a module."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quaver import recipes
+from quaver.options import takes
+from quaver.recipes.spec import Recipe
+from quaver.recipes.text import check_name, html_table
+from quaver.reference.attention import MASKS, check_heads, check_window
+from quaver.torch.nn.attention.fp8 import explain as explain_fp8
+from quaver.torch.nn.attention.inputs import (
+    LAYOUTS,
+    AttentionCall,
+    CuSeqlens,
+    Mask,
+    Window,
+    check_chunk,
+    check_fits,
+    check_mask,
+    ragged_of,
+)
+from quaver.torch.nn.attention.op import ATTENTION, OFF_BY_ONE, AttentionOpOptions, attention, check_numbers, prepare
+from quaver.torch.state.context import in_force, recipe_in_force
+
+# ---- dot product -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoreOptions:
+    """Of `DotProductAttention`."""
+
+    # Heads of keys and values, each serving heads / groups of the queries'; None gives each its own.
+    groups: int | None = None
+    mask_type: str = "none"
+    window: Window | None = None
+    chunk: int | None = None
+    scale: float | None = None
+    soft_cap: float | None = None
+    # Of the probabilities.
+    dropout: float = 0.0
+    # None, "off_by_one" or "learnable".
+    sinks: str | None = None
+    alibi: bool = False
+    # "bshd", "sbhd" or "thd".
+    layout: str = "bshd"
+    recipe: str | Recipe | None = None
+    # Of learnable sinks.
+    device: Any = None
+    dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class CoreArguments(CoreOptions):
+    """The arguments of `DotProductAttention`, which says what they are."""
+
+    heads: int
+    head_dim: int | tuple[int, int]
+
+
+class DotProductAttention(nn.Module):
+    """softmax(q kᵀ scale) v of given heads.
+
+    Args:
+        heads: of queries.
+        head_dim: features of a head, or (of queries and keys, of values).
+        groups: heads of keys and values, each serving heads / groups of the queries'; None for as many as queries.
+        mask_type, window, chunk, scale, soft_cap, layout: as `quaver.torch.nn.attention.attention`.
+        dropout: of probabilities, in training mode only.
+        sinks: None, "off_by_one", or "learnable" for a parameter `sinks` [heads].
+        alibi: scores fall with distance, by slopes 2^(-8 h / heads).
+        recipe: whose `attention` quantizes; None takes the innermost autocast's.
+        device, dtype: of the sinks.
+    Raises:
+        ValueError: heads, names, window or probability that do not fit.
+    """
+
+    sinks: nn.Parameter | None
+    #: What computes it; another where a sequence lies in parts on several ranks.
+    attend: Callable[..., Tensor] = staticmethod(attention)
+
+    @takes(CoreArguments)
+    def __init__(self, options: CoreArguments) -> None:
+        super().__init__()
+        heads, head_dim = options.heads, options.head_dim
+        self.heads, self.groups = heads, heads if options.groups is None else options.groups
+        self.head_dim = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
+        self.mask_type, self.window, self.layout = options.mask_type, options.window, options.layout
+        self.chunk, self.scale, self.soft_cap = options.chunk, options.scale, options.soft_cap
+        self.dropout, self.alibi = options.dropout, options.alibi
+        self.recipe = None if options.recipe is None else recipes.get(options.recipe)
+        self._check(options.sinks)
+        self.off_by_one = options.sinks == OFF_BY_ONE
+        learnable = None
+        if options.sinks == "learnable":
+            learnable = nn.Parameter(torch.empty(heads, device=options.device, dtype=options.dtype))
+        self.register_parameter("sinks", learnable)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sinks start at 0, which is off-by-one."""
+        if self.sinks is not None:
+            nn.init.zeros_(self.sinks)
+
+    @property
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        """Heads of queries, keys and values, and the features of each."""
+        wide, narrow = self.head_dim
+        return (self.heads, wide), (self.groups, wide), (self.groups, narrow)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Mask | None = None,
+        bias: Tensor | None = None,
+        cu_seqlens: CuSeqlens | None = None,
+        mask_type: str | None = None,
+        window: Window | None = None,
+    ) -> Tensor:
+        """Attention of q on k and v, in the module's layout; see `quaver.torch.nn.attention.attention`.
+
+        Args:
+            mask_type: another than the module's for this call, as when keys are cached and queries are the last ones.
+            window: likewise; (-1, -1) is none.
+        """
+        options = self.options(q, k, v, mask_type, window)
+        return self.attend(q, k, v, mask=mask, bias=bias, cu_seqlens=cu_seqlens, **options)
+
+    def options(
+        self, q: Tensor, k: Tensor, v: Tensor, mask_type: str | None = None, window: Window | None = None
+    ) -> dict[str, Any]:
+        """What the module adds to a call of `attention`. Raises: ValueError for heads that are not its own."""
+        self._check_heads(q, k, v)
+        recipe = in_force(self.recipe)
+        if recipe is not None and recipe.attention is not None:
+            recipe = recipe_in_force(self.recipe)
+        return {
+            "mask_type": self.mask_type if mask_type is None else mask_type,
+            "window": self.window if window is None else window,
+            "chunk": self.chunk,
+            "alibi_slopes": alibi_slopes(self.heads, q.device) if self.alibi else None,
+            "sinks": OFF_BY_ONE if self.off_by_one else self._parameters["sinks"],
+            "scale": self.scale,
+            "soft_cap": self.soft_cap,
+            "dropout": self.dropout if self.training else 0.0,
+            "layout": self.layout,
+            "recipe": recipe,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self.recipe is not None:  # equal recipes are one object
+            self.recipe = recipes.get(self.recipe)
+
+    def check(
+        self,
+        batch: int,
+        queries: int,
+        keys: int,
+        mask: Mask | None,
+        bias: Tensor | None,
+        cu_seqlens: CuSeqlens | None,
+        mask_type: str | None = None,
+        window: Window | None = None,
+    ) -> None:
+        """Raise the ValueError that `forward` would, for callers with work to do before."""
+        shape = (batch, self.heads, queries, keys)
+        ragged = ragged_of(self.layout, cu_seqlens, queries, keys)
+        mask_type, window = mask_type or self.mask_type, self.window if window is None else window
+        check_mask(mask_type, mask, window, shape, ragged is not None)
+        if bias is not None:
+            check_fits("bias", bias, shape)
+
+    def extra_repr(self) -> str:
+        options = {name: getattr(self, name) for name in ("window", "chunk", "scale", "soft_cap")}
+        options |= {name: getattr(self, name) for name in ("dropout", "alibi", "recipe")}
+        said = "".join(f", {name}={value}" for name, value in options.items() if value)
+        return f"{self.heads}, {self.head_dim}, groups={self.groups}, mask_type={self.mask_type!r}{said}"
+
+    def _check(self, sinks: str | None) -> None:
+        check_heads(self.heads, self.groups)
+        check_name("mask type", self.mask_type, MASKS)
+        check_window(self.mask_type, self.window)
+        check_chunk(self.chunk)
+        check_name("layout", self.layout, LAYOUTS)
+        if sinks not in (None, OFF_BY_ONE, "learnable"):
+            raise ValueError(f"sinks is {sinks!r}; give None, 'off_by_one' or 'learnable'")
+        if len(self.head_dim) != 2 or min(self.head_dim) < 1:
+            raise ValueError(f"head_dim is {self.head_dim}; give a number above 0, or (of q and k, of v)")
+        check_numbers(self.soft_cap, self.dropout)
+
+    def _check_heads(self, *qkv: Tensor) -> None:
+        for name, x, size in zip("qkv", qkv, self.sizes, strict=True):
+            if x.shape[-2:] != size:
+                raise ValueError(
+                    f"{name} has shape {list(x.shape)}; this attention in layout {self.layout!r} takes "
+                    f"{LAYOUTS[self.layout]} with {size[0]} heads of {size[1]} features"
+                )
+
+
+def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor:
+    """float32 [heads]: 2^(-8 h / heads); of no power of two, those of the power below and every other of twice it.
+
+    Source: Press et al. 2022, as Hugging Face builds them for Bloom, Falcon and MPT.
+    """
+    below = 2 ** int(math.log2(heads))
+    slopes = [2 ** (-8 * h / below) for h in range(1, below + 1)]
+    slopes += [2 ** (-8 * h / (2 * below)) for h in range(1, 2 * (heads - below), 2)]
+    return torch.tensor(slopes, dtype=torch.float32, device=device)
+
+
+# ---- explanation -----------------------------------------------------------------------------------------
+# Which implementation of attention runs for a call, and why the others do not.
+
+
+@dataclass(frozen=True, repr=False)
+class AttentionExplanation:
+    """The result of `explain_attention`; an interpreter, a notebook and print show a table."""
+
+    #: Shapes, dtype and the options in force.
+    how: str
+    #: The implementation that runs.
+    runs: str
+    #: (implementation, why it does not run) of all the others, in order of preference.
+    passed_over: tuple[tuple[str, str], ...]
+
+    def __repr__(self) -> str:
+        lines = [f"  {'attention':<20}{self.how:<58}  {self.runs}"]
+        lines += [f"{'':<22}not {name}: {why}" for name, why in self.passed_over]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        row = "attention", self.how, self.runs, reason_unsupported(self.passed_over)
+        return html_table(("what", "how", "runs", "why not another"), [row])
+
+
+def reason_unsupported(passed_over: Sequence[tuple[str, str]]) -> str:
+    """Why other implementations do not run, in a line."""
+    return "; ".join(f"{name}: {why}" for name, why in passed_over)
+
+
+def explain_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, recipe: str | Recipe | None = None, **options: Any
+) -> AttentionExplanation:
+    """Say what `attention` would run with these arguments; nothing is computed.
+
+    `quaver.torch.explain(module, q, k, v)` is the same for a `DotProductAttention`, with its options and recipe.
+
+    Args:
+        q, k, v, recipe, options: as `attention`.
+    Returns:
+        An `AttentionExplanation`, which an interpreter shows as a table and a script prints.
+    Raises:
+        ValueError: as `attention`.
+    """
+    recipe = None if recipe is None else recipes.get(recipe)
+    wide, keys, values, call = prepare(q, k, v, AttentionOpOptions(**options))
+    spec = None if recipe is None else recipe.attention
+    if spec is None:
+        rows = ATTENTION.explain(wide, keys, values, call)
+    else:
+        bias = call.alibi_slopes if call.bias is None else call.bias
+        rows = explain_fp8(wide, keys, values, spec, bias, call.soft_cap, call.dropout)
+    runs = next((name for name, why in rows if not why), "nothing")
+    others = tuple((name, why or f"{runs} comes first") for name, why in rows if name != runs)
+    if spec is not None:
+        others += tuple((impl.name, f"recipe {recipe} quantizes attention") for impl in ATTENTION.impls)
+    return AttentionExplanation(_how(wide, keys, values, call), runs, others)
+
+
+def _how(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> str:
+    batch, heads, queries, dim = q.shape
+    groups, keys, width = k.shape[1], k.shape[2], v.shape[-1]
+    wide = str(dim) if dim == width else f"{dim}/{width}"
+    said = [f"{batch}x{heads}/{groups} heads of {wide}, {queries} on {keys}, {str(q.dtype)[6:]}", call.mask_type]
+    if call.ragged is not None:
+        said.append("ragged")
+    if call.window is not None:
+        said.append(f"window {call.window}")
+    if call.chunk is not None:
+        said.append(f"chunks of {call.chunk}")
+    names = ("bias", "alibi_slopes", "sinks", "soft_cap", "dropout")
+    said += [name for name in names if isinstance(getattr(call, name), Tensor) or getattr(call, name)]
+    return ", ".join(said)

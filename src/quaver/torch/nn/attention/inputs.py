@@ -1,0 +1,490 @@
+"""The arguments of an implementation of attention, once layouts and options are checked and put in one form."""
+
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quaver.recipes.text import check_name, instance
+from quaver.reference.attention import MASKS, check_heads, check_type, check_window
+from quaver.torch.backends.gpu import capture
+from quaver.torch.numerics.rounding import is_tracing
+from quaver.torch.numerics.versions import host_values
+from quaver.torch.operations.selecting import unseen
+
+# ---- layout ----------------------------------------------------------------------------------------------
+# Layouts of attention's tensors, and ragged batches: sequences laid end to end, told apart by cumulative lengths.
+#
+# Inside, everything is [B, H, S, D]; a ragged batch is a batch of one. Both ways are views.
+
+#: What the axes of q, k and v are.
+LAYOUTS = {
+    "bshd": "[batch, tokens, heads, features]",
+    "sbhd": "[tokens, batch, heads, features]",
+    "thd": "[tokens, heads, features]",
+}
+
+CuSeqlens = Tensor | tuple[Tensor, Tensor]
+
+
+class RaggedLayout(NamedTuple):
+    """Where sequences begin and end among the tokens."""
+
+    #: int [sequences + 1] each, from 0 to the number of tokens.
+    of_queries: Tensor
+    of_keys: Tensor
+    #: The lengths on the host, (of queries, of keys); None while a compiler traces.
+    lengths: tuple[list[int], list[int]] | None
+
+    def sequence_of_tokens(self, queries: int, keys: int, device: torch.device | str | None) -> tuple[Tensor, Tensor]:
+        """The number of the sequence that each query and each key belongs to, [queries] and [keys]."""
+        pairs = ((self.of_queries, queries), (self.of_keys, keys))
+        of_queries, of_keys = (_sequence(ends.to(device), tokens) for ends, tokens in pairs)
+        return of_queries, of_keys
+
+    def positions(
+        self, queries: int, keys: int, bottom_right: bool, device: torch.device | str | None
+    ) -> tuple[Tensor, Tensor]:
+        """The position in its own sequence of each query and key, queries' shifted to the keys' end on demand."""
+        starts, key_starts = self.of_queries.to(device), self.of_keys.to(device)
+        sequence = _sequence(starts, queries)
+        of_queries = torch.arange(queries, dtype=torch.int64, device=device) - starts[sequence]
+        of_keys = torch.arange(keys, dtype=torch.int64, device=device) - key_starts[_sequence(key_starts, keys)]
+        if bottom_right:
+            of_queries = of_queries + (key_starts.diff() - starts.diff())[sequence]
+        return of_queries, of_keys
+
+
+def _sequence(cumulative: Tensor, tokens: int) -> Tensor:
+    every = torch.arange(tokens, dtype=torch.int64, device=cumulative.device)
+    sequence = torch.bucketize(every, cumulative[1:].long(), right=True)
+    # A compiler does not look whether the last sequence ends with the tokens; what lies beyond belongs to it.
+    return sequence.clamp(max=max(cumulative.shape[0] - 2, 0))
+
+
+def heads_first(x: Tensor, layout: str) -> Tensor:
+    """[B, H, S, D], a view."""
+    if layout == "bshd":
+        return x.transpose(1, 2)
+    return x.permute(1, 2, 0, 3) if layout == "sbhd" else x.transpose(0, 1).unsqueeze(0)
+
+
+def heads_back(x: Tensor, layout: str) -> Tensor:
+    """[B, H, S, D] in the layout, a view."""
+    if layout == "bshd":
+        return x.transpose(1, 2)
+    return x.permute(2, 0, 1, 3) if layout == "sbhd" else x.squeeze(0).transpose(0, 1)
+
+
+def all_heads_first(layout: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q [B, H, Sq, D], k [B, G, Sk, D] and v [B, G, Sk, Dv], views.
+
+    Raises:
+        ValueError: the layout is none, or shapes, heads or dtypes do not go together.
+    """
+    check_name("layout", layout, LAYOUTS)
+    axes = LAYOUTS[layout]
+    dims = 3 if layout == "thd" else 4
+    if q.dim() != dims or k.dim() != dims or v.dim() != dims:
+        raise ValueError(f"attention in layout {layout!r} takes {axes}; got {_shapes(q, k, v)}")
+    wide, keys, values = heads_first(q, layout), heads_first(k, layout), heads_first(v, layout)
+    (batch, heads, _, dim), (key_batch, groups, _, key_dim) = wide.shape, keys.shape
+    if batch != key_batch or dim != key_dim or keys.shape[:3] != values.shape[:3]:
+        raise ValueError(
+            f"{_shapes(q, k, v)} do not fit {axes}: q and k share batch and features, "
+            "k and v share batch, tokens and heads"
+        )
+    check_heads(heads, groups)
+    if not q.dtype is k.dtype is v.dtype or not q.is_floating_point():
+        raise ValueError(
+            f"q is {q.dtype}, k {k.dtype} and v {v.dtype}; convert them to one floating-point dtype, "
+            "or enter torch.autocast"
+        )
+    return wide, keys, values
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
+    return f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)}"
+
+
+def ragged_of(layout: str, cu_seqlens: CuSeqlens | None, queries: int, keys: int) -> RaggedLayout | None:
+    """The cumulative lengths, checked; values only in eager mode, where those of a GPU cost a synchronization."""
+    if layout != "thd":
+        if cu_seqlens is not None:
+            raise ValueError(f"cu_seqlens goes with layout 'thd'; {layout!r} has a batch axis and takes a padding mask")
+        return None
+    if cu_seqlens is None:
+        raise ValueError("layout 'thd' needs cu_seqlens: int [sequences + 1], from 0 to the number of tokens")
+    pair = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
+    if len(pair) != 2 or not all(isinstance(ends, Tensor) for ends in pair):
+        given = f"{len(pair)} of them" if isinstance(cu_seqlens, tuple) else f"a {type(cu_seqlens).__name__}"
+        raise ValueError(
+            f"cu_seqlens is {given}; give an int tensor [sequences + 1], or a pair (of queries, of keys) of them"
+        )
+    lengths = []
+    for name, ends, tokens in zip(("queries", "keys"), pair, (queries, keys), strict=True):
+        checked = lengths_of(ends, tokens, f" of the {name}")
+        if checked is not None:
+            lengths.append(checked)
+    if pair[0].shape != pair[1].shape:
+        raise ValueError(
+            f"cu_seqlens has {pair[0].shape[0] - 1} sequences of queries and {pair[1].shape[0] - 1} of keys; "
+            "give each sequence of queries its keys"
+        )
+    return RaggedLayout(*pair, (lengths[0], lengths[1]) if lengths else None)
+
+
+def lengths_of(cu_seqlens: Tensor, tokens: int, of: str = "") -> list[int] | None:
+    """The lengths on the host, which cost a synchronization with a GPU; None while a compiler traces.
+
+    Args:
+        of: what the tokens are, for messages.
+    Raises:
+        ValueError: it is no int tensor [sequences + 1], or does not ascend from 0 to the number of tokens.
+    """
+    instance(f"cu_seqlens{of}", "it", cu_seqlens, Tensor, "torch.tensor([0, 5, 9])")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"cu_seqlens{of} is {cu_seqlens.dtype} {list(cu_seqlens.shape)}; "
+            "give int32 or int64 [sequences + 1], from 0 to the number of tokens"
+        )
+    if is_tracing() or cu_seqlens.is_meta:
+        return None
+    ends = host_values(cu_seqlens)
+    lengths = [b - a for a, b in pairwise(ends)]
+    if ends[0] != 0:
+        raise ValueError(f"cu_seqlens{of} starts at {ends[0]}; it starts at 0")
+    for n, length in enumerate(lengths):
+        if length < 0:
+            raise ValueError(
+                f"cu_seqlens{of} falls from {ends[n]} to {ends[n + 1]} at position {n + 1}; it must ascend"
+            )
+    if ends[-1] != tokens:
+        raise ValueError(f"cu_seqlens{of} ends at {ends[-1]} and there are {tokens} tokens; they must agree")
+    return lengths
+
+
+# ---- masks -----------------------------------------------------------------------------------------------
+# Which query may not see which key. **True in a mask means masked out**, here and everywhere.
+#
+# Everything is tensor arithmetic on positions: no branch looks at a value, so that a compiler traces it.
+
+Mask = Tensor | tuple[Tensor, Tensor]
+Window = tuple[int, int]
+
+#: A window that hides nothing.
+OPEN: Window = (-1, -1)
+
+
+def hidden(
+    mask_type: str,
+    mask: Mask | None,
+    window: Window | None,
+    shape: tuple[int, int, int, int],
+    device: torch.device | str | None = None,
+    ragged: RaggedLayout | None = None,
+    chunk: int | None = None,
+) -> Tensor | None:
+    """True where a query may not see a key.
+
+    Args:
+        mask_type: a name from `MASKS`.
+        mask: True where masked out. Padding: [B, Sk] that serves queries and keys, or ([B, Sq], [B, Sk]). Arbitrary:
+            broadcastable to [B, H, Sq, Sk].
+        window: (left, right): a query sees that many keys before and after its own position, -1 for all.
+        shape: of the scores, (B, H, Sq, Sk).
+        device: of what is returned.
+        ragged: where the sequences lie that the tokens of a batch of one are made of.
+        chunk: a query sees keys of its own run of so many positions alone; None for all.
+    Returns:
+        Boolean, broadcastable to [B, H, Sq, Sk]; None where nothing is hidden.
+    """
+    parts: list[Tensor] = []
+    if mask_type == "arbitrary":
+        assert isinstance(mask, Tensor)
+        parts.append(_four(mask))
+    elif mask is not None:
+        of_queries, of_keys = both(mask)
+        parts += [of_queries[:, None, :, None], of_keys[:, None, None, :]]
+    if ragged is not None:
+        of_queries, of_keys = ragged.sequence_of_tokens(shape[2], shape[3], device)
+        parts.append((of_queries[:, None] != of_keys)[None, None])
+    left, right = bounds(mask_type, window)
+    if left >= 0 or right >= 0 or chunk is not None:
+        ahead = ahead_of_query(mask_type, mask, shape, device, ragged)
+        if right >= 0:
+            parts.append(ahead > right)
+        if left >= 0:
+            parts.append(ahead < -left)
+        if chunk is not None:
+            of_keys = positions_of_keys(mask_type, mask, shape, device, ragged)
+            parts.append(of_keys // chunk != (of_keys - ahead) // chunk)
+    whole = None
+    for part in parts:
+        whole = part if whole is None else whole | part
+    return whole
+
+
+def runs_of_keys(
+    mask_type: str,
+    window: Window | None,
+    queries: int,
+    keys: int,
+    device: torch.device | str | None = None,
+    ragged: RaggedLayout | None = None,
+    chunk: int | None = None,
+) -> Tensor | None:
+    """int32 [2, Sq]: the first key that each query sees, and one past the last, where no tensor masks; None for all.
+
+    Neither falls from one query to the next; a query whose two are equal sees nothing.
+    """
+    left, right = bounds(mask_type, window)
+    bottom_right = mask_type.endswith("bottom_right")
+    if ragged is not None:
+        where, _ = ragged.positions(queries, keys, bottom_right, device)
+        sequence, _ = ragged.sequence_of_tokens(queries, keys, device)
+        ends = ragged.of_keys.to(device)
+        start, length = ends[sequence], ends.diff()[sequence]
+    elif left < 0 and right < 0 and chunk is None:
+        return None
+    else:
+        where = torch.arange(queries, dtype=torch.int64, device=device) + (keys - queries) * bottom_right
+        start, length = torch.zeros_like(where), torch.full_like(where, keys)
+    first = torch.zeros_like(where) if left < 0 else where - left
+    last = length if right < 0 else where + right + 1
+    if chunk is not None:
+        begin = where // chunk * chunk
+        first, last = torch.maximum(first, begin), torch.minimum(last, begin + chunk)
+    first, last = (start + torch.minimum(end.clamp(min=0), length) for end in (first, last))
+    return torch.stack((first, last)).int()
+
+
+def outside_of(runs: Tensor, keys: int) -> Tensor:
+    """`hidden` of `runs_of_keys`, [1, 1, Sq, Sk]."""
+    every = torch.arange(keys, dtype=torch.int32, device=runs.device)
+    return ((every < runs[0][:, None]) | (every >= runs[1][:, None]))[None, None]
+
+
+def ahead_of_query(
+    mask_type: str,
+    mask: Mask | None,
+    shape: tuple[int, int, int, int],
+    device: torch.device | str | None = None,
+    ragged: RaggedLayout | None = None,
+) -> Tensor:
+    """How many positions each key lies after each query, [B or 1, 1, Sq, Sk], as the mask type aligns them.
+
+    Top left, query 0 stands at key 0; bottom right, the last query stands at the last key, padding not counted.
+    """
+    _, _, queries, keys = shape
+    bottom_right = mask_type.endswith("bottom_right")
+    if ragged is not None:
+        of_queries, of_keys = ragged.positions(queries, keys, bottom_right, device)
+        return (of_keys - of_queries[:, None])[None, None]
+    of_keys, of_queries = (torch.arange(n, dtype=torch.int64, device=device) for n in (keys, queries))
+    ahead = of_keys - of_queries[:, None]
+    if not bottom_right:
+        return ahead[None, None]
+    if mask is None:
+        return ahead[None, None] - (keys - queries)
+    padded_queries, padded_keys = both(mask)
+    shift = (~padded_keys).sum(-1) - (~padded_queries).sum(-1)
+    return ahead[None, None] - shift[:, None, None, None]
+
+
+def positions_of_keys(
+    mask_type: str,
+    mask: Mask | None,
+    shape: tuple[int, int, int, int],
+    device: torch.device | str | None = None,
+    ragged: RaggedLayout | None = None,
+) -> Tensor:
+    """Where keys stand, counted from the first one that is no padding, [B or 1, 1, 1, Sk]: chunks begin by it."""
+    if ragged is not None:
+        return ragged.positions(shape[2], shape[3], False, device)[1][None, None, None]
+    every = torch.arange(shape[3], dtype=torch.int64, device=device)
+    if mask is None or mask_type == "arbitrary":
+        return every[None, None, None]
+    return (every - leading_padding(mask)[:, None])[:, None, None]
+
+
+def leading_padding(mask: Mask) -> Tensor:
+    """How many keys before the first real one are padding, int64 [B]."""
+    return both(mask)[1].long().cumprod(-1).sum(-1)
+
+
+def alibi(slopes: Tensor, ahead: Tensor) -> Tensor:
+    """float32 -slope × distance, [B or 1, H, Sq, Sk], of slopes [H] or [B, H]."""
+    return -slopes.float().reshape(-1, slopes.shape[-1], 1, 1) * ahead.abs()
+
+
+def bounds(mask_type: str, window: Window | None) -> Window:
+    """The window with what a causal mask hides: nothing ahead."""
+    left, right = window or OPEN
+    return (left, 0) if MASKS[mask_type][1] else (left, right)
+
+
+def simplify(
+    mask_type: str, window: Window | None, queries: int, keys: int, aligned: bool = False
+) -> tuple[str, Window | None]:
+    """The plainest mask type and window that hide the same, for masks whose alignment is known by the lengths.
+
+    Args:
+        aligned: something else, ALiBi or chunks, goes by positions too: the mask type still has to say how they align.
+    """
+    if mask_type not in ("none", "causal", "causal_bottom_right"):
+        return mask_type, window
+    shift = keys - queries if mask_type == "causal_bottom_right" else 0
+    left, right = window or OPEN
+    if left >= queries - 1 + shift:
+        left = -1
+    if right >= keys - 1 - shift:
+        right = -1
+    if mask_type == "causal_bottom_right":
+        if queries == keys:
+            mask_type = "causal"
+        elif queries == 1 and left < 0 and not aligned:
+            mask_type = "none"
+    if mask_type != "none":
+        right = -1
+    return mask_type, None if (left, right) == OPEN else (left, right)
+
+
+def both(mask: Mask) -> tuple[Tensor, Tensor]:
+    """The padding (of queries, of keys)."""
+    return mask if isinstance(mask, tuple) else (mask, mask)
+
+
+def check_mask(
+    mask_type: str, mask: Mask | None, window: Window | None, shape: tuple[int, int, int, int], ragged: bool
+) -> None:
+    """Raise a ValueError that says what does not fit."""
+    if ragged and mask_type in MASKS and mask_type.startswith("padding"):
+        plain = mask_type.removeprefix("padding").removeprefix("_") or "none"
+        raise ValueError(f"ragged tokens have no padding: cu_seqlens says where sequences end; give {plain!r}")
+    check_type(mask_type, mask is not None)
+    check_window(mask_type, window)
+    for part in mask if isinstance(mask, tuple) else () if mask is None else (mask,):
+        if not isinstance(part, Tensor) or part.dtype is not torch.bool:
+            kind = part.dtype if isinstance(part, Tensor) else f"a {type(part).__name__}"
+            raise ValueError(
+                f"the mask is {kind}; a mask is a boolean tensor, True where masked out: give an additive one as `bias`"
+            )
+    if mask_type == "arbitrary":
+        if not isinstance(mask, Tensor):
+            raise ValueError("an arbitrary mask is one tensor, broadcastable to [B, H, Sq, Sk]; a pair is for padding")
+        check_fits("mask", mask, shape)
+    elif mask is not None:
+        _check_padding(mask, shape)
+
+
+def check_chunk(chunk: int | None) -> None:
+    """Raise a ValueError unless it is a number of positions, or None."""
+    if chunk is not None and (not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1):
+        raise ValueError(f"chunk is {chunk!r}; give a number of positions above 0, or None for one chunk")
+
+
+def check_fits(name: str, x: Tensor, shape: tuple[int, int, int, int]) -> None:
+    """Raise unless x is a tensor that broadcasts to the scores."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"the {name} is a {type(x).__name__}; give a tensor that broadcasts to [B, H, Sq, Sk]")
+    ours = (1,) * (4 - x.dim()) + tuple(x.shape)
+    if len(ours) != 4 or any(a != 1 and a != b for a, b in zip(ours, shape, strict=True)):
+        raise ValueError(
+            f"the {name} has shape {list(x.shape)}, which does not broadcast to [B, H, Sq, Sk] = {list(shape)}: "
+            "queries by keys, the keys last"
+        )
+
+
+def _check_padding(mask: Mask, shape: tuple[int, int, int, int]) -> None:
+    batch, _, queries, keys = shape
+    if isinstance(mask, tuple) and len(mask) != 2:
+        raise ValueError(
+            f"the padding mask is {len(mask)} masks; give (mask of queries, mask of keys), or one for both"
+        )
+    for name, tokens, length in zip(("queries", "keys"), both(mask), (queries, keys), strict=True):
+        if tuple(tokens.shape) != (batch, length):
+            raise ValueError(
+                f"the padding mask of the {name} has shape {list(tokens.shape)}, expected [batch, {name}] = "
+                f"{[batch, length]}; give (mask of queries, mask of keys) where they differ"
+            )
+
+
+def _four(x: Tensor) -> Tensor:
+    return x.reshape((1,) * (4 - x.dim()) + tuple(x.shape))
+
+
+# ---- call ------------------------------------------------------------------------------------------------
+
+
+class AttentionCall(NamedTuple):
+    """The options beside q [B, H, Sq, D], k [B, G, Sk, D] and v [B, G, Sk, Dv]."""
+
+    mask_type: str = "none"
+    mask: Mask | None = None
+    window: Window | None = None
+    #: [1 or B, 1 or H, 1 or Sq, 1 or Sk], added to the scores.
+    bias: Tensor | None = None
+    #: [H] or [B, H].
+    alibi_slopes: Tensor | None = None
+    #: [H]: logits of one more column of the softmax, whose value is 0.
+    sinks: Tensor | None = None
+    scale: float = 1.0
+    soft_cap: float | None = None
+    dropout: float = 0.0
+    #: Not None where the batch is one of sequences laid end to end.
+    ragged: RaggedLayout | None = None
+    #: A query sees keys of its own run of so many positions alone.
+    chunk: int | None = None
+
+    def hidden(self, q: Tensor, k: Tensor) -> Tensor | None:
+        """True where masked out, broadcastable to [B, H, Sq, Sk]; None for nowhere."""
+        shape = scores_shape(q, k)
+        if self.mask is not None or self.ragged is not None or not _keepable(q):
+            return hidden(self.mask_type, self.mask, self.window, shape, q.device, self.ragged, self.chunk)
+        return _by_position(self.mask_type, self.window, self.chunk, *shape[2:], q.device, capture.stream_of(q.device))
+
+    def runs(self, q: Tensor, k: Tensor) -> Tensor | None:
+        """`runs_of_keys` of these, where no tensor masks; None where every query sees every key."""
+        return runs_of_keys(self.mask_type, self.window, q.shape[2], k.shape[2], q.device, self.ragged, self.chunk)
+
+    def whole_bias(self, q: Tensor, k: Tensor) -> Tensor | None:
+        """The bias and that of ALiBi, broadcastable to [B, H, Sq, Sk]; None for neither."""
+        if self.alibi_slopes is None:
+            return self.bias
+        ahead = ahead_of_query(self.mask_type, self.mask, scores_shape(q, k), q.device, self.ragged)
+        slopes = alibi(self.alibi_slopes, ahead)
+        return slopes if self.bias is None else self.bias + slopes
+
+
+def _keepable(q: Tensor) -> bool:
+    """Whether what is made now may serve later calls: nothing traced or faked, nor what only a CUDA graph fills."""
+    if is_tracing() or type(q) is not Tensor:
+        return False
+    return not capture.as_captured(q.device)
+
+
+@lru_cache(2)
+@unseen
+def _by_position(
+    mask_type: str,
+    window: Window | None,
+    chunk: int | None,
+    queries: int,
+    keys: int,
+    device: torch.device,
+    stream: int,
+) -> Tensor | None:
+    """`hidden` of what does not depend on tokens, [1, 1, Sq, Sk]: the layers of a model share one for backward.
+
+    Each stream has its own: another does not wait for the one that makes it.
+    """
+    with torch.inference_mode(False):
+        return hidden(mask_type, None, window, (1, 1, queries, keys), device, chunk=chunk)
+
+
+def scores_shape(q: Tensor, k: Tensor) -> tuple[int, int, int, int]:
+    """(B, H, Sq, Sk)."""
+    return q.shape[0], q.shape[1], q.shape[2], k.shape[2]

@@ -1,0 +1,463 @@
+"""Rotary positions: pairs of a head's features turn by an angle that grows with the position.
+
+Source: Su et al. 2021, arXiv:2104.09864; turning only the first features is GPT-NeoX's.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quaver.recipes.text import check_name
+from quaver.torch.backends.gpu import capture
+from quaver.torch.nn.attention import rope_scaling
+from quaver.torch.numerics.rounding import is_tracing
+from quaver.torch.numerics.versions import has_reliable_version
+from quaver.torch.operations import ops
+from quaver.torch.operations.autograd import forward_level, transforms_active
+from quaver.torch.operations.operation import Implementation, Operation
+from quaver.torch.operations.selecting import unseen
+
+# ---- positions -------------------------------------------------------------------------------------------
+# Where tokens stand: the positions that rotary embeddings turn by, by layout, and queries that grow with them.
+
+#: The layouts by name, and how many axes x has.
+LAYOUTS = {"bshd": 4, "sbhd": 4, "thd": 3}
+
+
+def positions_of(
+    x: Tensor, layout: str, positions: Tensor | None, offset: int | Tensor, cu_seqlens: Tensor | None
+) -> Tensor:
+    """Positions in the axes of x before its heads, 1 where they are the same for all."""
+    if layout == "thd":
+        return _ragged(x, positions, offset, cu_seqlens)
+    batch, tokens = x.shape[:2] if layout == "bshd" else (x.shape[1], x.shape[0])
+    if cu_seqlens is not None:
+        raise ValueError(f"cu_seqlens is for layout 'thd', and this is {layout!r}; leave it out")
+    if positions is None:
+        start = 0 if isinstance(offset, Tensor) else offset
+        positions = torch.arange(start, start + tokens, dtype=torch.int64, device=x.device)
+        shift: int | Tensor = offset if isinstance(offset, Tensor) else 0
+    else:
+        shift = offset
+    if positions.shape not in ((tokens,), (batch, tokens)):
+        raise ValueError(
+            f"positions have shape {tuple(positions.shape)}; x {tuple(x.shape)} in layout {layout!r} needs "
+            f"{(tokens,)} or {(batch, tokens)}"
+        )
+    if isinstance(shift, Tensor) and shift.dim():
+        if shift.shape != (batch,):
+            raise ValueError(f"offset has shape {tuple(shift.shape)}; give a number, or one for each of {batch}")
+        shift = shift[:, None]
+    if isinstance(shift, Tensor) or shift:
+        positions = positions + shift
+    if layout == "bshd":
+        return positions
+    return positions.t() if positions.dim() == 2 else positions[:, None]
+
+
+def tempered(q: Tensor, positions: Tensor, gain: float, length: int) -> Tensor:
+    """Queries [..., heads, D] times 1 + gain log(1 + floor((p + 1) / length)), p their positions [...], in float32.
+
+    Exact: eager and compiled alike but for the logarithm's last bit. Source: Nakanishi 2025, arXiv:2501.19399.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    factor = torch.log1p(torch.floor((positions.to(wide) + 1) / length)) * gain + 1
+    return (q * factor[..., None, None]).to(q.dtype)
+
+
+def _ragged(x: Tensor, positions: Tensor | None, offset: int | Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Positions [T] of sequences one after the other."""
+    tokens = x.shape[0]
+    if positions is not None and positions.shape != (tokens,):
+        raise ValueError(
+            f"positions have shape {tuple(positions.shape)}; x {tuple(x.shape)} in 'thd' needs {(tokens,)}"
+        )
+    several = isinstance(offset, Tensor) and offset.dim() == 1
+    if cu_seqlens is None:
+        if positions is None or several:
+            raise ValueError("layout 'thd' needs cu_seqlens, where each sequence begins; or positions of every token")
+        return positions + offset
+    _check_lengths(cu_seqlens, tokens)
+    counted = torch.arange(tokens, dtype=torch.int64, device=x.device)
+    # The last start that is not above the token; empty sequences share theirs with the next.
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), counted, right=True)
+    if positions is None:
+        positions = counted - cu_seqlens[sequence]
+    if several:
+        assert isinstance(offset, Tensor)
+        if offset.shape[0] != cu_seqlens.shape[0] - 1:
+            raise ValueError(f"offset has {offset.shape[0]} numbers for {cu_seqlens.shape[0] - 1} sequences; one each")
+        return positions + offset[sequence]
+    return positions + offset
+
+
+def _check_lengths(cu_seqlens: Tensor, tokens: int) -> None:
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.is_floating_point():
+        raise ValueError(
+            f"cu_seqlens has shape {tuple(cu_seqlens.shape)}, {cu_seqlens.dtype}; give int [sequences + 1]"
+        )
+    # Reading them on a GPU would wait for it.
+    if not cu_seqlens.is_cpu or is_tracing():
+        return
+    ends = cu_seqlens.tolist()
+    if ends[0] != 0 or ends[-1] != tokens or ends != sorted(ends):
+        raise ValueError(f"cu_seqlens is {ends}; it must ascend from 0 to the number of tokens, {tokens}")
+
+
+# ---- rotary ----------------------------------------------------------------------------------------------
+# Turning pairs of features by angles, as plain functions of tensors.
+#
+# Cosines and sines stand at both places of their pair, a sine negative at the first one, so that turning is
+# x * cos + partner(x) * sin: a few operations whatever the pairs are, of which autograd keeps cos and sin alone.
+# Compiled, both the tables and the turning are opaque operators: Inductor's cosine, its fused multiply-add on a GPU and
+# its skipped rounding to bf16 would give other bits than eager mode. On a GPU one kernel turns queries and keys, with
+# the bits of the plain formula.
+#
+# Source: Su et al. 2021, arXiv:2104.09864.
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """x * cos + partner(x) * sin for the first features of x, as many as the tables have; the rest stay.
+
+    Args:
+        x: [..., D].
+        cos: float32, broadcastable to [..., turning]: the cosine of a pair's angle, at both of its places.
+        sin: the same of the sine, negative at the first place. `RotaryEmbedding.tables` makes both.
+        interleaved: pairs are neighbours (0, 1), (2, 3) ...; else feature i goes with i + turning / 2.
+    Returns:
+        [..., D] in x's dtype, contiguous, computed in float32 and rounded once, gradients too.
+    Exact: the bits of eager mode, compiled too.
+    """
+    return TURN(x, None, cos, sin, interleaved, False)[0]
+
+
+def apply_rotary_to_both(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`apply_rotary` of queries and keys that stand at the same positions: one launch on a GPU. Exact: its bits."""
+    if q.shape[:-2] != k.shape[:-2] or q.shape[-1] != k.shape[-1]:
+        return apply_rotary(q, cos, sin, interleaved), apply_rotary(k, cos, sin, interleaved)
+    q, k = TURN(q, k, cos, sin, interleaved, False)
+    return q, k
+
+
+def apply_rotary_to_parts(x: Tensor, heads: int, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, ...]:
+    """q and k, turned as by `apply_rotary`, and v, of x [..., all their heads, D]: one launch on a GPU, there and back.
+
+    Args:
+        heads: those of q, which come first; k and v have half of the others each.
+    """
+    return TURN_PARTS(x, heads, cos, sin, interleaved)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
+    """One way or back. Plain operations: autograd, torch.func and double backward follow them."""
+    turning = cos.shape[-1]
+    wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+    if turning != x.shape[-1]:
+        wide = wide[..., :turning]
+    if interleaved:
+        partner = wide.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    else:
+        partner = wide.roll(turning // 2, -1)
+    transposed = wide * cos
+    transposed = transposed - partner * sin if back else transposed + partner * sin
+    if turning != x.shape[-1]:
+        return torch.cat([transposed.to(x.dtype), x[..., turning:]], dim=-1).contiguous()
+    transposed = transposed if x.dtype is transposed.dtype else transposed.to(x.dtype)
+    return transposed.contiguous()
+
+
+def _not_launched(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *_: Any) -> str:
+    """Why no kernel turns these where kernels run, or ""."""
+    for x in (q,) if k is None else (q, k):
+        if x.is_meta or type(x) is not Tensor or cos.device != x.device:
+            return "the kernel takes plain tensors on one GPU"
+    if cos.requires_grad or sin.requires_grad:
+        return "the kernel gives cosines and sines no gradient"
+    if transforms_active() or forward_level() >= 0:
+        return "torch.func and forward mode see no kernel"
+    return _KERNEL.reason(q, k, cos, sin)
+
+
+class _FusedRotaryFunction(torch.autograd.Function):
+    """Heads turned by the kernel, whose gradients are turned back by it, and so on: queries, and keys if there are any;
+    or, if it is said how many heads are q's, one tensor to q, k and v, or those back to it."""
+
+    @staticmethod
+    @unseen
+    def forward(
+        ctx: Any, heads: int | None, cos: Tensor, sin: Tensor, interleaved: bool, back: bool, *x: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        ctx.save_for_backward(cos, sin)
+        ctx.constants = heads, interleaved, not back
+        x = tuple(one if one is None or one.stride(-1) == 1 else one.contiguous() for one in x)
+        transposed: tuple[Tensor | None, ...]
+        if heads is None:
+            transposed = _KERNEL.run(*x, cos, sin, interleaved, back)
+        else:
+            transposed = _PARTS.run(x, heads, cos, sin, interleaved)
+        return transposed
+
+    @staticmethod
+    def backward(ctx: Any, *gs: Tensor | None) -> Any:
+        heads, *how = ctx.constants
+        return *(None,) * 5, *_FusedRotaryFunction.apply(heads, *ctx.saved_tensors, *how, *gs)
+
+
+def _plain_parts(x: Tensor, heads: int, *tables: Any) -> tuple[Tensor, ...]:
+    groups = (x.shape[-2] - heads) // 2
+    q, k, v = x.split((heads, groups, groups), -2)
+    # Of x backward will need v alone: a copy lets the rest go.
+    return *TURN(q, k, *tables, False), v.contiguous() if torch.is_grad_enabled() else v
+
+
+class _RotaryFunction(torch.autograd.Function):
+    """The opaque turning, whose gradient is the turning back."""
+
+    @staticmethod
+    @unseen
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.constants = interleaved, back
+        transposed: Tensor = TURN.operator(x, cos, sin, interleaved, back)
+        return transposed
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        cos, sin = ctx.saved_tensors
+        interleaved, back = ctx.constants
+        return TURN.operator(g, cos, sin, interleaved, not back), None, None, None, None
+
+
+def _tables(where: Tensor, rows: Tensor, length: int, text: str, interleaved: bool) -> tuple[Tensor, Tensor]:
+    frequencies = rope_scaling.parse(text)
+    longest: int | Tensor = length
+    if length < 0 and frequencies.by_length:
+        longest = where.max() + 1 if where.numel() else 0
+    angle = where.float()[..., None, None] * frequencies.at(rows.to(where.device), longest)
+    cos, sin = angle.cos(), angle.sin()
+    if frequencies.attention_factor != 1:
+        cos, sin = cos * frequencies.attention_factor, sin * frequencies.attention_factor
+    if interleaved:
+        return torch.stack([cos, cos], -1).flatten(-2), torch.stack([-sin, sin], -1).flatten(-2)
+    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+
+
+def _plain(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, back: bool
+) -> tuple[Tensor, Tensor | None]:
+    return _turn(q, cos, sin, interleaved, back), None if k is None else _turn(k, cos, sin, interleaved, back)
+
+
+def _traced(q: Tensor, k: Tensor | None, *options: Any) -> tuple[Tensor, Tensor | None]:
+    return _RotaryFunction.apply(q, *options), None if k is None else _RotaryFunction.apply(k, *options)
+
+
+def _kernel(x: Tensor, *options: Any) -> Tensor:
+    return TURN.eager(x, None, *options)[0]
+
+
+def _fake(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _tables_fake(where: Tensor, rows: Tensor, length: int, text: str, interleaved: bool) -> tuple[Tensor, Tensor]:
+    shape = (*where.shape, 1, 2 * rows.shape[1])
+    return where.new_empty(shape, dtype=torch.float32), where.new_empty(shape, dtype=torch.float32)
+
+
+_KERNEL = Implementation("triton", f"{ops.GPU}.norm:turn", f"{ops.GPU}.norm:reason")
+_PARTS = Implementation("triton", f"{ops.GPU}.norm:turn_parts")
+#: (q, k of the same tokens or None, cos, sin, interleaved, whether to turn back) to both, turned.
+TURN: Operation[tuple[Tensor, ...]] = Operation(
+    "turn(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool back) -> Tensor",
+    [
+        Implementation(
+            "triton",
+            lambda q, k, *tables: _FusedRotaryFunction.apply(None, *tables, q, k),
+            _not_launched,
+            ops.no_kernels,
+        ),
+        Implementation("reference", _plain),
+    ],
+    fake=_fake,
+    kernel=_kernel,
+    traced=_traced,
+)
+#: (all heads of q, k and v, how many are q's, cos, sin, interleaved) to q and k, turned, and v.
+TURN_PARTS: Operation[tuple[Tensor, ...]] = Operation(
+    "turn_parts",
+    [
+        Implementation(
+            "triton",
+            lambda x, heads, *tables: _FusedRotaryFunction.apply(heads, *tables, False, x),
+            lambda x, _, *tables: _not_launched(x, None, *tables),
+            ops.no_kernels,
+        ),
+        Implementation("reference", _plain_parts),
+    ],
+    traced=_plain_parts,
+)
+#: (positions [...], `Frequencies.rows` [n, turning / 2], the length of the longest sequence for frequencies that go by
+#: it or -1 to take the largest position's, `Frequencies.text`, interleaved as `apply_rotary`) to what that takes: cos
+#: and sin float32 [..., 1, turning], the 1 for the heads. Exact: eager's bits, compiled too.
+TABLES: Operation[tuple[Tensor, Tensor]] = Operation(
+    "rotary_tables(Tensor where, Tensor rows, SymInt length, str text, bool interleaved) -> (Tensor cos, Tensor sin)",
+    _tables,
+    fake=_tables_fake,
+)
+
+
+# ---- embedding -------------------------------------------------------------------------------------------
+
+__all__ = ["RotaryEmbedding", "apply_rotary"]
+
+#: How many tables a module keeps: a model rarely turns by more than two kinds of positions in one step.
+KEPT = 4
+
+
+class RotaryEmbedding(nn.Module):
+    """Turns queries or keys by their positions. No parameters and nothing in the state dict; layers may share one.
+
+    Args:
+        head_dim: D, the features of a head.
+        theta: base of the frequencies.
+        fraction: of the D features that turn, the first ones; the rest stay.
+        interleaved: pairs are neighbours (0, 1), (2, 3) ...; else feature i goes with i + half.
+        scaling: Hugging Face's `rope_parameters`: {"rope_type": "yarn", "factor": 4.0, ...}; its rope_theta and
+            partial_rotary_factor, where given, are used instead of theta and fraction.
+        max_positions: Hugging Face's max_position_embeddings, the length trained with.
+        device: of the frequencies, which stay float32 whatever the model is cast to.
+    Raises:
+        ValueError: an unknown rope_type, a missing or unknown key, an odd number of features that would turn.
+    Bounded: relative RMS 1e-6 of float64 in float32, for positions whose angles float32 holds.
+    """
+
+    inverse_frequency: Tensor
+
+    def __init__(
+        self,
+        head_dim: int,
+        *,
+        theta: float = 10_000.0,
+        fraction: float = 1.0,
+        interleaved: bool = False,
+        scaling: dict[str, Any] | None = None,
+        max_positions: int | None = None,
+        device: Any = None,
+    ) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.interleaved = interleaved
+        self.frequencies = rope_scaling.frequencies(head_dim, theta, fraction, scaling, max_positions)
+        self.register_buffer("inverse_frequency", self.frequencies.rows(device), persistent=False)
+        self._text = self.frequencies.text
+        self._kept: dict[Any, tuple[Tensor, Tensor, Any]] = {}
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        positions: Tensor | None = None,
+        offset: int | Tensor = 0,
+        layout: str = "bshd",
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """Turn queries or keys.
+
+        Args:
+            x: [B, S, H, D] in layout "bshd", [S, B, H, D] in "sbhd", [T, H, D] in "thd".
+            positions: [S] or [B, S], and [T] in thd; None counts 0, 1, 2 ..., in thd from each sequence's start.
+            offset: added to the positions, a number or [B]: how many tokens stand before, in a cache for example.
+            layout: one of `LAYOUTS`.
+            cu_seqlens: int [B + 1], for thd: where each sequence begins, and T.
+        Returns:
+            x's shape and dtype.
+        Raises:
+            ValueError: shapes that do not fit.
+        """
+        cos, sin = self.tables(x, positions=positions, offset=offset, layout=layout, cu_seqlens=cu_seqlens)
+        return apply_rotary(x, cos, sin, self.interleaved)
+
+    def tables(
+        self,
+        x: Tensor,
+        *,
+        positions: Tensor | None = None,
+        offset: int | Tensor = 0,
+        layout: str = "bshd",
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(cos, sin) for `apply_rotary`, float32, broadcastable to x; arguments as of `forward`."""
+        if (
+            isinstance(positions, list | tuple)
+            or isinstance(offset, list | tuple)
+            or isinstance(cu_seqlens, list | tuple)
+        ):
+            raise ValueError("positions, offset and cu_seqlens of rope are tensors (offset may be a number), not lists")
+        if is_tracing() or type(x) is not Tensor or capture.as_captured(x.device):
+            return self._build(x, positions, offset, layout, cu_seqlens)
+        given = positions, offset, cu_seqlens
+        tensors = tuple(t for t in given if isinstance(t, Tensor))
+        if not all(type(t) is Tensor and has_reliable_version(t) for t in tensors):
+            return self._build(x, positions, offset, layout, cu_seqlens)
+        versions = tuple(t._version for t in tensors)
+        numbers = (id(t) if isinstance(t, Tensor) else t for t in given)
+        # Another stream does not wait for the one that makes them.
+        key = (x.shape[:-2], x.shape[-1], layout, x.device, capture.stream_of(x.device), versions, *numbers)
+        kept = self._kept.get(key)
+        if kept is None:
+            # Saved for backward later on, so they must not be inference tensors.
+            with torch.inference_mode(False), torch.no_grad():
+                fresh = unseen(self._build)(x, positions, offset, layout, cu_seqlens)
+            # The tensors stay with the entry, so that their ids are not given to others.
+            kept = self._kept[key] = (*fresh, tensors)
+            if len(self._kept) > KEPT:
+                del self._kept[next(iter(self._kept))]
+        return kept[0], kept[1]
+
+    def _build(
+        self, x: Tensor, positions: Tensor | None, offset: int | Tensor, layout: str, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        self._check(x, layout)
+        where = positions_of(x, layout, _to(x, positions), _to(x, offset), _to(x, cu_seqlens))
+        length = -1
+        if positions is None and not isinstance(offset, Tensor) and layout != "thd":
+            length = offset + x.shape[0 if layout == "sbhd" else 1]
+        if self.inverse_frequency.is_meta and not x.is_meta:
+            # Nothing in a checkpoint fills them, and load_state_dict(assign=True) leaves them where they were.
+            self.inverse_frequency = self.frequencies.rows(x.device)
+        return TABLES(where, self.inverse_frequency, length, self._text, self.interleaved)
+
+    def _check(self, x: Tensor, layout: str) -> None:
+        check_name("layout", layout, LAYOUTS)
+        if x.dim() != LAYOUTS[layout] or x.shape[-1] != self.head_dim:
+            raise ValueError(
+                f"rope with layout {layout!r} takes {', '.join(layout.upper())} with D = {self.head_dim}, "
+                f"and got a tensor of shape {tuple(x.shape)}"
+            )
+
+    def reset_parameters(self) -> None:
+        """Fill the frequencies where they are."""
+        self.inverse_frequency = self.frequencies.rows(self.inverse_frequency.device)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Move, but neither round the frequencies nor leave them uninitialized."""
+        super()._apply(fn, recurse)
+        self._kept = {}
+        self.reset_parameters()
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": {}}
+
+    def extra_repr(self) -> str:
+        f = self.frequencies
+        scaled = "" if f.rope_type == "default" else f", {f.rope_type}"
+        return f"{self.head_dim}, turning={f.dim}, theta={f.theta:g}, interleaved={self.interleaved}{scaled}"
+
+
+def _to(x: Tensor, given: Any) -> Any:
+    return given.to(x.device) if isinstance(given, Tensor) else given

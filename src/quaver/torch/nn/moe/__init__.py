@@ -1,0 +1,1 @@
+"""Mixture of experts: routing, permutation of tokens, and the layers."""

@@ -1,0 +1,90 @@
+"""Parameters of a block's parts that are the block's own, too, by other names: another library's, or a checkpoint's."""
+
+from typing import Any
+
+from torch import nn
+
+
+class AliasedParameters(nn.Module):
+    """Mixed into a block: parameters of its parts are its own, by names of its own.
+
+    A state dict and `named_parameters` have those names, and setting an attribute sets the part's parameter. What is
+    not named, such as what recipes record, stays the parts' own.
+    """
+
+    #: The part and the name in it of each parameter.
+    lent: dict[str, tuple[str, str]]
+    #: Parts that are not to be replaced.
+    fixed: tuple[str, ...] = ()
+
+    def rename(self, names: dict[str, tuple[str, str]], fixed: tuple[str, ...] = ()) -> None:
+        """Begin, at the end of a constructor.
+
+        Args:
+            names: the part and the name in it of each parameter; what a part has not is left out.
+            fixed: parts that are not to be replaced, since what uses the block reads their parameters here.
+        """
+        has = {name: (part, key) for name, (part, key) in names.items() if self.held(part, key) is not None}
+        self.__dict__.update(lent=has, fixed=fixed)
+        self._borrow()
+        self.register_state_dict_post_hook(_rename)
+        self.register_load_state_dict_post_hook(_loaded)
+
+    def held(self, part: str, key: str) -> nn.Parameter | None:
+        """A part's parameter; None where there is none."""
+        module = self._modules.get(part)
+        return None if module is None else module._parameters.get(key)
+
+    def _borrow(self) -> None:
+        for name, (part, key) in self.lent.items():
+            self._parameters[name] = self.held(part, key)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        at = self.__dict__.get("lent", {}).get(name)
+        if at is None:
+            if name in self.__dict__.get("fixed", ()) and self._modules.get(name) is not value:
+                raise ValueError(f"{type(self).__name__}.{name} has the module's weight: replace the module itself")
+            super().__setattr__(name, value)
+        else:
+            setattr(self._modules[at[0]], at[1], value)
+            self._borrow()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self._parameters.clear()
+        try:
+            return super()._apply(fn, recurse)
+        finally:
+            self._borrow()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The parts have the parameters, and know how codes are pickled.
+        return {**self.__dict__, "_parameters": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._borrow()
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: list[str], *args: Any
+    ) -> None:
+        for name, (part, key) in self.lent.items():
+            if prefix + name not in state_dict:
+                missing.append(prefix + name)
+            # What is missing stays as it is.
+            state_dict[f"{prefix}{part}.{key}"] = state_dict.pop(prefix + name, self.held(part, key))
+        self._parameters.clear()
+        try:
+            super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *args)
+        finally:
+            self._borrow()
+
+
+def _rename(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    for name, (part, key) in module.lent.items():
+        inner = f"{prefix}{part}.{key}"
+        if inner in state:
+            state[prefix + name] = state.pop(inner)
+
+
+def _loaded(module: Any, _: Any) -> None:
+    module._borrow()

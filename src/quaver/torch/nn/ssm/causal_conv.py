@@ -1,0 +1,321 @@
+"""The short causal convolution before a scan: each channel by itself, over its last few tokens, and its activation.
+
+    z_t = bias + Σ_k weight[:, k] x_(t-K+1+k),    y = activation(z)
+
+Backward keeps x and makes z again. Source: Gu and Dao 2023, arXiv:2312.00752 §3.4.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quaver.options import checks
+from quaver.torch.nn.activation import ACTIVATIONS, alone, get_activation
+from quaver.torch.nn.attention.inputs import lengths_of
+from quaver.torch.operations import ops
+from quaver.torch.operations.operation import Implementation, Operation
+
+# ---- convolution -----------------------------------------------------------------------------------------
+
+SENTENCE = (
+    "this convolution has no derivative beyond its own backward, which is written by hand (no second derivative, no "
+    "torch.func): use torch.nn.functional.conv1d there"
+)
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str = "silu",
+    initial: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """The depthwise convolution of x with the tokens before, and an activation, in float32, rounded once.
+
+    Args:
+        x: [B, T, channels]; with cu_seqlens [T, channels].
+        weight: [channels, K], the last tap for the token itself. bias: [channels].
+        activation: a row of `ACTIVATIONS` of one tensor; "linear" is none.
+        initial: [B or sequences, K - 1, channels], the tokens before the first; None is zeros.
+        cu_seqlens: int [sequences + 1], where sequences laid end to end begin and end.
+    Returns:
+        x's shape and dtype.
+    Raises:
+        ValueError: shapes that do not fit, an activation that is gated or unknown.
+    Bounded: in float32 1e-6 relative RMS of float64, outputs and gradients. NaN stays within the K tokens that read it.
+    """
+    if get_activation(activation).gated:
+        raise ValueError(f"activation {activation!r} takes two tensors; give one of a single tensor, such as 'silu'")
+    dims = 3 if cu_seqlens is None else 2
+    if x.dim() != dims or weight.dim() != 2 or weight.shape[0] != x.shape[-1] or not weight.shape[1]:
+        raise ValueError(
+            f"x is {list(x.shape)} and weight {list(weight.shape)}; give [B, T, channels], or with cu_seqlens "
+            "[T, channels], and [channels, K]"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias is {list(bias.shape)}; give [channels] = {list(weight.shape[:1])}")
+    if cu_seqlens is not None:
+        lengths_of(cu_seqlens, x.shape[0])
+        x = x.unsqueeze(0)
+    sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    before = sequences, weight.shape[1] - 1, x.shape[2]
+    if initial is not None and initial.shape != before:
+        raise ValueError(f"initial is {list(initial.shape)}; give [sequences, K - 1, channels] = {list(before)}")
+    y: Tensor = alone(Convolution(activation), SENTENCE, x, weight, bias, initial, cu_seqlens)
+    return y if cu_seqlens is None else y.squeeze(0)
+
+
+def last_tokens(x: Tensor, taps: int, initial: Tensor | None = None) -> Tensor:
+    """What a convolution of so many taps reads of x [B, T, channels] when it goes on: [B, taps - 1, channels]."""
+    before = taps - 1
+    if x.shape[1] >= before:
+        return x[:, x.shape[1] - before :]
+    if initial is None:
+        return F.pad(x, (0, 0, before - x.shape[1], 0))
+    return torch.cat((initial[:, x.shape[1] :].to(x.dtype), x), 1)
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """The function of x [B, T, channels], weight, bias, initial and cu_seqlens, of which the last three may be None."""
+
+    activation: str
+
+    def forward(self, *tensors: Tensor | None) -> tuple[Tensor, Sequence[Tensor | None]]:
+        return FORWARD(*tensors, self.activation), tensors
+
+    def backward(self, g: Tensor, saved: Sequence[Any]) -> Sequence[Tensor | None]:
+        grads = BACKWARD(g, *saved, self.activation)
+        return *(grad if t is not None else None for grad, t in zip(grads, saved[:4], strict=True)), None
+
+
+class CausalConv1d(nn.Module):
+    """`causal_conv1d` with parameters of torch's names and shapes.
+
+    Args:
+        channels, taps: of the weight. bias: whether there is one.
+        activation: a row of `ACTIVATIONS` of one tensor.
+    Parameters: `weight` [channels, 1, taps], `bias` [channels].
+    Bounded: as the function.
+    """
+
+    @checks
+    def __init__(
+        self,
+        channels: int,
+        taps: int,
+        bias: bool = True,
+        *,
+        activation: str = "silu",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if channels < 1 or taps < 1:
+            raise ValueError(f"CausalConv1d of {channels} channels and {taps} taps computes nothing; give both above 0")
+        self.activation = activation
+        self.weight = nn.Parameter(torch.empty(channels, 1, taps, device=device, dtype=dtype))
+        self.register_parameter(
+            "bias", nn.Parameter(torch.empty(channels, device=device, dtype=dtype)) if bias else None
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As torch.nn.Conv1d's."""
+        bound = self.weight.shape[2] ** -0.5
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -bound, bound)
+
+    def forward(self, x: Tensor, initial: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+        """x [B, T, channels], or with cu_seqlens [T, channels], to the same; as `causal_conv1d`."""
+        options = {"activation": self.activation, "initial": initial, "cu_seqlens": cu_seqlens}
+        return causal_conv1d(x, self.weight.squeeze(1), self.bias, **options)  # type: ignore[arg-type]
+
+    def extra_repr(self) -> str:
+        channels, _, taps = self.weight.shape
+        return f"{channels}, {taps}, bias={self.bias is not None}, activation={self.activation!r}"
+
+
+class _PaddedRows:
+    """x with the tokens before each sequence put in front of it, wide: what the taps read, [B or 1, rows, channels]."""
+
+    def __init__(self, x: Tensor, weight: Tensor, initial: Tensor | None, cu_seqlens: Tensor | None) -> None:
+        self.wide = torch.promote_types(x.dtype, torch.float32)
+        self.taps = weight.to(self.wide).t().contiguous()
+        self.before = before = weight.shape[1] - 1
+        #: Where each sequence begins among the rows, and its length; None where the batch has one a row.
+        self.places: list[tuple[int, int]] | None = None
+        if cu_seqlens is None:
+            self.rows = F.pad(x.to(self.wide), (0, 0, before, 0))
+            if initial is not None:
+                self.rows[:, :before] = initial
+            return
+        lengths = lengths_of(cu_seqlens, x.shape[1])
+        assert lengths is not None
+        starts = [0, *accumulate(length + before for length in lengths)]
+        self.places = list(zip(starts, lengths, strict=False))
+        self.rows = x.new_zeros(1, starts[-1], x.shape[2], dtype=self.wide)
+        for n, ((start, length), part) in enumerate(zip(self.places, x[0].split(lengths), strict=True)):
+            if initial is not None:
+                self.rows[0, start : start + before] = initial[n]
+            self.rows[0, start + before : start + before + length] = part
+
+    @property
+    def outputs(self) -> int:
+        """Rows that have all their taps."""
+        return max(0, self.rows.shape[1] - self.before)
+
+    def convolved(self, bias: Tensor | None) -> Tensor:
+        """z, of all rows."""
+        n = self.outputs
+        z = self.rows[:, :n] * self.taps[0]
+        for k in range(1, self.before + 1):
+            z.addcmul_(self.rows[:, k : k + n], self.taps[k])
+        return z if bias is None else z.add_(bias.to(self.wide))
+
+    def picked(self, z: Tensor) -> Tensor:
+        """Those of the tokens."""
+        if self.places is None:
+            return z
+        return torch.cat([z[:, :0], *(z[:, start : start + length] for start, length in self.places)], 1)
+
+    def spread(self, g: Tensor) -> Tensor:
+        """The other way, zeros elsewhere."""
+        if self.places is None:
+            return g
+        spread = g.new_zeros(1, self.outputs, g.shape[2])
+        for (start, length), part in zip(self.places, g[0].split([n for _, n in self.places]), strict=True):
+            spread[0, start : start + length] = part
+        return spread
+
+    def parted(self, g: Tensor) -> tuple[Tensor, Tensor]:
+        """A gradient of the rows as that of x and that of what comes before."""
+        before = self.before
+        if self.places is None:
+            return g[:, before:], g[:, :before]
+        first = [g[:, start : start + before] for start, _ in self.places]
+        rest = [g[:, start + before : start + before + length] for start, length in self.places]
+        return torch.cat([g[:, :0], *rest], 1), torch.cat([g.new_zeros(0, before, g.shape[2]), *first])
+
+
+def _plain_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, initial: Tensor | None, cu_seqlens: Tensor | None, activation: str
+) -> Tensor:
+    rows = _PaddedRows(x, weight, initial, cu_seqlens)
+    z = rows.picked(rows.convolved(bias))
+    return ACTIVATIONS[activation].forward(z).to(x.dtype)
+
+
+def _plain_backward(
+    g: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial: Tensor | None,
+    cu_seqlens: Tensor | None,
+    activation: str,
+) -> list[Tensor]:
+    rows = _PaddedRows(x, weight, initial, cu_seqlens)
+    z = rows.picked(rows.convolved(bias))
+    (dz,) = ACTIVATIONS[activation].backward(g.to(rows.wide), z)
+    dz, n = rows.spread(dz), rows.outputs
+    of_rows, of_taps = torch.zeros_like(rows.rows), torch.empty_like(rows.taps)
+    for k in range(rows.before + 1):
+        of_rows[:, k : k + n].addcmul_(dz, rows.taps[k])
+        of_taps[k] = (dz * rows.rows[:, k : k + n]).sum((0, 1))
+    dx, before = rows.parted(of_rows)
+    nothing = x.new_empty(0)
+    return [
+        dx.to(x.dtype).contiguous(),
+        of_taps.t().to(weight.dtype).contiguous(),
+        nothing if bias is None else dz.sum((0, 1)).to(bias.dtype),
+        nothing if initial is None else before.to(initial.dtype).contiguous(),
+    ]
+
+
+def _fake_backward(g: Tensor, *given: Any) -> list[Tensor]:
+    return [g.new_empty(0) if t is None else t.new_empty(t.shape) for t in given[:4]]
+
+
+_TENSORS = "Tensor x, Tensor weight, Tensor? bias, Tensor? initial, Tensor? cu_seqlens, str activation"
+_KERNELS = f"{ops.GPU}.ssm"
+#: Of x [B, T, channels], with cu_seqlens of one row.
+FORWARD: Operation[Tensor] = Operation(
+    f"causal_conv1d({_TENSORS}) -> Tensor",
+    [
+        Implementation("triton", f"{_KERNELS}:forward", f"{_KERNELS}:reason", ops.no_kernels),
+        Implementation("reference", _plain_forward),
+    ],
+    fake=lambda x, *_: x.new_empty(x.shape),
+)
+#: (the gradient, what forward was given) to the gradients of x, weight, bias and initial, empty where there is none.
+BACKWARD: Operation[list[Tensor]] = Operation(
+    f"causal_conv1d_backward(Tensor g, {_TENSORS}) -> Tensor[]",
+    [
+        Implementation("triton", f"{_KERNELS}:backward", f"{_KERNELS}:reason_backward", ops.no_kernels),
+        Implementation("reference", _plain_backward),
+    ],
+    fake=_fake_backward,
+)
+
+
+# ---- sequences -------------------------------------------------------------------------------------------
+# Sequences laid end to end, and the chunks that a scan cuts them into: none has tokens of two sequences.
+
+
+class SequenceChunks(NamedTuple):
+    """Places for the tokens of all sequences, `size` to a chunk; a sequence's last chunk may have some to spare."""
+
+    size: int
+    #: By chunk: the sequence that begins with it, or -1; and the sequence that ends with it, or -1.
+    begins: list[int]
+    ends: list[int]
+    #: The token of each place, int64 [chunks · size]; None where they lie so anyway.
+    tokens: Tensor | None
+    #: bool [chunks, size], True where no token is; None where there is one everywhere.
+    spare: Tensor | None
+
+    def taken(self, x: Tensor, first: int, last: int, dtype: torch.dtype) -> Tensor:
+        """x [tokens, ...] in some chunks: [chunks, size, ...] in a dtype, 0 in places to spare."""
+        a, b, lead = first * self.size, last * self.size, (last - first, self.size)
+        if self.tokens is None:
+            return x[a:b].to(dtype).view(*lead, *x.shape[1:])
+        taken = x.index_select(0, self.tokens[a:b]).to(dtype).view(*lead, *x.shape[1:])
+        if self.spare is None:
+            return taken
+        return taken.masked_fill_(self.spare[first:last].view(*lead, *(1,) * (x.dim() - 1)), 0)
+
+    def put(self, out: Tensor, values: Tensor, first: int, last: int) -> None:
+        """Write values [chunks, size, ...] to their tokens in out [tokens, ...]."""
+        flat = values.reshape(-1, *values.shape[2:])
+        if self.tokens is None:
+            out[first * self.size : last * self.size].copy_(flat)
+            return
+        tokens = self.tokens[first * self.size : last * self.size]
+        if self.spare is not None:
+            there = (~self.spare[first:last]).flatten().nonzero().squeeze(1)
+            tokens, flat = tokens[there], flat[there]
+        out.index_copy_(0, tokens, flat.to(out.dtype))
+
+
+def chunks_of(lengths: Sequence[int], size: int, device: torch.device) -> SequenceChunks:
+    """The chunks of sequences that lie one after the other."""
+    counts = [-(-length // size) for length in lengths]
+    begins, ends = [-1] * sum(counts), [-1] * sum(counts)
+    for sequence, (count, last) in enumerate(zip(counts, accumulate(counts), strict=True)):
+        if count:
+            begins[last - count], ends[last - 1] = sequence, sequence
+    if all(length % size == 0 for length in lengths):
+        return SequenceChunks(size, begins, ends, None, None)
+    starts = [0, *accumulate(lengths)]
+    place = torch.arange(max(counts) * size, dtype=torch.int64, device=device)
+    tokens = torch.cat([start + place[: count * size] for start, count in zip(starts, counts, strict=False)])
+    spare = torch.cat([place[: n * size] >= length for n, length in zip(counts, lengths, strict=True)])
+    return SequenceChunks(size, begins, ends, tokens.masked_fill_(spare, 0), spare.view(-1, size))

@@ -1,0 +1,410 @@
+"""The scan chunk by chunk, in plain torch: inside a chunk by products of matrices, between chunks by their states.
+
+With c_l the sum of A dt up to token l of a chunk, P the state that enters it, and xd = dt x:
+
+    M[l, s] = (C_l · B_s) exp(c_l - c_s) for s ≤ l, else 0
+    y_l = Σ_s M[l, s] xd_s + exp(c_l) P C_l + D x_l
+    the state that leaves = exp(c_last) P + Σ_s exp(c_last - c_s) xd_s ⊗ B_s
+
+c is summed in float64. A float32 difference of two of its values is taken of two parts, of which the larger are
+multiples of `GRID` and their difference is exact: what lies between two near tokens keeps its digits, however far the
+sums have gone before. Backward makes all of it again and keeps nothing but what forward was given.
+Source: Dao and Gu 2024, arXiv:2405.21060 §6.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quaver.torch.nn.ssm.causal_conv import SequenceChunks
+
+# ---- recurrent -------------------------------------------------------------------------------------------
+# The recurrence of a state space with one decay a head, token by token: what a scan computes, plain and slow.
+#
+#     h_t = exp(A dt_t) h_(t-1) + dt_t x_t ⊗ B_t          h [P, N] for each head
+#     y_t = h_t C_t + D x_t
+#
+# In the dtype of what it is given, differentiable by autograd any number of times and under transforms of torch.func.
+# Source: Dao and Gu 2024, arXiv:2405.21060.
+
+#: No bound below and none above.
+UNLIMITED = (0.0, float("inf"))
+
+
+def steps_of(
+    dt: Tensor,
+    bias: Tensor | None = None,
+    softplus: bool = True,
+    limit: tuple[float, float] = UNLIMITED,
+) -> Tensor:
+    """The steps: softplus(dt + bias), held within the limit. NaN stays.
+
+    Args:
+        dt: [..., H]. bias: [H].
+    """
+    dt = dt if bias is None else dt + bias
+    dt = F.softplus(dt) if softplus else dt
+    return dt if softplus and tuple(limit) == UNLIMITED else dt.clamp(*limit)
+
+
+def step(
+    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """One token: its output [batch, H, P], and the state after it.
+
+    Args:
+        state: [batch, H, P, N]. x: [batch, H, P]. dt: the step itself, [batch, H]. A: [H]. B, C: [batch, G, N].
+        D: [H] or [H, P].
+    """
+    batch, heads, dim, size = state.shape
+    groups = B.shape[1]
+    shared = (batch, groups, heads // groups)
+    decay = (dt * A).exp()[..., None, None]
+    added = (dt[..., None] * x).view(*shared, dim, 1) * B[:, :, None, None, :]
+    state = state * decay + added.view(batch, heads, dim, size)
+    y = (state.view(*shared, dim, size) @ C[:, :, None, :, None]).view(batch, heads, dim)
+    return (y if D is None else y + skip(D) * x), state
+
+
+def recurrence(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, initial: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The outputs [batch, T, H, P], and the state after the last token [batch, H, P, N].
+
+    Args:
+        x: [batch, T, H, P]. dt: the steps themselves, [batch, T, H]. A: [H]. B, C: [batch, T, G, N], each group serving
+            H / G heads. D: [H] or [H, P]. initial: [batch, H, P, N]; None is zeros.
+    NaN makes all later tokens of its head NaN, and no earlier one.
+    """
+    batch, tokens, heads, dim = x.shape
+    state = x.new_zeros(batch, heads, dim, B.shape[-1]) if initial is None else initial
+    outputs = []
+    for t in range(tokens):
+        y, state = step(state, x[:, t], dt[:, t], A, B[:, t], C[:, t], D)
+        outputs.append(y)
+    return (torch.stack(outputs, 1) if outputs else x.new_empty(x.shape)), state
+
+
+def skip(D: Tensor) -> Tensor:
+    """D [H] or [H, P] as it multiplies x [..., H, P]."""
+    return D[:, None] if D.dim() == 1 else D
+
+
+# ---- chunked ---------------------------------------------------------------------------------------------
+
+#: exp of a negative exponent beyond it is 0 and of a positive one infinite, by dtype: A dt is held within, so that sums
+#: of a chunk stay finite and no difference of infinities is taken.
+BOUND = {torch.float32: 128.0, torch.float64: 1024.0}
+#: Multiples of it up to 2^16 are float32 numbers.
+GRID = 2.0**-8
+#: Elements of the largest tensor that is made at a time: some of them stay in a CPU's second cache.
+ELEMENTS = 1 << 18
+
+
+class ScanInputs(NamedTuple):
+    """What a scan is given, of all sequences end to end; the states are float32, or float64 as x is."""
+
+    #: [T, H, P], [T, H] (the steps themselves), [H], [T, G, N], [T, G, N].
+    x: Tensor
+    dt: Tensor
+    A: Tensor
+    B: Tensor
+    C: Tensor
+    #: [H] or [H, P], or None.
+    D: Tensor | None
+    #: [sequences, H, P, N], or None.
+    initial: Tensor | None
+
+    @property
+    def wide(self) -> torch.dtype:
+        """What is computed in."""
+        return torch.promote_types(self.x.dtype, torch.float32)
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """Groups, heads that share one, features of a head, features of a state, and heads."""
+        _, heads, dim = self.x.shape
+        groups, state = self.B.shape[1:]
+        return groups, heads // groups, dim, state, heads
+
+
+class ScanChunks(NamedTuple):
+    """Some chunks, wide: G groups of r heads, L places."""
+
+    #: [n, G, r, L, P], [n, G, r, L], and [n, G, L, N] of both.
+    x: Tensor
+    dt: Tensor
+    B: Tensor
+    C: Tensor
+    #: The sums of A dt, float64 [n, G, r, L].
+    sums: Tensor
+
+    @property
+    def entering(self) -> Tensor:
+        """By how much the state that enters has decayed at each token."""
+        return torch.exp(self.sums.to(self.x.dtype))
+
+    @property
+    def leaving(self) -> Tensor:
+        """By how much what each token adds has decayed at the end."""
+        return (self.sums[..., -1:] - self.sums).to(self.x.dtype).exp_()
+
+    def decays(self) -> Tensor:
+        """exp(c_l - c_s) [n, G, r, L, L], 0 for s > l."""
+        size, sums = self.x.shape[-2], self.sums
+        if self.x.dtype is torch.float64:
+            exponents = sums[..., :, None] - sums[..., None, :]
+        else:
+            high = (sums * (1 / GRID)).round_().mul_(GRID)
+            low, high = (sums - high).float(), high.float()
+            exponents = high[..., :, None] - high[..., None, :]
+            exponents += low[..., :, None]
+            exponents -= low[..., None, :]
+        later = torch.ones(size, size, dtype=torch.bool, device=sums.device).triu_(1)
+        return exponents.masked_fill_(later, -math.inf).exp_()
+
+
+def forward(given: ScanInputs, chunks: SequenceChunks, sequences: int) -> tuple[Tensor, Tensor]:
+    """y [T, H, P] in x's dtype, and the state after each sequence, wide [sequences, H, P, N]."""
+    y, D = torch.empty_like(given.x, memory_format=torch.contiguous_format), _wide_skip(given)
+    states = _States(given, sequences)
+    for first, last in _pieces(given, chunks):
+        piece = _read(given, chunks, first, last)
+        entering = _added(piece)
+        states.pass_on(chunks, first, entering, piece.sums)
+        output = _multiplied(piece, piece.x * piece.dt[..., None], piece.decays())
+        output.addcmul_(across(piece.C, entering), piece.entering[..., None])
+        if D is not None:
+            output.addcmul_(D, piece.x)
+        chunks.put(y, _tokens_first(output), first, last)
+    return y, states.final
+
+
+def backward(
+    g: Tensor, g_final: Tensor, given: ScanInputs, chunks: SequenceChunks, sequences: int
+) -> list[Tensor | None]:
+    """The gradients of x, dt, A, B, C, D and the initial states, the last two None where they are."""
+    groups, shared, dim, _, heads = given.sizes
+    D, wide = _wide_skip(given), given.wide
+    dx, ddt, dB, dC = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (given.x, given.dt, *given[3:5]))
+    dA = given.x.new_zeros(groups, shared, 1, dtype=torch.float64)
+    dD = None if given.D is None else given.x.new_zeros(groups, shared, 1, dim, dtype=wide)
+    entered = _entered(given, chunks, sequences)
+    # The gradient of the state that leaves a chunk, from the last to the first.
+    leaving = g_final.to(wide).clone()
+    A = given.A.to(wide).view(groups, shared, 1)
+    for first, last in reversed(list(_pieces(given, chunks))):
+        piece = _read(given, chunks, first, last)
+        gy = _heads_first(chunks.taken(g, first, last, wide), groups)
+        into, out_of = piece.entering, piece.leaving
+        gy_in = gy * into[..., None]
+        passed = _passed_back(chunks, first, outer(gy_in, piece.C), leaving, piece.sums)
+        parts = _ChunkGradients(piece, gy, gy_in, out_of, entered[first:last], passed)
+        # A dt of token j decays what comes before it on the way to what comes after.
+        da = parts.decayed_inside() + parts.decayed_across()
+        dxd = parts.of_x()
+        ddt_here = (dxd * piece.x).sum(-1).addcmul_(da, A)
+        dA += (da * piece.dt).sum((0, 3), dtype=torch.float64)[..., None]
+        of_x = dxd.mul_(piece.dt[..., None])
+        if D is not None and dD is not None:
+            of_x.addcmul_(gy, D)
+            dD += (gy * piece.x).sum((0, 3))[:, :, None]
+        chunks.put(dx, _tokens_first(of_x), first, last)
+        chunks.put(ddt, ddt_here.permute(0, 3, 1, 2).reshape(-1, chunks.size, heads), first, last)
+        of_B, of_C = parts.of_B_and_C()
+        chunks.put(dB, of_B.transpose(1, 2), first, last)
+        chunks.put(dC, of_C.transpose(1, 2), first, last)
+    initial = None if given.initial is None else leaving.to(given.initial.dtype)
+    if dD is not None and given.D is not None:
+        dD = dD.view(heads, dim) if given.D.dim() == 2 else dD.view(heads, dim).sum(1)
+        dD = dD.to(given.D.dtype)
+    return [dx, ddt, dA.view(heads).to(given.A.dtype), dB, dC, dD, initial]
+
+
+class _ChunkGradients:
+    """What the gradients of a piece are made of.
+
+    Args:
+        gy, gy_in: of the output, and times what the entering state has decayed by.
+        out_of: `Piece.leaving`.
+        entered: the states that enter, [n, G, r, P, N].
+        passed: the gradients of the states that leave.
+    """
+
+    def __init__(
+        self, piece: ScanChunks, gy: Tensor, gy_in: Tensor, out_of: Tensor, entered: Tensor, passed: Tensor
+    ) -> None:
+        self.piece, self.gy, self.gy_in, self.entered, self.passed = piece, gy, gy_in, entered, passed
+        self.xd = piece.x * piece.dt[..., None]
+        self.xd_out = self.xd * out_of[..., None]
+        decays = piece.decays()
+        #: The gradient of M, times the decay: what is left is that of C · B.
+        self.of_products = (gy @ self.xd.mT).mul_(decays)
+        self.products = (piece.C @ piece.B.mT)[:, :, None]
+        self.M = decays.mul_(self.products)
+        #: dy/d(state that leaves), of each token: what its x is multiplied by.
+        self.from_leaving = across(piece.B, passed).mul(out_of[..., None])
+
+    def of_x(self) -> Tensor:
+        """Of xd."""
+        return torch.add(self.M.mT @ self.gy, self.from_leaving)
+
+    def of_B_and_C(self) -> tuple[Tensor, Tensor]:
+        summed = self.of_products.sum(2)
+        of_C = (summed @ self.piece.B).add_(back(self.gy_in, self.entered))
+        return (summed.mT @ self.piece.C).add_(back(self.xd_out, self.passed)), of_C
+
+    def decayed_inside(self) -> Tensor:
+        """Of A dt, by way of M: the sum of M's entries with l ≥ j > s, each times its gradient."""
+        between = (self.of_products * self.products).tril_(-1)
+        size = between.shape[-1]
+        later = torch.ones(size, size, dtype=between.dtype, device=between.device).triu_()
+        # [j, s]: over l ≥ j, and of those s < j. A difference of sums over rows and columns would lose the small ones.
+        return (later @ between).tril_(-1).sum(-1)
+
+    def decayed_across(self) -> Tensor:
+        """Of A dt, by way of the states that enter and leave."""
+        from_entered = (across(self.piece.C, self.entered).mul_(self.gy_in)).sum(-1)
+        to_leaving = (self.from_leaving * self.xd).sum(-1)
+        through = (self.entered * self.passed).sum((-1, -2)) * self.piece.entering[..., -1]
+        after = from_entered.flip(-1).cumsum(-1).flip(-1)
+        before = to_leaving.cumsum(-1) - to_leaving
+        return after.add_(before).add_(through[..., None])
+
+
+class _States:
+    """The state of each sequence as chunks go by."""
+
+    def __init__(self, given: ScanInputs, sequences: int) -> None:
+        groups, shared, dim, size, heads = given.sizes
+        self.shape = groups, shared, dim, size
+        self.final = given.x.new_zeros(sequences, heads, dim, size, dtype=given.wide)
+        if given.initial is not None:
+            self.final.copy_(given.initial)
+        self.sequence = -1
+
+    def pass_on(self, chunks: SequenceChunks, first: int, added: Tensor, sums: Tensor) -> None:
+        """In place of what some chunks add to their states, [n, G, r, P, N], the states that enter them.
+
+        `final` is written where a sequence ends.
+        """
+        decays = torch.exp(sums[..., -1].to(added.dtype))[..., None, None]
+        for i in range(added.shape[0]):
+            begins, ends = chunks.begins[first + i], chunks.ends[first + i]
+            if begins >= 0:
+                self.state = self.final[begins].view(self.shape)
+            leaves = torch.addcmul(added[i], self.state, decays[i])
+            added[i] = self.state
+            self.state = leaves
+            if ends >= 0:
+                self.final[ends] = leaves.view(self.final.shape[1:])
+
+
+def _entered(given: ScanInputs, chunks: SequenceChunks, sequences: int) -> Tensor:
+    """The state that enters each chunk, [chunks, G, r, P, N]."""
+    states = _States(given, sequences)
+    entered = given.x.new_empty(len(chunks.begins), *states.shape, dtype=given.wide)
+    for first, last in _pieces(given, chunks):
+        piece = _read(given, chunks, first, last)
+        states.pass_on(chunks, first, _added(piece, entered[first:last]), piece.sums)
+    return entered
+
+
+def _passed_back(chunks: SequenceChunks, first: int, entering: Tensor, leaving: Tensor, sums: Tensor) -> Tensor:
+    """The gradient of the state that leaves each of some chunks, of that of what enters it by way of its outputs.
+
+    Args:
+        leaving: by sequence, [sequences, H, P, N]: of its last state, and afterwards of its first.
+    """
+    passed = torch.empty_like(entering)
+    decays = torch.exp(sums[..., -1].to(entering.dtype))[..., None, None]
+    for i in reversed(range(entering.shape[0])):
+        sequence = _sequence(chunks, first + i)
+        state = leaving[sequence].view(entering.shape[1:])
+        passed[i] = state
+        state.mul_(decays[i]).add_(entering[i])
+    return passed
+
+
+def _sequence(chunks: SequenceChunks, chunk: int) -> int:
+    """The sequence that a chunk belongs to."""
+    while chunks.begins[chunk] < 0:
+        chunk -= 1
+    return chunks.begins[chunk]
+
+
+def _pieces(given: ScanInputs, chunks: SequenceChunks) -> Iterator[tuple[int, int]]:
+    """(first, last) of the chunks that are computed at a time."""
+    _, _, dim, state, heads = given.sizes
+    each = max(1, ELEMENTS // (heads * max(chunks.size**2, dim * state)))
+    total = len(chunks.begins)
+    for first in range(0, total, each):
+        yield first, min(first + each, total)
+
+
+def _read(given: ScanInputs, chunks: SequenceChunks, first: int, last: int) -> ScanChunks:
+    groups, wide = given.B.shape[1], given.wide
+    x = _heads_first(chunks.taken(given.x, first, last, wide), groups)
+    dt = chunks.taken(given.dt, first, last, wide).unflatten(2, (groups, -1)).permute(0, 2, 3, 1).contiguous()
+    B, C = (chunks.taken(t, first, last, wide).transpose(1, 2).contiguous() for t in (given.B, given.C))
+    exponents = dt * given.A.to(wide).view(groups, -1, 1)
+    sums = exponents.clamp_(-BOUND[wide], BOUND[wide]).cumsum(-1, dtype=torch.float64)
+    return ScanChunks(x, dt, B, C, sums)
+
+
+def _heads_first(x: Tensor, groups: int) -> Tensor:
+    """[n, L, H, P] as [n, G, r, L, P]."""
+    return x.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).contiguous()
+
+
+def _tokens_first(x: Tensor) -> Tensor:
+    """[n, G, r, L, P] as [n, L, H, P]."""
+    return x.permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def _wide_skip(given: ScanInputs) -> Tensor | None:
+    """D as it multiplies [n, G, r, L, P]."""
+    groups, shared, *_ = given.sizes
+    return None if given.D is None else skip(given.D).to(given.wide).view(groups, shared, 1, -1)
+
+
+def _added(piece: ScanChunks, out: Tensor | None = None) -> Tensor:
+    """What each chunk adds to the state that leaves it, [n, G, r, P, N]."""
+    return outer(piece.x * (piece.dt * piece.leaving)[..., None], piece.B, out)
+
+
+def _multiplied(piece: ScanChunks, xd: Tensor, decays: Tensor) -> Tensor:
+    """M xd."""
+    n, groups, shared, size, dim = xd.shape
+    M = decays.mul_((piece.C @ piece.B.mT)[:, :, None])
+    return torch.bmm(M.view(-1, size, size), xd.view(-1, size, dim)).view(n, groups, shared, size, dim)
+
+
+# Products of all heads of a group at once: [n, G, r, L, P] with [n, G, L, N] and [n, G, r, P, N].
+
+
+def outer(x: Tensor, B: Tensor, out: Tensor | None = None) -> Tensor:
+    """Σ_l x_l ⊗ B_l of each head, [n, G, r, P, N]; out: where to write it, contiguous."""
+    n, groups, shared, size, dim = x.shape
+    rows = x.mT.reshape(n * groups, shared * dim, size)
+    place = None if out is None else out.view(n * groups, shared * dim, -1)
+    product: Tensor = torch.bmm(rows, B.view(n * groups, size, -1), out=place)
+    return product.view(n, groups, shared, dim, -1)
+
+
+def across(C: Tensor, state: Tensor) -> Tensor:
+    """The state of each head times C_l, [n, G, r, L, P], a view."""
+    n, groups, shared, dim, width = state.shape
+    rows = torch.bmm(C.view(n * groups, -1, width), state.reshape(n * groups, shared * dim, width).mT)
+    return rows.view(n, groups, -1, shared, dim).transpose(2, 3)
+
+
+def back(y: Tensor, state: Tensor) -> Tensor:
+    """Σ over a group's heads of y_l times the state, [n, G, L, N]."""
+    n, groups, shared, size, dim = y.shape
+    rows = y.transpose(2, 3).reshape(n * groups, size, shared * dim)
+    return torch.bmm(rows, state.reshape(n * groups, shared * dim, -1)).view(n, groups, size, -1)

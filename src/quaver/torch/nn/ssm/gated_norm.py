@@ -1,0 +1,212 @@
+"""RMSNorm with a gate: the output of a scan is gated and normalized, before or after, on its way to the projection out.
+
+    y = rms(x silu(gate)) gamma,        or, normalized first,        y = rms(x) gamma silu(gate)
+
+rms(v) = v / sqrt(mean(v²) + eps), the mean of each group of neighbouring features by itself. In float32, rounded once;
+backward keeps x, the gate and a number a row and group. Source: Dao and Gu 2024, arXiv:2405.21060 §8.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quaver.options import checks
+from quaver.recipes.spec import QuantSpec
+from quaver.torch.backends.gpu.fused_quantize import FusedQuantizeResult
+from quaver.torch.linear.fused_projections import is_bare, project
+from quaver.torch.linear.linear import Linear
+from quaver.torch.nn.activation import alone
+from quaver.torch.numerics.rounding import is_tracing
+from quaver.torch.operations import ops
+from quaver.torch.operations.operation import Implementation, Operation
+
+SENTENCE = (
+    "this normalization has no derivative beyond its own backward, which is written by hand (no second derivative, no "
+    "torch.func): write it by torch's own operations there"
+)
+
+
+@dataclass(frozen=True)
+class GatedNormalization:
+    """The function of x, gate and gamma that a `GatedRMSNorm` computes, as a prologue of
+    `quaver.torch.linear.quantized_input`."""
+
+    groups: int
+    eps: float
+    norm_before_gate: bool
+    recomputes_input: bool = False
+    #: eps for a compiler: of dynamic shapes a number is a symbol, which two autograd functions cannot share.
+    written: str = field(init=False, repr=False, compare=False, default="")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "written", repr(float(self.eps)))
+
+    def __call__(self, *x: Tensor | None) -> Tensor:
+        y: Tensor = alone(self, SENTENCE, *x)
+        return y
+
+    def forward(self, *x: Tensor | None, decided: int | None = None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        value, gate, gamma = x
+        assert value is not None
+        run = ops.chosen(GATED_NORMALIZE, value) if decided is None else GATED_NORMALIZE.impls[decided].run
+        eps = float(self.written) if is_tracing() else self.eps
+        y, factor = run(value, gate, gamma, self.groups, eps, self.norm_before_gate)
+        return y, (value, gate, gamma, factor)
+
+    def quantized(
+        self, x: Sequence[Any], spec: QuantSpec, factor: Tensor | None, want_output: bool, transposed: bool
+    ) -> FusedQuantizeResult | None:
+        return None
+
+    def recompute_input(self, saved: Sequence[Any], g: Tensor | None = None) -> tuple[Tensor, tuple[Any, ...] | None]:
+        raise AssertionError("what a norm made is kept")
+
+    def backward(
+        self, g: Tensor, saved: Sequence[Any], decided: int | None = None, needs: Sequence[Any] = ()
+    ) -> tuple[Tensor | None, ...]:
+        operation = GATED_NORMALIZE_BACKWARD
+        run = ops.chosen(operation, g) if decided is None else operation.impls[decided].run
+        return tuple(run(g, *saved, self.groups, self.norm_before_gate))
+
+
+class GatedRMSNorm(nn.Module):
+    """rms(x silu(gate)) gamma, or rms(x) gamma silu(gate), each group of features normalized by itself.
+
+    Args:
+        dim: features, the last axis of x and gate.
+        groups: of neighbouring features; 1 normalizes all together.
+        eps: added to the mean of the squares.
+        norm_before_gate: normalize first.
+    Parameters: `weight` [dim], gamma.
+    Input x and gate [..., dim] in one dtype, whatever the parameter is; output of that dtype.
+    Raises:
+        ValueError: groups that do not divide, or inputs that do not fit.
+    Bounded: relative RMS 1e-6 of float64 in float32. NaN and infinities make their group NaN or 0.
+    """
+
+    weight: nn.Parameter
+
+    @checks
+    def __init__(
+        self,
+        dim: int,
+        groups: int = 1,
+        eps: float = 1e-5,
+        *,
+        norm_before_gate: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if groups < 1 or dim % groups:
+            raise ValueError(f"{dim} features do not divide into {groups} groups; give a number that divides")
+        self.dim = dim
+        self.formula = GatedNormalization(groups, eps, bool(norm_before_gate))
+        self.weight = nn.Parameter(torch.empty(dim, dtype=dtype, device=device))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """gamma 1."""
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        self.check_input(x, gate)
+        return self.formula(x, gate, self.weight)
+
+    def check_input(self, x: Tensor, gate: Tensor) -> None:
+        """Raise a ValueError unless both are [..., dim] of one dtype."""
+        if x.shape != gate.shape or x.dtype is not gate.dtype or not x.dim() or x.shape[-1] != self.dim:
+            raise ValueError(
+                f"GatedRMSNorm({self.dim}) got x {tuple(x.shape)} {x.dtype} and a gate {tuple(gate.shape)} "
+                f"{gate.dtype}; give both one dtype and shape, whose last axis is {self.dim}"
+            )
+
+    def extra_repr(self) -> str:
+        formula = self.formula
+        first = ", norm_before_gate=True" * formula.norm_before_gate
+        return f"{self.dim}, groups={formula.groups}, eps={formula.eps}{first}"
+
+
+def gated_projection(norm: GatedRMSNorm, x: Tensor, gate: Tensor, layer: Linear) -> Tensor:
+    """layer(norm(x, gate)), of whose normalized input only what the GEMM consumes is kept."""
+    if norm.__class__.forward is not GatedRMSNorm.forward or not is_bare(norm):
+        projected: Tensor = layer(norm(x, gate))
+        return projected
+    norm.check_input(x, gate)
+    return project(norm.formula, (x, gate, norm.weight), (layer,))[0]
+
+
+def _plain_forward(
+    x: Tensor, gate: Tensor, gamma: Tensor, groups: int, eps: float, norm_before_gate: bool
+) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    # The order of a sum, and where vectors end, must not depend on how the operands lie.
+    value, z = (t.to(wide).contiguous() for t in (x, gate))
+    passed = F.silu(z)
+    v = value if norm_before_gate else value * passed
+    parts = v.unflatten(-1, (groups, -1))
+    factor = parts.square().mean(-1, True).add_(eps).rsqrt_()
+    y = (parts * factor).flatten(-2).mul_(gamma.to(wide))
+    if norm_before_gate:
+        y.mul_(passed)
+    return y if y.dtype is x.dtype else y.to(x.dtype), factor
+
+
+def _plain_backward(
+    g: Tensor, x: Tensor, gate: Tensor, gamma: Tensor, factor: Tensor, groups: int, norm_before_gate: bool
+) -> list[Tensor]:
+    # y = v f gamma [silu(gate)] with f = (mean(v²) + eps)^-½: dv = f (h - v̂ mean(h v̂)) where v̂ = v f and h is the
+    # gradient of v̂.
+    wide = torch.promote_types(x.dtype, torch.float32)
+    z, value, along = (t.to(wide).contiguous() for t in (gate, x, g))
+    share = torch.sigmoid(z)
+    passed = z * share
+    slope = share * (1 + z * (1 - share))
+    v = value if norm_before_gate else value * passed
+    v = (v.unflatten(-1, (groups, -1)) * factor).flatten(-2)
+    if norm_before_gate:
+        of_gate = along * v * gamma.to(wide) * slope
+        along = along * passed
+    product = along * v
+    of_gamma = product.flatten(0, -2).sum(0) if product.dim() > 1 else product.clone()
+    along = along * gamma.to(wide)
+    product = product.mul_(gamma.to(wide)).unflatten(-1, (groups, -1))
+    # f times what is left of the gradient once its share along v̂ is taken off.
+    inner = (v.unflatten(-1, (groups, -1)) * product.mean(-1, True)).flatten(-2)
+    of_v = ((along - inner).unflatten(-1, (groups, -1)) * factor).flatten(-2)
+    if not norm_before_gate:
+        of_gate = of_v * value * slope
+        of_v = of_v * passed
+    return [of_v.to(x.dtype), of_gate.to(gate.dtype), of_gamma.to(gamma.dtype)]
+
+
+def _fake_forward(
+    x: Tensor, gate: Tensor, gamma: Tensor, groups: int, eps: float, norm_before_gate: bool
+) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.new_empty(x.shape), x.new_empty((*x.shape[:-1], groups, 1), dtype=wide)
+
+
+def _fake_backward(g: Tensor, *given: Any) -> list[Tensor]:
+    return [t.new_empty(t.shape) for t in given[:3]]
+
+
+#: (x and gate [..., d], gamma [d], groups, eps, whether the norm comes first) to the output in x's dtype, and the
+#: factors that normalize, float32 [..., groups, 1].
+GATED_NORMALIZE: Operation[tuple[Tensor, Tensor]] = Operation(
+    "gated_normalize(Tensor x, Tensor gate, Tensor gamma, int groups, float eps, bool norm_before_gate)"
+    " -> (Tensor, Tensor)",
+    [Implementation("reference", _plain_forward)],
+    fake=_fake_forward,
+)
+#: (grad_output, x, gate, gamma, factors, groups, whether the norm comes first) to the gradients of x, gate and gamma.
+GATED_NORMALIZE_BACKWARD: Operation[list[Tensor]] = Operation(
+    "gated_normalize_backward(Tensor g, Tensor x, Tensor gate, Tensor gamma, Tensor factor, int groups,"
+    " bool norm_before_gate) -> Tensor[]",
+    [Implementation("reference", _plain_backward)],
+    fake=_fake_backward,
+)

@@ -1,0 +1,495 @@
+"""The Mamba-2 block: a projection in, a short convolution, the scan, a gated norm, a projection out.
+
+    z, x B C, dt = in_proj(norm(u))
+    x, B, C      = silu(conv1d(x B C))
+    y            = scan(x, softplus(dt + dt_bias), -exp(A_log), B, C) + D x
+    output       = out_proj(gated_norm(y, z))
+
+Both projections are quantized layers; what stands between them is computed in float32. Source: Dao and Gu 2024,
+arXiv:2405.21060.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from quaver.options import pick, takes
+from quaver.torch.linear.fused_projections import project
+from quaver.torch.nn.activation import ActivationInputOp
+from quaver.torch.nn.attention.kv_cache import check_even, check_indices, check_same, same
+from quaver.torch.nn.mlp import MLP, ComposedBlock, MLPOptions, PartOptions
+from quaver.torch.nn.norm import normalized_projections
+from quaver.torch.nn.ssm.causal_conv import CausalConv1d, last_tokens
+from quaver.torch.nn.ssm.chunked_scan import UNLIMITED
+from quaver.torch.nn.ssm.gated_norm import GatedRMSNorm, gated_projection
+from quaver.torch.nn.ssm.scan import check_chunk, ssd
+from quaver.torch.numerics.rounding import is_tracing
+from quaver.torch.operations.autograd import Fork, Join
+from quaver.torch.state.context import checkpoint
+
+# ---- cache -----------------------------------------------------------------------------------------------
+# What state-space layers remember of the tokens so far: a state of one size, however many tokens there were.
+
+
+class StateCache:
+    """The last tokens of each layer's convolution and the state of its scan, made when the first tokens come.
+
+    Args:
+        layers: how many state-space layers share it; the attention layers of a hybrid have a `KVCache` beside it.
+    Raises:
+        ValueError: a number that is not positive.
+    All sequences of a batch have the same length. Gradients do not pass. A state is a sum over tokens and cannot be
+    cut: keep a `copy.deepcopy` to come back to. Exact: what was written.
+    """
+
+    def __init__(self, layers: int) -> None:
+        if layers < 1:
+            raise ValueError(f"a cache for {layers} layers holds nothing; give a number above 0")
+        self._counts = [0] * layers
+        #: [B, taps - 1, channels] in the dtype of the tokens, and [B, H, P, N] in float32 or float64.
+        self._tokens: list[Tensor | None] = [None] * layers
+        self._states: list[Tensor | None] = [None] * layers
+
+    @property
+    def layers(self) -> int:
+        """How many layers share the cache."""
+        return len(self._counts)
+
+    @property
+    def batch(self) -> int | None:
+        """B; None before the first update."""
+        first = next((state for state in self._states if state is not None), None)
+        return None if first is None else first.shape[0]
+
+    @property
+    def length(self) -> int:
+        """Tokens that every layer has seen: during a forward pass, those before it."""
+        return min(self._counts)
+
+    def held(self, layer: int) -> int:
+        """Tokens that one layer has seen."""
+        return self._counts[layer]
+
+    def read(self, layer: int, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """One layer's last tokens and state, which hold until its next update; (None, None) before the first.
+
+        Args:
+            layer: from 0.
+            x: what comes next, [B, S, ...].
+        Raises:
+            ValueError: a layer that is not there or is ahead of the others, another batch, or gradients that would have
+                to pass.
+        """
+        if not 0 <= layer < self.layers:
+            raise ValueError(f"layer {layer} of a cache for {self.layers}; make it for more layers, or count from 0")
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise ValueError("a cache passes no gradients on to earlier tokens; decode under torch.no_grad()")
+        check_even(self._counts, layer)
+        if not self._counts[layer]:
+            return None, None
+        tokens, state = self._tokens[layer], self._states[layer]
+        assert tokens is not None and state is not None
+        if tokens.shape[0] != x.shape[0]:
+            raise ValueError(
+                f"the cache holds {tokens.shape[0]} sequences and was given {x.shape[0]}; reset() it, or use another"
+            )
+        return tokens, state
+
+    def update(self, layer: int, tokens: Tensor, state: Tensor, count: int) -> None:
+        """Write one layer's last tokens and state, in place of those that were there.
+
+        Args:
+            tokens: [B, taps - 1, channels]. state: [B, H, P, N].
+            count: how many tokens are new.
+        Raises:
+            ValueError: other shapes or dtypes than before; nothing has been written then.
+        """
+        new = tokens.detach(), state.detach()
+        stores = self._tokens, self._states
+        if self._counts[layer]:
+            for store, value, what in zip(stores, new, ("last tokens", "states"), strict=True):
+                held = store[layer]
+                assert held is not None
+                check_same(held, value, what, tuple(range(value.dim())))
+        # An inference tensor could not be written outside inference mode.
+        with torch.inference_mode(False):
+            for store, value in zip(stores, new, strict=True):
+                held = store[layer]
+                if held is None or not same(held, value, tuple(range(value.dim()))):
+                    held = store[layer] = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+                held.copy_(value)
+        self._counts[layer] += count
+
+    def reset(self) -> None:
+        """Forget every token; the next update may bring another batch or dtype."""
+        self._counts = [0] * self.layers
+
+    def truncate(self, length: int) -> None:
+        """Forget all tokens, or none.
+
+        Raises:
+            ValueError: some would have to be left.
+        """
+        if length == 0:
+            self.reset()
+        elif length != self.length or len(set(self._counts)) > 1:
+            raise ValueError(
+                f"the cache has seen {self.length} tokens and a state cannot be cut to {length}: keep a copy.deepcopy "
+                "of the cache to come back to, or reset() it"
+            )
+
+    def reorder(self, indices: Tensor) -> None:
+        """Sequence i becomes what sequence indices[i] was, as beam search needs it.
+
+        Args:
+            indices: int [B'], each below B; B' may differ from B, to widen a batch into beams.
+        Raises:
+            ValueError: nothing is held yet, or indices (on the CPU) of no row.
+        """
+        if not any(self._counts):
+            raise ValueError("the cache is empty; reorder it after the first update")
+        if indices.is_cpu:  # reading them on a GPU would wait for it
+            check_indices(indices.tolist(), self.batch or 0)
+        for store in (self._tokens, self._states):
+            for layer, held in enumerate(store):
+                if held is not None and self._counts[layer]:
+                    with torch.inference_mode(False):
+                        store[layer] = held[indices.to(held.device)]
+
+
+# ---- mamba2 ----------------------------------------------------------------------------------------------
+
+#: Where the gate stands: before the norm, after it, or without a norm.
+GATES = ("gate_first", "norm_first", "no_norm")
+
+
+class ScanSizes(NamedTuple):
+    """Of a scan."""
+
+    heads: int
+    head_dim: int
+    groups: int
+    state: int
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: x, B and C."""
+        return self.heads * self.head_dim + 2 * self.groups * self.state
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba2Options(PartOptions):
+    """Of the block."""
+
+    # Features of the scan's input; None is twice dim.
+    inner: int | None = None
+    head_dim: int = 64
+    # Features of a state, and groups of heads that share B and C.
+    state: int = 128
+    groups: int = 1
+    # Of the convolution.
+    taps: int = 4
+    conv_bias: bool = True
+    conv_activation: str = "silu"
+    # Of in_proj and out_proj; out_bias None is as bias.
+    bias: bool = False
+    out_bias: bool | None = None
+    # A row of `GATES`, groups of features that are normalized by themselves (None as groups), and eps (None as eps).
+    gate: str = "gate_first"
+    gate_groups: int | None = None
+    gate_eps: float | None = None
+    # The least and the most of a step.
+    dt_limit: tuple[float, float] = UNLIMITED
+    # What parameters begin with: steps, drawn evenly on a logarithmic scale, and decays.
+    dt_range: tuple[float, float] = (1e-3, 1e-1)
+    A_range: tuple[float, float] = (1.0, 16.0)
+    chunk_size: int | None = None
+
+
+@dataclass(frozen=True)
+class Mamba2Arguments(Mamba2Options):
+    """The arguments of `Mamba2`, which says what they are."""
+
+    dim: int
+    _: KW_ONLY
+
+
+class Mamba2(nn.Module):
+    """The Mamba-2 block, as Mamba-2, Nemotron-H, Bamba, Zamba2, Granite 4 and Falcon-H1 have it.
+
+    Args:
+        dim: features of input and output.
+        inner: features of the scan's input; None is twice dim. head_dim: of a head.
+        state: features of a state (d_state, N). groups: of heads that share B and C.
+        taps: of the convolution (d_conv); conv_bias, conv_activation: of it.
+        bias: of both projections; out_bias: of `out_proj`, None as bias.
+        gate: "gate_first", rms(y silu(z)); "norm_first", rms(y) silu(z); "no_norm", y silu(z).
+        gate_groups: of features that are normalized by themselves, None as groups; gate_eps: None as eps.
+        dt_limit: the least and the most of a step.
+        dt_range, A_range: of the steps and decays that parameters begin with.
+        chunk_size: of the scan, None chooses.
+        normalization: of the input, before `in_proj`; with eps, zero_centered and norm_bias.
+        recipe, seed: as `quaver.torch.Linear`, of both projections.
+    Submodules: `norm` if there is one, `in_proj` (z, x, B, C and dt below one another), `conv1d`, `gated_norm` unless
+        "no_norm", `out_proj`. Parameters of its own: `dt_bias`, `A_log` and `D` [heads], which want no weight decay.
+    Raises:
+        ValueError: sizes that do not divide, names that do not exist.
+    Bounded: convolution, scan and norm within 1e-6, 9e-7 and 1e-6 of float64 in float32.
+    Source: Dao and Gu 2024, arXiv:2405.21060.
+    """
+
+    @takes(Mamba2Arguments)
+    def __init__(self, options: Mamba2Arguments) -> None:
+        super().__init__()
+        inner = 2 * options.dim if options.inner is None else options.inner
+        _check(options, inner)
+        self.dim, self.inner, self.heads = options.dim, inner, inner // options.head_dim
+        self.sizes = ScanSizes(self.heads, options.head_dim, options.groups, options.state)
+        self.gate, self.dt_limit, self.chunk_size = options.gate, options.dt_limit, options.chunk_size
+        self.dt_range, self.A_range = options.dt_range, options.A_range
+        channels = self.sizes.channels
+        self.register_module("norm", options.norm(options.dim))
+        self.in_proj = options.linear(options.dim, inner + channels + self.heads)
+        activation = options.conv_activation
+        self.conv1d = CausalConv1d(channels, options.taps, options.conv_bias, activation=activation, **options.like)
+        for name in ("dt_bias", "A_log", "D"):
+            own = torch.empty(self.heads, device=options.device, dtype=options.dtype)
+            self.register_parameter(name, nn.Parameter(own))
+        gated: GatedRMSNorm | None = None
+        if options.gate != "no_norm":
+            groups = options.groups if options.gate_groups is None else options.gate_groups
+            eps = options.eps if options.gate_eps is None else options.gate_eps
+            first = options.gate == "norm_first"
+            gated = GatedRMSNorm(inner, groups, eps, norm_before_gate=first, **options.like)
+        self.register_module("gated_norm", gated)
+        self.out_proj = options.linear(inner, options.dim, options.out_bias)
+        self._reset_own()
+
+    def reset_parameters(self) -> None:
+        """Each part as it begins by itself; steps and decays are drawn."""
+        for part in self.children():
+            part.reset_parameters()  # type: ignore[operator]
+        self._reset_own()
+
+    @torch.no_grad()
+    def _reset_own(self) -> None:
+        parameters: Any = self._parameters
+        low, high = map(math.log, self.dt_range)
+        steps = torch.empty_like(parameters["dt_bias"], dtype=torch.float32).uniform_(low, high).exp_().clamp_(min=1e-4)
+        # softplus of it is the step.
+        parameters["dt_bias"].copy_(steps + torch.log(-torch.expm1(-steps)))
+        parameters["A_log"].copy_(torch.empty_like(steps).uniform_(*self.A_range).log_())
+        parameters["D"].fill_(1.0)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        cache: StateCache | None = None,
+        layer: int = 0,
+    ) -> Tensor:
+        """x [B, S, dim], or with cu_seqlens [T, dim], to the same.
+
+        Args:
+            mask: bool [B, S], True where a token is padding, which stands before a sequence and leaves no trace.
+            cu_seqlens: int [sequences + 1], where sequences laid end to end begin and end: each begins anew.
+            cache: what earlier tokens have left, where these go on; layer: this layer's place in it.
+        Raises:
+            ValueError: inputs that do not fit, or a cache beside cu_seqlens.
+        """
+        _check_input(self, x, mask, cu_seqlens, cache)
+        parts: Any = self._modules
+        (projected,) = normalized_projections(parts["norm"], x, (parts["in_proj"],))
+        parted = self.inner, self.sizes.channels, self.heads
+        if projected.shape[-1] != sum(parted):
+            raise ValueError(
+                f"in_proj gives {projected.shape[-1]} features in place of {sum(parted)}: a Mamba2 is not divided "
+                "among ranks; leave its layers out of the plan"
+            )
+        z, mixed, dt = projected.split(parted, -1)
+        if mask is not None:
+            # A step of a NaN would spoil its chunk, though it adds nothing.
+            mixed, dt = (t.masked_fill(mask[..., None], 0) for t in (mixed, dt))
+        tokens, state = (None, None) if cache is None else cache.read(layer, x)
+        convolved = parts["conv1d"](mixed, tokens, cu_seqlens)
+        if mask is not None:
+            convolved = convolved.masked_fill(mask[..., None], 0)
+        how = {"initial_states": state, "cu_seqlens": cu_seqlens, "chunk_size": self.chunk_size}
+        y, last = scanned(convolved, dt, self._parameters, self.sizes, self.dt_limit, **how)
+        if cache is not None:
+            cache.update(layer, last_tokens(mixed, parts["conv1d"].weight.shape[2], tokens), last, x.shape[1])
+        if parts["gated_norm"] is None:
+            projected_out: Tensor = project(SWIGLU, (z, y), (parts["out_proj"],))[0]
+            return projected_out
+        return gated_projection(parts["gated_norm"], y, z, parts["out_proj"])
+
+    def extra_repr(self) -> str:
+        said = ", ".join(f"{name}={number}" for name, number in self.sizes._asdict().items())
+        return said + f", gate={self.gate!r}" * (self.gate != "gate_first")
+
+
+def scanned(
+    convolved: Tensor,
+    dt: Tensor,
+    parameters: Mapping[str, Any],
+    sizes: ScanSizes,
+    dt_limit: tuple[float, float],
+    **how: Any,
+) -> tuple[Tensor, Tensor]:
+    """The scan of x, B and C side by side: [..., heads · head_dim], and the last states.
+
+    Args:
+        parameters: `A_log`, `D` and `dt_bias`.
+        how: of `ssd`.
+    """
+    heads, head_dim, groups, state = sizes
+    x, B, C = convolved.split((heads * head_dim, groups * state, groups * state), -1)
+    B, C = (t.unflatten(-1, (groups, state)) for t in (B, C))
+    A = -torch.exp(parameters["A_log"].to(torch.promote_types(x.dtype, torch.float32)))
+    own = {"dt_bias": parameters["dt_bias"], "dt_limit": dt_limit}
+    y, last = ssd(x.unflatten(-1, (heads, head_dim)), dt, A, B, C, parameters["D"], **own, **how)
+    return y.flatten(-2), last
+
+
+#: The gate without a norm.
+SWIGLU = ActivationInputOp("swiglu", ())
+
+
+def _check(options: Mamba2Arguments, inner: int) -> None:
+    if options.head_dim < 1 or inner < 1 or inner % options.head_dim:
+        raise ValueError(
+            f"{inner} inner features do not divide into heads of {options.head_dim}; give an inner that does"
+        )
+    heads = inner // options.head_dim
+    if options.groups < 1 or heads % options.groups or options.state < 1:
+        raise ValueError(
+            f"{heads} heads cannot share {options.groups} groups of {options.state} state features; give groups that "
+            "divide the heads, and a state above 0"
+        )
+    if options.gate not in GATES:
+        raise ValueError(f"gate is {options.gate!r}; give one of {', '.join(map(repr, GATES))}")
+    check_chunk(options.chunk_size)
+    for name, (low, high) in (("dt_range", options.dt_range), ("A_range", options.A_range)):
+        if not 0 < low <= high < math.inf:
+            raise ValueError(f"{name} is {(low, high)}; give (least, most), both above 0")
+
+
+def _check_input(
+    block: Mamba2, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, cache: StateCache | None
+) -> None:
+    dims = 3 if cu_seqlens is None else 2
+    if x.dim() != dims or x.shape[-1] != block.dim:
+        raise ValueError(
+            f"Mamba2({block.dim}) got an input of shape {tuple(x.shape)}; give [batch, tokens, {block.dim}], or with "
+            f"cu_seqlens [tokens, {block.dim}]"
+        )
+    if cache is not None and cu_seqlens is not None:
+        raise ValueError("a cache goes on with sequences of one length; give each its own call, or leave out the cache")
+    if mask is not None and (mask.shape != x.shape[:-1] or mask.dtype is not torch.bool):
+        raise ValueError(
+            f"mask is {mask.dtype} {tuple(mask.shape)}; give bool {tuple(x.shape[:-1])}, True where a token is padding"
+        )
+
+
+# ---- layer -----------------------------------------------------------------------------------------------
+# A whole layer: a Mamba-2 block, and perhaps an MLP, around the residual stream.
+
+
+@dataclass(frozen=True)
+class Mamba2LayerArguments(Mamba2Options, MLPOptions):
+    """The arguments of `Mamba2Layer`, which says what they are."""
+
+    dim: int
+    _: KW_ONLY
+    # Features between the matrices of an MLP; None has no MLP.
+    hidden: int | None = None
+    activation: str = "swiglu"
+    mlp_bias: bool | None = None
+    normalization: str = "RMSNorm"
+    residual_scale: float = 1.0
+    residual_in_fp32: bool = False
+    # None or "full".
+    recompute: str | None = None
+
+
+class Mamba2Layer(ComposedBlock):
+    """x + mixer(norm(x)), a `Mamba2`, and, with `hidden`, an `MLP` after it in the same way.
+
+    Args:
+        dim: features of the residual stream.
+        inner, head_dim, state, groups, taps, conv_bias, conv_activation, gate, gate_groups, gate_eps: of the block; see
+            `Mamba2`. dt_limit, dt_range, A_range, chunk_size: likewise.
+        hidden, activation, activation_options, fused, eight_bit_activations: of the MLP; see `MLP`. hidden None: none.
+        normalization: "RMSNorm" or "LayerNorm", at the entrance of both; with eps, zero_centered and norm_bias.
+        bias: of all matrices; out_bias: of the block's last one; mlp_bias: of the MLP, where they differ from it.
+        residual_scale: each part's output is multiplied by it before it is added.
+        residual_in_fp32: the stream is float32, whatever the parts compute in.
+        recompute: "full" makes everything again in backward.
+        recipe, seed: as `quaver.torch.Linear`.
+    Submodules: `mixer`, `mlp` or None, each with its `norm` inside.
+    Raises:
+        ValueError: options that do not fit.
+    """
+
+    @takes(Mamba2LayerArguments)
+    def __init__(self, options: Mamba2LayerArguments) -> None:
+        super().__init__()
+        if options.recompute not in (None, "full"):
+            raise ValueError(f"recompute is {options.recompute!r}; give None or 'full'")
+        self.recompute, self.residual_scale = options.recompute, options.residual_scale
+        self.residual_in_fp32 = options.residual_in_fp32
+        self.mixer = Mamba2(options.dim, **pick(Mamba2Options, options))
+        mlp: MLP | None = None
+        if options.hidden is not None:
+            bias = options.bias if options.mlp_bias is None else options.mlp_bias
+            mlp = MLP(options.dim, options.hidden, options.activation, **pick(MLPOptions, options) | {"bias": bias})
+        self.register_module("mlp", mlp)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        cache: StateCache | None = None,
+        layer: int = 0,
+    ) -> Tensor:
+        """x [B, S, dim], or with cu_seqlens [T, dim], to the same; arguments as of `Mamba2`."""
+        if cache is None and self.recompute == "full" and torch.is_grad_enabled():
+            y: Tensor = checkpoint(self._forward, x, mask=mask, cu_seqlens=cu_seqlens)
+            return y
+        return self._forward(x, mask=mask, cu_seqlens=cu_seqlens, cache=cache, layer=layer)
+
+    def _forward(self, x: Tensor, **of_mixer: Any) -> Tensor:
+        parts: Any = self._modules
+        x, h = self._branch(x)
+        x = self._add(x, parts["mixer"](h, **of_mixer))
+        if parts["mlp"] is None:
+            return x
+        x, h = self._branch(x)
+        return self._add(x, parts["mlp"](h))
+
+    def _branch(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The stream, and what a part reads of it."""
+        x, h = Fork.apply(x, 2) if is_tracing() else (x, x)
+        if not self.residual_in_fp32:
+            return x, h
+        weight = self.mixer.in_proj.weight.dtype
+        narrow = weight if weight.is_floating_point and weight.itemsize > 1 else h.dtype
+        return x.to(torch.promote_types(x.dtype, torch.float32)), h.to(narrow)
+
+    def _add(self, x: Tensor, y: Tensor) -> Tensor:
+        y = y if self.residual_scale == 1.0 else y * self.residual_scale
+        return Join.apply(x, y) if is_tracing() else x + y
+
+    def extra_repr(self) -> str:
+        options = {"residual_scale": self.residual_scale, "residual_in_fp32": self.residual_in_fp32}
+        usual = {"residual_scale": 1.0, "residual_in_fp32": False, "recompute": None}
+        every = options | {"recompute": self.recompute}
+        return ", ".join(f"{name}={value!r}" for name, value in every.items() if value != usual[name])

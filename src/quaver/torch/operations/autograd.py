@@ -1,0 +1,197 @@
+"""An error for a gradient that is differentiated again and would otherwise pass for a constant."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from quaver.recipes.spec import QuantSpec
+from quaver.torch.numerics.quantized import Quantized, pack, storage
+from quaver.torch.numerics.rounding import is_tracing
+from quaver.torch.operations.operation import Operation
+
+# ---- derivatives -----------------------------------------------------------------------------------------
+
+_C: Any = torch._C
+#: () to True under vmap, grad and the other transforms of torch.func. Without it torch refuses those in its own words.
+transforms_active: Callable[[], bool] = getattr(_C, "_are_functorch_transforms_active", lambda: False)
+#: () to the level of forward mode, -1 outside of torch.autograd.forward_ad.dual_level. Without it torch refuses forward
+#: mode in its own words.
+forward_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level", -1)
+
+#: The sentence for linear layers.
+NO_DOUBLE_BACKWARD = (
+    "quantized layers have no second derivative: rounding has none. Compute the part that is differentiated twice in "
+    "high precision: with quaver.torch.autocast(enabled=False)"
+)
+
+
+def first_derivative(run: Callable[..., tuple[Any, ...]], ctx: Any, sentence: str, *gs: Tensor) -> tuple[Any, ...]:
+    """run(ctx, saved tensors, *gs), a backward whose gradients have no derivative.
+
+    The saved tensors are asked for once: under checkpointing each time unpacks them, and torch refuses a second. Under
+    create_graph=True the gradients exist and are tied to the saved tensors and to gs: differentiating one raises a
+    NotImplementedError.
+
+    Args:
+        sentence: why there is no derivative, and what to do.
+    """
+    saved = ctx.saved_tensors
+    if not torch.is_grad_enabled():
+        return run(ctx, saved, *gs)
+    with torch.no_grad():
+        grads = run(ctx, saved, *gs)
+    tied = *gs, *saved, torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
+    return tuple(_Refuse.apply(g, sentence, *tied) if isinstance(g, Tensor) else g for g in grads)
+
+
+class _Refuse(torch.autograd.Function):
+    """A gradient as it is, tied to what it depends on."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, sentence: str, *sources: Tensor | None) -> Tensor:
+        ctx.sentence = sentence
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        raise NotImplementedError(ctx.sentence)
+
+
+def refuse_transforms(*tensors: Tensor | None, sentence: str | None = None) -> None:
+    """Raise a NotImplementedError under vmap, torch.func.grad and forward mode.
+
+    Args:
+        sentence: of what does not run there in high precision either; None is of linear layers.
+    """
+    if transforms_active():
+        raise NotImplementedError(sentence or NO_FUNCTORCH)
+    if forward_level() >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors if t is not None):
+        raise NotImplementedError(sentence or NO_FORWARD_MODE)
+
+
+NO_FORWARD_MODE = (
+    "quantized layers have no forward-mode derivative; use reverse mode, or run them in high precision for this: "
+    "with quaver.torch.autocast(enabled=False)"
+)
+
+
+NO_FUNCTORCH = (
+    "quantized layers do not run under torch.func transforms such as vmap and grad; loop over the batch and use "
+    "torch.autograd, or run them in high precision for this: with quaver.torch.autocast(enabled=False)"
+)
+
+
+# ---- flattening ------------------------------------------------------------------------------------------
+# Quantized operands as the plain tensors that an opaque operator takes and returns.
+#
+# Scales travel as tensors; what a spec does not use is an empty tensor.
+
+
+def flat(q: Quantized) -> tuple[Tensor, Tensor, Tensor, str, bool, int, bool]:
+    """An operand as `matmul` takes it."""
+    scale = q.scale if isinstance(q.scale, Tensor) else q.data.new_full((1, 1), q.scale, dtype=torch.float32)
+    factor = scale.new_empty(0) if q.tensor_factor is None else q.tensor_factor
+    return q.data, scale, factor, q.spec.text, q.transposed, q.lying_shape[1], q.swizzled
+
+
+def restored(
+    data: Tensor, scale: Tensor, factor: Tensor, text: str, transposed: bool, columns: int, swizzled: bool
+) -> Quantized:
+    """The operand that `flat` was given."""
+    spec = QuantSpec.parse(text)
+    data = data.view(storage(spec.format))
+    layout = (data.shape[0], columns)
+    shape = layout[::-1] if transposed else layout
+    host = spec.per_tensor and data.is_cpu and scale.is_floating_point()
+    tensor_factor = factor if spec.two_level else None
+    return Quantized(data, scale.item() if host else scale, spec, shape, transposed, tensor_factor, swizzled=swizzled)
+
+
+def parts(q: Quantized, transposed: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(data, scales, tensor factor, amax) of an operand; turned, those of its transpose, but for packed data."""
+    # No result of an operator may be another one too.
+    none, top = (q.data.new_empty(0, dtype=torch.float32) for _ in range(2))
+    data, scale = q.data, q.plain_scale() if isinstance(q.scale, Tensor) else none.new_full((1, 1), q.scale)
+    if q.spec.format.packed:
+        data, scale = (pack(q.codes()), scale.t()) if q.transposed else (data, scale)
+    elif q.transposed is not transposed:
+        data, scale = data.t(), scale.t()
+    if q.spec.per_tensor:
+        top = q.amax if isinstance(q.amax, Tensor) else none.new_full((1, 1), q.amax or 0.0)
+    return data.contiguous(), scale.contiguous(), none if q.tensor_factor is None else q.tensor_factor, top
+
+
+def empty_parts(x: Tensor, spec: QuantSpec, transposed: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `parts` returns of x [rows, k] quantized, or of x [k, rows] turned, in shapes and dtypes alone."""
+    rows, k = (x.shape[1], x.shape[0]) if transposed else (x.shape[0], x.shape[1])
+    k = spec.padded(k)
+    blocks = spec.blocks(rows, k)
+    if spec.format.packed:
+        shape = (rows, (k + 1) // 2)
+    elif transposed:
+        shape, blocks = (k, rows), blocks[::-1]
+    else:
+        shape = (rows, k)
+    narrow = spec.scale == "e8m0" or spec.two_level
+    return (
+        x.new_empty(shape, dtype=storage(spec.format)),
+        x.new_empty(blocks, dtype=torch.uint8 if narrow else torch.float32),
+        x.new_empty((1, 1) if spec.two_level else (0,), dtype=torch.float32),
+        x.new_empty((1, 1) if spec.per_tensor else (0,), dtype=torch.float32),
+    )
+
+
+def joined(
+    x: Tensor, spec: QuantSpec, transposed: bool, data: Tensor, scale: Tensor, factor: Tensor, amax: Tensor
+) -> Quantized:
+    """The operand whose `parts` these are, of x [rows, k] quantized."""
+    lies_turned = transposed and not spec.format.packed
+    tensor_factor = factor if spec.two_level else None
+    return Quantized(data, scale, spec, (x.shape[0], spec.padded(x.shape[1])), lies_turned, tensor_factor, amax)
+
+
+# ---- sums ------------------------------------------------------------------------------------------------
+# Sums that are rounded where eager mode rounds them.
+#
+# Inductor keeps a bf16 sum in float32 where it fuses it with what follows, and the bits of what is quantized next
+# differ from eager's. Compiled, these sums are opaque operators; in eager mode torch's own take their place.
+
+
+def add(a: Tensor, b: Tensor) -> Tensor:
+    """a + b of one shape and dtype, for backward functions; not differentiable."""
+    return ADD(a, b) if is_tracing() else torch.add(a, b)
+
+
+class Fork(torch.autograd.Function):
+    """(x, uses): x for several uses, whose gradients are summed in eager's order: the first one's, the last's, the one
+    before."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, uses: int) -> tuple[Tensor, ...]:
+        return tuple(x.view_as(x) for _ in range(uses))
+
+    @staticmethod
+    def backward(ctx: Any, first: Tensor, *others: Tensor) -> Any:
+        for g in reversed(others):
+            first = add(first, g)
+        return first, None
+
+
+class Join(torch.autograd.Function):
+    """(x, y): x + y, rounded."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.constants = x.dtype, y.dtype
+        return ADD(x, y)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return tuple(g.to(dtype) for dtype in ctx.constants)
+
+
+ADD: Operation[Tensor] = Operation("add(Tensor a, Tensor b) -> Tensor", torch.add, fake=torch.add)

@@ -1,0 +1,151 @@
+"""What optimizers refuse, and what they warn of: parameters, gradients, options of torch's, rates that codes lose."""
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from quaver.torch.linear.store_weight import REPLACED, without_layer
+
+#: Options of torch's optimizers, and what to do without them where they are True.
+TORCHS = {
+    "amsgrad": "it keeps a third moment, which no preset has: leave it out, or take torch.optim.AdamW",
+    "foreach": "a step goes piece by piece, so that it needs no copy of all states: leave it out",
+    "fused": "a step goes piece by piece in any case: leave it out",
+    "differentiable": "codes have no derivative: leave it out, or take torch's optimizer",
+}
+NONFINITE = ("keep", "skip", "raise")
+
+
+def check_options(name: str, options: Mapping[str, Any]) -> None:
+    """Refuse options that are not honoured. Raises: ValueError; TypeError for a name that torch does not have."""
+    for option, value in options.items():
+        if option == "capturable":
+            continue  # Steps are counted on the device in any case.
+        if option not in TORCHS:
+            raise TypeError(f"{name} has no option {option!r}")
+        if value:
+            raise ValueError(f"{name} was given {option}={value!r}; {TORCHS[option]}")
+
+
+def check_nonfinite(nonfinite: str) -> None:
+    """Raises: ValueError."""
+    if nonfinite not in NONFINITE:
+        raise ValueError(
+            f"nonfinite is {nonfinite!r}; give 'keep' (NaN goes on, as in torch), 'skip' (such a step changes nothing "
+            "and is counted) or 'raise'"
+        )
+
+
+def check_group(name: str, group: Mapping[str, Any]) -> None:
+    """Refuse numbers that no rule is meant for, as torch's optimizers do.
+
+    Raises:
+        ValueError: a negative one (dampening may be), betas of 1 and more, a learning rate in a tensor of
+            several elements, a seed that is no integer.
+    """
+    for option in ("lr", "eps", "weight_decay", "momentum"):
+        value = group.get(option, 0.0)
+        if isinstance(value, Tensor):
+            if value.numel() != 1:
+                raise ValueError(f"{name} was given {option} of shape {tuple(value.shape)}; give one element")
+            if not value.is_cpu:
+                # Reading it would wait for the device.
+                continue
+        if not value >= 0:
+            raise ValueError(f"{name} was given {option}={value!r}; give 0 or more")
+    betas = group.get("betas", (0.0, 0.0))
+    if len(betas) != 2:
+        raise ValueError(f"{name} was given betas={betas!r}; give two numbers")
+    for index, beta in enumerate(betas):
+        if not 0 <= beta < 1:
+            raise ValueError(f"{name} was given betas[{index}]={beta!r}; give 0 or more, below 1")
+    if not isinstance(group["seed"], int):
+        raise ValueError(f"{name} was given seed={group['seed']!r}; give an integer, of which 64 bits count")
+
+
+def check_parameter(p: Tensor, rule: str, matrices: bool) -> None:
+    """Refuse what no rule can step, and what a rule of matrices cannot. Raises: ValueError."""
+    if matrices and (p.dim() not in (2, 3) or (p.dim() == 3 and 1 in p.shape[1:])):
+        raise ValueError(
+            f"{rule} steps matrices and stacks of them, and a parameter has shape {tuple(p.shape)}; give it to AdamW, "
+            "or put it in a parameter group with rule='adamw'"
+        )
+    if p.is_complex():
+        raise ValueError(f"a parameter is {p.dtype}; view it as real numbers: torch.view_as_real")
+    if p.element_size() == 8:
+        raise ValueError(f"a parameter is {p.dtype}, and steps are computed in float32: convert the model to float32")
+
+
+def check_tied(parameters: Sequence[Tensor]) -> None:
+    """Refuse a parameter that is there twice, and would be stepped twice. Raises: ValueError."""
+    seen: set[int] = set()
+    for p in parameters:
+        if id(p) in seen:
+            raise ValueError(
+                f"a parameter of shape {tuple(p.shape)} is in a group twice, and would be stepped twice; give tied "
+                "weights once, as model.parameters() does"
+            )
+        seen.add(id(p))
+
+
+def check_scaler(in_backward: bool) -> None:
+    """Refuse torch.amp.GradScaler where it sees no gradients. Raises: ValueError."""
+    if in_backward:
+        raise ValueError("torch.amp.GradScaler sees no gradients that are stepped in backward; train in bfloat16")
+
+
+def check_replaced(parameters: Sequence[Tensor]) -> None:
+    """Refuse parameters that a model no longer has, or never had. Raises: ValueError."""
+    for p in parameters:
+        by = getattr(p, REPLACED, None)
+        if by is not None:
+            raise ValueError(
+                f"a parameter of shape {tuple(p.shape)} was replaced by {by} after the optimizer was made, which would "
+                "step what the model no longer has: make the optimizer after it"
+            )
+    for p in without_layer(parameters):
+        raise ValueError(
+            f"a parameter of {p.dtype} and shape {tuple(p.shape)} belongs to no layer, as in an optimizer that was "
+            "pickled, or copied without its model, and no gradient reaches it: make an optimizer of the model's "
+            "parameters, and load this one's state_dict() into it"
+        )
+
+
+def check_gradient(p: Tensor) -> None:
+    """Refuse gradients of another kind than numbers in rows. Raises: ValueError."""
+    assert p.grad is not None
+    if p.grad.is_sparse:
+        raise ValueError(
+            f"the gradient of a parameter of shape {tuple(p.shape)} is sparse; make nn.Embedding with sparse=False, "
+            "or leave its weight to torch.optim.SparseAdam"
+        )
+
+
+def warn_of_rate(lr: float, resolutions: Iterable[float], stochastic: bool) -> bool:
+    """Say that steps of a learning rate are lost in what masters hold; returns whether it was said.
+
+    Args:
+        resolutions: of each parameter's weights, the mean distance between numbers that they and their residuals tell
+            apart.
+        stochastic: whether residuals are rounded at random, which loses no step on the average.
+    """
+    coarse = sorted(resolutions)
+    if not coarse or lr == 0:
+        return False
+    middle = coarse[len(coarse) // 2]
+    # Updates of Adam are of the size of the learning rate.
+    if lr >= middle * (1 / 16 if stochastic else 1 / 2):
+        return False
+    lost = (
+        "what rounding at random adds is sixteen times as large"
+        if stochastic
+        else "steps below half of that are rounded away"
+    )
+    warnings.warn(
+        f"the learning rate is {lr:.2g}, and the eight-bit residuals of half of the weights tell apart {middle:.2g}: "
+        f"{lost}; take preset balanced, whose residuals have sixteen bits, from here on",
+        stacklevel=4,
+    )
+    return True

@@ -1,1 +1,0 @@
-"""Gradients between backward and step: in codes, clipped, stepped while backward goes on; no state that stays."""

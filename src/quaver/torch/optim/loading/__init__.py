@@ -1,1 +1,0 @@
-"""Optimizer states: create, save and load them, and convert those of other presets and libraries."""

@@ -1,0 +1,351 @@
+"""Adam and AdamW, with updates held to the bound that exact moments keep.
+
+    m ← β1 m + (1 - β1) g        v ← β2 v + (1 - β2) g²        u = (m / (1 - β1ᵗ)) / (√(v / (1 - β2ᵗ)) + ε)
+    w ← (1 - lr wd) w - lr clamp(u, ±U_t)
+
+Adam adds wd w to the gradient in place of the factor. Sources: Kingma and Ba, arXiv:1412.6980; Loshchilov and Hutter,
+arXiv:1711.05101; U_t is `quaver.reference.optim`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quaver.torch.numerics.rounding import is_tracing
+
+# ---- rule ------------------------------------------------------------------------------------------------
+# What a rule is: the weight and the moments after a step, from what they were and the gradient.
+
+
+class UpdateResult(NamedTuple):
+    """What a step gives, float32 of the weight's shape."""
+
+    weight: Tensor
+    moments: tuple[Tensor, ...]
+    #: Elements whose update was beyond the rule's bound and was held to it, bool; None if nothing is held.
+    clamped: Tensor | None = None
+
+
+class UpdateRule(Protocol):
+    """A formula. Instances are equal if they compute the same, so that compiled code is shared.
+
+    Scalars are float32 tensors of no dimension: a learning rate that changes compiles nothing anew.
+    """
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the moments, as torch's optimizer of this rule has them in its state."""
+
+    @property
+    def signed(self) -> tuple[bool, ...]:
+        """Of each moment, whether it has negative elements, as Adam's first has."""
+
+    @property
+    def bounded(self) -> bool:
+        """Whether `reach` says what no weight exceeds."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether a step needs all of a matrix at once."""
+
+    def scalars(self, group: Mapping[str, Any], steps: Tensor) -> tuple[Tensor, ...]:
+        """The numbers of a step, each float32 [parameters].
+
+        Args:
+            group: options, by torch's names.
+            steps: float64 [parameters], 1 at the first step.
+        """
+
+    def __call__(
+        self, weight: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], scalars: tuple[Tensor, ...]
+    ) -> UpdateResult:
+        """A step. All tensors are float32 of one shape; none is written to."""
+
+    @property
+    def asks(self) -> bool:
+        """Whether `reach` asks for the largest gradient and moments."""
+
+    def reach(self, amax: Tensor, scalars: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Tensor:
+        """What no weight exceeds after the step, of a bounded rule.
+
+        Args:
+            amax: the largest of the weights before the step, float32 of any shape.
+            others: the largest of the gradient and of each moment before the step, float32 [], if the rule asks.
+        """
+
+
+# ---- adam ------------------------------------------------------------------------------------------------
+
+#: The largest float32.
+LARGEST = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True)
+class Adam:
+    """Adam; `decoupled`, AdamW."""
+
+    decoupled: bool = True
+    #: Whether updates are held to U_t.
+    clamp: bool = True
+    maximize: bool = False
+
+    @property
+    def bounded(self) -> bool:
+        return self.clamp
+
+    names = ("exp_avg", "exp_avg_sq")
+    signed = (True, False)
+    whole = False
+    asks = False
+
+    def scalars(self, group: Mapping[str, Any], steps: Tensor) -> tuple[Tensor, ...]:
+        (b1, b2), eps, decay = group["betas"], group["eps"], group["weight_decay"]
+        lr = wide(group["lr"], steps)
+        power1, power2 = b1**steps, b2**steps
+        limit = torch.full_like(steps, float("inf"))
+        if self.clamp and b1**2 < b2 < 1:
+            ratio = b1**2 / b2
+            grown = (1 - ratio**steps) / (1 - ratio) * (1 - power2)
+            limit = (1 - b1) / (1 - b2) ** 0.5 * grown.sqrt() / (1 - power1)
+        numbers = (
+            *(torch.full_like(steps, v) for v in (share(b1), share(b2), eps)),
+            *(lr, lr * decay if self.decoupled else torch.full_like(steps, decay)),
+            *(1 / (1 - power1), (1 - power2).rsqrt(), limit),
+        )
+        return tuple(number.float() for number in numbers)
+
+    def __call__(
+        self, weight: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], scalars: tuple[Tensor, ...]
+    ) -> UpdateResult:
+        m, v = moments
+        share1, share2, eps, lr, decay, grow1, grow2, limit = scalars
+        g = -gradient if self.maximize else gradient
+        # What is not needed further on lives no longer: a piece's memory is what is there together.
+        del moments, gradient
+        if not self.decoupled:
+            g = g + weight * decay
+        m = averaged(m, g, share1)
+        # A square beyond float32 would be infinite, and infinity less infinity is NaN at the next step.
+        v = averaged(v, (g * g).clamp(max=LARGEST), share2)
+        del g
+        update = (m * grow1) / (root(v) * grow2 + eps)
+        clamped = None
+        if self.clamp:
+            clamped = update.abs() > limit * (1 + 1e-6)
+            update = torch.minimum(torch.maximum(update, -limit), limit)
+        if self.decoupled:
+            weight = weight - weight * decay
+        update = update * lr
+        return UpdateResult(weight - update, (m, v), clamped)
+
+    def reach(self, amax: Tensor, scalars: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Tensor:
+        _, _, _, lr, decay, _, _, limit = scalars
+        # Above by what float32 may round: three operations.
+        return (amax * (kept(decay) if self.decoupled else 1.0) + lr.abs() * limit) * (1 + 2.0**-20)
+
+
+def kept(decay: Tensor) -> Tensor:
+    """What a weight of 1 is at most after its decay, which float32 rounds by the weight's ulps: float32 []."""
+    return (1 - decay).abs() + decay.abs() * 2.0**-22
+
+
+def share(beta: float) -> float:
+    """What `averaged` is given of β: 1 - β, or -β where β is below one half."""
+    return 1 - beta if beta >= 0.5 else -beta
+
+
+def averaged(old: Tensor, new: Tensor, share: Tensor) -> Tensor:
+    """β old + (1 - β) new, from the one that has the larger part.
+
+    From the other, a small `new` would be lost in (new - old) + old beside a large `old`.
+
+    Args:
+        share: of β, float32 [].
+    """
+    if not share.is_cpu or is_tracing() or type(share) is not Tensor:
+        return (new - old) * share + torch.where(share > 0, old, new)
+    return (new - old) * share + (old if share > 0 else new)
+
+
+def root(v: Tensor) -> Tensor:
+    """√v, rounded correctly, as compilers and GPUs have it: torch's own on a CPU is one off in one element of six."""
+    if not v.is_cpu or is_tracing() or type(v) is not Tensor:
+        return v.sqrt()
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    with np.errstate(invalid="ignore"):
+        np.sqrt(v.numpy(), out=out.numpy())
+    return out
+
+
+def wide(lr: Tensor | float, steps: Tensor) -> Tensor:
+    if isinstance(lr, Tensor):
+        return lr.detach().to(steps.device, torch.float64).expand_as(steps)
+    return torch.full_like(steps, lr)
+
+
+# ---- lion ------------------------------------------------------------------------------------------------
+# Lion: the sign of an interpolation of momentum and gradient.
+#
+#     w ← (1 - lr wd) w - lr sign(β1 m + (1 - β1) g)        m ← β2 m + (1 - β2) g
+#
+# Source: Chen et al., "Symbolic Discovery of Optimization Algorithms", arXiv:2302.06675.
+
+
+@dataclass(frozen=True)
+class Lion:
+    """Lion; no step moves a weight by more than lr, besides its decay."""
+
+    maximize: bool = False
+
+    names = ("exp_avg",)
+    signed = (True,)
+    whole = False
+    asks = False
+    bounded = True
+
+    def scalars(self, group: Mapping[str, Any], steps: Tensor) -> tuple[Tensor, ...]:
+        (b1, b2), lr = group["betas"], wide(group["lr"], steps)
+        numbers = (torch.full_like(steps, share(b1)), torch.full_like(steps, share(b2)), lr, lr * group["weight_decay"])
+        return tuple(number.float() for number in numbers)
+
+    def __call__(
+        self, weight: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], scalars: tuple[Tensor, ...]
+    ) -> UpdateResult:
+        (m,) = moments
+        share1, share2, lr, decay = scalars
+        g = -gradient if self.maximize else gradient
+        mixed = averaged(m, g, share1)
+        # torch's sign of NaN is 0: such weights would stand still for ever without a word.
+        update = torch.where(mixed != mixed, mixed, mixed.sign())
+        return UpdateResult(weight - weight * decay - update * lr, (averaged(m, g, share2),))
+
+    def reach(self, amax: Tensor, scalars: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Tensor:
+        _, _, lr, decay = scalars
+        return (amax * kept(decay) + lr.abs()) * (1 + 2.0**-20)
+
+
+# ---- muon ------------------------------------------------------------------------------------------------
+# Muon: the momentum of a matrix with its singular values brought near 1.
+#
+#     b ← μ b + (1 - μ) g        u = orthogonalized(g + μ (b - g))        w ← (1 - lr wd) w - lr s u
+#
+# Source: Jordan et al., https://kellerjordan.github.io/posts/muon/; the polynomial and the two choices of s are those
+# of torch.optim.Muon (s = √max(1, rows / columns), or 0.2 √max(rows, columns) of Liu et al., arXiv:2502.16982).
+
+COEFFICIENTS = (3.4445, -4.775, 2.0315)
+
+
+@dataclass(frozen=True)
+class Muon:
+    """Muon of a matrix; what a step reaches is measured."""
+
+    nesterov: bool = True
+    steps: int = 5
+    adjust: str = "original"
+    maximize: bool = False
+    eps: float = 1e-7
+
+    names = ("momentum_buffer",)
+    signed = (True,)
+    whole = True
+    asks = False
+    bounded = False
+
+    def scalars(self, group: Mapping[str, Any], steps: Tensor) -> tuple[Tensor, ...]:
+        lr = wide(group["lr"], steps)
+        # Of the buffer in its own average, and of the gradient in Nesterov's.
+        momentum = (torch.full_like(steps, share(beta)) for beta in (group["momentum"], 1 - group["momentum"]))
+        numbers = (lr, lr * group["weight_decay"], *momentum)
+        return tuple(number.float() for number in numbers)
+
+    def __call__(
+        self, weight: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], scalars: tuple[Tensor, ...]
+    ) -> UpdateResult:
+        lr, decay, of_buffer, of_gradient = scalars
+        g = -gradient if self.maximize else gradient
+        buffer = averaged(moments[0], g, of_buffer)
+        update = averaged(g, buffer, of_gradient) if self.nesterov else buffer
+        update = orthogonalized(update, self.steps, self.eps)
+        rows, columns = weight.shape
+        ratio = max(1, rows / columns) ** 0.5 if self.adjust == "original" else 0.2 * max(rows, columns) ** 0.5
+        return UpdateResult(weight - weight * decay - update * (lr * ratio), (buffer,))
+
+    def reach(self, amax: Tensor, scalars: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Tensor:
+        raise NotImplementedError
+
+
+def orthogonalized(update: Tensor, steps: int, eps: float) -> Tensor:
+    """Singular values of a matrix brought near 1 by an odd polynomial, in bfloat16: float32 of its shape."""
+    a, b, c = COEFFICIENTS
+    x = update.bfloat16()
+    transposed = x.shape[0] > x.shape[1]
+    x = x.T if transposed else x
+    # An ambient torch.autocast would take the norm to float32 and matrices to a dtype of its own.
+    with torch.autocast(x.device.type, enabled=False):
+        x = x / x.norm().clamp(min=eps)
+        for _ in range(steps):
+            gram = x @ x.T
+            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.T if transposed else x).float()
+
+
+# ---- sgd -------------------------------------------------------------------------------------------------
+# Stochastic gradient descent, with momentum as torch has it.
+#
+#     g ← g + wd w        b ← μ b + (1 - dampening) g (g at the first step)        w ← w - lr (b, or g + μ b if
+# nesterov)
+#
+# Source: Sutskever et al., "On the importance of initialization and momentum in deep learning", ICML 2013.
+
+
+@dataclass(frozen=True)
+class SGD:
+    """SGD. The gradient and the buffer bound a step, by their largest elements."""
+
+    momentum: bool = False
+    nesterov: bool = False
+    maximize: bool = False
+
+    whole = False
+    asks = True
+    bounded = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("momentum_buffer",) if self.momentum else ()
+
+    @property
+    def signed(self) -> tuple[bool, ...]:
+        return (True,) if self.momentum else ()
+
+    def scalars(self, group: Mapping[str, Any], steps: Tensor) -> tuple[Tensor, ...]:
+        first = steps <= 1
+        new = torch.where(first, 1.0, 1.0 - group["dampening"])
+        numbers = (
+            *(wide(group["lr"], steps), torch.full_like(steps, group["weight_decay"])),
+            *(torch.full_like(steps, group["momentum"]), new),
+        )
+        return tuple(number.float() for number in numbers)
+
+    def __call__(
+        self, weight: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], scalars: tuple[Tensor, ...]
+    ) -> UpdateResult:
+        lr, decay, momentum, new = scalars
+        g = (-gradient if self.maximize else gradient) + weight * decay
+        if not self.momentum:
+            return UpdateResult(weight - g * lr, ())
+        buffer = moments[0] * momentum + g * new
+        update = g + buffer * momentum if self.nesterov else buffer
+        return UpdateResult(weight - update * lr, (buffer,))
+
+    def reach(self, amax: Tensor, scalars: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Tensor:
+        lr, decay, momentum, new = scalars
+        step = others[0] + decay.abs() * amax
+        if self.momentum:
+            buffer = momentum.abs() * others[1] + new.abs() * step
+            step = step + momentum.abs() * buffer if self.nesterov else buffer
+        return (amax + lr.abs() * step) * (1 + 2.0**-20)

@@ -1,0 +1,430 @@
+"""Convert one parameter's state from a state dict to the formats of this optimizer, through float32 if they differ."""
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quaver.recipes.text import suggest
+from quaver.reference.optimizer_state import FLOAT32, PRESETS, Preset, StateSpec
+from quaver.torch.optim import codes, master_weights, rules
+from quaver.torch.optim.checks import TORCHS
+from quaver.torch.optim.master_weights import MasterFormat
+from quaver.torch.optim.rules import UpdateRule
+from quaver.torch.optim.step import layout
+from quaver.torch.optim.step.step import StepConfig
+
+# ---- presets ---------------------------------------------------------------------------------------------
+# Convert presets to and from plain data, which `torch.load` reads with `weights_only=True`.
+
+#: The mark of states in the second form, see `state_conversion`: the suffix of a preset's name, or a key beside fields.
+SECOND_FORM, FORM_KEY = "/2", "form"
+
+
+def preset_of(preset: Any) -> Preset:
+    """The preset of a name, or of the fields that `packed` returns without the mark; a `Preset` as it is.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if isinstance(preset, Preset):
+        return preset
+    if isinstance(preset, Mapping):
+        options: dict[str, Any] = dict(preset)
+        options |= {name: StateSpec.parse(options[name]) for name in ("first", "second")}
+        if "/" in options["gradient"]:
+            options["gradient"] = StateSpec.parse(options["gradient"])
+        return Preset(**options)
+    if preset not in PRESETS:
+        raise ValueError(f"preset {preset!r} is not known; {suggest(str(preset), list(PRESETS))}")
+    return PRESETS[preset]
+
+
+def packed(preset: Any) -> str | dict[str, Any]:
+    """A preset as plain data: its name if it is one of `PRESETS`, else its fields; with the mark of the second form."""
+    preset = preset_of(preset)
+    marked = has_residuals(preset)
+    if PRESETS.get(preset.name) == preset:
+        return preset.name + (SECOND_FORM if marked else "")
+    values = {field.name: getattr(preset, field.name) for field in fields(preset)}
+    plain = {name: value.text if isinstance(value, StateSpec) else value for name, value in values.items()}
+    return plain | ({FORM_KEY: 2} if marked else {})
+
+
+def has_residuals(preset: Preset) -> bool:
+    """Whether a preset may store residuals, which two forms store differently."""
+    return "residual" in preset.codes + preset.bfloat16
+
+
+# ---- earlier ---------------------------------------------------------------------------------------------
+# Read the first form of states, which the presets `lean` and `balanced` wrote in earlier releases.
+#
+#                 first form                                          second form, since then
+#     moments     int8_softsign and uint8_root                        the codes of the preset
+#     residuals   multiples of 2**-7 (int8) or 2**-15 (int16)         the next 8 or 16 bits of the mantissa, see
+#                 of half the distance to the next code               `quaver.torch.optim.master_weights`
+#
+# State dicts of presets with residuals have a mark for the second form (`presets.packed`). States without the mark are
+# converted like those of another preset. Source: FlashOptim, arXiv:2602.23349.
+
+#: `Keeping.kind` of residuals in the first form, by the kind in the second.
+FIRST_FORM_KINDS = {"residual8": "parts8", "residual16": "parts16"}
+_FIRST = StateSpec(code="int8_softsign")
+_SECOND = StateSpec(code="uint8_root", stochastic=True, floor=True)
+
+
+def in_first_form(preset: Preset) -> Preset:
+    """The same preset with residuals in the first form."""
+    return replace(
+        preset,
+        name=f"{preset.name}, in its first form,",
+        codes=FIRST_FORM_KINDS.get(preset.codes, preset.codes),
+        bfloat16=FIRST_FORM_KINDS.get(preset.bfloat16, preset.bfloat16),
+    )
+
+
+#: The presets that wrote the first form, with the formats that they had.
+FIRST_FORM_PRESETS = {
+    preset.name: in_first_form(replace(preset, first=_FIRST, second=_SECOND))
+    for preset in PRESETS.values()
+    if has_residuals(preset)
+}
+
+
+def saved_preset(saved: Any) -> Preset:
+    """The preset that wrote the states of a parameter group.
+
+    Args:
+        saved: the group's entry "preset" in the state dict, as `presets.packed` writes it; without the mark of the
+            second form the result has the formats of the first.
+    Raises:
+        ValueError: an unknown preset.
+    """
+    if isinstance(saved, str) and saved in FIRST_FORM_PRESETS:
+        return FIRST_FORM_PRESETS[saved]
+    preset = preset_of(without_form(saved))
+    first = isinstance(saved, Mapping) and FORM_KEY not in saved and has_residuals(preset)
+    return in_first_form(preset) if first else preset
+
+
+def without_form(saved: Any) -> Any:
+    """The entry "preset" of a state dict without the mark of the second form."""
+    if isinstance(saved, str):
+        return saved.removesuffix(SECOND_FORM)
+    return {name: value for name, value in saved.items() if name != FORM_KEY} if isinstance(saved, Mapping) else saved
+
+
+def read(master_format: MasterFormat, tensors: tuple[Tensor, ...]) -> Tensor:
+    """The weight, float32, with residuals in either form. Exact.
+
+    Args:
+        tensors: the weight, its scales if it is codes, and the tensors of its state, as `Keeping` orders them.
+    """
+    if master_format.kind not in FIRST_FORM_KINDS.values():
+        return master_weights.read(master_format, tensors)
+    weight, residual = tensors[0], tensors[-1]
+    fraction = residual.float() / 2.0 ** (master_weights.BITS[residual.dtype] - 1)
+    if master_format.spec is None:
+        # Half an ULP of bfloat16 is 2**-8 of the power of two; clamp it to a normal number, for infinity as well.
+        power = ((weight.view(torch.int16).int() & 0x7F80) << 16).view(torch.float32)
+        half = power.clamp(min=2.0**-117, max=2.0**127) * 2.0**-8
+        return weight.float() + fraction * half
+    fmt = master_format.spec.format
+    # A float32 with the exponent of half an ULP of the code; a subnormal has the exponent of the smallest normal.
+    exponent = ((weight.view(torch.uint8).int() & 0x7F) >> fmt.mantissa_bits).clamp(min=1)
+    half = (exponent - (fmt.bias + fmt.mantissa_bits + 1) + 127 << 23).view(torch.float32)
+    return master_weights.scaled(master_format.spec, tensors[1], weight.float() + fraction * half)
+
+
+# ---- rules -----------------------------------------------------------------------------------------------
+# Check that a state dict was written by the same update rule (Adam, Lion, SGD, Muon) and is undamaged.
+
+#: Rules of torch.optim by an option that only they have.
+RULE_OF_OPTION = {
+    **{"adjust_lr_fn": "Muon", "dampening": "SGD", "momentum_decay": "NAdam", "centered": "RMSprop", "rho": "Adadelta"},
+    **{"lr_decay": "Adagrad", "lambd": "ASGD", "etas": "Rprop", "beta2_decay": "Adafactor"},
+}
+#: Optimizers by a key of their states. The first key that the own rule lacks is named in the error.
+OWNER_OF_MOMENT = {
+    **{"max_exp_avg_sq": "Adam with amsgrad=True", "mu_product": "NAdam", "exp_inf": "Adamax", "row_var": "Adafactor"},
+    **{"acc_delta": "Adadelta", "square_avg": "RMSprop", "sum": "Adagrad", "ax": "ASGD", "prev": "Rprop"},
+    **{"exp_avg_sq": "Adam", "exp_avg": "Adam or Lion", "momentum_buffer": "SGD or Muon"},
+}
+#: The suffix of keys of moments stored as codes. torch does not know such keys, so it never reads codes as values.
+CODES = "_codes"
+#: The end of errors about state dicts that no optimizer writes.
+DAMAGED = "nothing was loaded: is the file damaged?"
+
+
+def key_of(moment: str, spec: StateSpec) -> str:
+    """The key of a moment in a parameter's state."""
+    return moment + CODES if spec.of.scaled else moment
+
+
+def check_group(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Check a parameter group of a state dict.
+
+    Args:
+        saved: the group in the state dict.
+        own: the group of this optimizer.
+    Raises:
+        ValueError: another rule, an option that is not supported, or one that is not a number.
+    """
+    for option, value in saved.items():
+        mine = own.get(option)
+        no_pair = option == "betas" and not (isinstance(value, tuple | list) and len(value) == 2)
+        if no_pair or (type(mine) is float and not isinstance(value, Tensor | Real)):
+            raise ValueError(f"{option} of the state dict is {value!r}, and of this optimizer {mine!r}; {DAMAGED}")
+    theirs, ours = rule_of(saved), rule_of(own)
+    if theirs and theirs != ours:
+        raise ValueError(
+            f"the state dict is that of {theirs}, and this optimizer is {ours}, which has other moments; nothing was "
+            f"loaded: load it into {theirs}, or start {ours} without it"
+        )
+    if saved.get("amsgrad"):
+        raise ValueError(f"the state dict was saved with amsgrad=True; {TORCHS['amsgrad']}")
+    # Options of torch's Muon that have one value here.
+    fixed = {"ns_steps": 5, "ns_coefficients": rules.COEFFICIENTS} | ({"eps": 1e-7} if "ns_steps" in saved else {})
+    for option, value in fixed.items() if ours == "Muon" else ():
+        saved_value = saved.get(option, value)
+        if (tuple(saved_value) if isinstance(saved_value, list) else saved_value) != value:
+            raise ValueError(
+                f"the state dict was saved with {option}={saved_value!r}, and Muon has {value!r} here; nothing was "
+                "loaded: start without it"
+            )
+
+
+def rule_of(group: Mapping[str, Any]) -> str:
+    """The rule that a parameter group belongs to, by its options; "" if they do not tell. AdamW is "Adam"."""
+    if group.get("rule") == "adamw":
+        return "Adam"
+    for option, rule in RULE_OF_OPTION.items():
+        if option in group:
+            return rule
+    return ("Adam" if "eps" in group else "Lion") if "betas" in group else ""
+
+
+def check_state(key: object, saved: Mapping[str, Any], rule: UpdateRule) -> None:
+    """Check a parameter's state of a state dict.
+
+    Args:
+        key: of the parameter in the state dict, for the error.
+    Raises:
+        ValueError: a state of another rule, or a damaged one.
+    """
+    if not isinstance(saved, Mapping):
+        raise ValueError(f"the state of parameter {key} is of type {type(saved).__name__}, not a dict; {DAMAGED}")
+    step = 0.0 if saved.get("step") is None else saved["step"]
+    numbers = step.numel() if isinstance(step, Tensor) else int(isinstance(step, int | float))
+    if numbers != 1 or not 0 <= float(step) < float("inf"):
+        raise ValueError(f"the step of parameter {key} is {step!r}, not a number of steps; {DAMAGED}")
+    name, present = type(rule).__name__, {key.removesuffix(CODES) for key, value in saved.items() if value is not None}
+    others = [moment for moment in OWNER_OF_MOMENT if moment in present and moment not in rule.names]
+    if others:
+        raise ValueError(
+            f"the state of parameter {key} has {others[0]}, of {OWNER_OF_MOMENT[others[0]]}, and {name} has "
+            f"{', '.join(rule.names) or 'no moments'}; nothing was loaded: load it into an optimizer of that rule"
+        )
+    missing = [moment for moment in (*rule.names, "step") if moment not in present]
+    # torch's SGD and Muon do not count steps, and create a missing momentum buffer from the next gradient.
+    if missing and name == "Adam":
+        raise ValueError(f"the state of parameter {key} has no {missing[0]}; {DAMAGED}")
+
+
+# ---- moments ---------------------------------------------------------------------------------------------
+# Read moments of a state dict as float32, whichever library wrote them.
+#
+# torch.optim     float tensors
+# torchao.optim   tensor subclasses with `codes` and `dequantize()`, version 0.18
+# MS-AMP          objects with `value`, FP8 codes or float16, times `meta.scale_inv` (msamp/optim/adamw.py)
+# Quaver          codes and scales in the format of the preset
+
+#: The FP8 dtype of MS-AMP's codes, which it stores as integers: it is older than torch's FP8 dtypes.
+MSAMP = {torch.uint8: torch.float8_e4m3fn, torch.int8: torch.float8_e5m2}
+
+
+def spec_of(name: str, saved: Any, scale: Any, spec: StateSpec) -> StateSpec:
+    """The format of a moment that a preset of Quaver wrote: `spec`, or float32, as for small tensors.
+
+    Args:
+        name: of the moment, for the error.
+        saved: the moment in the state dict, with its `scale` or None.
+        spec: the format of the preset.
+    Raises:
+        ValueError: a dtype, or a missing scale, that is neither.
+    """
+    dtype = getattr(saved, "dtype", type(saved).__name__)
+    if dtype == codes.code_dtype(spec.of) and spec.of.scaled == (scale is not None):
+        return spec
+    if dtype is torch.float32 and scale is None:
+        return FLOAT32
+    raise ValueError(
+        f"{name} was saved as {dtype} {'without' if scale is None else 'with'} scales, where its preset "
+        f"stores {spec.text} or float32; {DAMAGED}"
+    )
+
+
+def check_scales(name: str, saved: Tensor, scale: Tensor, spec: StateSpec) -> None:
+    """Check the shape and dtype of scales against their codes. Raises: ValueError."""
+    # Earlier releases did not flatten trailing dimensions before they divided rows into blocks.
+    flat = [layout.flat(saved.shape, rows_of) for rows_of in range(max(saved.dim(), 1))]
+    shapes = {codes.scale_shape(shape, spec.block, spec.of.numbers) for shape in flat}
+    dtype = codes.SCALE_DTYPES[spec.scale]
+    if tuple(scale.shape) not in shapes or scale.dtype != dtype:
+        raise ValueError(
+            f"{name}_scale has shape {tuple(scale.shape)} and dtype {scale.dtype}; codes {tuple(saved.shape)} of "
+            f"{spec.text} need {dtype} scales of shape {' or '.join(map(str, sorted(shapes)))}; {DAMAGED}"
+        )
+
+
+def values(saved: Any, scale: Tensor | None, spec: StateSpec | None) -> Tensor:
+    """A moment as float32, of the parameter's shape.
+
+    Args:
+        saved: the moment in the state dict.
+        scale: its scales, if Quaver wrote it as codes.
+        spec: its format, if Quaver wrote it; None for another library.
+    Raises:
+        ValueError: integers, or an object, of an unknown library.
+    """
+    if spec is not None:
+        # Blocks may run along several trailing dimensions, which are one dimension of the scales.
+        flattened = scale is not None and 0 < scale.dim() < saved.dim()
+        data = saved.flatten(scale.dim() - 1) if flattened else saved  # type: ignore[union-attr]
+        return codes.decode(data, scale, spec).view(saved.shape)
+    meta = getattr(saved, "meta", None)
+    if meta is not None and hasattr(meta, "scale_inv"):
+        value: Tensor = saved.value
+        floats = value.view(MSAMP[value.dtype]) if value.dtype in MSAMP else value
+        return floats.float() * meta.scale_inv.float()
+    if type(saved) is not Tensor and hasattr(saved, "codes") and hasattr(saved, "dequantize"):
+        decoded: Tensor = saved.dequantize()
+        return decoded.float()
+    if not isinstance(saved, Tensor) or not saved.is_floating_point():
+        kind = saved.dtype if isinstance(saved, Tensor) else type(saved).__name__
+        raise ValueError(
+            f"a moment in the state dict is {kind}, and its group names no preset. Quaver reads states of torch.optim, "
+            "torchao.optim, MS-AMP and its own: with another library save them as float32"
+        )
+    return saved.float()
+
+
+# ---- converting ------------------------------------------------------------------------------------------
+
+
+def convert_state(
+    p: Tensor, saved: Mapping[str, Any], way: StepConfig, saved_way: StepConfig | None, weight: tuple[Tensor, ...]
+) -> tuple[dict[str, Tensor], str]:
+    """Convert a parameter's state.
+
+    Args:
+        p: the parameter, with its weight already loaded.
+        saved: its entry of the state dict.
+        way: how this optimizer steps it, with the formats of its states.
+        saved_way: the same for the optimizer that wrote the state dict; None for another library's.
+        weight: the weight and its scales, as matrices.
+    Returns:
+        The state, and a warning if a part of it was not saved; "" if nothing is missing.
+    Raises:
+        ValueError: a state of another shape.
+    """
+    rows_of = layout.leading(p, way.rule.whole)
+    saved_moments = {name: saved.get(name + CODES, saved.get(name)) for name in way.rule.names}
+    complete = all(moment is not None for moment in saved_moments.values())
+    # A state dict with moments but without a count has stepped, so the next step is not the first.
+    step = saved.get("step", 1.0) if complete else 0.0
+    state = {"step": torch.as_tensor(step, dtype=torch.float32, device="cpu").clone()}
+    for index, ((name, moment), spec) in enumerate(zip(saved_moments.items(), way.moments, strict=True)):
+        if moment is not None:
+            saved_spec = None if saved_way is None else saved_way.moments[index]
+            state |= _convert_moment(p, name, moment, saved.get(f"{name}_scale"), spec, saved_spec, rows_of)
+    if saved_way is not None:
+        state |= _convert_weight_states(p, saved, way.master_format, saved_way.master_format, weight)
+    missing = ""
+    if way.master_format.states and way.master_format.states[0] not in state:
+        missing = (
+            f"no {way.master_format.states[0]} was saved for weights that are stored as {way.master_format.kind}: "
+            f"it is made anew "
+            "from the weight"
+        )
+    return state, missing
+
+
+def _convert_moment(
+    p: Tensor, name: str, moment: Any, scale: Any, spec: StateSpec, saved_spec: StateSpec | None, rows_of: int
+) -> dict[str, Tensor]:
+    """A moment and its scale in the format `spec`, by their keys in the state.
+
+    Args:
+        moment: as saved, with its `scale` or None.
+        saved_spec: its format; None for another library's.
+        rows_of: how many leading dimensions of p are rows of the matrix that blocks divide.
+    """
+    moment, scale = layout.local(moment), None if scale is None else layout.local(scale)
+    if saved_spec is not None and scale is not None:
+        check_scales(name, moment, scale, saved_spec)
+    own = layout.local(p)
+    local_shape, full_shape = (layout.flat(t.shape, rows_of) for t in (own, p))
+    # Earlier releases did not flatten trailing dimensions, so they had other blocks for the same spec.
+    converts = saved_spec != spec or (
+        scale is not None and scale.shape != codes.scale_shape(local_shape, spec.block, spec.of.numbers)
+    )
+    if converts:
+        moment = values(moment, scale, saved_spec)
+    if tuple(moment.shape) != tuple(own.shape):
+        raise ValueError(
+            f"{name} has shape {tuple(moment.shape)}, and its parameter {tuple(own.shape)}; nothing was loaded: give "
+            "the state dict of the same model"
+        )
+    if converts:
+        # Round to nearest: loading must not add noise.
+        moment, scale = codes.encode(moment.reshape(local_shape), replace(spec, stochastic=False))
+        moment = moment.reshape(own.shape)
+    state = {key_of(name, spec): layout.like(p, moment.to(own.device, copy=True), p.shape)}
+    if scale is not None:
+        shape = codes.scale_shape(full_shape, spec.block, spec.of.numbers)
+        state[f"{name}_scale"] = layout.like(p, scale.to(own.device, copy=True), shape)
+    return state
+
+
+def _convert_weight_states(
+    p: Tensor,
+    saved: Mapping[str, Any],
+    master_format: MasterFormat,
+    saved_master_format: MasterFormat,
+    weight: tuple[Tensor, ...],
+) -> dict[str, Tensor]:
+    """The master, remainder or residual of a weight, by name; {} if the state dict has none that can be used."""
+    if not all(name in saved for name in saved_master_format.states):
+        return {}
+    tensors = [layout.local(saved[name]).to(p.device, copy=True) for name in saved_master_format.states]
+    for name, tensor in zip(saved_master_format.states[:1], tensors, strict=False):
+        if tensor.dtype != saved_master_format.dtype or tensor.numel() != layout.local(p).numel():
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}; a parameter of shape "
+                f"{tuple(layout.local(p).shape)} needs one in {saved_master_format.dtype}; {DAMAGED}"
+            )
+    if (master_format.kind, master_format.spec) != (saved_master_format.kind, saved_master_format.spec):
+        if not _determines_weight(saved_master_format, p):
+            return {}
+        value = read(saved_master_format, (*weight, *(layout.rows(tensor) for tensor in tensors)))
+        first = master_weights.first_states(master_format, layout.local(p), value.view(layout.local(p).shape))
+        # The loaded weight stays as it is; only the states beside it are made from the value.
+        tensors = [*master_weights.around(master_format, value, (*weight, *(layout.rows(tensor) for tensor in first)))]
+    shapes = [t.shape if t.dim() == 0 else p.shape for t in tensors]
+    own = layout.local(p).shape
+    return {
+        name: layout.like(p, t if t.dim() == 0 else t.reshape(own), shape)
+        for name, t, shape in zip(master_format.states, tensors, shapes, strict=True)
+    }
+
+
+def _determines_weight(saved_master_format: MasterFormat, p: Tensor) -> bool:
+    """Whether saved states give the weight in high precision.
+
+    A master does so alone. A remainder or residual extends a weight in bfloat16 or in codes, and p must be that still.
+    """
+    return saved_master_format.master or (saved_master_format.spec is None) == (p.dtype is torch.bfloat16)

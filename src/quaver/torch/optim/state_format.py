@@ -1,0 +1,370 @@
+"""`OptimizerBase`: the state of each parameter, in the formats of its preset, and state dicts."""
+
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import prod
+from typing import Any
+from weakref import WeakMethod
+
+import torch
+from torch import Tensor, nn
+
+from quaver.reference.optimizer_state import PRESETS, Preset
+from quaver.torch.linear import store_weight
+from quaver.torch.optim import codes, master_weights, state_conversion
+from quaver.torch.optim.checks import check_group
+from quaver.torch.optim.gradients import Gradients
+from quaver.torch.optim.quantized_gradient import local_quantized
+from quaver.torch.optim.rules import UpdateRule
+from quaver.torch.optim.state_conversion import CODES, convert_state, key_of, packed, preset_of, saved_preset
+from quaver.torch.optim.step import layout, ranks
+from quaver.torch.optim.step.step import ParameterTensors, StepConfig
+
+# ---- kept ------------------------------------------------------------------------------------------------
+
+#: Tensors with fewer elements have float32 states, unless their weight is codes.
+SMALL = 4096
+
+
+class OptimizerBase(torch.optim.Optimizer):
+    """The part of `Optimizer` that creates, loads and saves states, without its step."""
+
+    #: Gradients that are stored in fewer bits between backward and step.
+    gradients: Gradients
+    #: Whether clamped updates are counted.
+    statistics: bool
+    #: Sharded weights whose state "amax" covers only the rows of this rank.
+    _local_amax: set[Tensor]
+    #: By weight of codes: `layout.versions` after the last step.
+    _stepped: dict[Tensor, Any]
+
+    def rule(self, group: Mapping[str, Any], preset: Preset) -> UpdateRule:
+        """The update rule of a parameter group."""
+        raise NotImplementedError
+
+    def preset(self, p: Tensor, group: Mapping[str, Any]) -> Preset:
+        """The preset of a parameter: that of its group, or "float32" for vectors and small tensors."""
+        small = p.dim() < 2 or p.numel() < SMALL
+        return PRESETS["float32"] if small and not store_weight.holds_codes(p) else preset_of(group["preset"])
+
+    def way(self, p: Tensor, group: Mapping[str, Any]) -> StepConfig:
+        """How a parameter steps, with the formats of its weight, states and gradient."""
+        preset = self.preset(p, group)
+        rule = self.rule(group, preset)
+        specs = tuple(preset.first if signed else preset.second for signed in rule.signed)
+        master_format = master_weights.master_format_of(p, preset)
+        predicts = (
+            master_format.kind.startswith("residual")
+            and master_format.spec is not None
+            and None in master_format.spec.block
+        )
+        quantized = local_quantized(p.grad)
+        spec = None if quantized is None else quantized.contents.spec
+        return StepConfig(rule, master_format, specs, spec, predicts and rule.bounded, self.statistics)
+
+    def _ensure_amax(self, p: Tensor, way: StepConfig) -> None:
+        """Have the amaxes of the weight's blocks in its state if its scales are predicted; else remove them."""
+        if not way.predicts:
+            self.state[p].pop("amax", None)
+        elif "amax" not in self.state[p]:
+            self.state[p]["amax"] = self._amax(p, way, self.parts_of_weight(p, way))
+
+    def _amax(self, p: Tensor, way: StepConfig, tensors: tuple[Tensor, ...]) -> Tensor:
+        """The amaxes of the weight's blocks, sharded like its rows; of a sharded weight those of this rank's rows."""
+        assert way.master_format.spec is not None
+        if layout.is_stack(p, way.master_format.spec):
+            each = [
+                ranks.of_segment(ParameterTensors(tensors, (), ()), segment).weight
+                for segment in ranks.segments(p, way)
+            ]
+            amaxes = [
+                master_weights.block_amax(way.master_format.spec, master_weights.read(way.master_format, own))
+                for own in each
+            ]
+            return layout.together(amaxes, p)
+        amax = master_weights.block_amax(way.master_format.spec, master_weights.read(way.master_format, tensors))
+        if not layout.divided(p):
+            return amax
+        self._local_amax.add(p)
+        height = way.master_format.spec.block[0]
+        return amax if height is None else layout.like(p, amax, (-(-p.shape[0] // height), amax.shape[1]))
+
+    def parts(self, p: Tensor, way: StepConfig) -> ParameterTensors:
+        """All tensors that a parameter's step reads and writes, this rank's shards, as matrices."""
+        state = self.state[p]
+        moments = tuple(
+            tuple(layout.local(state[key]) for key in (key_of(name, spec), f"{name}_scale") if key in state)
+            for name, spec in zip(way.rule.names, way.moments, strict=True)
+        )
+        quantized = local_quantized(p.grad)
+        gradient = (layout.gradient(p),) if quantized is None else quantized.contents.codes or ()
+        rows_of = layout.leading(p, way.rule.whole)
+        # Passed only if trailing dimensions are flattened. It is 0 for a shard without rows, too.
+        number = prod(layout.local(p).shape[:rows_of]) if rows_of < p.dim() - 1 else 0
+        return layout.as_rows(ParameterTensors(self.parts_of_weight(p, way), moments, gradient), number)
+
+    def parts_of_weight(self, p: Tensor, way: StepConfig) -> tuple[Tensor, ...]:
+        """The tensors that hold a parameter's weight, this rank's shards, as matrices, in the order of `Keeping`."""
+        states = [layout.local(self.state[p][name]) for name in way.master_format.states]
+        return tuple(layout.rows(t) for t in (*layout.weight_of(p, way), *states))
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `torch.optim.Optimizer.state_dict`, with codes in their dtypes and presets as plain data."""
+        parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        if not len(self.state) and all(p.grad is None for p in parameters):
+            # torch.distributed.checkpoint loads into the tensors of this state dict.
+            self.state.update({p: self._initial_state(p) for p in parameters})
+        # Before hooks of the user's, which see what is saved.
+        handle = self.register_state_dict_post_hook(_pack_groups, prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Load a state dict of any preset, or of torch.optim, torchao.optim or MS-AMP. Load the model first.
+
+        The groups keep their presets; states in other formats are converted, with a warning.
+
+        Raises:
+            ValueError: a state dict of another rule, of other groups or shapes, or with options that are not supported.
+                Nothing is loaded then.
+        """
+        before = self.param_groups, self.state, set(self._local_amax)
+        try:
+            self._load(state_dict)
+        except BaseException:
+            # torch replaces groups and state by new objects, so the old ones are unchanged.
+            self.param_groups, self.state, self._local_amax = before
+            raise
+
+    def _load(self, state_dict: Any) -> None:
+        """`load_state_dict` that may have loaded a part when it raises."""
+        own, loaded = self.param_groups, dict[str, Any]()
+        messages: Counter[str] = Counter()
+
+        def check(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+            missing = [name for name in ("state", "param_groups") if not isinstance(state_dict.get(name), dict | list)]
+            if missing or not isinstance(state_dict["state"], Mapping):
+                raise ValueError(
+                    f"a state dict has a dict `state` and a list `param_groups`; {state_conversion.DAMAGED}"
+                )
+            for mine, group in zip(own, state_dict["param_groups"], strict=False):
+                state_conversion.check_group(group, mine)
+            loaded.update(state_dict)
+            return {**state_dict, "state": {}}
+
+        def convert(_: torch.optim.Optimizer) -> None:
+            messages.update(self._convert(loaded, own))
+
+        # After the user's pre-hooks, which may change the state dict, and before post-hooks, which see loaded states.
+        handles = [
+            self.register_load_state_dict_pre_hook(check),
+            self.register_load_state_dict_post_hook(convert, prepend=True),
+        ]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()
+        for message, number in messages.items():
+            warnings.warn(f"{number} parameters: {message}", stacklevel=3)
+
+    def _convert(self, loaded: Mapping[str, Any], own: list[dict[str, Any]]) -> list[str]:
+        """Complete the groups that torch has loaded, and load the states.
+
+        Args:
+            loaded: the state dict.
+            own: the groups before.
+        Returns:
+            Warnings, one for each parameter that they are about.
+        """
+        names = [group.get("preset") for group in loaded["param_groups"]]
+        saved_presets = [None if preset is None else saved_preset(preset) for preset in names]
+        for group, mine in zip(self.param_groups, own, strict=True):
+            group["preset"] = mine["preset"]
+            for name, value in (self.defaults | {"rule": mine["rule"]} if "rule" in mine else self.defaults).items():
+                group.setdefault(name, value)
+            if group.get("adjust_lr_fn", "") is None:
+                group["adjust_lr_fn"] = "original"
+            if "betas" in group:
+                # Other libraries do not say whether betas were constant. Schedulers that change them add max_momentum.
+                steady = () if "max_momentum" in group else tuple(group["betas"])
+                group.setdefault("steady_betas", steady)
+            check_group(type(self).__name__, group)
+        messages = []
+        for group, saved, preset in zip(self.param_groups, loaded["param_groups"], saved_presets, strict=True):
+            for p, key in zip(group["params"], saved["params"], strict=True):
+                if key in loaded["state"]:
+                    state_conversion.check_state(key, loaded["state"][key], self.rule(group, self.preset(p, group)))
+                    messages += self._load_state(p, group, loaded["state"][key], preset)
+        return messages
+
+    def _load_state(
+        self, p: Tensor, group: Mapping[str, Any], saved: Mapping[str, Any], preset: Preset | None
+    ) -> list[str]:
+        """Load one parameter's state.
+
+        Args:
+            saved: its entry of the state dict.
+            preset: the one that wrote it; None for another library.
+        Returns:
+            Warnings: what was missing, and what was converted.
+        """
+        way, saved_way = self.way(p, group), None
+        if preset is not None:
+            saved_way = self.way(p, {**group, "preset": preset})
+            specs = (preset.first if signed else preset.second for signed in way.rule.signed)
+            found = {name: saved.get(name + CODES, saved.get(name)) for name in way.rule.names}
+            saved_specs = tuple(
+                own if moment is None else state_conversion.spec_of(name, moment, saved.get(f"{name}_scale"), spec)
+                for (name, moment), own, spec in zip(found.items(), saved_way.moments, specs, strict=True)
+            )
+            saved_way = replace(saved_way, moments=saved_specs)
+        # A shard may begin within a block of scales: read it with a scale for each row.
+        master_format, tensors = layout.in_own_rows(p, way.master_format)
+        by_rows = (
+            None
+            if saved_way is None
+            else replace(saved_way, master_format=layout.in_own_rows(p, saved_way.master_format)[0])
+        )
+        weight = tuple(layout.rows(t) for t in tensors)
+        state, missing = convert_state(p, saved, replace(way, master_format=master_format), by_rows, weight)
+        first = self.first_state(p, group)
+        self.state[p] = {**first, **{name: value for name, value in state.items() if name in first}}
+        self.state[p]["step"] = first["step"] + state["step"].to(first["step"].device)
+        self.state[p].pop("amax", None)
+        self._ensure_amax(p, way)
+        self._stepped.pop(p, None)
+        messages = [missing] if missing else []
+        if saved_way is None or saved_way.moments != way.moments or saved_way.master_format != way.master_format:
+            source = "another library" if preset is None else f"preset {preset.name}"
+            messages.append(f"states of {source} were converted to preset {self.preset(p, group).name}")
+        return messages
+
+    def _initial_state(self, p: Tensor) -> dict[str, Tensor]:
+        """`first_state` of a parameter; {} for a tensor that is not a parameter of this optimizer, as in torch."""
+        groups = [group for group in self.param_groups if any(p is each for each in group["params"])]
+        return self.first_state(p, groups[0]) if groups else {}
+
+    def first_state(self, p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The state of a parameter before its first step."""
+        way = self.way(p, group)
+        device = p.device
+        state = {"step": torch.zeros((), dtype=torch.float32, device=device if device.type == "cuda" else "cpu")}
+        own, rows_of = layout.local(p), layout.leading(p, way.rule.whole)
+        for name, spec in zip(way.rule.names, way.moments, strict=True):
+            moment = torch.zeros(own.shape, dtype=codes.code_dtype(spec.of), device=own.device)
+            state[key_of(name, spec)] = layout.like(p, moment, p.shape)
+            if spec.of.scaled:
+                shape, full_shape = (
+                    codes.scale_shape(layout.flat(t.shape, rows_of), spec.block, spec.of.numbers) for t in (own, p)
+                )
+                scale = torch.zeros(shape, dtype=codes.SCALE_DTYPES[spec.scale], device=own.device)
+                state[f"{name}_scale"] = layout.like(p, scale, full_shape)
+        value = layout.value_of(p) if way.master_format.master else None
+        weight_states = master_weights.first_states(way.master_format, own, value)
+        initial = layout.initial_of(p, way)
+        if initial is not None:
+            # The layer has its value from before quantization: start from that instead of the codes.
+            master_format, tensors = layout.in_own_rows(p, way.master_format)
+            states = master_weights.around(
+                master_format, layout.rows(initial), (*tensors, *map(layout.rows, weight_states))
+            )
+            weight_states = tuple(t.view(own.shape) if t.dim() else t for t in states)
+        for name, tensor in zip(way.master_format.states, weight_states, strict=True):
+            state[name] = layout.like(p, tensor, p.shape) if tensor.shape == own.shape else tensor
+        if way.predicts:
+            tensors = [layout.rows(t) for t in (*layout.weight_of(p, way), *weight_states)]
+            state["amax"] = self._amax(p, way, tuple(tensors))
+        return state
+
+    def _check_state(self, p: Tensor, group: Mapping[str, Any]) -> None:
+        """Begin moments that the rule had no use for so far, and refuse a state that is not this parameter's.
+
+        Raises:
+            ValueError: a moment, its scales or what is kept beside the weight has another shape or dtype, or none.
+        """
+        state = self.state[p]
+        way, own = self.way(p, group), tuple(layout.local(p).shape)
+        if not any(name in state or name + CODES in state for name in way.rule.names):
+            # Steps count from there: the first one of a momentum differs.
+            first = self.first_state(p, group)
+            state.update(
+                {name: first[name] for name in first if name not in way.master_format.states or name not in state}
+            )
+        flat = layout.flat(own, layout.leading(p, way.rule.whole))
+        expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for name, spec in zip(way.rule.names, way.moments, strict=True):
+            expected[key_of(name, spec)] = own, codes.code_dtype(spec.of)
+            if spec.of.scaled:
+                scales = codes.scale_shape(flat, spec.block, spec.of.numbers)
+                expected[f"{name}_scale"] = scales, codes.SCALE_DTYPES[spec.scale]
+        for name in way.master_format.states[:1]:
+            expected[name] = own, way.master_format.dtype
+        for name, (shape, dtype) in expected.items():
+            held = None if name not in state else layout.local(state[name])
+            if held is None or (tuple(held.shape), held.dtype) != (shape, dtype):
+                found = "is missing" if held is None else f"has shape {tuple(held.shape)} and dtype {held.dtype}"
+                raise ValueError(
+                    f"{name} of a parameter of shape {tuple(p.shape)} and {p.dtype} {found}, where {dtype} of shape "
+                    f"{shape} was expected: the parameter or its group's preset changed after the state was made. Take "
+                    "state_dict() before such a change and load it after it, or begin anew by `del optimizer.state[p]`"
+                )
+
+
+def _pack_groups(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Replace presets by plain data in a state dict, in place."""
+    for group in state["param_groups"]:
+        group["preset"] = packed(group["preset"])
+    # torch's SGD would silently start from a zero momentum if it found no buffer; with an empty one its step fails.
+    for key, own in state["state"].items():
+        if f"momentum_buffer{CODES}" in own:
+            state["state"][key] = {**own, "momentum_buffer": torch.empty(0, dtype=torch.float32, device="cpu")}
+
+
+def groups_of(params: Any) -> Any:
+    """Parameter groups of a model, with preset "float32" for embeddings; anything else than a module as it is."""
+    if not isinstance(params, nn.Module):
+        return params
+    embeddings = {id(p) for module in params.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    trained = [p for p in params.parameters() if p.requires_grad]
+    table = [p for p in trained if id(p) in embeddings]
+    others = [p for p in trained if id(p) not in embeddings]
+    groups: list[dict[str, Any]] = [{"params": others}] if others else []
+    return groups + ([{"params": table, "preset": "float32"}] if table else [])
+
+
+# ---- beginning -------------------------------------------------------------------------------------------
+# `LazyStates`: optimizer states that are created at the first access, so that checkpoints load before a first step.
+#
+# If `optimizer.state` is empty, torch.distributed.checkpoint creates states by a step with gradients of zeros. Here
+# that step would fail for weights stored as codes, since such a gradient has the parameter's dtype, and it would count
+# as a step. `LazyStates` is true even if it is empty, so that torch skips that step.
+
+
+class LazyStates(defaultdict[Tensor, Any]):
+    """The state of each parameter, created at the first access.
+
+    Args:
+        initial_state: a method of the optimizer that creates a parameter's state; only a weak reference is kept.
+    """
+
+    def __init__(self, initial_state: Callable[[Tensor], dict[str, Tensor]]) -> None:
+        super().__init__(dict)
+        self._initial_state = WeakMethod(initial_state)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __missing__(self, p: Tensor) -> dict[str, Tensor]:
+        initial_state = self._initial_state()
+        assert initial_state is not None
+        state = self[p] = initial_state(p)
+        return state
+
+    def __reduce__(self) -> Any:
+        # A copy or pickle belongs to another optimizer, which wraps it again.
+        return defaultdict, (dict,), None, None, iter(self.items())

@@ -1,0 +1,1 @@
+"""One optimizer step: eager, compiled, on a GPU and across ranks."""

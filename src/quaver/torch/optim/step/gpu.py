@@ -1,0 +1,233 @@
+"""Which parameters a kernel steps, many in one launch, and what it is told of them; the others step piece by piece.
+
+Kernels take Adam, AdamW and Lion, weights that are floats or E4M3 codes with one scale or with scales of blocks, and
+moments that are floats or codes in blocks of 64: the presets `float32`, `exact`, `balanced` and `lean`; and SGD of
+weights that are floats or have scales of blocks. Their bits are those of `pieces`.
+"""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from quaver.recipes.formats import E4M3
+from quaver.recipes.spec import Block
+from quaver.reference.optimizer_state import StateSpec
+from quaver.torch.operations.operation import Implementation, Operation
+from quaver.torch.operations.ops import no_kernels
+from quaver.torch.optim.rules import SGD, Adam, Lion, UpdateRule
+from quaver.torch.optim.step.noise import Place
+from quaver.torch.optim.step.step import ParameterTensors, StepConfig
+
+if TYPE_CHECKING:
+    from quaver.torch.backends.gpu import optim
+
+#: Moments that have scales of blocks, and whether they may be negative.
+CODES = {
+    **{"int8_mitchell/64": True, "int8_mitchell/64 stochastic": True},
+    **{"uint8_mitchell4/64 floor": False, "uint8_mitchell4/64 stochastic floor": False},
+}
+#: Gradients: floats, and codes.
+FLOATS, HELD = (torch.float32, torch.bfloat16, torch.float16), "e4m3/128"
+#: Blocks of codes that a kernel measures, and their scales: those of `blockwise` and `mxfp8`.
+MEASURED: dict[Block, tuple[str, ...]] = {(128, 128): ("fp32", "power_of_two"), (32, 32): ("e8m0",), (1, 32): ("e8m0",)}
+#: Blocks of a parameter are counted in 32 bits.
+MOST = 2**36
+
+
+def _no_kernels(weight: Tensor, *_: object) -> str:
+    return no_kernels(weight)
+
+
+def reason(weight: Tensor, way: StepConfig, parts: ParameterTensors, place: Place, step: Tensor) -> str:
+    """Why no kernel steps a parameter, or "".
+
+    Args:
+        weight: as it lies.
+        parts: all of it as matrices; place: where that lies in the whole parameter.
+        step: the count of its steps.
+    """
+    if isinstance(way.rule, SGD) and way.predicts:
+        return "the next scale of codes that SGD steps follows from the largest gradient, which is looked for first"
+    if not isinstance(way.rule, (Adam, Lion, SGD)):
+        return f"the kernel has no {type(way.rule).__name__}"
+    for spec, signed in zip(way.moments, way.rule.signed, strict=True):
+        if not _writes(spec, signed):
+            return f"the kernel writes no moments in {spec.text}"
+    if weight.data_ptr() != parts.weight[0].data_ptr():
+        return "it does not lie row by row"
+    return _of_weight(way, weight) or _of_gradient(way, parts) or _of_place(way, parts, place, step)
+
+
+#: Whether a kernel steps a parameter, or its pieces do.
+TAKES: Operation[bool] = Operation(
+    "optimizer_step",
+    [Implementation("triton", lambda *_: True, reason, _no_kernels), Implementation("reference", lambda *_: False)],
+)
+
+
+def _writes(spec: StateSpec, signed: bool) -> bool:
+    if not spec.of.scaled:
+        return True
+    return signed <= CODES.get(spec.text, -1)
+
+
+def _of_weight(way: StepConfig, weight: Tensor) -> str:
+    master_format, spec = way.master_format, way.master_format.spec
+    if spec is None:
+        whole = weight.dtype in FLOATS and not master_format.master
+        return "" if whole else f"the kernel writes no {weight.dtype}, or none with a master"
+    if weight.dim() == 3 and (spec.block[0] is None or weight.shape[1] % spec.block[0]):
+        return "a matrix of its stack ends within a block, or has one scale of its own"
+    in_all = spec.per_tensor and spec.scale in ("fp32", "power_of_two")
+    if spec.format != E4M3 or spec.hadamard or not (in_all or spec.scale in MEASURED.get(spec.block, ())):
+        return f"the kernel writes E4M3 codes with one scale or those of blockwise and mxfp8, and these are {spec}"
+    if master_format.kind not in (("residual8", "residual16") if in_all else ("residual8", "residual16", "float32")):
+        return f"the kernel writes no masters in {master_format.kind} beside codes of {spec}"
+    return "" if way.predicts or not in_all else "the scale of its codes follows from the weight after the step"
+
+
+def _of_gradient(way: StepConfig, parts: ParameterTensors) -> str:
+    if way.gradient is not None:
+        return "" if way.gradient.text == HELD else f"the kernel reads no gradients in {way.gradient.text}"
+    dtype = parts.gradient[0].dtype
+    return "" if dtype in FLOATS else f"the kernel reads no gradients in {dtype}"
+
+
+def _of_place(way: StepConfig, parts: ParameterTensors, place: Place, step: Tensor) -> str:
+    weight = parts.weight[0]
+    tensors = (*parts.weight, *(t for held in parts.moments for t in held), *parts.gradient)
+    if not weight.numel():
+        return "it has no elements"
+    if not place.joined or weight.numel() > MOST:
+        return "its rows are in parts on ranks" if not place.joined else "it has more elements than the kernel counts"
+    spec = way.master_format.spec
+    if spec is not None and _cut(place, spec.block[0] or 1):
+        return "ranks have parts of its blocks"
+    if spec is not None and spec.block[0] == 1 and not _in_runs(tensors):
+        return "rows that have scales of their own are stepped 32 at once and in blocks of 128, which these are not"
+    if not all(t.is_contiguous() for t in tensors):
+        return "its tensors do not lie row by row"
+    return "" if all(t.device == weight.device for t in (*tensors, step)) else "its states are on other devices"
+
+
+def _in_runs(tensors: Sequence[Tensor]) -> bool:
+    """Whether a matrix, the first of its tensors, is whole blocks that lie at multiples of what is read at once."""
+    rows, columns = tensors[0].shape
+    return rows % 32 == 0 and columns % 128 == 0 and all(t.data_ptr() % 16 == 0 for t in tensors)
+
+
+def _cut(place: Place, high: int) -> bool:
+    """Whether a part of a matrix begins or ends within a block of so many rows."""
+    start, stop = place.start[0], place.start[0] + place.part[0]
+    return bool(start % high) or (bool(stop % high) and stop != place.whole[0])
+
+
+def row(
+    way: StepConfig,
+    parts: ParameterTensors,
+    place: Place,
+    seed: int,
+    number: int,
+    state: dict[str, Tensor],
+    factor: Tensor | None,
+) -> "optim.ParameterRow":
+    """A parameter as the kernel is told of it.
+
+    Args:
+        number: of the parameter in its optimizer.
+        factor: what gradients are multiplied by, float32 of one element on its device.
+    """
+    # Triton is imported when a tensor on a GPU comes.
+    from quaver.torch.backends.gpu import optim
+
+    master_format, rule = way.master_format, way.rule
+    weight, *rest = parts.weight
+    tensors: dict[str, Tensor | None] = {"weight": weight, "factor": factor, "step": state["step"]}
+    if master_format.spec is not None:
+        tensors |= {"weight_scale": rest.pop(0), "amax": state["amax"] if way.predicts else None}
+    tensors["beside"] = rest[0] if rest else None
+    for name, held in zip(("first", "second"), parts.moments, strict=False):
+        tensors |= {name: held[0], f"{name}_scale": held[1] if len(held) > 1 else None}
+    tensors |= {"gradient": parts.gradient[0], "gradient_scale": parts.gradient[1] if way.gradient else None}
+    wide = [t for name in ("weight", "beside", "first", "second", "gradient") if (t := tensors.get(name)) is not None]
+    form = optim.StepSpecialization(
+        rule=_named(rule),
+        clamp=isinstance(rule, Adam) and rule.clamp,
+        maximize=rule.maximize,  # type: ignore[attr-defined]
+        master_format=master_format.kind,
+        weight=weight.dtype,
+        beside=None if tensors["beside"] is None else tensors["beside"].dtype,
+        gradient=parts.gradient[0].dtype,
+        moments=tuple(optim.MomentFormat(spec.code, spec.stochastic) for spec in way.moments),
+        spec=master_format.spec,
+        stochastic=master_format.stochastic and (master_format.kind != "plain" or weight.dtype is torch.bfloat16),
+        factored=factor is not None,
+    )
+    shape = weight.shape[0], weight.shape[1]
+    form = replace(form, even=optim.even(form, wide, shape))
+    return optim.ParameterRow(form, tensors, shape, place.first, number, seed)
+
+
+def _named(rule: UpdateRule) -> str:
+    """In the kernel's words."""
+    if isinstance(rule, Lion):
+        return "lion"
+    if isinstance(rule, SGD):
+        return "nesterov" if rule.nesterov else "sgd"
+    assert isinstance(rule, Adam)
+    return "adamw" if rule.decoupled else "adam"
+
+
+class Launches:
+    """The parameters of one step that kernels take, by device."""
+
+    def __init__(self, kept: "dict[torch.device, optim.OptimizerLaunches]") -> None:
+        self.kept = kept
+        self.rows: dict[torch.device, list[optim.ParameterRow]] = {}
+        self.scalars: dict[torch.device, list[Tensor]] = {}
+
+    def add(self, rows: "Sequence[optim.ParameterRow]", scalars: Tensor) -> None:
+        """Take parameters along whose counts of steps lie on one device.
+
+        Args:
+            scalars: of their rule, float32 [scalars, rows].
+        """
+        self.rows.setdefault(scalars.device, []).extend(rows)
+        self.scalars.setdefault(scalars.device, []).append(scalars)
+
+    def run(self, keep: Tensor | None, statistics: bool) -> Mapping[torch.device, Tensor | None]:
+        """Step them.
+
+        Args:
+            keep: bool [], False leaves everything as it is.
+        Returns:
+            By device how many updates were held to their bound, int64 [rows], if statistics are asked for.
+        """
+        if not self.rows:
+            return {}
+        from quaver.torch.backends.gpu import optim
+
+        counts: dict[torch.device, Tensor | None] = {}
+        for where, rows in self.rows.items():
+            stepper = self.kept.setdefault(where, optim.OptimizerLaunches())
+            counts[where] = torch.zeros(len(rows), dtype=torch.int64, device=where) if statistics else None
+            stepper(rows, torch.cat(self.scalars[where], 1), None if keep is None else keep.to(where), counts[where])
+        return counts
+
+
+def warn_once(said: set[str], weight: Tensor, *given: object) -> None:
+    """Warn once of each reason for which no kernel steps a parameter on a GPU."""
+    if not weight.is_cuda:
+        return
+    why = dict(TAKES.explain(weight, *given)).get("triton", "")
+    if why and why not in said:
+        said.add(why)
+        warnings.warn(
+            f"parameters such as one of shape {tuple(weight.shape)} step in plain torch operations, the same numbers "
+            f"and slower, because {why}",
+            stacklevel=2,
+        )

@@ -1,0 +1,525 @@
+"""Attention of a sequence that lies in parts on several ranks: one function, three ways."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+
+from quaver import recipes
+from quaver.recipes.spec import Recipe
+from quaver.recipes.text import check_name
+from quaver.reference.attention import MASKS, check_window
+from quaver.torch.nn.attention.inputs import (
+    CuSeqlens,
+    Mask,
+    Window,
+    all_heads_first,
+    bounds,
+    check_chunk,
+    heads_back,
+    heads_first,
+    ragged_of,
+)
+from quaver.torch.nn.attention.op import OFF_BY_ONE, attention, check_numbers
+from quaver.torch.operations import ops
+from quaver.torch.parallel.comm import gather
+from quaver.torch.parallel.context import comm
+from quaver.torch.parallel.context.comm import (
+    CausalWindow,
+    ChunkOrder,
+    Group,
+    SequenceGroup,
+    pack,
+    pass_on,
+    scatter_in_order,
+    spec_of,
+    trade,
+    unpack,
+)
+from quaver.torch.state.history.sync import check_agreement, facts_of
+from quaver.torch.state.layer_state import graph_task_id
+
+# ---- gathering -------------------------------------------------------------------------------------------
+# Each rank gathers all keys and values, and attends to those that its queries see by the attention of one process.
+#
+# Backward adds the ranks' float32 gradients of keys and values, in the order of ranks. Source: Llama 3,
+# arXiv:2407.21783
+# §3.3.2.
+
+Span = tuple[int, int]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, across: SequenceGroup, sight: CausalWindow, **options: Any) -> Tensor:
+    """This rank's part of attention, q, k, v and the result in the layout of `options`."""
+    dim, order = across.dim, across.order
+    tokens = q.shape[dim] * order.ranks
+    queries = order.spans(across.rank, tokens)
+    keys = [sight.keys_of(*span, tokens) for span in queries]
+    seen = _GatheredSpans.apply(k, v, across, keys)
+    # Of each chunk on its own: then a causal mask is one of the last keys, which needs no tensor.
+    parts = zip(q.chunk(len(queries), dim), queries, keys, seen[::2], seen[1::2], strict=True)
+    outs = [attention(x, ks, vs, **as_seen(sight, own, span, q.device), **options) for x, own, span, ks, vs in parts]
+    return torch.cat(outs, dim)
+
+
+def as_seen(sight: CausalWindow, queries: Span, keys: Span, device: torch.device) -> dict[str, Any]:
+    """The options of `attention` by which queries of a span see keys of another."""
+    cumulative: dict[str, Any] = {} if sight.ends is None else {"cu_seqlens": _between(sight.ends, queries, keys)}
+    if sight.right == 0:
+        window = None if sight.left < 0 else (sight.left, 0)
+        by_position = {"window": window, "chunk": sight.chunk, "alibi_slopes": sight.slopes}
+        return {"mask_type": "causal_bottom_right", **by_position, **cumulative}
+    if not sight.by_position:
+        return cumulative
+    if sight.ends is not None:
+        cumulative = {"cu_seqlens": tuple(_lengths((0, b - a)) for a, b in (queries, keys))}
+    hidden, bias = sight.hidden(queries, keys, device), sight.bias(queries, keys, device)
+    masked: dict[str, Any] = {} if hidden is None else {"mask_type": "arbitrary", "mask": hidden}
+    return {**masked, "bias": bias, **cumulative}
+
+
+def _between(ends: tuple[int, ...], queries: Span, keys: Span) -> tuple[Tensor, Tensor]:
+    """Cumulative lengths of the sequences, or their parts, that have tokens in the spans."""
+    cut = [[min(max(end, a), b) - a for end in ends] for a, b in (queries, keys)]
+    pairs = list(dict.fromkeys(zip(*cut, strict=True)))
+    of_queries, of_keys = zip(*pairs, strict=True)
+    return _lengths(of_queries), _lengths(of_keys)
+
+
+def _lengths(ends: tuple[int, ...]) -> Tensor:
+    return torch.tensor(ends, dtype=torch.int32, device="cpu")
+
+
+class _GatheredSpans(torch.autograd.Function):
+    """The keys and values of some spans of the whole sequence: keys, values, keys, values ..."""
+
+    @staticmethod
+    def forward(ctx: Any, k: Tensor, v: Tensor, across: SequenceGroup, spans: list[Span]) -> tuple[Tensor, ...]:
+        ctx.across, ctx.spans, ctx.dtypes = across, spans, (k.dtype, v.dtype)
+        ctx.set_materialize_grads(False)
+        ctx.shapes, ctx.device = (tuple(k.shape), tuple(v.shape)), k.device
+        packed = [pack(x.unsqueeze(0), across.spec) for x in (k, v)]
+        pending = [[gather(part, 0, across.group, kind="keys_values") for part in parts] for parts in packed]
+        wholes = [_whole([finish() for finish in each], across, k.dtype) for each in pending]
+        return tuple(x.narrow(across.dim, a, b - a) for a, b in spans for x in wholes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        dk, dv = (_own_sums(ctx, i, grads[i::2]) if ctx.needs_input_grad[i] else None for i in (0, 1))
+        return dk, dv, None, None
+
+
+def _whole(gathered: list[Tensor], across: SequenceGroup, dtype: torch.dtype) -> Tensor:
+    """Of what each rank packed, [ranks, ...], the whole sequence."""
+    ranks = across.order.ranks
+    parts = [unpack([part[rank] for part in gathered], across.spec, dtype) for rank in range(ranks)]
+    return across.order.join(parts, across.dim)
+
+
+def _own_sums(ctx: Any, which: int, grads: tuple[Tensor | None, ...]) -> Tensor:
+    """The sums over all ranks' spans of the gradients of this rank's tokens."""
+    across, dim, order, dtype = ctx.across, ctx.across.dim, ctx.across.order, ctx.dtypes[which]
+    shape = [*ctx.shapes[which]]
+    shape[dim] *= order.ranks
+    given = [(g, span) for g, span in zip(grads, ctx.spans, strict=True) if g is not None]
+    sums = torch.zeros(shape, dtype=torch.promote_types(dtype, torch.float32), device=ctx.device)
+    for g, (a, b) in given:
+        sums.narrow(dim, a, b - a).add_(g)
+    parts = torch.stack([order.cut(sums, dim, rank) for rank in range(order.ranks)])
+    return scatter_in_order(parts, across.group).to(dtype)
+
+
+# ---- heads -----------------------------------------------------------------------------------------------
+# Ranks trade heads for tokens: each attends with some heads to the whole sequence, as one process would.
+#
+# Nothing is summed between ranks, so that gradients are one process's too, and what goes by whole heads, such as
+# attention in eight bits, is right. Source: Jacobs et al. 2023, arXiv:2309.14509 (DeepSpeed-Ulysses).
+
+
+def attend_heads(
+    q: Tensor, k: Tensor, v: Tensor, across: SequenceGroup, sight: CausalWindow, *, sinks: Tensor | None, **options: Any
+) -> Tensor:
+    """This rank's part of attention, q, k, v and the result in the layout of `options`."""
+    ranks, slopes = across.order.ranks, sight.slopes
+    heads = q.shape[-2] // ranks
+    own = slice(across.rank * heads, (across.rank + 1) * heads)
+    plain = across._replace(spec=None)
+    wide, keys, values = (_ToHeads.apply(x, how) for x, how in ((q, plain), (k, across), (v, across)))
+    hides = sight.left >= 0 or sight.right > 0
+    ends = None if sight.ends is None else torch.tensor(sight.ends, dtype=torch.int32, device="cpu")
+    out = attention(
+        *(wide, keys, values),
+        mask_type="causal" if sight.right == 0 else "none",
+        window=(sight.left, sight.right) if hides else None,
+        chunk=sight.chunk,
+        alibi_slopes=None if slopes is None else slopes[..., own],
+        sinks=None if sinks is None else sinks[own],
+        cu_seqlens=ends,
+        **options,
+    )
+    local: Tensor = _ToTokens.apply(out, plain)
+    return local
+
+
+class _ToHeads(torch.autograd.Function):
+    """[..., tokens, heads, D] of this rank's tokens to that of this rank's heads; the gradient travels as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, across: SequenceGroup) -> Tensor:
+        ctx.across = across._replace(spec=None)
+        return _to_heads(x, across)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _to_tokens(grad, ctx.across), None
+
+
+class _ToTokens(torch.autograd.Function):
+    """The inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, across: SequenceGroup) -> Tensor:
+        ctx.across = across
+        return _to_tokens(x, across)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _to_heads(grad, ctx.across), None
+
+
+def _to_heads(x: Tensor, across: SequenceGroup) -> Tensor:
+    ranks, spec = across.order.ranks, across.spec
+    received = [trade(part, across.group) for part in pack(torch.stack(x.chunk(ranks, -2)), spec)]
+    parts = [unpack([part[rank] for part in received], spec, x.dtype) for rank in range(ranks)]
+    return across.order.join(parts, across.dim)
+
+
+def _to_tokens(x: Tensor, across: SequenceGroup) -> Tensor:
+    parts = torch.stack([across.order.cut(x, across.dim, rank) for rank in range(across.order.ranks)])
+    return torch.cat(trade(parts, across.group).unbind(0), -2)
+
+
+# ---- ring ------------------------------------------------------------------------------------------------
+# Keys and values go around a ring, rank to rank, while each rank's queries attend to those that are there.
+#
+# The next ones are on their way while a rank computes. In backward they go round again, and their float32 gradients go
+# with them, a rank behind, back to whom they belong to. Source: Liu et al. 2023, arXiv:2310.01889.
+
+
+class _RingArguments(NamedTuple):
+    across: SequenceGroup
+    sight: CausalWindow
+    scale: float
+    soft_cap: float | None
+
+
+def attend_ring(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    across: SequenceGroup,
+    sight: CausalWindow,
+    *,
+    layout: str,
+    scale: float,
+    soft_cap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """This rank's part of attention, q, k, v and the result in the layout."""
+    asked = _RingArguments(across, sight, scale, soft_cap)
+    out: Tensor = _RingAttentionFunction.apply(*(heads_first(x, layout) for x in (q, k, v)), sinks, asked)
+    return heads_back(out, layout)
+
+
+class _RingAttentionFunction(torch.autograd.Function):
+    """Keeps q, this rank's keys and values as they travel, the output and two numbers a query; never a score."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, asked: _RingArguments) -> Tensor:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        parcel = [*pack(k.unsqueeze(0), asked.across.spec), *pack(v.unsqueeze(0), asked.across.spec)]
+        queries = q.to(wide)
+        merged = comm.MergedSoftmax(
+            queries.new_zeros((*q.shape[:3], v.shape[3])),
+            queries.new_full(q.shape[:3], -torch.inf),
+            queries.new_zeros(q.shape[:3]),
+        )
+        coming, ranks = None, asked.across.order.ranks
+        for step in range(ranks):
+            held = parcel if coming is None else coming()
+            coming = pass_on(held, asked.across.group) if step < ranks - 1 else None
+            keys, values = _opened(held, asked, q.dtype)
+            for rows, columns, block in _blocks(asked, step, q):
+                operands = queries[:, :, rows], keys[:, :, columns], values[:, :, columns]
+                merged.rows(rows).add(comm.forward(*operands, block))
+        if sinks is not None:
+            # One more column, whose value is 0.
+            top = sinks.to(wide)[:, None].expand_as(merged.top)
+            merged.add(comm.MergedSoftmax(torch.zeros_like(merged.out), top, torch.ones_like(top)))
+        result = merged.normalized().to(q.dtype)
+        ctx.save_for_backward(q, result, merged.top, merged.total, sinks, *parcel)
+        ctx.asked = asked
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        q, out, top, total, sinks, *held = ctx.saved_tensors
+        asked, wide = ctx.asked, total.dtype
+        queries, grad = q.to(wide), grad.to(wide)
+        merged = comm.MergedSoftmax((grad * out.to(wide)).sum(-1, keepdim=True), top, total)
+        dq, ranks, group = torch.zeros_like(queries), asked.across.order.ranks, asked.across.group
+        coming = sums = None
+        for step in range(ranks):
+            held = held if coming is None else coming()
+            coming = pass_on(held, group) if step < ranks - 1 else None
+            keys, values = _opened(held, asked, q.dtype)
+            dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
+            for rows, columns, block in _blocks(asked, step, q):
+                operands = grad[:, :, rows], queries[:, :, rows], keys[:, :, columns], values[:, :, columns]
+                of_block = comm.backward(*operands, merged.rows(rows), block)
+                for x, part, g in zip((dq, dk, dv), (rows, columns, columns), of_block, strict=True):
+                    x[:, :, part] += g
+            if sums is not None:
+                # Those of the ranks before, of the keys that are here.
+                dk, dv = (own.add_(before) for own, before in zip((dk, dv), sums(), strict=True))
+            sums = pass_on((dk, dv), group) if ranks > 1 else lambda given=(dk, dv): given
+        assert sums is not None
+        dk, dv = sums()
+        dsinks = None
+        if sinks is not None:
+            p = (sinks.to(wide)[:, None] - top).exp() / total
+            dsinks = -(p * merged.out.squeeze(-1)).sum((0, 2)).to(sinks.dtype)
+        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), dsinks, None
+
+
+def _opened(held: list[Tensor], asked: _RingArguments, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values of what was sent, rounded as one process has them."""
+    half = len(held) // 2
+    wide = torch.promote_types(dtype, torch.float32)
+    keys, values = (
+        unpack([x[0] for x in part], asked.across.spec, dtype).to(wide) for part in (held[:half], held[half:])
+    )
+    return keys, values
+
+
+def _blocks(asked: _RingArguments, step: int, q: Tensor) -> Iterator[tuple[slice, slice, comm.ScoreBlock]]:
+    """Of each pair of a chunk of queries and one of keys that is there after so many steps, where both lie."""
+    across, sight = asked.across, asked.sight
+    order, rank = across.order, across.rank
+    tokens = q.shape[2] * order.ranks
+    length = tokens // order.chunks
+    of_keys = order.spans((rank - step) % order.ranks, tokens)
+    for i, queries in enumerate(order.spans(rank, tokens)):
+        first, last = sight.keys_of(*queries, tokens)
+        for j, keys in enumerate(of_keys):
+            if keys[0] >= last or keys[1] <= first:
+                continue
+            hidden, bias = sight.hidden(queries, keys, q.device), sight.bias(queries, keys, q.device)
+            block = comm.ScoreBlock(asked.scale, asked.soft_cap, hidden, bias)
+            yield slice(i * length, (i + 1) * length), slice(j * length, (j + 1) * length), block
+
+
+# ---- across ----------------------------------------------------------------------------------------------
+
+#: How ranks exchange keys and values, and what each rank computes.
+WAYS: dict[str, Any] = {"gather": attend, "ring": attend_ring, "all_to_all": attend_heads}
+
+
+@torch.compiler.disable
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mesh: DeviceMesh | Group | None = None,
+    how: str = "gather",
+    balanced: bool = True,
+    quantized: str | Recipe | None = None,
+    mask_type: str = "none",
+    mask: Mask | None = None,
+    window: Window | None = None,
+    chunk: int | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: str | Tensor | None = None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    dropout: float = 0.0,
+    layout: str = "bshd",
+    cu_seqlens: CuSeqlens | None = None,
+    recipe: str | Recipe | None = None,
+) -> Tensor:
+    """This rank's part of attention of a whole sequence, of which q, k and v are this rank's part.
+
+    Args:
+        q, k, v: the chunks of this rank, as `Order.cut` cuts them; equally many tokens on each rank.
+        mesh: a mesh of one dimension, or a group of processes; None for all.
+        how: "gather": each rank gathers all keys and values. "ring": they go from rank to rank, and no rank holds all.
+            "all_to_all": ranks trade heads for tokens, as many of k's as of ranks at least.
+        balanced: the order of the chunks.
+        quantized: a recipe, by whose spec of a layer's input keys and values are quantized, once by the rank that has
+            them, and travel as codes and scales. Their gradients travel as they are.
+        cu_seqlens: of the whole sequence, and the same for queries and keys.
+        mask_type, window, chunk, alibi_slopes, sinks, scale, soft_cap, layout: as
+            `quaver.torch.nn.attention.attention`.
+        recipe: as there; one that quantizes attention goes with "all_to_all" alone.
+    Returns:
+        As q, with v's features; differentiable once, in q, k, v and sinks, whose gradient is of this rank's queries.
+    Raises:
+        ValueError: what is not right yet is refused: masks as tensors, a bias, dropout, keys of another sequence; a
+            mesh of several dimensions, heads that do not divide.
+    Exact: without `quantized`, "all_to_all" has the bits of one process, and "gather" those of one that attends chunk
+        by chunk and adds gradients rank by rank. Bounded: "ring", 1e-6 of the largest in float32. With `quantized`
+        they are those of keys and values that were quantized and dequantized.
+    """
+    group = group_of(mesh)
+    order = ChunkOrder(dist.get_world_size(group), balanced)
+    kind = ops.autocast_device(q)
+    q, k, v = _as_autocast(kind, q, k, v)
+    spec, ends = None, None
+    error: str | Exception = ""
+    try:
+        recipe = None if recipe is None else recipes.get(recipe)
+        _check_options(how, mask_type, window, chunk, soft_cap, dropout)
+        spec = spec_of(quantized)
+        wide, keys, _ = all_heads_first(layout, q, k, v)
+        refuse(mask_type, mask is not None, bias is not None, dropout, how, recipe)
+        _check_parts(wide.shape[2], keys.shape[2], order)
+        _check_slopes(alibi_slopes)
+        if how == "all_to_all":
+            check_heads_divide(wide.shape[1], keys.shape[1], order.ranks)
+        ends = _ends(layout, cu_seqlens, wide.shape[2] * order.ranks)
+        sinks = _as_tensor(sinks, wide)
+    except Exception as raised:  # of any kind: the other ranks wait
+        error = raised
+    compared: dict[str, Any] = {"q": facts_of(q), "k": facts_of(k), "v": facts_of(v), "recipe": recipe}
+    compared |= {"how": how, "balanced": balanced, "quantized": spec, "scale": scale, "soft_cap": soft_cap}
+    compared |= {"sinks": facts_of(sinks) if isinstance(sinks, Tensor) else sinks, "mask_type": mask_type}
+    compared |= {"layout": layout, "window": window, "chunk": chunk, "alibi_slopes": facts_of(alibi_slopes)}
+    _compare(compared | {"cu_seqlens": ends}, group, error)
+    left, right = bounds(mask_type, window)
+    across = SequenceGroup(group, order, 1 if layout == "bshd" else 0, spec)
+    sight = CausalWindow(left, right, chunk, alibi_slopes, ends)
+    scale = (1 / math.sqrt(q.shape[-1]) if q.shape[-1] else 1.0) if scale is None else scale
+    options: dict[str, Any] = {"layout": layout, "scale": scale, "soft_cap": soft_cap, "sinks": sinks}
+    options |= {"recipe": recipe} if how == "all_to_all" else {}
+    with torch.autocast(kind, enabled=False):
+        out: Tensor = WAYS[how](q, k, v, across, sight, **options)
+    return out
+
+
+def _as_autocast(kind: str, *tensors: Tensor) -> Iterator[Tensor]:
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return (x if dtype is None or x.dtype not in ops.DTYPES else x.to(dtype) for x in tensors)
+
+
+def _check_options(
+    how: str, mask_type: str, window: Window | None, chunk: int | None, soft_cap: float | None, dropout: float
+) -> None:
+    check_name("how", how, WAYS)
+    check_name("mask type", mask_type, MASKS)
+    check_window(mask_type, window)
+    check_chunk(chunk)
+    check_numbers(soft_cap, dropout)
+
+
+def _check_slopes(alibi_slopes: Tensor | None) -> None:
+    if alibi_slopes is not None and alibi_slopes.requires_grad:
+        raise ValueError("alibi_slopes want a gradient, which context parallelism does not give; detach them")
+
+
+def _as_tensor(sinks: str | Tensor | None, wide: Tensor) -> Tensor | None:
+    """Sinks given by a name as the tensor that they stand for; wide: queries, heads first."""
+    if not isinstance(sinks, str):
+        return sinks
+    check_name("sinks", sinks, (OFF_BY_ONE,))
+    return wide.new_zeros(wide.shape[1], dtype=torch.float32)
+
+
+def _compare(facts: Mapping[str, Any], group: Group, error: str | Exception) -> None:
+    """Raise the same ValueError on all ranks where they differ, or one has an error; once for a forward."""
+    if graph_task_id() == -1:
+        # A recipe's name does not tell its options.
+        recipe = getattr(facts["recipe"], "text", facts["recipe"])
+        what = {**facts, "recipe": recipe, "gradients": torch.is_grad_enabled()}
+        check_agreement("attention across ranks", what, group, error=error)
+    elif isinstance(error, Exception):  # a recomputation repeats what was compared
+        raise error
+
+
+def group_of(mesh: DeviceMesh | Group | None) -> Group:
+    """The processes that hold a sequence.
+
+    Raises:
+        ValueError: a mesh of several dimensions.
+    """
+    if isinstance(mesh, DeviceMesh):
+        if mesh.ndim != 1:
+            names = mesh.mesh_dim_names
+            which = f"mesh[{names[-1]!r}]" if names else "one with names, and of it the one dimension, mesh['cp']"
+            raise ValueError(
+                f"a sequence lies on one dimension of a mesh, and this mesh has {mesh.ndim}, "
+                f"{names or tuple(mesh.shape)}; give the one, such as {which}"
+            )
+        return mesh.get_group()
+    group = dist.group.WORLD if mesh is None else mesh
+    if group is None:
+        raise ValueError("there is no process group; call torch.distributed.init_process_group first, or run torchrun")
+    return group
+
+
+def refuse(
+    mask_type: str, mask: bool, bias: bool, dropout: float, how: str, recipe: Recipe | None, where: str = "attention"
+) -> None:
+    """Raise the ValueError for what a sequence in parts does not go with."""
+    if mask or mask_type not in ("none", "causal", "causal_bottom_right"):
+        raise ValueError(
+            f"{where} with mask_type {mask_type!r} and a mask as a tensor does not go with a sequence in parts: lay "
+            "sequences end to end instead of padding them, in layout 'thd' with cu_seqlens, and take 'causal' or 'none'"
+        )
+    if bias:
+        raise ValueError(f"{where} has a bias of scores, which a sequence in parts has not yet; ALiBi it has")
+    if dropout:
+        raise ValueError(
+            f"{where} has dropout {dropout} of probabilities, whose mask would be another on each number of ranks; "
+            "take dropout 0, or drop the outputs of parts"
+        )
+    if recipe is not None and recipe.attention is not None and how != "all_to_all":
+        raise ValueError(
+            f"recipe {recipe} quantizes attention, by amaxes of whole sequences, and with how={how!r} no rank has the "
+            "queries of a whole one; take how='all_to_all', or a recipe without attention=True"
+        )
+
+
+def check_heads_divide(queries: int, groups: int, ranks: int, where: str = "attention") -> None:
+    """Raise the ValueError unless heads divide among ranks."""
+    if queries % ranks or groups % ranks:
+        raise ValueError(
+            f"{where} has {queries} heads of queries and {groups} of keys and values, which {ranks} ranks cannot trade "
+            "for tokens: both must be multiples of the ranks; take how='ring' or 'gather', or fewer ranks"
+        )
+
+
+def _check_parts(queries: int, keys: int, order: ChunkOrder) -> None:
+    held = len(order.of(0))
+    if queries != keys or queries == 0 or queries % held:
+        raise ValueError(
+            f"this rank's part has {queries} queries and {keys} keys; each rank holds equally many of both, a multiple "
+            f"of {held} and not 0, as `cut` of the whole sequence gives them"
+        )
+
+
+def _ends(layout: str, cu_seqlens: CuSeqlens | None, tokens: int) -> tuple[int, ...] | None:
+    if isinstance(cu_seqlens, tuple) and len(cu_seqlens) == 2 and cu_seqlens[0] is not cu_seqlens[1]:
+        raise ValueError("cu_seqlens differ for queries and keys; a sequence in parts attends to itself: give one")
+    ragged = ragged_of(layout, cu_seqlens, tokens, tokens)
+    return None if ragged is None else tuple(ragged.of_queries.tolist())

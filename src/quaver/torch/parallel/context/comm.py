@@ -1,0 +1,387 @@
+"""What goes between the ranks of a sequence: all to all, sums in the order of ranks, and one step around a ring."""
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from quaver import recipes
+from quaver.recipes.spec import QuantSpec, Recipe
+from quaver.torch.nn.attention.inputs import alibi
+from quaver.torch.numerics.quantized import Quantized, storage
+from quaver.torch.operations.functional import quantize
+from quaver.torch.parallel.comm import Kind, awaited, during
+
+# ---- sequence --------------------------------------------------------------------------------------------
+# Where the parts of a sequence lie, and which keys its queries see; nothing goes between ranks here.
+#
+# A causal query sees the keys before it, so that the last part of a sequence has more work than the first. In the
+# balanced order the sequence is cut in twice as many chunks as there are ranks, and rank r holds chunks r and 2 ranks -
+# 1 - r: each rank has as many pairs of a query and a key that it sees.
+#
+# Source: Brandon et al. 2023, arXiv:2311.09431 (striped); the order by halves is Megatron's and Llama 3's
+# (arXiv:2407.21783 §3.3.2).
+
+
+class ChunkOrder(NamedTuple):
+    """Which chunks of a sequence each rank holds."""
+
+    ranks: int
+    balanced: bool = True
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of equal length that a sequence is cut in."""
+        return 2 * self.ranks if self.balanced else self.ranks
+
+    def of(self, rank: int) -> tuple[int, ...]:
+        """The chunks of a rank, in the order in which it holds them."""
+        return (rank, self.chunks - 1 - rank) if self.balanced else (rank,)
+
+    def spans(self, rank: int, tokens: int) -> list[tuple[int, int]]:
+        """The first and one past the last token of each chunk of a rank, of a sequence of so many tokens."""
+        length = tokens // self.chunks
+        return [(chunk * length, (chunk + 1) * length) for chunk in self.of(rank)]
+
+    def cut(self, x: Tensor, dim: int, rank: int) -> Tensor:
+        """The chunks of a rank, of the whole.
+
+        Raises:
+            ValueError: the sequence does not divide.
+        """
+        tokens = x.shape[dim]
+        if tokens % self.chunks:
+            padded = -(-tokens // self.chunks) * self.chunks
+            other = f", or take balanced=False for multiples of {self.ranks}" if self.balanced else ""
+            raise ValueError(
+                f"a sequence of {tokens} tokens (dimension {dim} of {list(x.shape)}) does not divide into "
+                f"{self.chunks} chunks for {self.ranks} ranks; pad it to {padded}{other}"
+            )
+        return torch.cat([x.narrow(dim, a, b - a) for a, b in self.spans(rank, tokens)], dim)
+
+    def join(self, parts: Sequence[Tensor], dim: int) -> Tensor:
+        """The whole, of what each rank holds."""
+        length = parts[0].shape[dim] // len(self.of(0))
+        chunks: list[Tensor | None] = [None] * self.chunks
+        for rank, part in enumerate(parts):
+            for chunk, piece in zip(self.of(rank), part.split(length, dim) if length else (part, part), strict=False):
+                chunks[chunk] = piece
+        return torch.cat([piece for piece in chunks if piece is not None], dim)
+
+    def places(self, tokens: int, rank: int, device: torch.device | None = None) -> Tensor:
+        """int64: where each token of a rank stands in a sequence of so many tokens."""
+        return self.cut(torch.arange(tokens, dtype=torch.int64, device=device), 0, rank)
+
+
+class CausalWindow(NamedTuple):
+    """Which keys a query sees, both by where they stand in the whole sequence, or in sequences laid end to end."""
+
+    #: How many keys before and after itself, -1 for all; (-1, 0) is causal.
+    left: int = -1
+    right: int = -1
+    #: Keys of its own run of so many positions alone; None for all.
+    chunk: int | None = None
+    #: float32 [H] or [B, H]: scores fall with the distance.
+    slopes: Tensor | None = None
+    #: Where sequences that are laid end to end begin and end.
+    ends: tuple[int, ...] | None = None
+
+    @property
+    def by_position(self) -> bool:
+        """True if something beside the sequences' ends hides or bends."""
+        return self.left >= 0 or self.right >= 0 or self.chunk is not None or self.slopes is not None
+
+    def keys_of(self, begin: int, end: int, tokens: int) -> tuple[int, int]:
+        """The first key, and one past the last, that queries from `begin` to `end` may see, of so many.
+
+        With runs of `chunk` keys the first one begins a run, or the sequence where there are several.
+        """
+        first = 0 if self.left < 0 or self.chunk is not None else max(begin - self.left, 0)
+        last = tokens if self.right < 0 else min(end + self.right, tokens)
+        if self.ends is not None and len(self.ends) > 1:
+            first = max(first, self.ends[bisect_right(self.ends, begin) - 1])
+            last = min(last, self.ends[bisect_right(self.ends, end - 1)])
+        elif self.chunk is not None:
+            first = begin // self.chunk * self.chunk
+            last = min(last, -(-end // self.chunk) * self.chunk)
+        return min(first, last), last
+
+    def hides_some(self, queries: tuple[int, int], keys: tuple[int, int]) -> bool:
+        """False where every query of a span sees every key of another."""
+        if self.ends is not None or self.chunk is not None:
+            return True
+        (a, b), (c, d) = queries, keys
+        return (self.right >= 0 and d - 1 - a > self.right) or (self.left >= 0 and b - 1 - c > self.left)
+
+    def hidden(self, queries: tuple[int, int], keys: tuple[int, int], device: torch.device) -> Tensor | None:
+        """bool [1, 1, queries, keys], True where a query of a span does not see a key of another; None for nowhere."""
+        if not self.hides_some(queries, keys):
+            return None
+        of_queries, of_keys = (torch.arange(a, b, dtype=torch.int64, device=device) for a, b in (queries, keys))
+        of_queries = of_queries[:, None]
+        hidden = torch.zeros((), dtype=torch.bool, device=device)
+        if self.ends is not None:
+            starts = torch.tensor(self.ends, dtype=torch.int64, device=device)
+            sequence_of_queries, sequence_of_keys = (
+                torch.bucketize(x, starts[1:], right=True) for x in (of_queries, of_keys)
+            )
+            hidden = hidden | (sequence_of_queries != sequence_of_keys)
+            last = starts.shape[0] - 1
+            of_queries, of_keys = (
+                x - starts[s.clamp(max=last)]
+                for x, s in ((of_queries, sequence_of_queries), (of_keys, sequence_of_keys))
+            )
+        ahead = of_keys - of_queries
+        if self.right >= 0:
+            hidden = hidden | (ahead > self.right)
+        if self.left >= 0:
+            hidden = hidden | (ahead < -self.left)
+        if self.chunk is not None:
+            hidden = hidden | (of_keys // self.chunk != of_queries // self.chunk)
+        return hidden[None, None] if hidden.dim() else None
+
+    def bias(self, queries: tuple[int, int], keys: tuple[int, int], device: torch.device) -> Tensor | None:
+        """float32 [B or 1, H, queries, keys] of ALiBi; None without slopes."""
+        if self.slopes is None:
+            return None
+        of_queries, of_keys = (torch.arange(a, b, dtype=torch.int64, device=device) for a, b in (queries, keys))
+        return alibi(self.slopes, (of_keys - of_queries[:, None])[None, None])
+
+
+# ---- exchange --------------------------------------------------------------------------------------------
+
+Group = dist.ProcessGroup
+
+
+class SequenceGroup(NamedTuple):
+    """The ranks that hold a sequence, and how they exchange it."""
+
+    group: Group
+    order: ChunkOrder
+    #: The axis of tokens.
+    dim: int
+    #: By which keys and values travel; None for as they are.
+    spec: QuantSpec | None
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+
+def trade(parts: Tensor, group: Group, kind: Kind = "keys_values") -> Tensor:
+    """parts [ranks, ...]: part i goes to rank i, and part i of the result is rank i's part for this one."""
+    parts = parts.contiguous()
+    received = torch.empty_like(parts)
+    with during(kind, "exchange", parts, group):
+        dist.all_to_all_single(received, parts, group=group)
+    return received
+
+
+def scatter_in_order(parts: Tensor, group: Group, kind: Kind = "keys_values") -> Tensor:
+    """The sum over ranks of the part [...] that is for this one, of float32 parts [ranks, ...].
+
+    Ranks are added in their order, one after the other, whatever a backend's reduction would do: the bits are those of
+    one process that adds the same, and the bytes those of a reduce-scatter.
+    """
+    assert parts.dtype in (torch.float32, torch.float64)
+    received = trade(parts, group, kind)
+    total = received[0].clone()
+    for part in received[1:]:
+        total += part
+    return total
+
+
+def pass_on(tensors: Sequence[Tensor], group: Group) -> Callable[[], list[Tensor]]:
+    """Begin to send tensors to the next rank; what is returned waits for those of the rank before."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    after, before = (dist.get_global_rank(group, (rank + step) % ranks) for step in (1, -1))
+    fresh = [torch.empty_like(x) for x in tensors]
+    waits: list[Callable[[], object]] = []
+    full = [x for x in tensors if x.numel()]
+    if full:
+        sends = [dist.P2POp(dist.isend, x, after, group) for x in full]
+        receipts = [dist.P2POp(dist.irecv, x, before, group) for x in fresh if x.numel()]
+        works = dist.batch_isend_irecv([*sends, *receipts])
+        # All are waited for with the first.
+        waits = [awaited("keys_values", "send", x, group, [] if i else works) for i, x in enumerate(full)]
+
+    def finish() -> list[Tensor]:
+        for wait in waits:
+            wait()
+        return fresh
+
+    return finish
+
+
+# ---- parcels ---------------------------------------------------------------------------------------------
+# Keys and values as they travel: as they are, or as codes with their scales beside, quantized once by who has them.
+
+
+def spec_of(recipe: str | Recipe | None) -> QuantSpec | None:
+    """How a recipe quantizes the input of a layer, which keys and values travel by; None for as they are.
+
+    Raises:
+        ValueError: the recipe does not, or not in eight bits that a part of a sequence can have alone.
+    """
+    if recipe is None:
+        return None
+    recipe = recipes.get(recipe)
+    spec = recipe.fprop.a
+    reason = ""
+    if spec is None:
+        reason = "quantizes no input"
+    elif recipe.delayed is not None:
+        reason = "scales by the amaxes of earlier steps, of which there are none for keys and values"
+    elif spec.format.packed or spec.two_level or spec.hadamard:
+        reason = "is not of eight bits"
+    elif spec.block[0] not in (1, None) or (spec.block[0] is None and not spec.per_tensor):
+        reason = "shares scales between tokens"
+    if spec is None or reason:
+        raise ValueError(
+            f"keys and values cannot travel by recipe {recipe}, which {reason}: give quantized='mxfp8', 'rowwise', "
+            "'blockwise' or 'tensorwise', or None"
+        )
+    return replace(spec, rounding="nearest")
+
+
+def pack(x: Tensor, spec: QuantSpec | None) -> list[Tensor]:
+    """What travels of x [parts, ..., D]: x itself, or its codes as bytes and its scales.
+
+    A scale that is of a whole tensor is that of all parts here. Exact: the bits of `quaver.torch.quantize`.
+    """
+    x = x.contiguous()
+    if spec is None:
+        return [x]
+    q = quantize(x.view(-1, x.shape[-1]), spec).plain()
+    assert not q.transposed
+    scale = (
+        q.scale if isinstance(q.scale, Tensor) else torch.full((1, 1), q.scale, dtype=torch.float32, device=x.device)
+    )
+    scale = scale.expand(x.shape[0], 1) if spec.per_tensor else scale.reshape(x.shape[0], -1)
+    return [q.data.view(torch.uint8).view(x.shape), scale.contiguous()]
+
+
+def unpack(parcel: list[Tensor], spec: QuantSpec | None, dtype: torch.dtype) -> Tensor:
+    """x of one part of what `pack` made, without that axis."""
+    if spec is None:
+        return parcel[0]
+    codes, scale = parcel
+    shape = (codes.shape[:-1].numel(), codes.shape[-1])
+    data = codes.reshape(shape).view(storage(spec.format))
+    scale = scale.view(1, 1) if spec.per_tensor else scale.view(shape[0], -1)
+    return Quantized(data, scale, spec, shape).dequantize().to(dtype).view(codes.shape)
+
+
+# ---- blocks ----------------------------------------------------------------------------------------------
+# Attention of some queries on some keys, of all that they see: parts that are merged by their sums, in float32.
+#
+#     S = cap(q kᵀ scale) + bias        m = max S        l = sum exp(S - m)        o = exp(S - m) v
+#     merged: m = max(m₁, m₂)        l = exp(m₁ - m) l₁ + exp(m₂ - m) l₂        o likewise; at last o / l
+#
+# The largest score and the sum are kept apart: of one logarithm of both, float32 would lose a part that grows with the
+# scores. Plain operations; the scores of a block exist at once. Source: Milakov and Gimelshein 2018, arXiv:1805.02867;
+# Dao et al. 2022, arXiv:2205.14135; around a ring, Liu et al. 2023, arXiv:2310.01889.
+
+
+class ScoreBlock(NamedTuple):
+    """What is said of the scores of a block."""
+
+    scale: float
+    soft_cap: float | None
+    #: True where masked out, broadcastable to [B, H, Sq, Sk]; None for nowhere.
+    hidden: Tensor | None
+    #: Broadcastable to [B, H, Sq, Sk].
+    bias: Tensor | None
+
+
+class MergedSoftmax(NamedTuple):
+    """Parts of the softmax of queries."""
+
+    #: o [B, H, Sq, Dv].
+    out: Tensor
+    #: m [B, H, Sq], -inf where nothing is seen.
+    top: Tensor
+    #: l [B, H, Sq].
+    total: Tensor
+
+    def rows(self, part: slice) -> "MergedSoftmax":
+        """Those of some queries."""
+        return MergedSoftmax(self.out[:, :, part], self.top[:, :, part], self.total[:, :, part])
+
+    def add(self, other: "MergedSoftmax") -> None:
+        """Merge another part of the same queries, in place."""
+        top = torch.maximum(self.top, other.top)
+        for old, new in zip((self.total, self.out), (other.total, other.out), strict=True):
+            shape = (*top.shape, 1)[: old.dim()]
+            kept, added = ((x - _finite(top)).exp().view(shape) for x in (self.top, other.top))
+            old.mul_(kept).add_(new * added)
+        self.top.copy_(top)
+
+    def normalized(self) -> Tensor:
+        """o / l, 0 where nothing is seen."""
+        return self.out / torch.where(self.total == 0, 1.0, self.total).unsqueeze(-1)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, block: ScoreBlock) -> MergedSoftmax:
+    """Of q [B, H, Sq, D], k [B, G, Sk, D] and v [B, G, Sk, Dv], each of G heads serving H / G of q."""
+    scores, _ = _scores(q, k, block)
+    top = scores.amax(-1)
+    p = (scores - _finite(top).unsqueeze(-1)).exp_()
+    return MergedSoftmax(_of_groups(p, v), top, p.sum(-1))
+
+
+def backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, merged: MergedSoftmax, block: ScoreBlock
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a block adds to the gradients of q, k and v.
+
+    Args:
+        grad: of the output, [B, H, Sq, Dv].
+        merged: of all that the queries see, sinks included; in the place of `out`, rowsum(grad ∘ output) [B, H, Sq, 1].
+    """
+    scores, slope = _scores(q, k, block)
+    p = (scores - _finite(merged.top).unsqueeze(-1)).exp_()
+    p /= torch.where(merged.total == 0, 1.0, merged.total).unsqueeze(-1)
+    ds = (_of_groups(grad, v.mT) - merged.out).mul_(p)
+    if block.hidden is not None:
+        # 0 times what NaN or an infinity of a hidden key has become.
+        ds = ds.masked_fill(block.hidden, 0)
+    if slope is not None:
+        ds = ds * slope
+    groups = k.shape[1]
+    dq = _of_groups(ds, k).mul_(block.scale)
+    dk = _summed(ds, q, groups).mul_(block.scale)
+    return dq, dk, _summed(p, grad, groups)
+
+
+def _scores(q: Tensor, k: Tensor, block: ScoreBlock) -> tuple[Tensor, Tensor | None]:
+    """The scores [B, H, Sq, Sk], -inf where hidden, and soft_cap's derivative."""
+    scores, slope = _of_groups(q, k.mT).mul_(block.scale), None
+    if block.soft_cap is not None:
+        bent = torch.tanh(scores / block.soft_cap)
+        scores, slope = bent * block.soft_cap, 1 - bent * bent
+    if block.bias is not None:
+        scores = scores + block.bias
+    if block.hidden is not None:
+        scores = scores.masked_fill(block.hidden, -torch.inf)
+    return scores, slope
+
+
+def _finite(top: Tensor) -> Tensor:
+    """-inf less -inf would be NaN."""
+    return torch.where(top == -torch.inf, 0.0, top)
+
+
+def _of_groups(x: Tensor, y: Tensor) -> Tensor:
+    """x [B, H, n, k] @ y [B, G, k, m], each head with the group that serves it."""
+    groups = y.shape[1]
+    return (x.unflatten(1, (groups, -1)) @ y.unsqueeze(2)).flatten(1, 2)
+
+
+def _summed(x: Tensor, y: Tensor, groups: int) -> Tensor:
+    """x.T [B, H, m, n] @ y [B, H, n, k], summed over the heads that share a group."""
+    return (x.mT @ y).unflatten(1, (groups, -1)).sum(2)

@@ -1,0 +1,330 @@
+"""A model whose sequences lie in parts on ranks: its attention attends across them, and tokens know their place.
+
+Everything else in a Transformer goes token by token, and needs nothing.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from quaver import recipes
+from quaver.recipes.spec import Recipe
+from quaver.recipes.text import check_name
+from quaver.torch.conversion import convert
+from quaver.torch.conversion.matchers.swap_class import PUT_ABOVE
+from quaver.torch.nn.attention.dot_product import DotProductAttention
+from quaver.torch.nn.attention.latent import LatentAttention
+from quaver.torch.nn.attention.multihead import MultiheadAttention
+from quaver.torch.nn.attention.rope import positions_of
+from quaver.torch.nn.ssm.mamba2 import Mamba2
+from quaver.torch.nn.transformer import TransformerLayer
+from quaver.torch.numerics.versions import has_reliable_version
+from quaver.torch.parallel.comm import gather
+from quaver.torch.parallel.context.attention import (
+    WAYS,
+    check_heads_divide,
+    context_parallel_attention,
+    group_of,
+    refuse,
+)
+from quaver.torch.parallel.context.comm import ChunkOrder, Group, scatter_in_order, spec_of
+from quaver.torch.parallel.tensor import joined
+from quaver.torch.parallel.tensor.layers import layout_of
+from quaver.torch.state.history.sync import check_agreement, facts_of
+from quaver.torch.state.layer_state import graph_task_id
+
+Layer = MultiheadAttention | LatentAttention
+
+
+class ContextParallel:
+    """How sequences lie on ranks: what `context_parallel` gave a model, and what cuts its batches."""
+
+    def __init__(self, group: Group, how: str, balanced: bool, quantized: str | Recipe | None) -> None:
+        self.group, self.how, self.quantized = group, how, quantized
+        self.rank, self.order = dist.get_rank(group), ChunkOrder(dist.get_world_size(group), balanced)
+        #: Of the last batch: what was asked, and the positions of its tokens.
+        self._placed: tuple[Any, Tensor] | None = None
+
+    def cut(self, x: Tensor, dim: int = 1) -> Tensor:
+        """This rank's part of tokens, labels, or whatever goes by tokens, of a whole sequence that every rank has.
+
+        Labels of next tokens are shifted before they are cut. What `cu_seqlens` says is of the whole, and is not cut.
+
+        Args:
+            dim: the axis of tokens: 1 in layout "bshd", 0 in "sbhd" and "thd".
+        Raises:
+            ValueError: the tokens do not divide.
+        """
+        return self.order.cut(x, dim, self.rank)
+
+    def join(self, x: Tensor, dim: int = 1) -> Tensor:
+        """The whole, on every rank, of what each has a part of; no gradient goes through it. Exact.
+
+        Raises:
+            ValueError: on all ranks: they have other shapes or dtypes, or a part that is not of whole chunks.
+        """
+        tokens, chunks = x.shape[dim], len(self.order.of(self.rank))
+        error = (
+            f"x has {tokens} tokens (dimension {dim} of {list(x.shape)}), which are not those of {chunks} chunks: join "
+            "a rank's whole part, as cut gives it, and leave tokens out of the result"
+        )
+        what = {"x": facts_of(x.detach()), "dim": dim}
+        check_agreement("ContextParallel.join", what, self.group, error=error if tokens % chunks else "")
+        given = x.detach().unsqueeze(0)
+        whole = gather(given.view(torch.uint8) if x.dtype is torch.bool else given, 0, self.group)()
+        return self.order.join(whole.view(x.dtype).unbind(0), dim)
+
+    def positions(self, tokens: int, device: Any = None, cu_seqlens: Tensor | None = None) -> Tensor:
+        """int64 [tokens]: where this rank's tokens stand in their sequences; a model that was given this needs none.
+
+        Args:
+            tokens: of this rank.
+            cu_seqlens: of the whole batch, where sequences lie end to end.
+        """
+        tells = cu_seqlens is None or has_reliable_version(cu_seqlens)
+        asked = tokens, device, None if cu_seqlens is None or not tells else (id(cu_seqlens), cu_seqlens._version)
+        kept = self._placed if tells else None
+        if kept is not None and kept[0][:3] == asked:
+            # One tensor for all layers: rotary tables are kept by it.
+            return kept[1]
+        whole = tokens * self.order.ranks
+        placed = self.order.places(whole, self.rank, device)
+        if cu_seqlens is not None:
+            every = torch.empty(whole, 0, 0, dtype=torch.float32, device=device)
+            placed = positions_of(every, "thd", None, 0, cu_seqlens.to(every.device))[placed]
+        if tells:
+            # The tensor stays with the entry, so that its id is not given to another.
+            self._placed = (*asked, cu_seqlens), placed
+        return placed
+
+    def sum_gradients(self, parameters: nn.Module | Iterable[Tensor]) -> None:
+        """Add every rank's gradients of parameters that all ranks have, in place, in float32 and the order of ranks.
+
+        A parameter without a gradient on some ranks counts as zeros there; without one on all ranks it keeps none.
+        Each rank's loss is that of its own tokens: their sum divided by the number of all ranks' tokens. FSDP or
+        DistributedDataParallel over these ranks does this instead, and divides by them: multiply the loss by as many.
+        """
+        every = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
+        every = [p for p in every if p.requires_grad or p.grad is not None]
+        check_agreement("sum_gradients", {str(i): facts_of(p) for i, p in enumerate(every)}, self.group)
+        if not every:
+            return
+        ranks = self.order.ranks
+        # Whether a parameter has a gradient travels behind the gradients.
+        there = torch.tensor([p.grad is not None for p in every], dtype=torch.float32, device=_local(every[0]).device)
+        own = [_local(p if p.grad is None else p.grad).detach() for p in every]
+        values = [(torch.zeros_like(x) if p.grad is None else x) for p, x in zip(every, own, strict=True)]
+        flat = torch.cat([*(x.flatten().float() for x in values), there])
+        padded = nn.functional.pad(flat, (0, -flat.numel() % ranks)).view(ranks, -1)
+        part = scatter_in_order(padded, self.group, "gradients")
+        total = gather(part, 0, self.group, kind="gradients")()[: flat.numel()]
+        *sums, anywhere = total.split([*(x.numel() for x in values), len(every)])
+        lacking = [i for i, p in enumerate(every) if p.grad is None]
+        # Read only where it decides something.
+        missed = set(lacking) & set(anywhere.nonzero().flatten().tolist()) if lacking else set()
+        for i, (p, sum_) in enumerate(zip(every, sums, strict=True)):
+            if i in missed:
+                p.grad = torch.zeros_like(p)
+            if p.grad is not None:
+                _local(p.grad).copy_(sum_.view_as(_local(p.grad)))
+
+    def __deepcopy__(self, memo: Any) -> "ContextParallel":
+        return self
+
+    def __repr__(self) -> str:
+        said = "" if self.quantized is None else f", quantized={self.quantized!r}"
+        return f"ContextParallel({self.order.ranks} ranks, {self.how!r}, balanced={self.order.balanced}{said})"
+
+
+def context_parallel(
+    model: nn.Module,
+    mesh: DeviceMesh | Group | None = None,
+    how: str = "gather",
+    *,
+    balanced: bool = True,
+    quantized: str | Recipe | None = None,
+) -> ContextParallel:
+    """Have every attention of a model attend across ranks, each of which has a part of the sequence; in place.
+
+    Then `tokens, labels = cp.cut(tokens), cp.cut(labels)`, and the model is called as before, cu_seqlens being those of
+    the whole batch. Rotary embeddings and temperatures count in the whole sequence; a model that adds positions itself
+    takes `cp.positions`.
+
+    Args:
+        model: of quaver's blocks; a `DotProductAttention` too.
+        mesh: a mesh of one dimension, or a group of processes; None for all.
+        how: "gather", "ring" or "all_to_all": see `quaver.torch.parallel.context.attention.context_parallel_attention`.
+        balanced: ranks get as much causal work each; else they hold the sequence in its order.
+        quantized: a recipe by which keys and values travel in eight bits: "mxfp8", "rowwise", "blockwise" or
+            "tensorwise".
+    Raises:
+        ValueError: attention that is not quaver's, and what does not go with a sequence in parts, by its name.
+    """
+    check_name("how", how, WAYS)
+    spec_of(quantized)
+    quantized = None if quantized is None else recipes.get(quantized)
+    across = ContextParallel(group_of(mesh), how, balanced, quantized)
+    cores = convert.instances(model, DotProductAttention)
+    _check_model(model, cores, across)
+    for core, _ in cores:
+        core.attend = ContextParallelAttention(across)
+    layouts = [layer.layout for layer in model.modules() if isinstance(layer, TransformerLayer | Layer)]
+    dropping = Dropping(across, 1 if "bshd" in layouts or not layouts else 0)
+    for layer in list(model.modules()):
+        if isinstance(layer, Layer):
+            layer.register_forward_pre_hook(_PositionHook(across), with_kwargs=True)
+        if isinstance(layer, TransformerLayer):
+            layer.drop = dropping
+        if isinstance(layer, nn.Dropout):
+            kind: Any = type(layer)
+            layer.__class__ = _in_parts(kind, dropping)
+    return across
+
+
+class Dropping:
+    """Dropout of this rank's tokens by its part of the mask of the whole sequence.
+
+    Each rank draws the mask of all tokens: with one seed ranks drop what one process would, and never the same.
+    """
+
+    def __init__(self, across: ContextParallel, dim: int) -> None:
+        self.across, self.dim = across, dim
+
+    @torch.compiler.disable
+    def __call__(self, x: Tensor, p: float) -> Tensor:
+        shape = [*x.shape]
+        shape[self.dim] *= self.across.order.ranks
+        whole = nn.functional.dropout(torch.ones(shape, dtype=torch.float32, device=x.device), p)
+        kept = self.across.cut(whole, self.dim) != 0
+        return x * kept * (1 / (1 - p) if p < 1 else 0.0)
+
+
+def _in_parts(kind: Any, dropping: Dropping) -> Any:
+    """The class of a dropout of a class whose tokens lie on ranks."""
+
+    def forward(module: nn.Dropout, x: Tensor) -> Tensor:
+        return dropping(x, module.p) if module.training and module.p else x
+
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, PUT_ABOVE: True})
+
+
+class ContextParallelAttention:
+    """What a `DotProductAttention` calls in the place of `attention`."""
+
+    def __init__(self, across: ContextParallel) -> None:
+        self.across = across
+        #: Cumulative lengths of the whole batch, which the layer around does not see.
+        self.ends: Any = None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Any = None, **options: Any) -> Tensor:
+        how = self.across
+        return context_parallel_attention(
+            *(q, k, v),
+            mesh=how.group,
+            how=how.how,
+            balanced=how.order.balanced,
+            quantized=how.quantized,
+            cu_seqlens=self.ends if cu_seqlens is None else cu_seqlens,
+            **options,
+        )
+
+
+class _PositionHook:
+    """Before a layer's forward: positions of this rank's tokens, and cumulative lengths to its core alone."""
+
+    def __init__(self, across: ContextParallel) -> None:
+        self.across = across
+
+    def __call__(self, layer: Layer, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
+        x = args[0] if args else options["x"]
+        ends = options.get("cu_seqlens")
+        where = type(layer).__name__
+        what: dict[str, Any] = {}
+        error: str | Exception = ""
+        masked, bent = (options.get(name) is not None for name in ("mask", "bias"))
+        try:
+            refuse(layer.core.mask_type, masked, bent, 0.0, self.across.how, None, where)
+            if options.get("cache") is not None:
+                raise ValueError(
+                    f"{where} has a sequence in parts, and a cache of keys is of a whole one; give no cache"
+                )
+            if isinstance(ends, tuple):
+                raise ValueError(f"{where} attends to x itself, in parts; give one cu_seqlens, of the whole batch")
+            what = {"x": facts_of(x), "training": layer.training}
+            what["cu_seqlens"] = None if ends is None else ends.tolist()
+        except Exception as raised:
+            # Any kind: the other ranks wait.
+            error = raised
+        if graph_task_id() == -1:
+            check_agreement(f"{where} across ranks", what, self.across.group, error=error)
+        elif isinstance(error, Exception):
+            raise error
+        attend: Any = layer.core.attend
+        attend.ends = ends
+        placed = options.get("positions")
+        if placed is None:
+            tokens = x.shape[1 if layer.layout == "bshd" else 0] * _ranks_of_tokens(layer)
+            placed = self.across.positions(tokens, x.device, ends)
+        return args, {**options, "cu_seqlens": None, "positions": placed}
+
+
+def _check_model(model: nn.Module, cores: list[tuple[DotProductAttention, list[str]]], across: ContextParallel) -> None:
+    others = convert.others(model)
+    if others or not cores:
+        said = ", ".join(f"{count} {name}" for name, count in sorted(others.items())) or "no DotProductAttention"
+        raise ValueError(
+            f"{type(model).__name__} has {said}: context parallelism reaches the attention of quaver's blocks, and "
+            "another would attend to a rank's own tokens alone, by masks that its model makes of them; build the model "
+            "of them, as quaver train does, of quaver.torch.from_huggingface(layer) for instance"
+        )
+    for core, (name, *_) in cores:
+        where = name or type(core).__name__
+        if isinstance(core.attend, ContextParallelAttention):
+            raise ValueError(f"{where} attends across ranks already; call context_parallel once for a model")
+        refuse(core.mask_type, False, False, core.dropout, across.how, core.recipe, where)
+        if across.how == "all_to_all":
+            check_heads_divide(core.heads, core.groups, across.order.ranks, where)
+    for name, module in model.named_modules():
+        reason = _reason(module)
+        if reason:
+            raise ValueError(f"{name or type(module).__name__} {reason}")
+
+
+def _reason(module: nn.Module) -> str:
+    """Why a sequence cannot lie in parts in this module; "" if it can."""
+    if isinstance(module, TransformerLayer) and module.drop_path:
+        return "has drop_path, which leaves out whole samples: each rank would draw its own; take drop_path=0"
+    if isinstance(module, MultiheadAttention) and module.cross:
+        return "attends to a memory, and only self attention goes with a sequence in parts"
+    if isinstance(module, MultiheadAttention) and module._modules["position_bias"] is not None:
+        return "has a position_bias, which counts from a rank's first token; take rope or ALiBi"
+    if isinstance(module, Mamba2 | nn.RNNBase) or (isinstance(module, nn.Conv1d) and module.kernel_size != (1,)):
+        return (
+            "reads the tokens before each token, and a rank would begin at its own: of what mixes tokens, attention "
+            "alone goes across ranks"
+        )
+    rope: Any = module._modules.get("rope") if isinstance(module, Layer) else None
+    if rope is not None and rope.frequencies.by_length:
+        kind = rope.frequencies.rope_type
+        return f"has rope of type {kind!r}, whose frequencies go by the length of what a rank has; take another type"
+    return ""
+
+
+def _ranks_of_tokens(layer: nn.Module) -> int:
+    """How many ranks of tensor parallelism share the tokens that come to a layer: its projections gather them."""
+    first = layer._modules.get("q_proj", layer._modules.get("qkv_proj"))
+    layout = None if first is None else layout_of(first)
+    if first is None or layout is None or not layout.sequence:
+        return 1
+    ranks: int = joined.of(first, "weight")[0].device_mesh.size()
+    return ranks
+
+
+def _local(grad: Any) -> Tensor:
+    local: Tensor = grad.to_local() if isinstance(grad, DTensor) else grad
+    return local

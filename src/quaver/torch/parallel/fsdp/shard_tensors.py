@@ -1,0 +1,317 @@
+"""The tensors by which fully_shard gathers a weight as codes: the project's only subclasses of a tensor, with `codes`.
+
+`Shard` is one rank's rows in high precision: optimizers, clipping and checkpoints see a tensor like any other, and
+fully_shard, which asks a part of a DTensor for `fsdp_pre_all_gather`, gathers what that gives in place of the rows.
+`GatheredWeight` is what the layer is handed: no values, but both operands.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from quaver.recipes.spec import Recipe
+from quaver.torch.numerics.quantized import Quantized, make_wrapper_subclass
+from quaver.torch.parallel.comm import during
+from quaver.torch.parallel.fsdp.amax_sync import GatheredWeightState
+from quaver.torch.parallel.fsdp.operands import GatheredLayout, buffer
+from quaver.torch.state.history import amax
+from quaver.torch.state.layer_state import graph_task_id
+
+aten = torch.ops.aten
+#: Operations whose result is a shard again: what fully_shard and modules make of a parameter.
+KEEPS = {
+    *(aten.empty_like.default, aten.new_zeros.default, aten.new_empty.default, aten.slice.Tensor, aten.copy_.default),
+    *(aten.view.default, aten.as_strided.default, aten._to_copy.default, aten._pin_memory.default, aten.alias.default),
+    *(aten.split.Tensor, aten.clone.default, aten.detach.default, aten.t.default, aten.reshape.default),
+}
+#: Operations that a weight without values has.
+OF_NO_VALUES = {aten.as_strided.default, aten.detach.default, aten.alias.default, aten.view.default}
+
+
+@torch.compiler.disable(reason="a compiler takes a weight that fully_shard gathers as codes for a constant")
+def eagerly(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function where no compiler traces it: one would take what is gathered for constants."""
+    return function(*args)
+
+
+class Shard(Tensor):
+    """A weight, or one rank's rows of it, that is gathered as codes."""
+
+    plain: Tensor
+    weight: GatheredWeightState
+    keeps = frozenset(KEEPS)
+    eagerly = staticmethod(eagerly)
+
+    @staticmethod
+    def __new__(cls, plain: Tensor, weight: GatheredWeightState) -> "Shard":
+        shard: Shard = make_wrapper_subclass(
+            cls,
+            plain.size(),
+            strides=plain.stride(),
+            storage_offset=plain.storage_offset(),
+            dtype=cls.shown(plain, weight),
+            layout=plain.layout,
+            device=plain.device,
+            requires_grad=plain.requires_grad,
+        )
+        shard.plain, shard.weight = plain, weight
+        return shard
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    @classmethod
+    def shown(cls, plain: Tensor, weight: Any) -> torch.dtype:
+        """The dtype that it says to have."""
+        return plain.dtype
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Shard({self.weight.name}, {self.plain})"
+
+    @property
+    def model(self) -> Any:
+        """Whose optimizer steps end an agreement."""
+        return self.weight.model
+
+    @property
+    def data(self) -> Tensor:
+        """The shard without its history of gradients."""
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        # By this modules change dtype and device, and fully_shard moves a model to its mesh: the wrapper alone would.
+        plain = getattr(values, "plain", values).detach()
+        torch.Tensor.data.__set__(self, type(self)(plain, self.weight))  # type: ignore[attr-defined]
+        self.plain = plain
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # What is written to a file is a tensor like any other.
+        return self.plain.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        copied = self.plain.detach().clone()
+        # A copy of the layer is not prepared.
+        return nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        weight: list[GatheredWeightState] = []
+
+        def unwrapped(x: Any) -> Any:
+            if isinstance(x, Shard):
+                weight.append(x.weight)
+                return x.plain
+            return x
+
+        plain_args, plain_kwargs = _each(unwrapped, (tuple(args), kwargs or {}))
+        result = function(*plain_args, **plain_kwargs)
+        if args and isinstance(args[0], Shard) and result is plain_args[0]:
+            # An operation in place.
+            return args[0]
+        if function not in cls.keeps:
+            return result
+        return _each(lambda x: cls(x, weight[0]) if isinstance(x, Tensor) else x, result)
+
+    # What a layer asks of a `GivenWeight`, where no fully_shard has gathered it.
+
+    def check_recipe(self, layer: nn.Module, recipe: Recipe | None) -> NoReturn:
+        raise ValueError(
+            f"{self.weight.name} was prepared by gather_quantized and is gathered by no fully_shard: call fully_shard "
+            "on the model, or on the part of it that holds this layer, before the first forward"
+        )
+
+    def quantized_operand(self, call: Any, side: str) -> NoReturn:
+        self.check_recipe(call.layer, call.recipe)
+
+    # What fully_shard asks for. With more than one argument it would ask for parts of one size, without scales.
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], "GatherMetadata"]:
+        weight = self.weight
+        weight.model.ready(weight, mesh)
+        unit = weight.unit
+        if unit is not None:
+            unit.check(weight.name)
+        key, factor = weight.factor()
+        names = _travelling(weight)
+        joints = [weight.joint(name, mesh, key, factor) for name in names]
+        inputs = [t for joint in joints for t in (joint.own.codes, joint.own.scales) if t is not None]
+        shapes = [t.shape for t in inputs]
+        if unit is not None and shapes != weight.sent:
+            unit.forget_outputs()
+        weight.sent = shapes
+        return tuple(inputs), GatherMetadata(joints, key, mesh, _reader(weight))
+
+    def fsdp_post_all_gather(
+        self, outputs: Sequence[Tensor], sent: "GatherMetadata", dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        weight = self.weight
+        x = weight.values()
+        assert x is not None
+        if dtype is not x.dtype:
+            raise ValueError(
+                f"{weight.name} is {x.dtype} and is computed in {dtype}, and this torch does not tell so before it is "
+                "quantized: give fully_shard no MixedPrecisionPolicy(param_dtype=...), or convert the model's dtype"
+            )
+        gathered = list(outputs)
+        if out is None:
+            buffers = _rooms(weight, sent.mesh, x.device)
+            given = GatheredWeight(weight, dtype, x.device, GatheredOperands({}, sent, buffers))
+        else:
+            given = getattr(out, "_local_tensor", out)
+        held = given.held
+        held.operands.clear()
+        held.sent = sent
+        for joint in sent.joints:
+            tensors = [t for t in (joint.own.codes, joint.own.scales) if t is not None]
+            if joint.rows.ranks > 1:
+                tensors = [gathered.pop(0) for _ in tensors]
+            held.operands[joint.side.name] = joint.operand(tensors, held.buffers[joint.side.name])
+        if out is not None:
+            return None
+        return given, tuple(buffer for buffer in held.buffers.values() if buffer is not None)
+
+
+def _each(change: Callable[[Any], Any], value: Any) -> Any:
+    """A change of everything in nested tuples, lists and dicts, as operations take and give them."""
+    if isinstance(value, tuple | list):
+        return type(value)([_each(change, x) for x in value])
+    if isinstance(value, dict):
+        return {key: _each(change, x) for key, x in value.items()}
+    return change(value)
+
+
+class GatherMetadata(NamedTuple):
+    """What goes from before a gather to after it."""
+
+    joints: Sequence[GatheredLayout]
+    #: What stands for the factor of delayed scaling.
+    key: float
+    mesh: Any
+    #: The pass that it is for, as `_reader` names it.
+    reader: str
+
+
+class GatheredOperands:
+    """What a gathered weight holds: operands by side, rooms for scales, which fully_shard frees with the rest."""
+
+    __slots__ = ("buffers", "operands", "sent")
+
+    def __init__(self, operands: dict[str, Quantized], sent: GatherMetadata, buffers: dict[str, Tensor | None]) -> None:
+        self.operands, self.sent, self.buffers = operands, sent, buffers
+
+
+class Gathered(Tensor):
+    """A weight [N, K] without values, of which a layer asks for operands."""
+
+    weight: Any
+    held: Any
+    eagerly = staticmethod(eagerly)
+
+    @staticmethod
+    def __new__(cls, weight: Any, dtype: torch.dtype, device: torch.device, held: Any) -> "Gathered":
+        given: Gathered = make_wrapper_subclass(cls, torch.Size(weight.shape), dtype=dtype, device=device)
+        given.weight, given.held = weight, held
+        return given
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({self.weight.name}, {tuple(self.shape)})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = next(x for x in args if isinstance(x, Gathered))
+        if function in OF_NO_VALUES:
+            return cls(given.weight, given.dtype, given.device, given.held)
+        if function is aten.zeros_like.default:
+            # The gradient of a weight that no loss has used.
+            return torch.zeros(given.shape, dtype=given.dtype, device=given.device)
+        raise ValueError(
+            f"{function} reads the weight of {given.weight.name}, which is gathered as codes alone: only the layer's "
+            "own products read it; leave the layer out with gather_quantized(model, skip=[...]), and revert no layer "
+            "after gather_quantized"
+        )
+
+
+class GatheredWeight(Gathered):
+    """A weight [N, K] whose operands all ranks' parts have made: a `quaver.torch.linear.gemms.PrequantizedWeight`."""
+
+    weight: GatheredWeightState
+    held: GatheredOperands
+
+    def check_recipe(self, layer: nn.Module, recipe: Recipe | None) -> None:
+        if recipe is not self.weight.recipe:
+            under = "no recipe" if recipe is None else f"{recipe!r}"
+            raise ValueError(
+                f"{self.weight.name} runs under {under}, and its weight was gathered in the codes of "
+                f"{self.weight.recipe!r}: run it under that, or leave it out with gather_quantized(model, skip=[...])"
+            )
+
+    def quantized_operand(self, call: Any, side: str) -> Quantized:
+        """The operand for a side; gathered now where the last gather has not brought it, or by another factor."""
+        weight, held = self.weight, self.held
+        if side == "dgrad":
+            weight.model.in_backward = True
+        name = weight.side(side).name
+        written: float = call.written
+        if name not in held.operands or held.sent.key != written:
+            self._fetch(name, written, call)
+        q = held.operands[name]
+        if call.record and call.factors is not None and side == "fprop":
+            amax.record(call.layer, amax.WEIGHT, q.amax)
+        return q.T if side == "dgrad" and weight.shared else q
+
+    def _fetch(self, name: str, written: float, call: Any) -> None:
+        weight, held = self.weight, self.held
+        if name not in held.operands:
+            weight.wants_both.add(held.sent.reader)
+        if held.sent.key != written:
+            held.operands.clear()
+        factor = None if call.factors is None else call.factors[1]
+        joint = weight.joint(name, held.sent.mesh, written, factor)
+        held.sent = held.sent._replace(key=written)
+        with torch.no_grad():
+            own = [t for t in (joint.own.codes, joint.own.scales) if t is not None]
+            held.operands[name] = joint.operand([_gather(t, held.sent.mesh) for t in own])
+
+
+def _gather(t: Tensor, mesh: Any) -> Tensor:
+    every, own = t.new_empty((mesh.size() * t.shape[0], *t.shape[1:])), t.contiguous()
+    with during("weights", "gather", own, mesh.get_group()):
+        dist.all_gather_into_tensor(every, own, mesh.get_group())
+    return every
+
+
+def _reader(weight: GatheredWeightState) -> str:
+    """The pass that the present gather is for."""
+    if weight.unit is not None and weight.unit.in_backward:
+        return "backward"
+    return "forward" if graph_task_id() == -1 else "recomputation"
+
+
+def _travelling(weight: GatheredWeightState) -> list[str]:
+    """The operands that the present gather brings: one where it is known who reads it before it goes."""
+    if weight.shared:
+        return ["fprop"]
+    reader = _reader(weight)
+    if weight.unit is None or not weight.unit.for_one_pass or reader in weight.wants_both:
+        return ["fprop", "dgrad"]
+    return ["dgrad" if reader == "backward" else "fprop"]
+
+
+def _rooms(weight: GatheredWeightState, mesh: Any, device: torch.device) -> dict[str, Tensor | None]:
+    """Where scales are put in order, of both sides: a later gather may bring the other one."""
+    shapes = {side.name: buffer(side, weight.rows(mesh), weight.shape[1]) for side in weight.sides}
+    return {
+        name: None if shape is None else torch.empty(shape, dtype=torch.uint8, device=device)
+        for name, shape in shapes.items()
+    }

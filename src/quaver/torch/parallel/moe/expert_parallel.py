@@ -1,0 +1,317 @@
+"""Experts divided over the ranks of a mesh: a style of a plan for torch's `parallelize_module`, and the classes of what
+is divided.
+
+Each rank has some experts, whose weights are its part of a DTensor, and tokens of its own, which go to where their
+experts are.
+"""
+
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from quaver.recipes.spec import QuantSpec
+from quaver.torch.conversion.matchers.swap_class import PUT_ABOVE
+from quaver.torch.linear import stored_weight
+from quaver.torch.linear.linear import recipe_of
+from quaver.torch.nn.moe.layers import Experts, MoE
+from quaver.torch.nn.moe.permutation import moves, unpermute
+from quaver.torch.operations.ops import DTYPES
+from quaver.torch.parallel.moe.dispatch import DispatchedRows, DispatchPlan, Way, sent_back, why_no_spec
+from quaver.torch.state import weight_cache
+from quaver.torch.state.buffers import STATE
+from quaver.torch.state.history.sync import check_agreement
+from quaver.torch.state.layer_state import graph_task_id
+
+
+class ExpertParallel(ParallelStyle):
+    """A `quaver.torch.MoE`, or its `Experts`, of which each rank of a mesh dimension has some experts, in their order.
+
+    Weights and biases become DTensors of placement Shard(0). Ranks have tokens of their own, as many as they like; a
+    token's rows go to the ranks of its experts, those of one that is chosen on several ranks in their order, and come
+    back to be summed. What goes back travels while the shared expert computes, forward and backward. Router and shared
+    expert stay whole, and their gradients are those of this rank's tokens, to be averaged as those of any layer; an
+    expert's gradient is of all ranks' tokens: under `fully_shard` over the other dimensions of the mesh call
+    `experts.set_gradient_divide_factor(n)` with the number of ranks over which the loss is averaged.
+
+    Args:
+        dispatch: how tokens travel: "recipe" by the recipe's spec of its input where that has scales within a row, else
+            as they are; a spec; or None, as they are. By the recipe's they are multiplied as the codes that came, and
+            the first weight's gradient is of their values, as `codes_alone` has it in one process.
+        combine: how what experts give travels: a spec, a dtype, or None for as it is.
+        gradients: how gradients of both travel: likewise.
+    Raises:
+        ValueError: when it is applied, or called, with what does not fit: on a CPU on all ranks.
+    Exact: codes, scales and GEMMs of experts are those of one process that has the tokens of all ranks one after the
+        other, noise included. Bounded: the order of the sums that several ranks share.
+    """
+
+    def __init__(
+        self,
+        *,
+        dispatch: QuantSpec | Literal["recipe"] | None = "recipe",
+        combine: Way | None = None,
+        gradients: Way | None = None,
+    ) -> None:
+        for name, way in (("dispatch", dispatch), ("combine", combine), ("gradients", gradients)):
+            why = _why_no_way(way) if way is not None and way != "recipe" else ""
+            if why or (way == "recipe" and name != "dispatch"):
+                raise ValueError(f"{name} of ExpertParallel is {way!r}: {why or 'give a QuantSpec, a dtype or None'}")
+        self.ways = dispatch, combine, gradients
+
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        experts: Any = module.experts if isinstance(module, MoE) else module
+        _check(experts, type(module).__name__, device_mesh)
+        for layer in experts.children():
+            _divide(layer, device_mesh, self.src_data_rank)
+        kind: Any = type(experts)
+        experts.__class__ = on_ranks(kind, self.ways)
+        if isinstance(module, MoE):
+            module.register_forward_pre_hook(_check_input, prepend=True)
+        return module
+
+    def __repr__(self) -> str:
+        return f"ExpertParallel{self.ways}"
+
+
+def _check_input(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """Raise on all ranks if the input of a mixture does not fit on one: its router knows no other rank."""
+    if not args or not isinstance(args[0], Tensor) or graph_task_id() != -1:
+        return
+    mixture: Any = module
+    x, own = args[0], dict(mixture.named_parameters())
+    entrance = mixture.experts._modules[mixture.experts._entrance]
+    error = ""
+    if not x.dim() or x.shape[-1] != mixture.dim:
+        error = f"MoE({mixture.dim}) got an input of shape {tuple(x.shape)}; its last axis must be {mixture.dim}"
+    what = {
+        "dtype": x.dtype,
+        "gradient of the input": x.requires_grad,
+        "gradients": torch.is_grad_enabled(),
+        "gradients of parameters": [name for name, p in own.items() if p.requires_grad],
+    }
+    check_agreement("MoE with experts on ranks", what, _expert_mesh(entrance).get_group(), error=error)
+
+
+def _why_no_way(way: Any) -> str:
+    if isinstance(way, QuantSpec):
+        return why_no_spec(way)
+    return "" if way in DTYPES else "rows travel by a QuantSpec, or as float32, bfloat16 or float16"
+
+
+def _check(experts: Any, given: str, mesh: Any) -> None:
+    """Refuse what cannot be divided.
+
+    Raises:
+        ValueError: with what to do.
+    """
+    if not isinstance(experts, Experts):
+        raise ValueError(
+            f"ExpertParallel is a style of quaver.torch.MoE and Experts, and {given} is none: of a layer of "
+            "transformers quaver.torch.from_huggingface makes one"
+        )
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"experts would be divided over a mesh of {mesh.ndim} dimensions, {mesh.mesh_dim_names}: give one of them, "
+            "such as mesh['ep']"
+        )
+    if any(hasattr(p, "device_mesh") for p in experts.parameters()):
+        raise ValueError(
+            "these experts are in parts already: name them once in the plan, and call parallelize_module before "
+            "fully_shard"
+        )
+    if experts.experts % mesh.size():
+        raise ValueError(
+            f"{mesh.size()} ranks cannot share {experts.experts} experts: give a multiple of {mesh.size()} of them, or "
+            "a mesh dimension that divides them"
+        )
+    if any(p.dtype in stored_weight.CODES for p in experts.parameters()):
+        raise ValueError(
+            "these experts' weights exist only in few bits: call quaver.torch.dequantize_weights(model) first"
+        )
+
+
+def _divide(layer: Any, mesh: Any, source: int | None) -> None:
+    """Leave this rank its groups: weights and biases, what is counted of each, and the names of their noise."""
+    weight_cache.free(layer)
+    own = layer.groups // mesh.size()
+    first = own * mesh.get_local_rank()
+    for name in ("weight", "bias"):
+        parameter = layer._parameters[name]
+        if parameter is not None:
+            part = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=source)
+            layer._parameters[name] = nn.Parameter(part, requires_grad=parameter.requires_grad)
+    for name in STATE:
+        if name in layer._buffers:
+            layer._buffers[name] = layer._buffers[name][first : first + own].clone()
+    layer.groups = own
+    state = layer._state
+    state.members = state.members[first : first + own]
+    kind: Any = type(layer)
+    layer.__class__ = in_groups(kind)
+
+
+@cache
+def in_groups(kind: Any) -> type:
+    """The class of a `GroupedLinear` of a class of which this rank has some groups: its parameters are DTensors."""
+    members: dict[str, Any] = {
+        "forward": _local("forward"),
+        "project": _local("project"),
+        "_save_to_state_dict": _save,
+        "_load_from_state_dict": _load,
+        "__reduce_ex__": _reduce,
+        "__module__": kind.__module__,
+        "_of_ranks": (in_groups, ()),
+        PUT_ABOVE: True,
+    }
+    return type(kind.__name__, (kind,), members)
+
+
+@cache
+def on_ranks(kind: Any, ways: tuple[Any, ...]) -> type:
+    """The class of `Experts` of a class of which this rank has some."""
+    members: dict[str, Any] = {
+        "forward": _forward,
+        "ways_of_rows": ways,
+        "__reduce_ex__": _reduce,
+        "__module__": kind.__module__,
+        "_of_ranks": (on_ranks, (ways,)),
+        PUT_ABOVE: True,
+    }
+    return type(kind.__name__, (kind,), members)
+
+
+def _reduce(module: Any, protocol: int) -> Any:
+    """Pickle a module of a class that was made here: by the class that it stands above."""
+    kind = next(kind for kind in type(module).__mro__ if "_of_ranks" in vars(kind))
+    of_class, more = vars(kind)["_of_ranks"]
+    return _rebuild, (of_class, kind.__bases__[0], more), module.__getstate__()
+
+
+def _rebuild(of_class: Any, kind: Any, more: tuple[Any, ...]) -> Any:
+    exchanged: Any = of_class(kind, *more)
+    return exchanged.__new__(exchanged)
+
+
+def _local(name: str) -> Any:
+    """A method of a layer that sees this rank's parts of its parameters, whose gradients are the parameters'."""
+
+    def method(layer: Any, *args: Any) -> Any:
+        held = layer._parameters
+        local = {key: p.to_local() if isinstance(p, DTensor) else p for key, p in held.items()}
+        layer.__dict__["_parameters"] = local
+        try:
+            return getattr(super(_original(layer), layer), name)(*args)
+        finally:
+            layer.__dict__["_parameters"] = held
+
+    return method
+
+
+def _mesh(layer: Any) -> Any:
+    return layer._parameters["weight"].device_mesh
+
+
+def _save(layer: Any, destination: Any, prefix: str, keep_vars: bool) -> None:
+    """As the layer it is, with what is counted of its groups as DTensors: a checkpoint has those of all ranks."""
+    super(_original(layer), layer)._save_to_state_dict(destination, prefix, keep_vars)
+    for name in STATE:
+        value = destination.get(prefix + name)
+        if isinstance(value, Tensor) and not isinstance(value, DTensor):
+            destination[prefix + name] = DTensor.from_local(value, _expert_mesh(layer), [Shard(0)], run_check=False)
+
+
+def _load(layer: Any, state_dict: Any, prefix: str, *args: Any) -> None:
+    """As the layer it is, of this rank's groups or of all of them."""
+    mesh = _expert_mesh(layer)
+    own = layer.groups
+    rows = slice(own * mesh.get_local_rank(), own * (mesh.get_local_rank() + 1))
+    for name in STATE:
+        value = state_dict.get(prefix + name)
+        if isinstance(value, DTensor):
+            value = value.to_local()
+        elif isinstance(value, Tensor) and value.shape[0] == own * mesh.size():
+            value = value[rows]
+        if value is not None:
+            state_dict[prefix + name] = value
+    for name in ("weight", "bias"):
+        value, parameter = state_dict.get(prefix + name), layer._parameters[name]
+        if isinstance(value, Tensor) and not isinstance(value, DTensor) and isinstance(parameter, DTensor):
+            state_dict[prefix + name] = distribute_tensor(
+                value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
+            )
+    super(_original(layer), layer)._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _original(layer: Any) -> Any:
+    """The class made here, after which the layer's own comes."""
+    return next(kind for kind in type(layer).__mro__ if "_of_ranks" in vars(kind))
+
+
+def _expert_mesh(layer: Any) -> Any:
+    """The dimension over which experts are divided; fully_shard puts others before it."""
+    mesh = _mesh(layer)
+    if mesh.ndim == 1:
+        return mesh
+    return mesh[mesh.mesh_dim_names[-1]]
+
+
+@torch.compiler.disable
+def _forward(
+    experts: Any,
+    x: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    capacity: int | None = None,
+    meanwhile: Any = None,
+) -> Any:
+    """`Experts.forward` of this rank's tokens and all ranks' experts.
+
+    Args:
+        capacity: choices of this rank's tokens that an expert takes at most.
+    """
+    entrance = experts._modules[experts._entrance]
+    mesh = _expert_mesh(entrance)
+    group, number = mesh.get_group(), experts.experts * mesh.size()
+    recipe = recipe_of(entrance, False)
+    why: str | Exception = ""
+    try:
+        if recipe is not None and recipe.delayed is not None:
+            raise ValueError(
+                f"recipe {recipe} scales by histories, which ranks reduce layer by layer, and ranks have other experts "
+                "in one place: take one that scales as it goes, such as tensorwise, for experts on ranks"
+            )
+        x = experts.checked(x, indices, capacity, number)
+    except Exception as error:
+        # Any kind: the other ranks wait.
+        why = error
+    spec = None if recipe is None else recipe.fprop.a
+    dispatch, combine, gradients = (x.dtype if way is None else way for way in experts.ways_of_rows)
+    if dispatch == "recipe":
+        dispatch = spec if spec is not None and moves(spec) and not why_no_spec(spec) else x.dtype
+    # What one rank must refuse all refuse: the others would wait for its rows.
+    what = {
+        "experts": number,
+        "width": experts.dim,
+        "dtype": x.dtype,
+        "recipe": None if recipe is None else recipe.text,
+        "dispatch": dispatch,
+        "combine": combine,
+        "gradients by": gradients,
+        "gradients": torch.is_grad_enabled(),
+        "gradient of tokens, of weights": (x.requires_grad, weights.requires_grad),
+        "gradients of parameters": [p.requires_grad for p in experts.parameters()],
+    }
+    if graph_task_id() == -1:
+        check_agreement("experts on ranks", what, group, error=why)
+    elif isinstance(why, Exception):
+        raise why
+    dispatch_plan = DispatchPlan.of(indices, number, experts.pad, capacity, group)
+    arriving = DispatchedRows(dispatch_plan, dispatch, gradients)
+    rows = experts.on_rows(arriving, (x,), dispatch_plan.offsets)
+    came, other = sent_back(rows, dispatch_plan, combine, gradients, meanwhile)
+    y = unpermute(came, dispatch_plan.places, indices.shape[1], weights)
+    return y if meanwhile is None else (y, other)

@@ -1,0 +1,129 @@
+"""Gradients between ranks in eight bits, by the seams that torch has for it: an option of DDP and of fully_shard.
+
+Each rank quantizes its gradient once, a part for each rank; parts travel as bytes and are summed in float32.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from quaver.recipes.formats import E4M3
+from quaver.recipes.spec import QuantSpec
+from quaver.torch.operations.ops import DTYPES
+from quaver.torch.parallel import comm
+from quaver.torch.state.history.sync import check_agreement
+
+#: 1.03 bytes an element: 51.6 % of bfloat16's.
+BLOCKS = QuantSpec(E4M3, (1, 128), "fp32")
+
+
+def quantize_gradients(model: nn.Module, spec: QuantSpec = BLOCKS) -> nn.Module:
+    """Have a model's gradients travel in few bits: one wrapped by DistributedDataParallel, or sharded by `fully_shard`.
+
+    Under fully_shard the reduce-scatter alone is another. DistributedDataParallel needs the mean on all ranks: the sum
+    is quantized a second time by the rank that has it, and every rank takes those bits.
+
+    Args:
+        spec: blocks of one row, rounded to nearest.
+    Returns:
+        The model.
+    Raises:
+        ValueError: a model that is neither, another spec, a parameter of another dtype, or a torch whose fully_shard
+            takes no reduce-scatter of one's own.
+    Exact: the float32 sum of the quantized parts; a NaN or an infinity of any rank makes its block NaN on all.
+    """
+    comm.check_gradient_spec(spec)
+    wide = next((name for name, p in model.named_parameters() if p.requires_grad and p.dtype not in DTYPES), None)
+    if wide is not None:
+        raise ValueError(
+            f"{wide} is {model.get_parameter(wide).dtype}, and gradients of float32, bfloat16 and float16 travel in "
+            "few bits: convert it, or leave gradients as they are"
+        )
+    if isinstance(model, DistributedDataParallel):
+        model.register_comm_hook(_CommHookState(spec, model.process_group), _mean)
+        return model
+    units = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    if not units:
+        raise ValueError(
+            f"{type(model).__name__} is neither wrapped by DistributedDataParallel nor sharded by fully_shard: do that "
+            "first, then call quantize_gradients"
+        )
+    for name, unit in units:
+        if not hasattr(unit, "set_custom_reduce_scatter"):
+            raise ValueError(
+                f"fully_shard of torch {torch.__version__} takes no reduce-scatter of one's own: use a later torch"
+            )
+        unit.set_custom_reduce_scatter(QuantizedReduceScatter(spec, name))
+    return model
+
+
+class QuantizedReduceScatter:
+    """What fully_shard takes for a reduce-scatter: sums and means."""
+
+    #: What it sends is counted by the wire.
+    counts_itself = True
+
+    def __init__(self, spec: QuantSpec = BLOCKS, name: str = "") -> None:
+        #: Of the module whose gradients these are.
+        self.spec, self.name = spec, name
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        """Write the sum, the mean or a multiple of the sum of every rank's input [ranks × n] into the output [n]."""
+        scale = _scale_of_sum(op)
+        _check(input_tensor, self.name or "the root", self.spec, group)
+        total = comm.scatter_quantized_sums(input_tensor, self.spec, group)()
+        if op == dist.ReduceOp.AVG:
+            total /= dist.get_world_size(group)
+        output_tensor.copy_(total if scale is None else total * scale)
+
+
+def _check(x: Tensor, of: str, spec: QuantSpec, group: Any) -> None:
+    """Raise on all ranks if they sum gradients of other modules, of another size, or by other specs."""
+    what = {"gradients of": of, "gradients": (x.numel(), x.dtype), "spec": spec}
+    check_agreement("a sum of quantized gradients", what, group)
+
+
+def _scale_of_sum(op: Any) -> Any:
+    """The factor of a PREMUL_SUM, by which fully_shard divides after `set_gradient_divide_factor`; None for others.
+
+    Raises:
+        ValueError: neither a sum nor a mean.
+    """
+    if op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        return None
+    # A state for pickle is how torch 2.11 and later publish the factor.
+    state: Any = op.__getstate__() if isinstance(op, dist.ReduceOp) else (op, None)
+    kind, scale = state
+    if kind != dist.ReduceOp.PREMUL_SUM or scale is None:
+        raise ValueError(f"quantized gradients are summed, averaged or scaled, and fully_shard asks for {op}")
+    return scale
+
+
+class _CommHookState:
+    """What the hook of DistributedDataParallel is told."""
+
+    def __init__(self, spec: QuantSpec, group: Any) -> None:
+        self.spec, self.group = spec, group
+
+
+def _mean(state: _CommHookState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+    """The mean of a bucket over the ranks."""
+    own, ranks = bucket.buffer(), dist.get_world_size(state.group)
+    _check(own, f"bucket {bucket.index()}", state.spec, state.group)
+    part = -(-own.numel() // ranks)
+    whole = torch.nn.functional.pad(own, (0, part * ranks - own.numel()))
+    mean = comm.scatter_quantized_sums(whole, state.spec, state.group)() / ranks
+    own.copy_(comm.gather_quantized(mean, state.spec, state.group)()[: own.numel()])
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(own)
+    return done

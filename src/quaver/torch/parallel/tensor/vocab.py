@@ -1,0 +1,559 @@
+"""An embedding of which each rank has some words: its class and its forward.
+
+A rank looks up the tokens that are words of its own, and zeros stand for the others until ranks unite what they have:
+no sum is rounded, so outputs and gradients have the bits of one process.
+"""
+
+import math
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quaver.recipes.text import check_name
+from quaver.torch.conversion.matchers.swap_class import PUT_ABOVE
+from quaver.torch.linear.gemms import is_given
+from quaver.torch.nn.loss import REDUCTIONS, LossConfig, added, chunk_of, scaled, why_no_targets
+from quaver.torch.operations import ops
+from quaver.torch.parallel import comm
+from quaver.torch.parallel.tensor.function import of_sums, plain_product
+from quaver.torch.parallel.tensor.sequence import SequenceLayout, gathered
+from quaver.torch.state.history.sync import check_agreement, facts_of
+from quaver.torch.state.layer_state import graph_task_id
+
+# ---- loss ------------------------------------------------------------------------------------------------
+# Cross entropy of logits of which each rank has those of some words; no rank ever has all.
+#
+# A rank gives three numbers a token: its largest logit, the sum of exponentials below that, and the target's logit
+# where it has that word (a fourth under label smoothing: the sum of its logits). They are gathered, and all ranks put
+# them together in the order of ranks. Source: Shoeybi et al. 2019, arXiv:1909.08053, §3.
+
+
+class VocabRange(NamedTuple):
+    """Which words this rank has, and the ranks that have the others."""
+
+    group: Any
+    #: The first one of this rank.
+    first: int
+    #: How many all ranks have.
+    whole: int
+
+
+class SharedLogitStats(NamedTuple):
+    """What all ranks know of each token: the largest logit, the logarithm of the sum of exponentials below it, both
+    [T], and the losses [T]."""
+
+    top: Tensor
+    log_total: Tensor
+    losses: Tensor
+
+
+def bent(logits: Tensor, rule: LossConfig) -> tuple[Tensor, Tensor | None]:
+    """Logits in float32 (or float64) under the soft cap, and the tangent that is of its derivative."""
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if not rule.soft_cap:
+        return z, None
+    tangent = torch.tanh(z / rule.soft_cap)
+    return rule.soft_cap * tangent, tangent
+
+
+def of_rank(z: Tensor, targets: Tensor, rule: LossConfig, words: VocabRange) -> Tensor:
+    """What one rank tells of its logits [T, words of this rank]: [T, 3], or [T, 4] under label smoothing."""
+    # Of a row of -inf alone the exponentials are 0.
+    top = z.amax(-1).clamp_min(torch.finfo(z.dtype).min)
+    total = (z - top[:, None]).exp_().sum(-1)
+    own, place = _places(targets, z.shape[1], words)
+    target = torch.where(own, z.gather(1, place[:, None])[:, 0], 0.0)
+    return torch.stack([top, total, target, *([z.sum(-1)] if rule.label_smoothing else [])], 1)
+
+
+def together(told: Tensor, targets: Tensor, rule: LossConfig, words: VocabRange) -> SharedLogitStats:
+    """What all ranks know, of what each has told: [ranks, T, 3 or 4]."""
+    top = told[..., 0].amax(0)
+    total = torch.zeros_like(top)
+    target, sums = torch.zeros_like(top), torch.zeros_like(top)
+    for each in told:
+        total += each[:, 1] * (each[:, 0] - top).exp()
+        target += each[:, 2]
+        if rule.label_smoothing:
+            sums += each[:, 3]
+    log_total = total.log()
+    losses = (top - target) + log_total
+    if rule.label_smoothing:
+        mean = (top - sums / words.whole) + log_total
+        losses = (1 - rule.label_smoothing) * losses + rule.label_smoothing * mean
+    if rule.z_loss:
+        losses = losses + rule.z_loss * (top + log_total).square()
+    known = (targets >= 0) & (targets < words.whole)
+    losses = torch.where(targets != rule.ignore_index, torch.where(known, losses, torch.nan), 0.0)
+    return SharedLogitStats(top, log_total, losses)
+
+
+def gradient(
+    z: Tensor,
+    tangent: Tensor | None,
+    shared: SharedLogitStats,
+    targets: Tensor,
+    scales: Tensor | None,
+    rule: LossConfig,
+    words: VocabRange,
+) -> Tensor:
+    """That of this rank's logits, in place of z.
+
+    Args:
+        scales: of each token's loss; None for 1.
+    """
+    d = z.sub_(shared.top[:, None]).sub_(shared.log_total[:, None]).exp_()
+    if rule.z_loss:
+        d *= (1 + 2 * rule.z_loss * (shared.top + shared.log_total))[:, None]
+    own, place = _places(targets, z.shape[1], words)
+    d.scatter_add_(1, place[:, None], torch.where(own, rule.label_smoothing - 1, 0.0).to(d.dtype)[:, None])
+    if rule.label_smoothing:
+        d -= rule.label_smoothing / words.whole
+    if tangent is not None:
+        d *= 1 - tangent.square()
+    known = (targets >= 0) & (targets < words.whole)
+    d *= torch.where(known, 1.0 if scales is None else scales, torch.nan).to(d.dtype)[:, None]
+    return d.masked_fill_((targets == rule.ignore_index)[:, None], 0.0)
+
+
+def _places(targets: Tensor, number: int, words: VocabRange) -> tuple[Tensor, Tensor]:
+    """Whether each target is a word of this rank, and where it is among them; 0 where it is not."""
+    place = targets - words.first
+    own = (place >= 0) & (place < number)
+    return own, torch.where(own, place, 0)
+
+
+def _told(z: Tensor, targets: Tensor, rule: LossConfig, words: VocabRange) -> SharedLogitStats:
+    """The losses, in the order of ranks."""
+    own = of_rank(z, targets, rule, words)
+    told = own[None] if z.shape[1] == words.whole else comm.gather(own[None], 0, words.group)()
+    return together(told, targets, rule, words)
+
+
+@torch.compiler.disable
+def cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    mesh: Any = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    soft_cap: float | None = None,
+    reduction: str = "mean",
+    overwrite: bool = False,
+) -> Tensor:
+    """Cross entropy of a `ColwiseParallel` head's logits, of which each rank has those of its words.
+
+    For heads that are quantized; one in high precision goes with its loss chunk by chunk, without logits of all tokens:
+    `quaver.torch.linear_cross_entropy(x, head, targets)`.
+
+    Args:
+        logits: [..., V / ranks], as the head gives them.
+        targets: integers [...] among all V words, the same on every rank.
+        mesh: the mesh of one dimension that the head lies on, or its group of processes; None for all.
+        ignore_index, label_smoothing, z_loss, soft_cap, reduction: as `quaver.torch.linear_cross_entropy`.
+        overwrite: write the gradient into the memory of the logits, which nothing may read after backward, and which
+            has one backward.
+    Returns:
+        float32 scalar, or [...] for "none"; the same on every rank. The gradient is of this rank's logits, and all that
+        is saved for it are they and three numbers a token.
+    Raises:
+        ValueError: shapes or options that do not fit; on a CPU a target that is no word.
+    Exact: the bits of one process that takes the logits in as many parts. Bounded: 1e-6 of F.cross_entropy of all.
+    """
+    group = mesh.get_group() if hasattr(mesh, "get_group") else mesh
+    rule = LossConfig(ignore_index, label_smoothing, z_loss, 0.0 if soft_cap is None else soft_cap)
+    number = logits.shape[-1]
+    words = VocabRange(group, number * dist.get_rank(group), number * dist.get_world_size(group))
+    why = _why_not(targets, [*logits.shape[:-1]], f"logits {tuple(logits.shape)} need", words, ignore_index)
+    what = {"logits": facts_of(logits), "targets": facts_of(targets), "gradients": torch.is_grad_enabled()}
+    what |= {"options": (*rule, reduction, overwrite)}
+    error: str | Exception = why or _why_no_rule(rule, soft_cap) or _why_no_memory(logits, overwrite)
+    try:
+        check_name("reduction", reduction, REDUCTIONS)
+    except ValueError as raised:
+        error = raised
+    check_agreement("cross_entropy", what, group, error=error)
+    return _of_logits(logits, targets, rule, words, reduction, overwrite)
+
+
+def cross_entropy_of_all(
+    logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float, reduction: str, overwrite: bool = False
+) -> Tensor:
+    """`cross_entropy` in one process, of the logits [..., V] of all words.
+
+    Raises:
+        ValueError: shapes or options that do not fit; on a CPU a target that is no word.
+    """
+    rule, words = LossConfig(ignore_index, label_smoothing, 0.0, 0.0), VocabRange(None, 0, logits.shape[-1])
+    why = _why_not(targets, [*logits.shape[:-1]], f"logits {tuple(logits.shape)} need", words, ignore_index)
+    why = why or _why_no_rule(rule, None) or _why_no_memory(logits, overwrite)
+    if why:
+        raise ValueError(why)
+    return _of_logits(logits, targets, rule, words, reduction, overwrite)
+
+
+def _of_logits(
+    logits: Tensor, targets: Tensor, rule: LossConfig, words: VocabRange, reduction: str, overwrite: bool
+) -> Tensor:
+    """The losses of what has been checked."""
+    labels = targets.reshape(-1).to(torch.int64)
+    y: Tensor = _CrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), labels, rule, words, reduction, overwrite)
+    return y.view(targets.shape) if reduction == "none" else y
+
+
+def _why_not(targets: Tensor, shape: list[int], needs: str, words: VocabRange, ignored: int, more: str = "") -> str:
+    """Why these are no targets of tokens of a shape, or ""."""
+    if [*targets.shape] != shape or targets.is_floating_point() or targets.dtype is torch.bool:
+        return f"targets are {targets.dtype} {tuple(targets.shape)}; {needs} integers of shape {tuple(shape)}{more}"
+    return why_no_targets(targets, words.whole, ignored)
+
+
+def _why_no_rule(rule: LossConfig, soft_cap: float | None) -> str:
+    """What is wrong with options, or ""."""
+    capped = soft_cap is None or 0 < soft_cap < math.inf
+    if 0 <= rule.label_smoothing <= 1 and 0 <= rule.z_loss < math.inf and capped:
+        return ""
+    return (
+        f"label_smoothing is {rule.label_smoothing}, z_loss {rule.z_loss}, soft_cap {soft_cap}; the first lies in "
+        "0 … 1, the second is finite and not negative, the third finite and above 0, or None"
+    )
+
+
+def _why_no_memory(logits: Tensor, overwrite: bool) -> str:
+    """Why a gradient cannot be written over logits, or ""."""
+    if not overwrite or logits.is_contiguous():
+        return ""
+    return f"logits {tuple(logits.shape)} with strides {logits.stride()} are to be overwritten: give contiguous ones"
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Saves the logits, the targets, and two numbers a token."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, rule: LossConfig, words: VocabRange, reduction: str, overwrite: bool
+    ) -> Tensor:
+        z, _ = bent(logits, rule)
+        shared = _told(z, targets, rule, words)
+        count = (targets != rule.ignore_index).sum() if reduction == "mean" else None
+        ctx.save_for_backward(logits, targets, shared.top, shared.log_total, count)
+        ctx.facts = rule, words, reduction, overwrite
+        return _reduced(shared.losses, count, reduction)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        logits, targets, top, log_total, count = ctx.saved_tensors
+        rule, words, reduction, overwrite = ctx.facts
+        z, tangent = bent(logits, rule)
+        z = z.clone() if z is logits and not overwrite else z
+        scales = g if reduction == "none" else (g if count is None else g / count.clamp(min=1)).expand(top.shape)
+        d = gradient(z, tangent, SharedLogitStats(top, log_total, top), targets, scales, rule, words)
+        if overwrite:
+            # The version that this makes is what a second backward stops at.
+            d = d if d is logits else logits.copy_(d)
+        return d.to(logits.dtype), None, None, None, None, None
+
+
+def _reduced(losses: Tensor, count: Tensor | None, reduction: str) -> Tensor:
+    if reduction == "none":
+        return losses
+    return losses.sum() if count is None else losses.sum() / count
+
+
+class _HeadLossCall(NamedTuple):
+    """Of one call of a head with its loss."""
+
+    words: VocabRange
+    #: How many ranks have tokens of x; 1 where each has all.
+    ranks: int
+    dtype: torch.dtype
+    rule: LossConfig
+    reduction: str
+    #: Tokens of a chunk.
+    chunk: int
+    #: Whether gradients are recorded: torch tells a Function's forward what needs one as if they always were.
+    differentiated: bool
+
+
+@torch.compiler.disable
+def loss_over_ranks(
+    head: nn.Linear | nn.Embedding,
+    x: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    rule: LossConfig,
+    reduction: str,
+    chunk: int | None,
+) -> Tensor:
+    """What `linear_cross_entropy` is of a `ColwiseParallel` head, or of a `VocabParallel` embedding that is the head
+    as well: its
+    words lie on the ranks of a mesh.
+
+    Args:
+        x: [..., dim], all tokens on every rank; where the style has sequence=True, [..., tokens of this rank, dim].
+        targets: of all tokens, the same on every rank.
+    Returns:
+        The same on every rank. A chunk's logits are [chunk, V / ranks] on each, and no rank has all tokens of x
+        at once where they lie in parts: a chunk of them is gathered, and the ranks' sums of their gradient in float32.
+    """
+    weight: Any = head._parameters["weight"]
+    layout: Any = getattr(type(head), "layout_on_ranks", None) or getattr(type(head), "words_on_ranks", None)
+    mesh = weight.device_mesh
+    ranks, name = mesh.size(), head.__dict__.get("qualified_name") or type(head).__name__
+    group = mesh.get_group()
+    says = f"linear_cross_entropy of {name} under {layout.name}"
+    with torch.no_grad():
+        held: Tensor = weight.to_local()
+    words = VocabRange(group, held.shape[0] * mesh.get_local_rank(), weight.shape[0])
+    lead = [*x.shape[:-1]]
+    if layout.sequence and lead:
+        lead[-1] *= ranks
+    why = ""
+    if bias is not None:
+        why = f"{says} takes the bias of the layer: give none"
+    elif not layout.column:
+        why = f"{says}: each rank has a part of every logit; make the head's style ColwiseParallel()"
+    elif x.dim() < (2 if layout.sequence else 1) or x.shape[-1] != weight.shape[1]:
+        why = f"{says} got x of shape {tuple(x.shape)}; its last axis must be {weight.shape[1]}"
+    elif is_given(held):
+        why = (
+            f"{says} multiplies in high precision, and its weight is gathered as codes: leave it out, "
+            f"gather_quantized(model, skip=[{name!r}]), or call the head and quaver.torch.parallel.cross_entropy"
+        )
+    else:
+        needs = f"{says}: x {tuple(x.shape)} on each of {ranks} ranks needs"
+        why = _why_not(targets, lead, needs, words, rule.ignore_index, ", those of all tokens on every rank")
+    what = {
+        "x": facts_of(x),
+        "targets": facts_of(targets),
+        "weight": facts_of(weight),
+        "gradients": torch.is_grad_enabled(),
+        "options": (dtype, *rule, reduction, chunk),
+    }
+    check_agreement(f"{name} with its loss", what, group, error=why)
+    labels = targets.to(torch.int64)
+    parts = ranks if layout.sequence else 1
+    chunk = chunk or chunk_of(labels.numel(), held.shape[0], dtype)
+    asked = _HeadLossCall(words, parts, dtype, rule, reduction, chunk, torch.is_grad_enabled())
+    of_bias: Any = head._parameters.get("bias")
+    local = None if of_bias is None else of_bias.to_local()
+    y: Tensor = _VocabParallelHeadLoss.apply(asked, held, x, weight.to_local(), local, labels)
+    return y
+
+
+class _VocabParallelHeadLoss(torch.autograd.Function):
+    """Gradients are made in forward, as `linear_cross_entropy` makes them; of "none" in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, asked: _HeadLossCall, held: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
+    ) -> Tensor:
+        needs = tuple(asked.differentiated and need for need in ctx.needs_input_grad[2:5])
+        now = (False,) * 3 if asked.reduction == "none" else needs
+        losses, *grads = _chunks(asked, held, x, bias, targets, None, now)
+        count = (targets != asked.rule.ignore_index).sum() if asked.reduction == "mean" else None
+        ctx.facts = asked, needs, x.dtype, weight.dtype, None if bias is None else bias.dtype, x.shape
+        if asked.reduction == "none":
+            ctx.save_for_backward(held, x, bias, targets)
+        else:
+            ctx.save_for_backward(None if count is None else count.clamp(min=1), *grads)
+        return _reduced(losses, count, asked.reduction)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        asked, needs, *dtypes, shape = ctx.facts
+        if asked.reduction == "none":
+            held, x, bias, targets = ctx.saved_tensors
+            _, *grads = _chunks(asked, held, x, bias, targets, g, needs)
+            scale = None
+        else:
+            count, *grads = ctx.saved_tensors
+            scale = g if count is None else g / count
+        of_x, of_weight, of_bias = (
+            None if grad is None else scaled(grad, scale, to) for grad, to in zip(grads, dtypes, strict=True)
+        )
+        return None, None, None if of_x is None else of_x.view(shape), of_weight, of_bias, None
+
+
+def _by_rank(of_tokens: Tensor, ranks: int) -> Tensor:
+    """What all tokens [..., S] have, as the ranks have them: [ranks, tokens of a rank]."""
+    if ranks == 1:
+        return of_tokens.reshape(1, -1)
+    return of_tokens.unflatten(-1, (ranks, of_tokens.shape[-1] // ranks)).movedim(-2, 0).reshape(ranks, -1)
+
+
+def _in_order(by_rank: Tensor, like: Tensor) -> Tensor:
+    """The way back, to the shape of all tokens."""
+    ranks = by_rank.shape[0]
+    if ranks == 1:
+        return by_rank.view(like.shape)
+    shape = (ranks, *like.shape[:-1], like.shape[-1] // ranks)
+    return by_rank.view(shape).movedim(0, -2).reshape(like.shape)
+
+
+def _chunks(
+    asked: _HeadLossCall,
+    held: Tensor,
+    x: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    scales: Tensor | None,
+    needs: tuple[bool, ...],
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """The losses of all tokens, and the gradients of x, weight and bias that are needed."""
+    dtype, rule, words = asked.dtype, asked.rule, asked.words
+    wide, (of_x, of_weight, of_bias) = of_sums(dtype), needs
+    labels = _by_rank(targets, asked.ranks)
+    factors = None if scales is None else _by_rank(scales, asked.ranks)
+    with torch.no_grad(), ops.without_autocast(ops.autocast_device(x)):
+        w, b = held.to(dtype), None if bias is None else bias.detach().to(dtype)
+        flat = x.detach().reshape(-1, x.shape[-1]).to(dtype)
+        losses = x.new_empty(labels.shape, dtype=wide)
+        grad_x = flat.new_empty(flat.shape) if of_x else None
+        grad_weight = w.new_zeros(w.shape, dtype=wide) if of_weight and not flat.shape[0] else None
+        grad_bias = w.new_zeros(w.shape[0], dtype=wide) if of_bias else None
+        step = max(1, asked.chunk // asked.ranks)
+        spans = [(at, min(at + step, flat.shape[0])) for at in range(0, flat.shape[0], step)]
+        coming = _tokens(asked, flat, spans, 0)
+        summed: tuple[int, int, Any] | None = None
+        for i, (start, end) in enumerate(spans):
+            tokens = coming()
+            coming = _tokens(asked, flat, spans, i + 1)
+            of_chunk = labels[:, start:end].reshape(-1)
+            logits = F.linear(tokens, w, b)
+            z, tangent = bent(logits, rule)
+            shared = _told(z, of_chunk, rule, words)
+            losses[:, start:end] = shared.losses.view(asked.ranks, -1)
+            if not any(needs):
+                continue
+            given = None if factors is None else factors[:, start:end].reshape(-1)
+            grad = gradient(z.clone() if z is logits else z, tangent, shared, of_chunk, given, rule, words).to(dtype)
+            if of_x:
+                partial = plain_product(grad, w.t(), wide)
+                if summed is not None:
+                    grad_x[summed[0] : summed[1]] = summed[2]()  # type: ignore[index]
+                sums = comm.scatter_sums if asked.ranks > 1 else comm.sum_parts
+                summed = start, end, sums(partial, words.group)
+            if of_weight:
+                grad_weight = added(grad_weight, grad, tokens)
+            if grad_bias is not None:
+                grad_bias += grad.sum(0, dtype=wide)
+        if summed is not None:
+            grad_x[summed[0] : summed[1]] = summed[2]()  # type: ignore[index]
+    return _in_order(losses, targets), grad_x, grad_weight, grad_bias
+
+
+def _tokens(asked: _HeadLossCall, flat: Tensor, spans: list[tuple[int, int]], i: int) -> Any:
+    """Begin to bring a chunk's tokens, of all ranks one after the other."""
+    if i >= len(spans):
+        return None
+    part = flat[slice(*spans[i])]
+    return comm.gather(part, 0, asked.words.group) if asked.ranks > 1 else lambda: part
+
+
+# ---- embedding -------------------------------------------------------------------------------------------
+
+
+class VocabShard(NamedTuple):
+    """On which ranks the words lie, and whether each gets some tokens of the output."""
+
+    mesh: Any
+    sequence: bool
+
+    @property
+    def name(self) -> str:
+        """As the style is written."""
+        return f"VocabParallel({'sequence=True' if self.sequence else ''})"
+
+    @property
+    def column(self) -> bool:
+        """As a head it has some words on each rank."""
+        return True
+
+
+@cache
+def over_words(kind: Any, words: VocabShard) -> type:
+    """The class of an embedding of a class once each rank has some words."""
+    members = {"forward": _forward, "words_on_ranks": words, "__reduce_ex__": _reduce, "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), {**members, "loss_over_ranks": loss_over_ranks, PUT_ABOVE: True})
+
+
+def _reduce(module: Any, protocol: int) -> Any:
+    """Pickle a module of a class that was made here: by the class that it stands above."""
+    return _rebuild, (_bare(module), words_of(module)), module.__getstate__()
+
+
+def _rebuild(kind: Any, words: VocabShard) -> Any:
+    exchanged: Any = over_words(kind, words)
+    return exchanged.__new__(exchanged)
+
+
+def _bare(module: Any) -> Any:
+    """The class that the one made here stands above."""
+    return next(kind for kind in type(module).__mro__ if "words_on_ranks" in vars(kind)).__bases__[0]
+
+
+def words_of(module: Any) -> VocabShard | None:
+    """How an embedding's words lie; None for one without the style."""
+    words: VocabShard | None = getattr(type(module), "words_on_ranks", None)
+    return words
+
+
+@torch.compiler.disable
+def _forward(module: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    words: Any = words_of(module)
+    mesh, weight = words.mesh, module._parameters["weight"]
+    number, group = mesh.size(), mesh.get_group()
+    name = type(module).__name__
+    each = weight.shape[0] // number
+    why = ""
+    if words.sequence and (not input.dim() or input.shape[-1] % number):
+        why = (
+            f"{name} under {words.name} got tokens of shape {tuple(input.shape)}: {number} ranks cannot share them; "
+            "pad the last axis"
+        )
+    elif input.is_cpu and input.numel() and not 0 <= int(input.min()) <= int(input.max()) < weight.shape[0]:
+        why = f"{name} has {weight.shape[0]} words, and the tokens go from {int(input.min())} to {int(input.max())}"
+    what = {"tokens": facts_of(input), "weight": facts_of(weight), "gradients": torch.is_grad_enabled()}
+    if graph_task_id() == -1:
+        check_agreement(name, what, group, error=why)
+    elif why:
+        raise ValueError(why)
+    place = input - each * mesh.get_local_rank()
+    own = (place >= 0) & (place < each)
+    held, padding = module._parameters, module.padding_idx
+    module.__dict__["_parameters"] = {**held, "weight": weight.to_local()}
+    if padding is not None:
+        # It has no gradient, on the rank that has it.
+        of_rank = padding - each * mesh.get_local_rank()
+        module.__dict__["padding_idx"] = of_rank if 0 <= of_rank < each else None
+    try:
+        y = _bare(module).forward(module, torch.where(own, place, 0), *args, **kwargs)
+    finally:
+        module.__dict__["_parameters"] = held
+        module.__dict__["padding_idx"] = padding
+    return _VocabEmbeddingFunction.apply(y.masked_fill(~own[..., None], 0), words)
+
+
+class _VocabEmbeddingFunction(torch.autograd.Function):
+    """What each token's rank has, on every rank: all tokens, or this rank's."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, words: VocabShard) -> Tensor:
+        ctx.words, dim = words, y.dim() - 2
+        united: Tensor = comm.unite(y, words.mesh.get_group(), dim if words.sequence else None)()
+        return united
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        words: VocabShard = ctx.words
+        return gathered(g, g.dim() - 2, SequenceLayout(words.mesh, False, False)) if words.sequence else g, None

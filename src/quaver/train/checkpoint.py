@@ -1,0 +1,367 @@
+"""Checkpoints: a folder `step-000100` with model.safetensors, optimizer.safetensors, state.json; no pickles.
+
+The tensors' names, shapes and layout are PyTorch's, whichever framework wrote them; here they are numpy arrays.
+Where several ranks trained, each has written its part of them into a file of its own, `shard-*.safetensors`.
+A checkpoint is written to a hidden folder beside its place, flushed to the disk and then renamed; one that goes is
+renamed first: at every moment every `step-*` folder is whole, whatever happens to the disk or the process.
+
+state.json holds the SHA-256 of the other files and of itself, so that no bit changes unseen between writing and
+reading, and no file of another step is taken for this one's.
+"""
+
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from quaver.train import files as whole_file
+from quaver.train.config import reason
+
+# ---- parts -----------------------------------------------------------------------------------------------
+# Tensors that lie in parts over the files of several ranks, as torch.distributed.checkpoint writes safetensors.
+#
+# Each file's metadata say where in the whole each of its parts begins; nothing of torch is needed to put them together.
+
+#: The entry of a file's metadata: {name: {"saved_offsets": [...]}} as JSON.
+WHERE = "DCP_SHARDING_INFO"
+#: bfloat16, which numpy has not: its bits under its name.
+BFLOAT16 = np.dtype([("bfloat16", np.uint16)])
+#: The types of tensors, as safetensors calls them.
+DTYPES: dict[str, Any] = {
+    **{"BF16": BFLOAT16, "F64": np.float64, "F32": np.float32, "F16": np.float16, "BOOL": np.bool_},
+    **{"I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8},
+    **{"U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8},
+}
+
+
+class TensorPart(NamedTuple):
+    """A part of a tensor in a file."""
+
+    file: Path
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+def listed(files: Iterable[Path]) -> dict[str, list[TensorPart]]:
+    """The parts of every tensor, by its name; a file without offsets has whole tensors.
+
+    Raises: OSError, SafetensorError; ValueError where parts are of an unknown type, or are not all there.
+    """
+    parts: dict[str, list[TensorPart]] = {}
+    for path in files:
+        with safe_open(path, framework="np") as file:
+            where = json.loads((file.metadata() or {}).get(WHERE, "{}"))
+            for name in file.keys():  # noqa: SIM118 (safetensors' object is no mapping)
+                one = file.get_slice(name)
+                shape, kind = tuple(one.get_shape()), one.get_dtype()
+                if kind not in DTYPES:
+                    raise ValueError(f"{path.name}: {name!r} is of type {kind}")
+                offsets = where.get(name, {}).get("saved_offsets") or [0] * len(shape)
+                if len(offsets) != len(shape):
+                    raise ValueError(f"{path.name}: {name!r} has {len(shape)} axes and offsets of {len(offsets)}")
+                parts.setdefault(name, []).append(TensorPart(path, tuple(offsets), shape, np.dtype(DTYPES[kind])))
+    for name, each in parts.items():
+        if sum(math.prod(part.shape) for part in each) != math.prod(shape_of(each)):
+            raise ValueError(f"the parts of {name!r} do not make a whole")
+    return parts
+
+
+def shape_of(parts: list[TensorPart]) -> tuple[int, ...]:
+    """Of the whole tensor."""
+    ends = ([o + n for o, n in zip(part.offsets, part.shape, strict=True)] for part in parts)
+    return tuple(map(max, zip(*ends, strict=True)))
+
+
+def outline(files: Iterable[Path]) -> dict[str, np.ndarray]:
+    """Every tensor's shape and type as an array of one zero, which is read nowhere and takes no memory."""
+    return {name: np.broadcast_to(np.zeros((), each[0].dtype), shape_of(each)) for name, each in listed(files).items()}
+
+
+def joined(files: Iterable[Path]) -> dict[str, np.ndarray]:
+    """Every tensor whole."""
+    whole = {}
+    for name, each in listed(files).items():
+        whole[name] = np.empty(shape_of(each), each[0].dtype)
+        for part in each:
+            at = tuple(slice(o, o + n) for o, n in zip(part.offsets, part.shape, strict=True))
+            whole[name][at] = tensor(part.file, name, part)
+    return whole
+
+
+def tensor(path: Path, name: str, part: TensorPart) -> np.ndarray:
+    """A tensor of a file."""
+    if part.dtype != BFLOAT16:
+        with safe_open(path, framework="np") as file:
+            own: np.ndarray = file.get_tensor(name)
+            return own
+    with path.open("rb") as raw:
+        length = int.from_bytes(raw.read(8), "little")
+        begin, end = json.loads(raw.read(length))[name]["data_offsets"]
+        raw.seek(8 + length + begin)
+        return np.frombuffer(raw.read(end - begin), "<u2").astype(np.uint16).view(BFLOAT16).reshape(part.shape)
+
+
+def write(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Write whole tensors into a file, row by row, those of wide types first, as safetensors lays them out."""
+    names = {np.dtype(kind): name for name, kind in DTYPES.items()}
+    header, end = {}, 0
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
+    for name, value in ordered:
+        begin, end = end, end + value.nbytes
+        header[name] = {"dtype": names[value.dtype], "shape": list(value.shape), "data_offsets": [begin, end]}
+    said = json.dumps(header, separators=(",", ":")).encode()
+    said += b" " * (-len(said) % 8)
+    with path.open("wb") as file:
+        file.write(len(said).to_bytes(8, "little") + said)
+        for _, value in ordered:
+            bits = value.view(np.uint16) if value.dtype == BFLOAT16 else value
+            file.write(np.ascontiguousarray(bits, bits.dtype.newbyteorder("<")).tobytes())
+
+
+# ---- checkpoint ------------------------------------------------------------------------------------------
+
+#: 2 since the norms of a layer are named with what they precede, 3 since digests are kept; earlier ones are refused.
+FORMAT = 3
+#: Of a checkpoint that several ranks wrote, which earlier versions cannot read.
+SHARDED = 4
+#: The files of a single process.
+FILES = ("model.safetensors", "optimizer.safetensors")
+#: The names of the ranks' files.
+SHARD = re.compile(r"shard-[0-9]+-model-[0-9]+-of-[0-9]+\.safetensors")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that could not be written or read; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """What a checkpoint holds."""
+
+    # The optimizer step after which it was saved.
+    step: int
+    model: dict[str, np.ndarray]
+    optimizer: dict[str, np.ndarray]
+    # The entries of its state.json.
+    state: dict[str, Any]
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def all_in(folder: Path) -> list[Path]:
+    """The checkpoints of a run's folder, oldest first."""
+    numbered = [path for path in folder.glob("step-*") if re.fullmatch("step-[0-9]{6,20}", path.name)]
+    return sorted((path for path in numbered if path.is_dir()), key=lambda path: int(path.name[5:]))
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest checkpoint of a run's folder, or None."""
+    return next(reversed(all_in(folder)), None)
+
+
+def last_good(folder: Path) -> str:
+    """A clause for a message: what a run that stopped can go on from."""
+    last = latest(folder)
+    return f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
+
+
+def save(
+    folder: Path,
+    step: int,
+    model: Mapping[str, np.ndarray],
+    optimizer: Mapping[str, np.ndarray],
+    facts: dict[str, Any],
+    keep: int = 0,
+) -> Path:
+    """Write the state after `step` into `folder`; all but the `keep` newest checkpoints go (0: none goes).
+
+    Args:
+        facts: entries that `load` compares, and others that a reader of the file wants; JSON.
+    Raises: CheckpointError if it cannot be written; the checkpoints before it stay.
+    """
+    with writing(folder, step, facts, keep) as partial:
+        write(partial / "model.safetensors", model)
+        write(partial / "optimizer.safetensors", optimizer)
+    return folder / name_of(step)
+
+
+@contextmanager
+def writing(folder: Path, step: int, facts: dict[str, Any], keep: int = 0) -> Iterator[Path]:
+    """A new folder to write a checkpoint's tensors into, which is sealed and takes its place at the end; see `save`."""
+    target = folder / name_of(step)
+    partial = whole_file.partial_of(target)
+    try:
+        whole_file.clear(folder)
+        partial.mkdir()
+        yield partial
+        format = FORMAT if (partial / FILES[0]).exists() else SHARDED
+        seal(partial, {"format": format, "step": step, **facts})
+        for path in [*partial.iterdir(), partial]:
+            flush(path)
+        whole_file.put_away(target)
+        os.replace(partial, target)
+        flush(folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(
+            f"could not save step {step} in {folder}: {reason(error)}; {last_good(folder)}; mend that, such as by "
+            "making room, then go on with --resume"
+        ) from error
+    if keep:
+        with suppress(OSError):
+            for old in all_in(folder)[:-keep]:
+                whole_file.put_away(old)
+
+
+def seal(folder: Path, state: dict[str, Any]) -> None:
+    """Write state.json with the digests of the files in `folder`, and of itself."""
+    names = sorted(path.name for path in folder.glob("*.safetensors"))
+    whole = state | {"files": {name: digest(folder / name) for name in names}}
+    (folder / "state.json").write_text(rendered(whole | {"digest": own_digest(whole)}), encoding="utf-8")
+
+
+def rendered(state: dict[str, Any]) -> str:
+    return json.dumps(state, indent=1)
+
+
+def own_digest(state: dict[str, Any]) -> str:
+    """SHA-256 of what a state says but for its own digest."""
+    said = {key: value for key, value in state.items() if key != "digest"}
+    return hashlib.sha256(rendered(said).encode()).hexdigest()
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file."""
+    whole_file.check_file(path)
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def load(path: Path, facts: dict[str, Any]) -> SavedCheckpoint:
+    """What a checkpoint holds, whole, however many ranks wrote it.
+
+    Args:
+        facts: entries of the checkpoint's state that must be equal, such as the model's size and the text.
+    Raises: CheckpointError if it is broken, another program's or another run's.
+    """
+    state = checked(path, facts)
+    check_digests(path, state)
+    return read_tensors(path, state, joined)
+
+
+def checkpoint_outline(path: Path, facts: dict[str, Any]) -> SavedCheckpoint:
+    """As `load`, but of every tensor its shape and type alone, and no file's digest is looked at; see `parts.outline`.
+
+    For a rank that will read its own part.
+    """
+    return read_tensors(path, checked(path, facts), outline)
+
+
+def checked(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint's state. Raises: CheckpointError if it is broken or another run's."""
+    state = read_state(path)
+    for key, value in facts.items():
+        if state.get(key) != value:
+            raise CheckpointError(
+                f"the checkpoint {path} was made with {key} {state.get(key)!r}, and this run has {value!r}; "
+                "resume with the options and the text it was made with, or give another --out"
+            )
+    return state
+
+
+def check_digests(path: Path, state: dict[str, Any]) -> None:
+    """Raise a CheckpointError if a file is not the one that was saved."""
+    for name, expected in state["files"].items():
+        check_digest(path, name, expected)
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """What a checkpoint's state.json says. Raises: CheckpointError if that is not what was saved under this name."""
+    try:
+        text = whole_file.read(path / "state.json")
+        state = json.loads(text)
+    except OSError as error:
+        raise CheckpointError(broken(path, f"state.json: {reason(error)}")) from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(broken(path, "its state.json is not one that quaver wrote")) from error
+    if not isinstance(state, dict) or type(state.get("format")) is not int:
+        raise CheckpointError(broken(path, "its state.json is not one that quaver wrote"))
+    check_format(path, state["format"])
+    if text != rendered(state) or state.get("digest") != own_digest(state):
+        raise CheckpointError(broken(path, "its state.json is not the one that was saved: its SHA-256 differs"))
+    if type(state.get("step")) is not int or not has_digests(state.get("files")):
+        raise CheckpointError(broken(path, "its state.json lacks the step or a file's digest"))
+    if path.name != name_of(state["step"]):
+        right = path.with_name(name_of(state["step"]))
+        raise CheckpointError(f"the folder {path} holds the checkpoint of step {state['step']}; rename it to {right}")
+    return state
+
+
+def has_digests(files: object) -> bool:
+    if not isinstance(files, dict) or not all(isinstance(digest, str) for digest in files.values()):
+        return False
+    return set(files) == set(FILES) or (bool(files) and all(map(SHARD.fullmatch, files)))
+
+
+def check_format(path: Path, format: int) -> None:
+    if format not in (FORMAT, SHARDED):
+        when = "an earlier" if format < FORMAT else "a later"
+        way = "train that run again, or go on with that version" if format < FORMAT else "go on with that version"
+        raise CheckpointError(
+            f"the checkpoint {path} has format {format}, of {when} version of quaver; this one reads formats {FORMAT} "
+            f"and {SHARDED}: {way}"
+        )
+
+
+def check_digest(path: Path, name: str, expected: str) -> None:
+    try:
+        given = digest(path / name)
+    except OSError as error:
+        raise CheckpointError(broken(path, f"{name}: {reason(error)}")) from error
+    except ValueError as error:
+        raise CheckpointError(broken(path, str(error))) from error
+    if given != expected:
+        raise CheckpointError(broken(path, f"{name} is not the file that was saved: its SHA-256 differs"))
+
+
+def read_tensors(
+    path: Path, state: dict[str, Any], read: Callable[[list[Path]], dict[str, np.ndarray]]
+) -> SavedCheckpoint:
+    """A checkpoint's tensors as `read` gives them; those of the optimizer are named `parameter/what`."""
+    try:
+        if set(state["files"]) == set(FILES):
+            weights, moments = (read([path / name]) for name in FILES)
+            return SavedCheckpoint(state["step"], weights, moments, state)
+        tensors = read([path / name for name in state["files"]])
+    except (OSError, SafetensorError, ValueError, AttributeError, TypeError) as error:
+        raise CheckpointError(broken(path, reason(error))) from error
+    moments = {name: tensor for name, tensor in tensors.items() if "/" in name}
+    return SavedCheckpoint(state["step"], {n: t for n, t in tensors.items() if n not in moments}, moments, state)
+
+
+def broken(path: Path, why: str) -> str:
+    return f"the checkpoint {path} is broken ({why}); delete that folder to go on from the one before it"
+
+
+def flush(path: Path) -> None:
+    """Have the system write a file, or a folder's entries where folders can be opened, to the disk."""
+    if path.is_dir() and os.name == "nt":
+        return
+    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

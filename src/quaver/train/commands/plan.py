@@ -1,0 +1,334 @@
+"""What a model's layers would gain under a recipe on a GPU: `quaver plan`, which needs neither the GPU nor torch.
+
+Prices are `quaver.costs.ledger`'s. Every matrix quantizes its own input, as the layers that `convert` makes of
+nn.Linear do; embedding and head are not counted, nor what is between the matrices. Each of a layer's experts is priced
+as a layer of its own that has an even share of the tokens.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from quaver.costs import decoder, hardware, ledger
+from quaver.costs.hardware import Gpu
+from quaver.costs.ledger import LinearCost
+from quaver.recipes.spec import GemmSpec, Recipe
+from quaver.recipes.text import shown, suggest
+from quaver.reference.optimizer_state import PRESETS, of_matrix, plain
+from quaver.train import config as optimizer_name
+from quaver.train import config as recipe_name
+from quaver.train.memory import flat, matrices, projections
+from quaver.train.model_config import KNOWN, ModelConfig
+
+#: What the ledger's kinds of GEMM multiply, in a user's words.
+KINDS = {
+    "tensor": "one scale a tensor",
+    "row": "a scale a row",
+    "block": "blocks of 128",
+    "mx": "MXFP8's blocks of 32",
+    "nvfp4": "NVFP4's blocks of 16",
+}
+#: Tokens of a micro-batch, and micro-batches, that are still meant.
+MOST = 10**12
+#: What the JSON says of a matrix.
+OF_A_MATRIX = ("in_features", "out_features", "flops", "bf16_seconds", "seconds", "bytes", "speedup")
+#: "more MB" is what the layer moves beyond a bf16 one.
+COLUMNS = ("layer", "K", "N", "bf16, ms", "predicted", "more MB", "speed-up", "gains")
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """Matrices of one shape in layers of a kind, and what one of them costs."""
+
+    names: list[str]
+    cost: LinearCost
+    #: How many layers have them, and how many experts each of these.
+    layers: int
+    experts: int = 1
+
+    @property
+    def gains(self) -> bool:
+        return self.cost.speedup > 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPlan:
+    """A model under a recipe on a GPU."""
+
+    model: str
+    config: ModelConfig
+    recipe: Recipe
+    gpu: Gpu
+    rows: list[PlanRow]
+    #: That share one quantization of the weights.
+    micro_batches: int
+    #: Inputs and gradients are quantized by the kernels that make them.
+    fused: bool
+    #: As `quaver train` takes it.
+    optimizer: str = optimizer_name.TORCH
+    tokens: int
+
+    @property
+    def bf16_seconds(self) -> float:
+        """Of the matrices of one layer, one micro-batch; where layers differ, their mean."""
+        return sum(self.times(row) * row.cost.bf16_seconds for row in self.rows)
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.times(row) * row.cost.seconds for row in self.rows)
+
+    @property
+    def bytes(self) -> float:
+        return sum(self.times(row) * row.cost.bytes for row in self.rows)
+
+    @property
+    def even(self) -> bool:
+        """Whether all layers have the same matrices."""
+        return all(row.layers == self.config.layers for row in self.rows)
+
+    def times(self, row: PlanRow) -> float:
+        """How often a matrix of a row stands in a layer, in the mean."""
+        return len(row.names) * row.experts * row.layers / self.config.layers
+
+    @property
+    def speedup(self) -> float:
+        return self.bf16_seconds / self.seconds
+
+
+def plan(
+    model: str,
+    recipe: str,
+    gpu: str,
+    *,
+    tokens: int = 8192,
+    micro_batches: int = 1,
+    fused: bool = False,
+    optimizer: str = optimizer_name.TORCH,
+) -> ModelPlan:
+    """Price the matrices of a model.
+
+    Args:
+        model: a row of `quaver.train.model_config.MODELS` or `PLANNED`.
+        recipe: as a user types it.
+        gpu: a row of `quaver.costs.hardware.GPUS`.
+        tokens: in a micro-batch.
+        micro_batches: that share one quantization of the weights.
+        fused: inputs and gradients are quantized by the kernels that make them.
+        optimizer: as `quaver train` takes it, whose bytes are said beside those of others.
+    Raises:
+        ValueError: an unknown model, recipe or GPU, with the nearest known one; a number below 1 or above `MOST`.
+    """
+    if model not in KNOWN:
+        raise ValueError(f"no model {shown(model)}; {suggest(model[:100], KNOWN)}")
+    for name, value in (("tokens", tokens), ("micro_batches", micro_batches)):
+        if not 1 <= value <= MOST:
+            raise ValueError(f"{name} is {shown(value)}; give a number from 1 to {MOST}")
+    config, chosen, card = KNOWN[model], recipe_name.find_recipe(recipe), hardware.get(gpu)
+    optimizer_name.check(optimizer, chosen)
+    rows = []
+    for (shape, layers), names in _alike(config).items():
+        *stack, n, k = shape
+        each, experts = tokens, math.prod(stack)
+        if stack and config.experts is not None:
+            each = math.ceil(tokens * config.experts.chosen / experts)
+        cost = ledger.layer(chosen, each, k, n, card, micro_batches=micro_batches, produced=fused)
+        rows.append(PlanRow(names, cost, layers, experts))
+    return ModelPlan(
+        model=model,
+        config=config,
+        recipe=chosen,
+        gpu=card,
+        rows=rows,
+        micro_batches=micro_batches,
+        fused=fused,
+        optimizer=optimizer,
+        tokens=tokens,
+    )
+
+
+def _alike(config: ModelConfig) -> dict[tuple[tuple[int, ...], int], list[str]]:
+    """The names of matrices by their shape and by how many layers have them."""
+    layers: dict[tuple[str, tuple[int, ...]], int] = {}
+    for layer in range(config.layers):
+        for part, own in matrices(config, layer).items():
+            first = f"{part.partition('.')[2]}." if "." in part else ""
+            for name, shape in own.items():
+                layers[first + name, shape] = layers.get((first + name, shape), 0) + 1
+    alike: dict[tuple[tuple[int, ...], int], list[str]] = {}
+    for (name, shape), count in layers.items():
+        alike.setdefault((shape, count), []).append(name)
+    return alike
+
+
+def cells(planned: ModelPlan) -> Iterator[tuple[str, ...]]:
+    """Rows of the table as text, the sums last."""
+    for row in planned.rows:
+        cost = row.cost
+        sizes = (_names(planned, row), f"{cost.in_features}", f"{cost.out_features}")
+        yield (*sizes, *_numbers(cost.bf16_seconds, cost.seconds, cost.bytes), "yes" if row.gains else "no")
+    one = planned.bf16_seconds, planned.seconds, planned.bytes
+    yield ("one layer" if planned.even else "a layer, the mean", "", "", *_numbers(*one), "")
+    layers = planned.config.layers
+    yield (f"{layers} layers", "", "", *_numbers(*(layers * number for number in one)), "")
+
+
+def _names(planned: ModelPlan, row: PlanRow) -> str:
+    experts = f"{row.experts} x " if row.experts > 1 else ""
+    layers = "" if planned.even else f" ({row.layers} of {planned.config.layers} layers)"
+    return experts + ", ".join(row.names) + layers
+
+
+def _numbers(bf16: float, predicted: float, moved: float) -> tuple[str, str, str, str]:
+    return f"{bf16 * 1e3:.3f}", f"{predicted * 1e3:.3f}", f"{moved / 1e6:,.0f}", f"{bf16 / predicted:.2f}"
+
+
+def rich_table(planned: ModelPlan) -> Table:
+    shown = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 0, 0, 1))
+    shown.add_column(COLUMNS[0], min_width=len("gate_proj,"))
+    for name in COLUMNS[1:]:
+        shown.add_column(name, justify="right", no_wrap=True)
+    for row in cells(planned):
+        shown.add_row(*row)
+    return shown
+
+
+def title(planned: ModelPlan) -> str:
+    tokens = planned.tokens
+    batch = f"a micro-batch of {tokens} tokens" + (
+        f", one of {planned.micro_batches}" if planned.micro_batches > 1 else ""
+    )
+    fused = ", quantized by the kernels before" if planned.fused else ""
+    return f"{planned.model}, {planned.recipe}, {planned.gpu.about}: {batch}{fused}; predicted, not measured"
+
+
+def verdict(planned: ModelPlan) -> list[str]:
+    """What the table means, in sentences."""
+    recipe, gpu = str(planned.recipe), planned.gpu.name
+    losers = [name for row in planned.rows if not row.gains for name in row.names]
+    said = []
+    if not planned.recipe.quantizes:
+        said.append(f"{recipe} quantizes nothing, so nothing gains.")
+    elif not losers:
+        said.append(f"Every matrix gains under {recipe} on {gpu}.")
+    else:
+        which = "No matrix gains" if len(losers) == sum(len(r.names) for r in planned.rows) else "These do not gain"
+        said.append(
+            f"{which} under {recipe} on {gpu}: {', '.join(losers)}. "
+            f"convert(..., skip=quaver.rules.unprofitable({gpu!r}, tokens={planned.tokens})) "
+            "leaves such layers in bf16."
+        )
+    emulated = planned.rows[0].cost.emulated
+    if emulated:
+        kinds = sorted({lacking(planned.recipe, name, planned.rows[0].cost.gemms[name].kind) for name in emulated})
+        said.append(
+            f"{gpu} has no GEMM for {' or '.join(kinds)}: {', '.join(emulated)} decode their operands and run in "
+            "bf16, exact but slower."
+        )
+    return said
+
+
+def lacking(recipe: Recipe, gemm: str, kind: str) -> str:
+    """What a GPU has no GEMM for, in words: the kind of scales, or the operands where no GPU has their kind."""
+    spec: GemmSpec = getattr(recipe, gemm)
+    return KINDS.get(kind) or " by ".join(dict.fromkeys(str(operand) for operand in (spec.a, spec.b)))
+
+
+def notes(planned: ModelPlan) -> list[str]:
+    """What the table means, what it leaves out, and what its columns are."""
+    return [*verdict(planned), kept(planned), *_left_out(planned)]
+
+
+def optimizers(planned: ModelPlan) -> dict[str, int]:
+    """Bytes by optimizer of the model's matrices in training: weights, gradients and all that is kept beside them."""
+    shapes = [flat(shape) for shape in projections(planned.config).values()]
+    recipe, held = planned.recipe, {}
+    held[optimizer_name.TORCH] = sum(plain(n * k).total for n, k in shapes)
+    for name in dict.fromkeys((*PRESETS, planned.optimizer)):
+        chosen = optimizer_name.find(name)
+        if chosen.preset is None:
+            continue
+        with suppress(ValueError):  # of codes that the recipe has not
+            optimizer_name.check(name, recipe)
+            how, moments = chosen.weights(recipe, "bfloat16"), chosen.moments[0]
+            held[name] = sum(of_matrix(chosen.preset, shape, how, recipe.fprop.b, moments).total for shape in shapes)
+    return held
+
+
+def kept(planned: ModelPlan) -> str:
+    """What optimizers keep of the matrices, in a sentence."""
+    number = sum(map(math.prod, projections(planned.config).values()))
+    said = (
+        f"{name} {total / 1e9:.3g} GB ({total / number:.2f})"
+        for name, total in optimizers(planned).items()
+        if name in ("adamw", "exact", "balanced", "lean", planned.optimizer)
+    )
+    return (
+        f"In training the {number / 1e6:,.1f} million parameters of these matrices take, with gradients and optimizer "
+        f"states (in brackets, bytes a parameter): {', '.join(said)}; quaver train --optimizer takes the names."
+    )
+
+
+def _left_out(planned: ModelPlan) -> list[str]:
+    config = planned.config
+    head = "embedding and head" if not config.tied else "embedding, which is the head too"
+    four = "its four projections are in the table" if config.latent is None else "its projections are in the table"
+    attention = f"attention's own products ({four}), " if config.numbers("attention", "experts") else ""
+    others = "routers and what lays tokens by their experts, " if config.experts is not None else ""
+    return [
+        f"Left out: {attention}{others}norms, activations, {head}, the optimizer: of a whole step, less is gained.",
+        *_scans(planned),
+        '"more MB" is what quantizing reads and writes beyond what a bf16 layer does, forward and backward.',
+    ]
+
+
+def _scans(planned: ModelPlan) -> list[str]:
+    """What the scans of state-space layers take, in a sentence."""
+    sizes, layers = planned.config.state, len(planned.config.numbers("state", "state-mlp"))
+    if sizes is None:
+        return []
+    one = decoder.priced(planned.tokens, sizes.heads, sizes.head_dim, sizes.groups, sizes.state, planned.gpu)
+    return [
+        f"Left out, too, the convolutions and scans of {layers} layers, which stay in high precision: a scan's forward "
+        f"multiplies {one.flops / 1e12:.3g} TFLOP and moves {one.bytes / 1e6:,.0f} MB, {one.seconds * 1e3:.3f} ms at "
+        "least (arXiv:2405.21060, section 6)."
+    ]
+
+
+def as_json(planned: ModelPlan) -> dict[str, Any]:
+    """The same as data, in seconds and bytes, with the rates and their sources."""
+    rates = {"copy": planned.gpu.copy, **planned.gpu.rates}
+    return {
+        "model": planned.model,
+        "recipe": str(planned.recipe),
+        "gpu": planned.gpu.name,
+        "tokens": planned.tokens,
+        "micro_batches": planned.micro_batches,
+        "fused": planned.fused,
+        "layers": planned.config.layers,
+        "matrices": [_matrix(row) for row in planned.rows],
+        "optimizer_bytes": optimizers(planned),
+        "layer": {name: getattr(planned, name) for name in ("bf16_seconds", "seconds", "bytes", "speedup")},
+        "rates": {
+            name: {"value": f.value, "unit": "TB/s" if name == "copy" else "TFLOP/s", "how": f.how, "source": f.source}
+            for name, f in rates.items()
+        },
+    }
+
+
+def _matrix(row: PlanRow) -> dict[str, Any]:
+    cost = row.cost
+    return {
+        "names": row.names,
+        "layers": row.layers,
+        "experts": row.experts,
+        "tokens": cost.tokens,
+        **{name: getattr(cost, name) for name in OF_A_MATRIX},
+        "gains": row.gains,
+        "gemms": {name: {"kind": g.kind, "native": g.native, "seconds": g.seconds} for name, g in cost.gemms.items()},
+        "quantization": {name: {"bytes": c.bytes, "seconds": c.seconds} for name, c in cost.tensors.items()},
+    }

@@ -1,0 +1,490 @@
+"""Every option of a training run: one frozen dataclass, read from TOML and written back to the run's folder.
+
+The sentence beside a field is its documentation and its `--help` text: the command line is made from this
+table (`commands/cli.py`), so that a new field is a new option by being here.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import re
+import tomllib
+import warnings
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, get_type_hints
+
+import quaver.recipes
+from quaver.recipes.schedule import Schedule, ScheduleEnd, SchedulePhase, read
+from quaver.recipes.spec import Recipe
+from quaver.recipes.text import end_of, items, pieces, shown, suggest
+from quaver.reference.optimizer_state import PRESETS, SMALL, Preset
+from quaver.train import files
+from quaver.train.model_config import MODELS
+
+# ---- pipelines -------------------------------------------------------------------------------------------
+# The orders in which micro-batches go through a pipeline's stages, and which stages each of them gives a rank.
+#
+# The names are torch.distributed.pipelining's, as its `get_schedule_class` takes them.
+
+
+class PipelineOrder(NamedTuple):
+    """What a schedule of torch's asks of the stages."""
+
+    #: How many a rank has at least, and at most.
+    least: int
+    most: int
+    #: Whether those of the ranks go down and up again, so that the first rank has the first and the last one; else
+    #: round and round.
+    turns: bool
+    #: Whether it runs the two parts of a backward apart.
+    splits: bool
+    #: Micro-batches of a step go by rounds of as many.
+    rounds: bool = False
+    #: There are as many micro-batches as stages at least; else as many as ranks.
+    fills: bool = False
+
+
+#: Stages of a rank where a schedule takes several and nothing is said.
+SEVERAL = 2
+_ANY = 1 << 20
+ORDERS = {
+    "1F1B": PipelineOrder(1, 1, turns=False, splits=False),
+    "GPipe": PipelineOrder(1, 1, turns=False, splits=False),
+    "Interleaved1F1B": PipelineOrder(SEVERAL, _ANY, turns=False, splits=False, rounds=True),
+    "InterleavedZeroBubble": PipelineOrder(SEVERAL, _ANY, turns=False, splits=True, rounds=True),
+    "ZBVZeroBubble": PipelineOrder(SEVERAL, SEVERAL, turns=True, splits=True),
+    "DualPipeV": PipelineOrder(SEVERAL, SEVERAL, turns=True, splits=True, fills=True),
+}
+
+
+def stages_each(schedule: str, wanted: int) -> int:
+    """Stages of each rank, of so many wanted or 0."""
+    return wanted or min(SEVERAL, ORDERS[schedule].most)
+
+
+def holders(schedule: str, ranks: int, each: int) -> list[int]:
+    """The rank of each stage, from the first stage to the last."""
+    down = [*range(ranks)]
+    up = down[::-1] if ORDERS[schedule].turns else down
+    return [rank for turn in range(each) for rank in (up if turn % 2 else down)]
+
+
+# ---- optimizer name --------------------------------------------------------------------------------------
+# Optimizers as a user types them.
+#
+# adamw              torch's fused AdamW, all in float32
+# PRESET             AdamW over a row of `quaver.reference.optimizer_state.PRESETS`: lean, balanced, exact, ...
+# RULE-PRESET        another rule over it: lion-lean, sgd-balanced, adam-exact, muon-lean
+# RULE               that rule with states in float32: lion, sgd, adam, muon
+#
+# Muon steps the matrices of layers, and AdamW the rest.
+
+#: What a run has where nothing else is asked for.
+TORCH = "adamw"
+#: By rule, how many moments a matrix of a layer has.
+RULES = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 1, "muon": 1}
+#: Formats whose codes are a parameter that takes a gradient.
+EIGHT_BITS = ("e4m3", "e5m2")
+#: Matrices of a layer whose columns tensor parallelism divides.
+ROWS = ("o_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class OptimizerChoice:
+    """An optimizer by its rule and its preset; without a preset it is torch's fused AdamW."""
+
+    rule: str
+    preset: Preset | None
+
+    def weights(self, recipe: Recipe, dtype: str, codes: bool = True) -> str:
+        """What matrices between embedding and head are kept as: "codes", "bfloat16" or "float32".
+
+        Args:
+            dtype: of the run; bfloat16 is that of weights under autocast alone.
+            codes: whether they may be codes, which are of one recipe, and whose rows alone ranks divide: see
+                `may_be_codes`.
+        """
+        kept = "float32" if self.preset is None else self.preset.weights
+        if kept == "codes" and codes and recipe.quantizes and not _why_no_codes(recipe):
+            return kept
+        return "float32" if dtype == "float32" else self.others(dtype)
+
+    @property
+    def moments(self) -> tuple[int, int]:
+        """How many moments a matrix of a layer has, and how many anything else."""
+        own = RULES[self.rule]
+        return own, 2 if self.rule == "muon" else own
+
+    def others(self, dtype: str) -> str:
+        """What other matrices are kept as, such as the head's: "bfloat16" or "float32"."""
+        narrow = self.preset is not None and self.preset.weights != "float32" and dtype == "bfloat16"
+        return "bfloat16" if narrow else "float32"
+
+
+def find(text: str) -> OptimizerChoice:
+    """The optimizer that a text names. Raises: ValueError, with a suggestion, if there is none."""
+    if text == TORCH:
+        return OptimizerChoice(TORCH, None)
+    rule, _, name = text.partition("-")
+    if rule in RULES and (name or rule != TORCH):
+        name = name or ("" if text.endswith("-") else "float32")
+    elif not name:
+        rule, name = TORCH, text
+    if rule in RULES and name in PRESETS:
+        return OptimizerChoice(rule, PRESETS[name])
+    known = [*RULES, *PRESETS, *(f"{rule}-{preset}" for rule in RULES for preset in PRESETS)]
+    raise ValueError(f"optimizer {text[:100]!r} is not known; {suggest(text[:100], known)}")
+
+
+def check(text: str, recipe: Recipe) -> None:
+    """Raise a ValueError if the weights of a run's one recipe cannot be kept as the optimizer keeps them."""
+    preset = find(text).preset
+    if preset is None or preset.weights != "codes" or not recipe.quantizes:
+        return
+    why = _why_no_codes(recipe)
+    if why:
+        raise ValueError(
+            f"optimizer {text} keeps weights as codes of eight bits, and recipe {recipe} {why}; take a recipe with "
+            "weights in eight bits, such as tensorwise or mxfp8, or --optimizer exact"
+        )
+
+
+def may_be_codes(recipes: int, tp: int) -> bool:
+    """Whether a run's matrices may be codes.
+
+    Args:
+        recipes: of the run, one after the other.
+        tp: ranks of tensor parallelism, which takes weights that are floats.
+    """
+    return recipes == 1 and tp == 1
+
+
+def _why_no_codes(recipe: Recipe) -> str:
+    """Why a recipe that quantizes has no codes of weights that a gradient steps, or ""."""
+    spec = recipe.fprop.b
+    if spec is None:
+        return "quantizes no weight"
+    return "" if spec.format.name in EIGHT_BITS else f"has weights in {spec.format}, which take no gradient"
+
+
+def check_parts(text: str, shapes: Mapping[str, tuple[int, ...]], parts: int, tp: int) -> None:
+    """Raise a ValueError if ranks cannot step their parts of matrices by themselves.
+
+    Args:
+        shapes: [out, in] of the layers' matrices, by name; of experts [experts, out, in].
+        parts: ranks that have parts of each matrix.
+        tp: of those the ranks of tensor parallelism.
+    """
+    chosen = find(text)
+    preset, lies = chosen.preset, f"{parts} ranks have parts of each matrix"
+    if preset is None or parts == 1:
+        return
+    if chosen.rule == "muon":
+        raise ValueError(
+            f"optimizer {text} orthogonalizes whole matrices, and {lies}; have ranks share layers alone (--pp), or "
+            "take --optimizer lean or lion-lean"
+        )
+    specs = [spec for spec in (preset.first, preset.second)[: chosen.moments[0]] if spec.of.scaled]
+    if any(spec.block is None for spec in specs):
+        raise ValueError(
+            f"optimizer {text} has one scale for a whole matrix, and {lies}; take one with scales of blocks: lean, "
+            "balanced or exact"
+        )
+    block = max((spec.block or 1 for spec in specs), default=1)
+    for name, (*first, columns) in shapes.items():
+        rows = math.prod(first)
+        divided = tp > 1 and name.endswith(ROWS) and rows * columns >= SMALL
+        if divided and columns % (block * tp):
+            raise ValueError(
+                f"tp is {tp}, which divides the {columns} columns of {name}, and optimizer {text} has a scale for each "
+                f"{block}; give --tp a smaller number, or take --optimizer exact"
+            )
+
+
+# ---- config ----------------------------------------------------------------------------------------------
+
+#: Before the digest of the lines above it, in the file of a run.
+DIGEST = "# SHA-256 of the lines above: "
+FRAMEWORKS = ("torch", "jax")
+RECOMPUTE = ("none", "mlp", "full")
+CAPTURE = ("none", "step")
+CP_HOW = ("gather", "ring", "all_to_all")
+TRACKERS = ("tensorboard", "wandb")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """What a run does; equal configurations train the same model, bit for bit, on the same machine."""
+
+    recipe: Annotated[str, "mxfp8, 'delayed(history=16)'; several over the run: 'nvfp4 until 85%, bf16'"] = "bf16"
+    model: Annotated[str, "a size of Llama, or a family and a size: " + " ".join(MODELS)] = "tiny"
+    text: Annotated[tuple[str, ...], "files or folders of text; none: Python's own library"] = ()
+    tokens: Annotated[str, "byte, bpe (trained on the text), or the path of a tokenizer.json"] = "byte"
+    vocab: Annotated[int, "number of tokens that bpe learns"] = 2048
+    capacity: Annotated[float, "choices that an expert takes, in even shares; 0: all of them"] = 0.0
+
+    steps: Annotated[int, "optimizer steps in all"] = 300
+    batch: Annotated[int, "sequences in a micro-batch"] = 8
+    sequence: Annotated[int, "tokens in a sequence"] = 128
+    accumulate: Annotated[int, "micro-batches in a step"] = 1
+
+    optimizer: Annotated[str, "adamw: torch's; states in few bits: lean, balanced, exact, muon-lean, ..."] = "adamw"
+    lr: Annotated[float, "highest learning rate; 0: the model's own"] = 0.0
+    final_lr: Annotated[float, "learning rate at the end of the cosine, as a fraction of the highest"] = 0.0
+    warmup: Annotated[int, "steps of linear warm-up"] = 30
+    weight_decay: Annotated[float, "AdamW's, on matrices only"] = 0.1
+    beta1: Annotated[float, "AdamW's first moment"] = 0.9
+    beta2: Annotated[float, "AdamW's second moment"] = 0.95
+    clip: Annotated[float, "largest norm of the gradient; 0: no clipping"] = 1.0
+    seed: Annotated[int, "of the initial weights and of the batches"] = 0
+
+    framework: Annotated[str, "torch or jax: the same weights, batches and checkpoints"] = "torch"
+    dtype: Annotated[str, "bfloat16 (autocast over float32 parameters) or float32"] = "bfloat16"
+    device: Annotated[str, "cpu, cuda, cuda:1, ...; auto: a GPU if there is one"] = "auto"
+    recompute: Annotated[str, "what backward computes again to save memory: none, mlp or full (whole layers)"] = "none"
+    fsdp: Annotated[int, "ranks that share batch, weights and moments; 0: all that are left of those started"] = 0
+    pp: Annotated[int, "ranks of a pipeline, each with layers that follow one another"] = 1
+    pp_schedule: Annotated[str, "the order of micro-batches among those, by torch's name: " + " ".join(ORDERS)] = "1F1B"
+    pp_stages: Annotated[int, "stages of each of those, where the schedule takes several; 0: two"] = 0
+    cp: Annotated[int, "ranks that share the tokens of each sequence"] = 1
+    cp_how: Annotated[str, "what attention sends between those: gather, ring or all_to_all"] = "gather"
+    tp: Annotated[int, "ranks that share each layer's heads and features, and the words"] = 1
+    sp: Annotated[bool, "ranks of --tp share the tokens between those layers, too"] = False
+    timeout: Annotated[int, "seconds that a rank waits for another one, which is then named; 0: torch's own"] = 0
+    loss_chunk: Annotated[int, "tokens whose logits exist at once, for large vocabularies (torch); 0: all of them"] = 0
+    capture: Annotated[str, "step: record a step as a CUDA graph and replay it, for the host's time; or none"] = "none"
+    threads: Annotated[int, "CPU threads; 0: one on a CPU (small models lose with more)"] = 0
+
+    out: Annotated[str, "folder of the run; none: runs/MODEL-RECIPE-seedN"] = ""
+    validate_every: Annotated[int, "steps between validations; 0: only at the end"] = 50
+    validation_batches: Annotated[int, "batches of a validation, the same in every run"] = 16
+    checkpoint_every: Annotated[int, "steps between checkpoints; 0: only at the end"] = 100
+    async_save: Annotated[bool, "several ranks go on while a copy of their state is written"] = False
+    keep: Annotated[int, "newest checkpoints that stay; 0: all"] = 2
+    report_to: Annotated[tuple[str, ...], "what gets the records beside metrics.jsonl: tensorboard, wandb"] = ()
+
+    def __post_init__(self) -> None:
+        choose("model", self.model, MODELS)
+        choose("framework", self.framework, FRAMEWORKS)
+        choose("dtype", self.dtype, ("bfloat16", "float32"))
+        choose("recompute", self.recompute, RECOMPUTE)
+        choose("capture", self.capture, CAPTURE)
+        choose("cp_how", self.cp_how, CP_HOW)
+        choose("pp_schedule", self.pp_schedule, ORDERS)
+        find(self.optimizer)
+        for tracker in self.report_to:
+            choose("report_to", tracker, TRACKERS)
+        if self.capacity and MODELS[self.model].experts is None:
+            raise ValueError(f"capacity is {self.capacity}, and {self.model} has no experts; leave out --capacity")
+        if not math.isfinite(self.capacity):
+            raise ValueError("capacity is infinite; leave it out, which takes all choices, or give some, such as 1.25")
+        if not self.tokens.endswith(".json"):
+            choose("tokens", self.tokens, ("byte", "bpe"))
+        for name, least in SMALLEST.items():
+            value = getattr(self, name)
+            if not value >= least:
+                raise ValueError(f"{name} is {shown(value)}; it must be at least {least}")
+            if isinstance(value, int) and value > LARGEST.get(name, 2**63 - 1):
+                raise ValueError(f"{name} is {shown(value)}; it must be at most {LARGEST.get(name, 2**63 - 1)}")
+        for name in ("beta1", "beta2"):
+            if not getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be below 1")
+        for name, value in dataclasses.asdict(self).items():
+            for word in value if isinstance(value, tuple) else [value]:
+                if isinstance(word, str) and not is_plain(word):
+                    raise ValueError(f"{name} is {shown(word)}, which is no text of Unicode characters")
+
+
+SMALLEST: Mapping[str, float] = {
+    **dict.fromkeys(("steps", "batch", "sequence", "accumulate", "validation_batches"), 1),
+    **dict.fromkeys(("capacity", "lr", "final_lr", "warmup", "weight_decay", "beta1", "beta2", "clip", "seed"), 0),
+    **dict.fromkeys(
+        ("threads", "validate_every", "checkpoint_every", "keep", "loss_chunk", "fsdp", "timeout", "pp_stages"), 0
+    ),
+    **dict.fromkeys(("pp", "cp", "tp"), 1),
+    "pp_stages": 0,
+    "vocab": 257,  # 256 bytes and the mark between files
+}
+#: 2**63 - 1 for the others: what a file of integers holds.
+LARGEST: Mapping[str, int] = {
+    **{"threads": 1024, "vocab": 1 << 20},
+    **dict.fromkeys(("fsdp", "pp", "pp_stages", "cp", "tp", "timeout"), 1 << 20),
+}
+
+
+def is_plain(text: str) -> bool:
+    """Whether a text can be written to a file and name one: no NUL, no half of a surrogate pair."""
+    return "\0" not in text and not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def choose(name: str, value: str, choices: Iterable[str]) -> None:
+    """Raise a ValueError that suggests the right word unless `value` is one of `choices`."""
+    known = list(choices)
+    if value not in known:
+        raise ValueError(f"{name} {shown(value)} is not known; {suggest(value[:100], known)}")
+
+
+def kinds() -> dict[str, Any]:
+    """Name and plain type of every option."""
+    return get_type_hints(TrainConfig)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The options that a TOML file holds, each checked for its name and type.
+
+    Raises: ValueError for a missing file, bad TOML, an unknown option (with the nearest) or a wrong type.
+    """
+    try:
+        text = files.read(path, longest=1 << 20)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read the configuration {path}: {reason(error)}") from error
+    try:
+        table = tomllib.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid TOML: {error}") from error
+    except RecursionError as error:
+        raise ValueError(f"{path} is not valid TOML: it is nested too deeply") from error
+    known = kinds()
+    options = {key.replace("-", "_"): value for key, value in table.items()}
+    for key, value in options.items():
+        if key not in known:
+            raise ValueError(f"{path}: there is no option {shown(key)}; {suggest(key[:100], known)}")
+        options[key] = typed(path, key, value, known[key])
+    return options
+
+
+def typed(path: Path, key: str, value: Any, kind: Any) -> Any:
+    """`value` as the option's type; integers pass as floats, nothing else is converted."""
+    if kind is bool:
+        right, wanted = isinstance(value, bool), "true or false"
+    elif kind in (int, float, str):
+        right = isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
+        wanted = {int: "a whole number", float: "a number", str: "a string"}[kind]
+    else:
+        right = isinstance(value, list) and all(isinstance(item, str) for item in value)
+        wanted, kind = "a list of strings", tuple
+    if not right:
+        raise ValueError(f"{path}: {key} = {shown(value)} should be {wanted}")
+    try:
+        return kind(value)
+    except OverflowError as error:
+        raise ValueError(f"{path}: {key} = {shown(value)} is too large") from error
+
+
+def read_run(path: Path) -> dict[str, Any]:
+    """`read_toml` of the file that a run wrote. Raises: ValueError if it was changed since, too."""
+    options = read_toml(path)
+    lines, _, said = files.read(path).rpartition(DIGEST)
+    # Earlier runs wrote no digest, and who changes an option on purpose deletes it.
+    if lines and said.strip() != digest(lines):
+        raise ValueError(
+            f"{path} is not as the run wrote it; restore it, or delete its last line if you changed it on purpose"
+        )
+    return options
+
+
+def digest(text: str) -> str:
+    """SHA-256."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def to_toml(config: TrainConfig) -> str:
+    """All options as TOML, in the order of the table; `read_toml` gives the same values back."""
+    lines = ["# Every option of this run; start another one from it with: quaver train --config config.toml"]
+    for key, value in dataclasses.asdict(config).items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        written = repr(value) if number else json.dumps(value, ensure_ascii=False)
+        lines.append(f"{key} = " + written.replace("\x7f", "\\u007f"))  # which TOML takes no other way
+    text = "\n".join(lines) + "\n"
+    return text + DIGEST + digest(text) + "\n"
+
+
+def reason(error: Exception) -> str:
+    """An error's message, without Python's decoration."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+# ---- schedule --------------------------------------------------------------------------------------------
+# The learning rate as a function of the step.
+
+
+def lr_at(step: int, config: TrainConfig) -> float:
+    """Linear warm-up to the highest rate, then a cosine down to `final_lr` of it; steps count from 1."""
+    highest = config.lr or MODELS[config.model].lr
+    if step <= config.warmup:
+        return highest * step / (config.warmup + 1)
+    done = (step - config.warmup) / (config.steps - config.warmup + 1)
+    return highest * (config.final_lr + (1 - config.final_lr) * (1 + math.cos(math.pi * min(1.0, done))) / 2)
+
+
+# ---- recipe name -----------------------------------------------------------------------------------------
+# Recipes as a user types them: `mxfp8`, with options, `delayed(history=16)`, and over a run, `nvfp4 until 85%, bf16`.
+#
+# The grammar is that of `quaver.recipes.schedule`. In a list of recipes a part with `until` and the
+# part after it are of one item: `bf16, nvfp4 until 85%, bf16, mxfp8` is three.
+
+
+def find_recipe(text: str) -> Recipe:
+    """The recipe that a text names. Raises: ValueError, with a suggestion, if there is none."""
+    if any(end_of(piece)[1] is not None for piece in pieces(text)):
+        raise ValueError(f"recipe {shown(text)} changes over a run, and here is no run; give the recipe of one part")
+    with warnings.catch_warnings():
+        # Of odd escapes, which are an option's value all the same.
+        warnings.simplefilter("ignore", SyntaxWarning)
+        return quaver.recipes.get(text)
+
+
+def parts(text: str) -> tuple[SchedulePhase, ...]:
+    """The recipes of a run's text and where each ends. Raises: ValueError that says what to write."""
+    return read(text, find_recipe)
+
+
+def schedule_of(config: TrainConfig) -> Schedule:
+    """The recipes of a run, from its first step.
+
+    Raises: ValueError if the text cannot be read, or a part would have no step.
+    """
+    peak = config.lr or MODELS[config.model].lr
+    every = parts(config.recipe)
+    # What the learning rate does is known: a part that it leaves no step is refused as one of fixed steps is.
+    Schedule([replace(part, end=known(part.end, peak, config)) for part in every], steps=config.steps, peak=peak)
+    return Schedule(every, steps=config.steps, peak=peak)
+
+
+def known(end: ScheduleEnd | None, peak: float, config: TrainConfig) -> ScheduleEnd | None:
+    """An end by learning rate as the step that it comes to, any other as it is.
+
+    Raises: ValueError if the learning rate never falls so far.
+    """
+    if end is None or end.kind != "lr":
+        return end
+    bound = float(end.value) * peak
+    falling = range(config.warmup + 1, config.steps + 1)  # a linear warm-up, then a cosine that only falls
+    at = bisect_left(falling, True, key=lambda step: lr_at(step, config) < bound)
+    risen = max((lr_at(step, config) for step in (config.warmup, config.warmup + 1) if step), default=0.0)
+    if at == len(falling) or risen < bound:
+        raise ValueError(
+            f"'until {end.text}' never comes: in {config.steps} steps, with warmup {config.warmup} and final_lr "
+            f"{config.final_lr:g}, the learning rate does not fall so far; give a larger share, or a lower --final-lr"
+        )
+    return replace(end, kind="step", value=Fraction(falling[at] - 1))
+
+
+def split(text: str) -> list[str]:
+    """The recipes of a comma-separated list; commas inside parentheses belong to a recipe's options, and one after
+    `until` and an end to a schedule."""
+    return list(items(text))
+
+
+def folder(text: str) -> str:
+    """A recipe's text as part of a folder's name: `delayed(history=16)` becomes `delayed-history=16`, and
+    `nvfp4 until 85%, bf16` becomes `nvfp4-until-85pct,bf16`."""
+    said = re.sub(r"\s+until\s+", "-until-", text.strip())
+    for letter, name in (("(", "-"), ("%", "pct"), ("<", "-below-")):
+        said = said.replace(letter, name)
+    return re.sub(r"[^\w=.,+-]", "", said)

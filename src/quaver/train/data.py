@@ -1,0 +1,342 @@
+"""Batches as pure functions: of the seed and the step in training, of the text alone in validation.
+
+A resumed run needs no state to see the batches that it would have seen, and two runs with one seed see the
+same ones.
+"""
+
+import hashlib
+import json
+import os
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from quaver.train import files as whole_file
+from quaver.train import memory
+from quaver.train.config import TrainConfig
+from quaver.train.files import HOLDER
+
+# ---- batches ---------------------------------------------------------------------------------------------
+
+
+def training_batch(tokens: np.ndarray, config: TrainConfig, step: int) -> np.ndarray:
+    """The sequences of one step and the token after each: int64 [accumulate, batch, sequence + 1]."""
+    random = np.random.default_rng([config.seed, step])
+    starts = random.integers(0, len(tokens) - config.sequence, (config.accumulate, config.batch))
+    return windows(tokens, starts, config.sequence)
+
+
+def validation_batches(tokens: np.ndarray, config: TrainConfig) -> np.ndarray:
+    """Sequences spread evenly over the held-out text: int64 [batches, batch, sequence + 1].
+
+    There are `config.validation_batches`, or as many as the text fills without overlap, but at least one.
+    """
+    buffer = (len(tokens) - 1) // config.sequence
+    batches = max(1, min(config.validation_batches, buffer // config.batch))
+    starts = np.linspace(0, len(tokens) - config.sequence - 1, batches * config.batch).astype(np.int64)
+    return windows(tokens, starts.reshape(batches, config.batch), config.sequence)
+
+
+def windows(tokens: np.ndarray, starts: np.ndarray, sequence: int) -> np.ndarray:
+    return tokens[starts[..., None] + np.arange(sequence + 1)].astype(np.int64)
+
+
+# ---- frozen ----------------------------------------------------------------------------------------------
+# Tokens of a text in a file: what a comparison reads once, so that every run of it trains on the very same.
+#
+# A text may change while runs go on (`--text .` is a working tree). The file holds both parts, what was asked for when
+# they were read, and a digest that is checked whenever they are read again.
+
+NAME = "text.safetensors"
+
+
+@dataclass(frozen=True)
+class TokenSplits:
+    """Token ids of both parts of a text, 1-D and unsigned."""
+
+    train: np.ndarray
+    validation: np.ndarray
+
+    @property
+    def fingerprint(self) -> str:
+        """Names this very data, so that no run goes on with another text: the beginning of a SHA-256."""
+        parts = [np.ascontiguousarray(part) for part in (self.train, self.validation)]
+        whole = hashlib.sha256(json.dumps([[str(part.dtype), part.size] for part in parts]).encode())
+        for part in parts:
+            whole.update(part.data)
+        return whole.hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Frozen(TokenSplits):
+    """What such a file holds."""
+
+    # Of the tokenizer that made them; "" for bytes.
+    tokenizer: str
+    # The options that they were read by.
+    asked: dict[str, Any]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all that it holds."""
+        return hashlib.sha256(json.dumps([self.fingerprint, self.tokenizer, self.asked]).encode()).hexdigest()
+
+
+def is_one(text: tuple[str, ...]) -> bool:
+    """Whether the option `text` names such a file."""
+    return len(text) == 1 and text[0].endswith(".safetensors")
+
+
+def write(path: Path, frozen: Frozen) -> None:
+    said = {"tokenizer": frozen.tokenizer, "asked": json.dumps(frozen.asked), "digest": frozen.digest}
+    with whole_file.replacing(path) as partial:
+        save_file({"train": frozen.train, "validation": frozen.validation}, partial, metadata=said)
+
+
+def read(path: Path) -> Frozen:
+    """Raises: ValueError if the file is none of these, or not as it was written."""
+    whole_file.check_file(path)
+    if not path.exists():
+        raise ValueError(f"there is no text file {path}; --text takes files and folders that exist")
+    try:
+        with safe_open(path, framework="np") as file:
+            said: Mapping[str, str] = file.metadata() or {}
+            parts = {name: file.get_tensor(name) for name in ("train", "validation")}
+        frozen = Frozen(**parts, tokenizer=said["tokenizer"], asked=json.loads(said["asked"]))
+        if any(part.ndim != 1 or part.dtype not in (np.uint8, np.uint32) for part in parts.values()):
+            raise ValueError("its parts are no token ids")
+    except (SafetensorError, KeyError, ValueError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f"{path} is not a text that quaver compare wrote ({error}); --text takes text files"
+        ) from error
+    if frozen.digest != said.get("digest"):
+        raise ValueError(f"{path} is not as it was written: its SHA-256 differs; begin again in another --out")
+    return frozen
+
+
+# ---- text ------------------------------------------------------------------------------------------------
+# Finding and reading the text to train on, and splitting it by file.
+#
+# With nothing given, the text is the running Python's own standard library: some 11 MB that are already there.
+
+# Left out of the default text: what is not the library itself, and tests, which not every distribution ships.
+NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
+
+# One file in this many is held out for validation.
+HELD_OUT = 20
+
+
+@dataclass(frozen=True)
+class Document:
+    """One file: its path, for messages, and its bytes: UTF-8, without NUL, at least one."""
+
+    path: Path
+    data: bytes
+
+
+def read_text(paths: Sequence[str], out: Path | None = None) -> list[Document]:
+    """The documents of the given files and folders, or of the standard library if none are given.
+
+    A file that is named must be text; in a folder, empty files, hidden files, files that are not text and the folders
+    of runs and comparisons in it are passed over.
+
+    Args:
+        out: the folder that this run writes into.
+    Raises: ValueError for a missing, empty or non-text file, for a folder without text, and for `out` itself.
+    """
+    if not paths:
+        return library()
+    documents: dict[Path, Document] = {}
+    for name in paths:
+        path = Path(name)
+        for document in folder(path, out) if path.is_dir() else [single(path)]:
+            documents.setdefault(document.path.resolve(), document)
+    return list(documents.values())
+
+
+def library() -> list[Document]:
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [path for path in root.rglob("*.py") if not NOT_LIBRARY.intersection(path.relative_to(root).parts)]
+    documents = texts(sorted(files, key=lambda path: path.relative_to(root).as_posix()))
+    if not documents:
+        raise ValueError(f"this Python keeps no .py files in {root}; name files or folders with --text")
+    return documents
+
+
+def folder(root: Path, out: Path | None) -> list[Document]:
+    if out and root.resolve() == out.resolve():
+        raise ValueError(f"the text {root} is the folder that this run writes into; give another --out")
+    documents = texts(sorted(path for path in walk(root) if path.is_file()))
+    if not documents:
+        raise ValueError(f"the folder {root} holds no text; name files or folders of text with --text")
+    return documents
+
+
+def walk(root: Path) -> Iterator[Path]:
+    """All that a folder and the folders in it hold, but what is hidden and what runs wrote."""
+    for parent, folders, names in os.walk(root):
+        here = Path(parent)
+        if here != root and (here / HOLDER).exists():
+            folders.clear()
+            continue
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (here / name for name in names if not name.startswith("."))
+
+
+def single(path: Path) -> Document:
+    if not path.exists():
+        raise ValueError(f"there is no text file {path}; --text takes files and folders that exist")
+    if not path.is_file():
+        raise ValueError(f"{path} is a pipe, a device or a socket; --text takes files, which end")
+    check_size(path.stat().st_size, f"the text file {path}")
+    data = path.read_bytes() if path.stat().st_size else b""
+    if not data:
+        raise ValueError(f"the text file {path} is empty; --text takes files with text in them")
+    if not is_text(data):
+        raise ValueError(f"{path} is not text (UTF-8); --text takes text files and folders of them")
+    return Document(path, data)
+
+
+def texts(files: Sequence[Path]) -> list[Document]:
+    sizes = [(path, path.stat().st_size) for path in files]  # what a system makes up, such as /proc, is of size 0
+    check_size(sum(size for _, size in sizes), "the text")
+    documents = (Document(path, path.read_bytes()) for path, size in sizes if size)
+    return [document for document in documents if document.data and is_text(document.data)]
+
+
+def check_size(size: int, what: str) -> None:
+    """Raise a ValueError for a text that memory does not hold beside its tokens."""
+    if 4 * size > memory.available():
+        have = memory.size(memory.available())
+        raise ValueError(f"{what} has {memory.size(size)} where there are {have} of memory; give less with --text")
+
+
+def is_text(data: bytes) -> bool:
+    try:
+        return "\0" not in data.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+
+
+def split(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
+    """Training and validation documents: every twentieth file is held out, or the last of fewer.
+
+    Of a single file, the last tenth is held out.
+    """
+    if len(documents) == 1:
+        (only,) = documents
+        cut = len(only.data) - len(only.data) // 10
+        while cut < len(only.data) and only.data[cut] & 0xC0 == 0x80:  # never inside a character
+            cut += 1
+        return [Document(only.path, only.data[:cut])], [Document(only.path, only.data[cut:])]
+    every = min(len(documents), HELD_OUT)
+    held = [index % every == every - 1 for index in range(len(documents))]
+    train = [document for document, out in zip(documents, held, strict=True) if not out]
+    return train, [document for document, out in zip(documents, held, strict=True) if out]
+
+
+# ---- tokens ----------------------------------------------------------------------------------------------
+# Text into token ids: one token a byte, or byte-pair encoding trained on the training files.
+#
+# Documents are joined by token 0, which stands for nothing else: the byte NUL does not occur in text, and the
+# encoding reserves it.
+
+BETWEEN_FILES = "<|file|>"
+
+
+@dataclass(frozen=True)
+class TokenizedText(TokenSplits):
+    """A text's parts, and what its token ids mean; `tokenizer` is None for bytes."""
+
+    vocab: int
+    tokenizer: tokenizers.Tokenizer | None
+
+
+def load(config: TrainConfig, saved: Path | None = None, out: Path | None = None) -> TokenizedText:
+    """The run's text as tokens.
+
+    Args:
+        config: its `text`, `tokens`, `vocab` and `sequence` are used.
+        saved: a tokenizer.json to take instead of training one, as when a run is resumed.
+        out: the folder that the run writes into, which is no text.
+    Raises: ValueError if the text cannot be read or is too short for one sequence.
+    """
+    tokens = thawed(config, saved) if is_one(config.text) else tokenized(config, saved, out)
+    shortest = min(len(tokens.train), len(tokens.validation))
+    if shortest <= config.sequence:
+        raise ValueError(
+            f"the text is too short: {len(tokens.train)} tokens to train on and {len(tokens.validation)} "
+            f"held out for validation, where each needs more than one sequence of {config.sequence}; "
+            "give more text with --text or a smaller --sequence"
+        )
+    return tokens
+
+
+def tokenized(config: TrainConfig, saved: Path | None, out: Path | None) -> TokenizedText:
+    train, validation = split(read_text(config.text, out))
+    if config.tokens == "byte":
+        return TokenizedText(join_bytes(train), join_bytes(validation), 256, None)
+    path = Path(config.tokens) if config.tokens.endswith(".json") else saved
+    tokenizer = open_tokenizer(path) if path else learn(train, config.vocab)
+    return TokenizedText(encode(tokenizer, train), encode(tokenizer, validation), tokenizer.get_vocab_size(), tokenizer)
+
+
+def thawed(config: TrainConfig, saved: Path | None) -> TokenizedText:
+    """What a comparison froze, for tokens that are the ones of then."""
+    source = Path(config.text[0])
+    given = read(source)
+    path = Path(config.tokens) if config.tokens.endswith(".json") else saved
+    tokenizer = open_tokenizer(path) if path and config.tokens != "byte" else None
+    if given.tokenizer != digest(tokenizer):
+        raise ValueError(f"{source} was made by other tokens than --tokens {config.tokens}; give those of then")
+    size = 256 if tokenizer is None else tokenizer.get_vocab_size()
+    if not max(part.max(initial=0) for part in (given.train, given.validation)) < size:
+        raise ValueError(f"{source} holds tokens beyond the {size} of --tokens {config.tokens}")
+    return TokenizedText(given.train, given.validation, size, tokenizer)
+
+
+def digest(tokenizer: tokenizers.Tokenizer | None) -> str:
+    """SHA-256 of a tokenizer; "" for bytes."""
+    return "" if tokenizer is None else hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
+
+
+def join_bytes(documents: Sequence[Document]) -> np.ndarray:
+    return np.frombuffer(b"\0".join(document.data for document in documents), dtype=np.uint8)
+
+
+def learn(documents: Sequence[Document], vocab: int) -> tokenizers.Tokenizer:
+    """A byte-level byte-pair encoding with `vocab` tokens, learnt from the documents."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab, special_tokens=[BETWEEN_FILES], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator((document.data.decode() for document in documents), trainer)
+    return tokenizer
+
+
+def open_tokenizer(path: Path) -> tokenizers.Tokenizer:
+    whole_file.check_file(path)
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(f"cannot read the tokenizer {path}: {error}") from error
+    if tokenizer.token_to_id(BETWEEN_FILES) != 0:
+        raise ValueError(f"the tokenizer {path} does not begin with {BETWEEN_FILES}; take one that quaver trained")
+    return tokenizer
+
+
+def encode(tokenizer: tokenizers.Tokenizer, documents: Sequence[Document]) -> np.ndarray:
+    encoded = tokenizer.encode_batch([document.data.decode() for document in documents])
+    pieces = [np.array([*one.ids, 0], dtype=np.uint32) for one in encoded]
+    return np.concatenate(pieces)

@@ -1,0 +1,126 @@
+"""The frameworks by name: each is imported when a run asks for it, so that the other need not be installed."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+from quaver.recipes.spec import Recipe
+from quaver.train import config as optimizer_name
+from quaver.train import config as recipe_name
+from quaver.train import mesh
+from quaver.train.config import TrainConfig
+from quaver.train.learner import Learner
+from quaver.train.memory import projections
+from quaver.train.mesh import ProcessGroup, SingleProcess
+from quaver.train.model_config import MODELS
+
+#: What to install for each.
+EXTRAS = {"torch": "train", "jax": "train-jax"}
+
+
+@contextmanager
+def joined(config: TrainConfig, recipe: Recipe) -> Iterator[ProcessGroup]:
+    """The ranks that this process is one of, to which it belongs until the end; see `check`."""
+    if mesh.world() == 1:
+        yield SingleProcess()
+        return
+    from quaver.train.torch import process_group
+
+    with process_group.joined(config, mesh.sizes_of(config, recipe)) as members:
+        yield members
+
+
+def make(config: TrainConfig, recipe: Recipe, vocab: int, members: Any = None, codes: bool = True) -> Learner:
+    """A run's model at its first step.
+
+    Args:
+        members: the ranks that train it together, as `joined` gives them; None or `Alone` is this process.
+        codes: whether an optimizer may keep matrices as codes; False where a run goes on that has kept floats.
+    Raises: ValueError without the framework or the device.
+    """
+    installed(config.framework, f"--framework {config.framework}")
+    if config.framework == "jax":
+        from quaver.train.jax.learner import JaxLearner
+
+        return JaxLearner(config, recipe, vocab)
+    from quaver.train.torch.learner import TorchLearner
+
+    return TorchLearner(config, recipe, vocab, None if members is None or members.number == 1 else members, codes)
+
+
+def check(config: TrainConfig, recipe: Recipe) -> None:
+    """Raise a ValueError if the run's framework, its device or what the framework can do is not enough for it."""
+    on_cpu(config)
+    mesh.sizes_of(config, recipe)
+    check_optimizer(config, recipe)
+    if mesh.world() > 1:
+        check_for_ranks(config)
+    cores = os.cpu_count() or 1
+    if config.threads > cores:  # OpenMP ends the process where it cannot make a thread
+        raise ValueError(f"threads is {config.threads}, and this machine has {cores} cores; give {cores} or fewer")
+    if config.framework != "jax":
+        return
+    if recipe.attention is not None:
+        raise ValueError(f"JAX cannot run attention in eight bits yet, as {recipe.name} asks; take --framework torch")
+    if config.loss_chunk:
+        raise ValueError("JAX cannot take the loss in chunks yet; leave out --loss-chunk, or take --framework torch")
+    kinds = MODELS[config.model].unusual
+    if kinds:
+        raise ValueError(f"JAX cannot train {kinds[0]} yet, as {config.model} has; take --framework torch")
+    if MODELS[config.model].scaling:
+        raise ValueError(f"JAX cannot stretch rotary positions yet, as {config.model} asks; take --framework torch")
+
+
+def check_optimizer(config: TrainConfig, recipe: Recipe) -> None:
+    """Raise a ValueError for what a run with another optimizer than torch's cannot do."""
+    if config.optimizer == optimizer_name.TORCH:
+        return
+    instead = f"take --optimizer {optimizer_name.TORCH}"
+    if config.framework == "jax":
+        raise ValueError(f"JAX has no optimizer {config.optimizer} yet; {instead}, or --framework torch")
+    kinds = [kind for kind in MODELS[config.model].unusual if kind != "latent attention"]
+    if kinds and optimizer_name.find(config.optimizer).rule == "muon":
+        raise ValueError(
+            f"optimizer {config.optimizer} orthogonalizes matrices, and {config.model} has {kinds[0]}, whose weights "
+            f"have three axes; {instead}, lean or lion-lean"
+        )
+    if config.capture != "none":
+        raise ValueError(f"optimizer {config.optimizer} cannot be recorded yet; {instead}, or leave --capture out")
+    if mesh.world() > 1:
+        sizes = mesh.sizes_of(config, recipe)
+        shapes = projections(MODELS[config.model])
+        optimizer_name.check_parts(config.optimizer, shapes, sizes.fsdp * sizes.cp * sizes.tp, sizes.tp)
+    elif len(recipe_name.parts(config.recipe)) == 1:
+        optimizer_name.check(config.optimizer, recipe)
+
+
+def check_for_ranks(config: TrainConfig) -> None:
+    """Raise a ValueError for what several ranks cannot do."""
+    if config.framework == "jax":
+        raise ValueError("JAX trains in a single process here; take --framework torch, or leave torchrun out")
+    if config.capture != "none":
+        raise ValueError(f"capture {config.capture} records one process's step; leave it out with several ranks")
+    if ":" in config.device:
+        kind = config.device.partition(":")[0]
+        raise ValueError(f"device is {config.device}, and every rank takes its own; give --device {kind}")
+
+
+def on_cpu(config: TrainConfig) -> bool:
+    """Whether the run's device is a CPU. Raises: ValueError without the framework or the device."""
+    installed(config.framework, f"--framework {config.framework}")
+    if config.framework == "jax":
+        from quaver.train.jax.learner import find
+
+        return find(config.device, config.threads).platform == "cpu"
+    from quaver.train.torch.process_group import device_of
+
+    return device_of(config.device).type == "cpu"
+
+
+def installed(framework: str, what: str) -> None:
+    """Raise a ValueError that says what to install if a framework is missing that something needs."""
+    if find_spec(framework) is None:
+        install = f"pip install 'quaver[{EXTRAS[framework]}]'"
+        raise ValueError(f"{what} needs {framework}, which is not installed: {install}")

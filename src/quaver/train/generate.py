@@ -1,0 +1,254 @@
+"""Text from a trained run: its newest checkpoint goes on from a prompt, token by token."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+
+from quaver.recipes.spec import Recipe
+from quaver.recipes.text import shown
+from quaver.train import checkpoint, frameworks, memory
+from quaver.train import config as recipe_name
+from quaver.train.checkpoint import SavedCheckpoint
+from quaver.train.config import TORCH, TrainConfig, choose, is_plain, read_run
+from quaver.train.data import open_tokenizer
+from quaver.train.loop import Precision
+from quaver.train.memory import parameters
+from quaver.train.model_config import MODELS
+from quaver.train.resume import differing
+
+# ---- sampling --------------------------------------------------------------------------------------------
+# Choosing the next token from logits: the likeliest, or at random among the likely.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen. Raises: ValueError for numbers outside their range."""
+
+    # Logits are divided by it; 0 takes the likeliest token.
+    temperature: float = 0.8
+    # How many of the likeliest tokens to choose from; 0: all.
+    top_k: int = 50
+    # Only the likeliest tokens that together have this probability.
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature is {self.temperature}; give 0 for the likeliest token, or a number above it")
+        if self.top_k < 0:
+            raise ValueError(f"top_k is {self.top_k}; give the number of tokens to choose from, or 0 for all")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; give a probability above 0 and up to 1")
+
+
+def sample(logits: np.ndarray, how: Sampling, random: np.random.Generator) -> int:
+    """The token that follows.
+
+    Args:
+        logits: [vocab], one row.
+        how: temperature first, then top_k, then top_p of what is left.
+        random: drawn from once, unless the temperature is 0.
+    Raises: ValueError where a logit is NaN or none is finite.
+    Exact: of equal logits the earlier token counts as the likelier.
+    Source: top_p is nucleus sampling, Holtzman et al. 2019, arXiv:1904.09751.
+    """
+    logits = np.asarray(logits, np.float64)
+    if np.isnan(logits).any() or not np.isfinite(logits.max()):
+        raise ValueError("the model's logits are not finite; its weights or its recipe's scales have overflowed")
+    if how.temperature == 0:
+        return int(logits.argmax())
+    order = np.argsort(-logits, kind="stable")[: how.top_k or None]
+    with np.errstate(over="ignore"):  # of what is divided by next to nothing
+        weights = np.exp((logits[order] - logits[order[0]]) / how.temperature)
+    below = np.cumsum(weights)
+    kept = int(np.searchsorted(below, how.top_p * below[-1])) + 1
+    kept = min(kept, len(order))
+    return int(order[np.searchsorted(below[:kept], random.random() * below[kept - 1], side="right")])
+
+
+# ---- generation ------------------------------------------------------------------------------------------
+
+#: How keys and values of earlier tokens are kept: in one piece, in pages, or not at all.
+CACHES = ("plain", "paged", "none")
+#: The token between files: what follows it belongs to another text.
+END = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generated:
+    """What came after a prompt."""
+
+    text: str
+    tokens: tuple[int, ...]
+    # Whether the model ended the text by itself.
+    ended: bool
+    # Seconds that the prompt took, and seconds that all tokens after the first took.
+    prompt_seconds: float
+    seconds: float
+    # What is worth knowing, a sentence each.
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        speed = f", {(len(self.tokens) - 1) / self.seconds:,.1f} tokens/s" if len(self.tokens) > 1 else ""
+        ended = ", where the model ended the text" if self.ended else ""
+        return f"{len(self.tokens)} tokens{speed}, the prompt in {self.prompt_seconds:.2f} s{ended}"
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A run's tokens; without a tokenizer each is a byte of UTF-8."""
+
+    tokenizer: tokenizers.Tokenizer | None
+
+    @property
+    def size(self) -> int:
+        return 256 if self.tokenizer is None else int(self.tokenizer.get_vocab_size())
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode()) if self.tokenizer is None else list(self.tokenizer.encode(text).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(ids).decode("utf-8", "replace") if self.tokenizer is None else self.tokenizer.decode(list(ids))
+
+
+def generate(
+    run: Path,
+    prompt: str,
+    *,
+    tokens: int = 200,
+    how: Sampling | None = None,
+    seed: int = 0,
+    recipe: str = "",
+    cache: str = "plain",
+    device: str = "auto",
+    emit: Callable[[str], None] = lambda text: None,
+) -> Generated:
+    """Continue a prompt with the newest checkpoint of a run, whichever framework trained it.
+
+    Args:
+        run: the folder of a run.
+        prompt: text to go on from.
+        tokens: how many at most; the token between files ends the text before.
+        how: the rule that chooses tokens; None takes the defaults of `Sampling`.
+        seed: of the choice.
+        recipe: as the command line takes it; "" is the run's own, and of several the one that the checkpoint is of.
+        cache: one of `CACHES`. Where every row of an input is quantized by itself, a cache does not change the choice;
+            a scale per tensor depends on the other tokens in the tensor.
+        device: as `TrainConfig.device`.
+        emit: called with each piece of text as it comes, whole characters only.
+    Raises: ValueError for bad input, before the model is made.
+    """
+    config = replace(config_of(run), device=device)
+    choose("cache", cache, CACHES)
+    if not is_plain(prompt):
+        raise ValueError(f"the prompt is {shown(prompt)}, which is no text of Unicode characters")
+    if tokens < 1:
+        raise ValueError(f"tokens is {shown(tokens)}; it must be at least 1")
+    if seed < 0:
+        raise ValueError(f"seed is {shown(seed)}; it must be at least 0")
+    how = how or Sampling()
+    chosen = recipe_name.find_recipe(recipe) if recipe else in_force(run, config)
+    vocabulary = Vocabulary(None if config.tokens == "byte" else open_tokenizer(run / "tokenizer.json"))
+    ids = vocabulary.encode(prompt)
+    notes = check_length(config, len(ids), tokens)
+    frameworks.installed("torch", "quaver generate")
+    from quaver.train.torch.learner import NextTokenLogits
+
+    saved = of_this_model(newest(run), config, vocabulary.size)
+    with memory.told("--tokens"):
+        step = NextTokenLogits(config, chosen, vocabulary.size, saved, cache, len(ids) + tokens)
+        with step.held():
+            return replace(_continue(step, vocabulary, ids, tokens, how, seed, emit), notes=notes)
+
+
+def of_this_model(path: Path, config: TrainConfig, vocab: int) -> SavedCheckpoint:
+    """A checkpoint. Raises: CheckpointError if it is broken or its weights are those of another model."""
+    saved = checkpoint.load(path, {})
+    wrong: list[str] = []
+    if config.optimizer == TORCH:  # else codes and bfloat16 are among them, and what is loaded is looked at then
+        wrong = differing("the model", saved.model, parameters(MODELS[config.model], vocab))
+    if saved.state.get("model") != config.model:
+        wrong = [f"it is one of {shown(saved.state.get('model'))}"]
+    if wrong:
+        said = f"the checkpoint of step {saved.step} does not fit {config.model}, as the run's config.toml has it"
+        raise checkpoint.CheckpointError(f"{said}: {wrong[0]} ({path})")
+    return saved
+
+
+def _continue(
+    step: Callable[[Sequence[int]], np.ndarray],
+    vocabulary: Vocabulary,
+    prompt: list[int],
+    tokens: int,
+    how: Sampling,
+    seed: int,
+    emit: Callable[[str], None],
+) -> Generated:
+    """The loop: logits of the tokens so far, a choice among them, and its text."""
+    random = np.random.default_rng(seed)
+    begun = time.perf_counter()
+    logits = step(prompt)
+    prompt_seconds, begun = time.perf_counter() - begun, time.perf_counter()
+    new: list[int] = []
+    shown, ended = "", False
+    while True:
+        token = sample(logits, how, random)
+        if ended := token == END:
+            break
+        new.append(token)
+        text = vocabulary.decode(new)
+        if not text.endswith("\ufffd"):  # else a character is not whole yet
+            emit(text[len(shown) :])
+            shown = text
+        if len(new) == tokens:
+            break
+        logits = step([token])
+    seconds = time.perf_counter() - begun
+    text = vocabulary.decode(new)
+    emit(text[len(shown) :])
+    return Generated(text=text, tokens=tuple(new), ended=ended, prompt_seconds=prompt_seconds, seconds=seconds)
+
+
+def config_of(run: Path) -> TrainConfig:
+    """The options of a run. Raises: ValueError if the folder holds none, or no checkpoint yet."""
+    path = run / "config.toml"
+    if not path.exists():
+        raise ValueError(f"{run} holds no run; give the folder that quaver train wrote, such as runs/tiny-bf16-seed0")
+    config = TrainConfig(**read_run(path))
+    newest(run)
+    return config
+
+
+def in_force(run: Path, config: TrainConfig) -> Recipe:
+    """The recipe that a run's newest checkpoint was saved under."""
+    precision = Precision(config)
+    precision.take_up(checkpoint.read_state(newest(run)))
+    return precision.recipe
+
+
+def newest(run: Path) -> Path:
+    """The newest checkpoint of a run. Raises: ValueError if there is none."""
+    path = checkpoint.latest(run)
+    if path is None:
+        raise ValueError(f"the run {run} has no checkpoint yet; train it on with: quaver train --out {run} --resume")
+    return path
+
+
+def check_length(config: TrainConfig, prompt: int, tokens: int) -> tuple[str, ...]:
+    """Check that prompt and tokens fit the model; returns notes for the user. Raises: ValueError if they do not fit."""
+    positions = max(MODELS[config.model].positions, config.sequence)
+    if prompt == 0:
+        raise ValueError("the prompt is empty; give some text to go on from with --prompt")
+    if prompt >= positions:
+        raise ValueError(f"the prompt has {prompt} tokens, and {config.model} takes {positions} in all; shorten it")
+    if prompt + tokens > positions:
+        buffer = positions - prompt
+        raise ValueError(
+            f"after {prompt} of {positions} tokens {shown(tokens)} more do not fit; give --tokens {buffer} or fewer"
+        )
+    if prompt + tokens <= config.sequence:
+        return ()
+    return (f"the model was trained on {config.sequence} tokens at a time, and what lies beyond them is new to it",)

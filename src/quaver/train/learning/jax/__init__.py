@@ -1,1 +1,0 @@
-"""The trainer's model and its step in JAX; no other framework is imported."""

@@ -1,0 +1,399 @@
+"""How much memory a run needs at least, and how much there is: what cannot fit is said before it is tried.
+
+The estimate is a lower bound: what it refuses cannot run; what it lets pass may still run out, which is a sentence too.
+"""
+
+import math
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quaver.recipes.spec import Recipe
+from quaver.reference.optimizer_state import NOTHING, PRESETS, SMALL, Footprint, of_matrix, plain
+from quaver.train import config as optimizer_name
+from quaver.train import config as recipe_name
+from quaver.train.config import TrainConfig
+from quaver.train.model_config import MODELS, ModelConfig
+
+# ---- parameter table -------------------------------------------------------------------------------------
+# A model's parameters in no framework's terms: names, shapes, order and initial values.
+#
+# Both frameworks train the same decoder from the same weights, under the same names: a checkpoint of one is the
+# other's.
+
+#: Rows of the embedding are a multiple of it.
+WORDS = 32
+#: What a mixer has of each head: the bias of its steps, the logarithm of its decay, and what its input adds itself.
+OF_HEADS = ("dt_bias", "A_log", "D")
+#: Steps and decays of a mixer begin between these, steps evenly on a logarithmic scale (arXiv:2405.21060).
+STEPS, DECAYS = (1e-3, 1e-1), (1.0, 16.0)
+#: Matrices that write to the residual stream.
+LAST = (".o_proj.weight", ".down_proj.weight", ".out_proj.weight")
+
+
+def padded(vocab: int) -> int:
+    """Rows of the embedding for so many tokens."""
+    return math.ceil(vocab / WORDS) * WORDS
+
+
+def flat(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and columns: matrices of experts lie one below the other."""
+    *rows, columns = shape
+    return math.prod(rows), columns
+
+
+def matrices(config: ModelConfig, layer: int = 0) -> dict[str, dict[str, tuple[int, ...]]]:
+    """The matrices of a layer that recipes quantize, by its parts: [out, in] by name, in order of computation; of
+    experts [experts, out, in]."""
+    dim, parts = config.dim, dict[str, dict[str, tuple[int, ...]]]()
+    kind = config.kind(layer)
+    if kind.startswith("state"):
+        assert config.state is not None
+        inner, channels = config.state.inner, config.state.channels
+        parts["mixer"] = {"in_proj": (inner + channels + config.state.heads, dim), "out_proj": (dim, inner)}
+    else:
+        parts["attention"] = _latent(config) if config.latent is not None else _attention(config)
+    if kind == "experts":
+        assert config.experts is not None
+        number, hidden, shared = config.experts.number, config.experts.hidden, config.experts.shared
+        first = "gate_up_proj" if config.gated else "up_proj"
+        parts["mlp.experts"] = {
+            first: (number, (1 + config.gated) * hidden, dim),
+            "down_proj": (number, dim, hidden),
+        }
+        if shared:
+            parts["mlp.shared"] = _mlp(config, shared)
+    elif kind != "state":
+        parts["mlp"] = _mlp(config, config.hidden)
+    return parts
+
+
+def _attention(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    q_dim, kv_dim = config.heads * config.head_dim, config.groups * config.head_dim
+    kv = dict.fromkeys(("k_proj", "v_proj"), (kv_dim, config.dim))
+    return {"q_proj": (q_dim, config.dim), **kv, "o_proj": (config.dim, q_dim)}
+
+
+def _latent(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    sizes, heads, dim = config.latent, config.heads, config.dim
+    assert sizes is not None
+    return {
+        "q_down_proj": (sizes.q_rank, dim),
+        "q_up_proj": (heads * (sizes.plain_dim + sizes.rope_dim), sizes.q_rank),
+        "kv_down_proj": (sizes.kv_rank + sizes.rope_dim, dim),
+        "kv_up_proj": (heads * (sizes.plain_dim + sizes.value_dim), sizes.kv_rank),
+        "o_proj": (dim, heads * sizes.value_dim),
+    }
+
+
+def _mlp(config: ModelConfig, hidden: int) -> dict[str, tuple[int, ...]]:
+    wide = ("gate_proj", "up_proj") if config.gated else ("up_proj",)
+    return {**dict.fromkeys(wide, (hidden, config.dim)), "down_proj": (config.dim, hidden)}
+
+
+def projections(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The matrices between embedding and head, which recipes quantize: [out, in] by name, in order of computation; of
+    experts [experts, out, in]."""
+    return {
+        f"layers.{layer}.{part}.{name}": shape
+        for layer in range(config.layers)
+        for part, own in matrices(config, layer).items()
+        for name, shape in own.items()
+    }
+
+
+def parameters(config: ModelConfig, vocab: int) -> dict[str, tuple[int, ...]]:
+    """Every parameter's shape by name, in PyTorch's order."""
+    shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (padded(vocab), config.dim)}
+    for layer in range(config.layers):
+        shapes |= {f"layers.{layer}.{name}": shape for name, shape in _layer(config, layer).items()}
+    shapes |= _norm(config, "norm")
+    if not config.tied:
+        shapes["head.weight"] = (padded(vocab), config.dim)
+    return shapes
+
+
+def _layer(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    shapes = _norm(config, "norm") if config.parallel is True else {}
+    for part, own in matrices(config, layer).items():
+        if part == "mlp.experts":
+            assert config.experts is not None
+            shapes |= _norm(config, "mlp.norm") | {"mlp.router.weight": (config.experts.number, config.dim)}
+        elif part == "mixer":
+            shapes |= _mixer(config)
+        elif part != "mlp.shared" and config.parallel is not True:
+            shapes |= _norm(config, f"{part}.norm")
+        for name, shape in own.items():
+            shapes[f"{part}.{name}.weight"] = shape
+            if config.bias:
+                shapes[f"{part}.{name}.bias"] = shape[:1]
+            shapes |= _after(config, part, name)
+    if config.norm_position == "sandwich":
+        shapes |= _norm(config, "attention_post_norm") | _norm(config, "mlp_post_norm")
+    return shapes
+
+
+def _mixer(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """What a mixer has before its first matrix."""
+    assert config.state is not None
+    own = {f"mixer.{name}": (config.state.heads,) for name in OF_HEADS}
+    return own | _norm(config, "mixer.norm")
+
+
+def _after(config: ModelConfig, part: str, name: str) -> dict[str, tuple[int, ...]]:
+    """Norms, and a convolution, that stand behind a matrix."""
+    if name == "v_proj" and config.qk_norm:
+        return {f"{part}.{which}.weight": (config.head_dim,) for which in ("q_norm", "k_norm")}
+    if config.latent is not None and name in ("q_down_proj", "kv_down_proj"):
+        which = name.partition("_")[0]
+        return {f"{part}.{which}_norm.weight": (getattr(config.latent, f"{which}_rank"),)}
+    if config.state is not None and name == "in_proj":
+        channels = config.state.channels
+        conv = {f"{part}.conv1d.weight": (channels, 1, config.state.taps), f"{part}.conv1d.bias": (channels,)}
+        return conv | {f"{part}.gated_norm.weight": (config.state.inner,)}
+    return {}
+
+
+def _norm(config: ModelConfig, name: str) -> dict[str, tuple[int, ...]]:
+    names = ("weight", "bias") if config.normalization == "LayerNorm" else ("weight",)
+    return {f"{name}.{part}": (config.dim,) for part in names}
+
+
+def initial(config: ModelConfig, vocab: int, seed: int) -> Iterator[tuple[str, np.ndarray]]:
+    """Every parameter's first value in float32: of the sizes and the seed, and of nothing else.
+
+    Norms do nothing and biases are 0. Matrices are normal with variance 1 / dim; what writes to the residual stream is
+    sqrt(2 layers) smaller, and an embedding that is not the head as well has variance 1: the stream then begins as
+    large as the norms make it, and what a quantized layer adds to it, error included, is small beside it. A mixer's
+    steps and decays are drawn as Mamba-2 draws them.
+    """
+    random = np.random.default_rng(seed)
+    for name, shape in parameters(config, vocab).items():
+        last = name.rpartition(".")[2]
+        if last in ("dt_bias", "A_log"):
+            yield name, _of_heads(last, random.random(shape, np.float32))
+        elif len(shape) > 1:
+            deviates = np.float32(deviation(name, shape, config))
+            yield name, random.standard_normal(shape, np.float32) * deviates
+        else:
+            zero = config.zero_centered or name.endswith(".bias")
+            yield name, np.full(shape, 0.0 if zero else 1.0, np.float32)
+
+
+def _of_heads(name: str, drawn: np.ndarray) -> np.ndarray:
+    """First values of a mixer's heads, of numbers between 0 and 1."""
+    if name == "A_log":
+        low, high = DECAYS
+        return np.log(low + (high - low) * drawn).astype(np.float32)
+    low, high = map(math.log, STEPS)
+    steps = np.exp(low + (high - low) * drawn)
+    # softplus of it is the step.
+    return (steps + np.log(-np.expm1(-steps))).astype(np.float32)
+
+
+def deviation(name: str, shape: tuple[int, ...], config: ModelConfig) -> float:
+    """The standard deviation of a matrix's first values."""
+    if name == "embedding.weight" and not config.tied:
+        return 1.0
+    if name.endswith(("conv1d.weight", "q_up_proj.weight", "kv_up_proj.weight")):
+        # Of what each output reads.
+        return float(shape[-1] ** -0.5)
+    std = config.dim**-0.5
+    if name.endswith(LAST):
+        std /= math.sqrt(config.parts)
+    return float(std)
+
+
+# ---- memory ----------------------------------------------------------------------------------------------
+
+#: Where Linux writes the limit of a container, version 2 and version 1.
+CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+#: How frameworks say that memory ran out.
+WORDS_MEMORY = (
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "RESOURCE_EXHAUSTED",
+    "Cannot allocate memory",
+)
+
+
+def available() -> int:
+    """Bytes that this process may have in all: of the machine, of its container and by its own limit."""
+    limits = [1 << 62]
+    if hasattr(os, "sysconf"):
+        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    for path in CGROUPS:
+        with suppress(OSError, ValueError):
+            limits.append(int(Path(path).read_text(encoding="ascii")))
+    with suppress(ImportError):  # not on Windows
+        import resource
+
+        limits += [limit for limit in resource.getrlimit(resource.RLIMIT_AS)[:1] if limit != resource.RLIM_INFINITY]
+    return min(limits)
+
+
+def trained(
+    sizes: ModelConfig, vocab: int, optimizer: str, recipe: Recipe, dtype: str, codes: bool = True
+) -> Footprint:
+    """What a model's weights take in training, with their gradients and all that the optimizer keeps.
+
+    Args:
+        codes: as `Chosen.weights` takes it.
+    """
+    chosen = optimizer_name.find(optimizer)
+    layers, kept = projections(sizes), chosen.weights(recipe, dtype, codes)
+    whole = NOTHING
+    for name, shape in parameters(sizes, vocab).items():
+        number = math.prod(shape)
+        of_layer = name.removesuffix(".weight") in layers
+        moments = chosen.moments[0 if of_layer else 1]
+        of_codes = of_layer and kept == "codes"
+        # No Linear holds a router or a convolution.
+        apart = name == "embedding.weight" or name.endswith(("router.weight", "conv1d.weight"))
+        small = len(shape) < 2 or (number < SMALL and not of_codes) or name == "embedding.weight"
+        if chosen.preset is None or small:
+            # A small matrix of a layer or head is a bfloat16 weight all the same.
+            narrow = len(shape) > 1 and not apart and chosen.others(dtype) == "bfloat16"
+            own = of_matrix(PRESETS["float32"], flat(shape), "bfloat16", None, moments) if narrow else None
+            whole += own or plain(number, moments)
+        else:
+            how = kept if of_layer else "float32" if apart else chosen.others(dtype)
+            *stack, rows, columns = shape
+            for _ in range(math.prod(stack) if of_codes else 1):
+                one = (rows, columns) if of_codes else flat(shape)
+                whole += of_matrix(chosen.preset, one, how, recipe.fprop.b, moments)
+    return whole
+
+
+def check(config: TrainConfig, vocab: int, ranks: int = 1) -> None:
+    """Raise a ValueError if training on a CPU needs more memory than there is.
+
+    A micro-batch needs its ids, its logits and their gradient, and of every layer at least its input; each of several
+    ranks has a part of it, and of the weights.
+    """
+    sizes = MODELS[config.model]
+    first, *later = recipe_name.parts(config.recipe)
+    codes = optimizer_name.may_be_codes(1 + len(later), config.tp)
+    weights = trained(sizes, vocab, config.optimizer, first.recipe, config.dtype, codes).total
+    tokens = config.batch * config.sequence
+    at_once = min(tokens, config.loss_chunk or tokens)
+    batch = 8 * config.accumulate * tokens + 8 * at_once * padded(vocab) + 2 * tokens * sizes.dim * sizes.layers
+    if (weights + batch) // ranks > available():
+        raise ValueError(
+            f"this run needs at least {size(weights)} for the weights of {config.model} with their gradients and "
+            f"moments and {size(batch)} for {config.accumulate} x {config.batch} sequences of {config.sequence}, and "
+            f"there are {size(available())} of memory; take a smaller --model, --batch, --accumulate or --sequence"
+        )
+
+
+def size(bytes: int) -> str:
+    return f"{bytes / 1e9:.3g} GB" if bytes < 10**30 else "beyond all measure"
+
+
+@contextmanager
+def told(what: str) -> Iterator[None]:
+    """Turn running out of memory into a ValueError that says what to make smaller."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, MemoryError) or any(words in str(error) for words in WORDS_MEMORY):
+            raise ValueError(f"there is not enough memory; take a smaller {what}") from error
+        raise
+
+
+# ---- huggingface -----------------------------------------------------------------------------------------
+# What a trained decoder is called among Hugging Face's models, whose names and configuration servers know.
+#
+# Llama, Mistral and Qwen3 are decoders of the same parts. Other families keep the trainer's own names.
+
+#: The trainer's names that differ, as patterns, and Hugging Face's.
+NAMES = (
+    (r"^embedding\.", "model.embed_tokens."),
+    (r"^norm\.", "model.norm."),
+    (r"^head\.", "lm_head."),
+    (r"^(layers\.\d+)\.attention\.norm\.", r"model.\1.input_layernorm."),
+    (r"^(layers\.\d+)\.mlp\.norm\.", r"model.\1.post_attention_layernorm."),
+    (r"^(layers\.\d+)\.attention\.", r"model.\1.self_attn."),
+    (r"^(layers\.\d+)\.mlp\.", r"model.\1.mlp."),
+)
+#: What all three have alike; all else is sizes.
+PLAIN = {
+    "normalization": "RMSNorm",
+    "zero_centered": False,
+    "norm_position": "pre",
+    "parallel": False,
+    "activation": "swiglu",
+    "bias": False,
+    "soft_cap": None,
+    "scale": None,
+    "fraction": 1.0,
+    "scaled_embedding": False,
+    "logit_cap": None,
+}
+
+
+def family(config: ModelConfig) -> str:
+    """The model's type among Hugging Face's, or "" for one that has none of the three."""
+    if (
+        config.unusual
+        or any(getattr(config, name) != value for name, value in PLAIN.items())
+        or len(config.windows) > 1
+    ):
+        return ""
+    if config.qk_norm is None:
+        return "llama" if config.windows == (-1,) else "mistral"
+    return "qwen3" if config.qk_norm == "RMSNorm" and config.windows == (-1,) else ""
+
+
+def renamed(name: str, config: ModelConfig) -> str:
+    """A parameter's name there; the trainer's own where there is none."""
+    if not family(config):
+        return name
+    for pattern, replacement in NAMES:
+        name, count = re.subn(pattern, replacement, name)
+        if count:
+            break
+    return name
+
+
+def configuration(config: ModelConfig, vocab: int, positions: int) -> dict[str, Any]:
+    """What config.json says of a model.
+
+    Args:
+        vocab: tokens that there are.
+        positions: most tokens at once.
+    """
+    kind = family(config)
+    if not kind:
+        return {"model_type": "quaver", "vocab_size": padded(vocab)}
+    rope = {"rope_type": "default", "rope_theta": config.theta} | dict(config.scaling)
+    names = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+    shared = {
+        "architectures": [names[kind]],
+        "model_type": kind,
+        "vocab_size": padded(vocab),
+        "hidden_size": config.dim,
+        "intermediate_size": config.hidden,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.groups,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.eps,
+        "max_position_embeddings": positions,
+        "rope_theta": config.theta,
+        "rope_parameters": rope,
+        "tie_word_embeddings": config.tied,
+        "attention_bias": False,
+        # Token 0 stands between texts.
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    # A window counts the query's own token there.
+    return shared | ({"sliding_window": config.windows[0] + 1} if kind == "mistral" else {})

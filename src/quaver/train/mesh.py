@@ -1,0 +1,283 @@
+"""How many ranks of a run share what, in no framework's terms, and whether model, batch and recipe divide so.
+
+Ranks are numbered so that those of tensor parallelism, which say the most to one another, are neighbours.
+"""
+
+import math
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+from quaver.recipes.spec import Recipe
+from quaver.train.config import ORDERS, TrainConfig, stages_each
+from quaver.train.memory import WORDS
+from quaver.train.model_config import MODELS
+
+# ---- ranks -----------------------------------------------------------------------------------------------
+# The processes of one run, in no framework's terms: who this one is, and what they settle between them.
+#
+# torchrun, or a scheduler in its place, says it in the environment: RANK, WORLD_SIZE and LOCAL_RANK.
+
+
+class OtherRankFailed(Exception):
+    """The run ends, and another rank has said why."""
+
+
+class RankError(ValueError):
+    """What a rank that is not the first has met, and no other: its number stands before the sentence."""
+
+
+class ProcessGroup(Protocol):
+    """The ranks of a run as the loop sees them."""
+
+    @property
+    def number(self) -> int:
+        """How many there are."""
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the one that writes files and shows progress."""
+
+    def wait(self) -> None:
+        """Go on once every rank has come here."""
+
+    def largest(self, value: int) -> int:
+        """The largest of every rank's."""
+
+    def given(self, value: Any) -> Any:
+        """What the first rank gives; small, of Python's own types."""
+
+    def at(self, step: int, phase: str) -> None:
+        """Say where this rank is, for those that wait for it."""
+
+    def done(self) -> Mapping[str, float]:
+        """What ranks did since `at`, for a record: their seconds, which is the slowest, what they sent."""
+
+
+class SingleProcess:
+    """A run of a single process."""
+
+    number = 1
+    first = True
+
+    def wait(self) -> None:
+        pass
+
+    def largest(self, value: int) -> int:
+        return value
+
+    def given(self, value: Any) -> Any:
+        return value
+
+    def at(self, step: int, phase: str) -> None:
+        pass
+
+    def done(self) -> Mapping[str, float]:
+        return {}
+
+
+def same(ranks: ProcessGroup, what: str, value: Any) -> None:
+    """Raise a ValueError on the ranks whose value is not the first one's."""
+    first = ranks.given(value)
+    if value != first:
+        raise ValueError(f"this rank has {what} {value!r}, and the first one {first!r}; give every rank the same")
+    ranks.wait()  # so that no rank goes on before all have looked
+
+
+def rank() -> int:
+    """This process's number as the environment says it; 0 where it says nothing."""
+    return _of_environment("RANK", 0) if "WORLD_SIZE" in os.environ else 0
+
+
+def speaks() -> bool:
+    """Whether this process says what it has met before the ranks have: the first of each machine, which has its own."""
+    return rank() == 0 or _of_environment("LOCAL_RANK", 0) == 0
+
+
+def world() -> int:
+    """How many processes the environment speaks of: 1 where it says nothing."""
+    return _of_environment("WORLD_SIZE", 1) if "RANK" in os.environ else 1
+
+
+def _of_environment(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        raise ValueError(f"the variable {name} is {text!r}, which is no number; start the ranks by torchrun")
+    return int(text)
+
+
+# ---- mesh ------------------------------------------------------------------------------------------------
+
+
+class MeshSizes(NamedTuple):
+    """Ranks along each dimension, the outermost first."""
+
+    #: Have layers that follow one another: a pipeline's, of one stage or several.
+    pp: int
+    #: Share the sequences of a batch, and with them weights and moments.
+    fsdp: int
+    #: Share the tokens of each sequence.
+    cp: int
+    #: Share each layer's heads and features.
+    tp: int
+
+
+def sizes_of(config: TrainConfig, recipe: Recipe) -> MeshSizes:
+    """How the ranks that there are divide a run.
+
+    Raises: ValueError with what to give if the options want another number of ranks, or something does not divide.
+    """
+    ranks = world()
+    given = {name: number for name in ("pp", "cp", "tp") if (number := getattr(config, name)) > 1}
+    beside, said = math.prod(given.values()), "".join(f" and {name} is {number}" for name, number in given.items())
+    if ranks % beside:
+        raise ValueError(
+            f"{said.removeprefix(' and ')}, and the number of ranks is {ranks}; "
+            f"{started(beside * (config.fsdp or 1))}, or give numbers that divide the ranks"
+        )
+    fsdp = config.fsdp or ranks // beside
+    if fsdp * beside != ranks:
+        raise ValueError(
+            f"fsdp is {fsdp}{said}, and the number of ranks is {ranks}; give --fsdp {ranks // beside}, or "
+            f"{started(fsdp * beside)}"
+        )
+    if config.batch % fsdp:
+        raise ValueError(
+            f"batch is {config.batch}, which {fsdp} ranks cannot share; give --batch a multiple of {fsdp}, or start "
+            "fewer ranks"
+        )
+    sizes = MeshSizes(config.pp, fsdp, config.cp, config.tp)
+    check_kinds(config)
+    check_stages(config)
+    check_features(config, recipe, sizes)
+    check_tokens(config, recipe, sizes)
+    return sizes
+
+
+def started(ranks: int) -> str:
+    return f"start them by: torchrun --nproc-per-node {ranks} -m quaver.train train ..."
+
+
+def check_kinds(config: TrainConfig) -> None:
+    """Raise a ValueError if a model has layers that ranks cannot divide but by fully_shard."""
+    kinds = MODELS[config.model].unusual
+    for name in ("pp", "cp", "tp"):
+        if kinds and (ranks := getattr(config, name)) > 1:
+            raise ValueError(
+                f"{name} is {ranks}, and {config.model} has {kinds[0]}, which the trainer divides among ranks of "
+                f"--fsdp alone; leave out --{name}"
+            )
+
+
+def check_stages(config: TrainConfig) -> None:
+    """Raise a ValueError if layers do not divide into stages, or micro-batches do not go through them as was asked."""
+    model, ranks, order = MODELS[config.model], config.pp, ORDERS[config.pp_schedule]
+    if ranks == 1:
+        for name, usual in (("pp_schedule", "1F1B"), ("pp_stages", 0)):
+            if (value := getattr(config, name)) != usual:
+                option = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{name} is {value}, and pp is 1; give --pp, or {option} {usual}")
+        return
+    each = stages_each(config.pp_schedule, config.pp_stages)
+    if not order.least <= each <= order.most:
+        takes = f"{order.least} or more stages" if order.most > order.least else f"{order.least} on each rank"
+        raise ValueError(f"pp_stages is {each}, and {config.pp_schedule} takes {takes}; leave out --pp-stages")
+    stages, by = ranks * each, f" with {each} stages on each" if each > 1 else ""
+    if model.layers % stages:
+        raise ValueError(
+            f"pp is {ranks}{by}, which cannot share the {model.layers} layers of {config.model}; give another"
+            + (", or --pp-schedule 1F1B, which takes a stage a rank" if by and not model.layers % ranks else "")
+        )
+    if model.tied:
+        raise ValueError(
+            f"pp is {ranks}, and the head of {config.model} is its embedding, which the first and the last stage "
+            "would share; leave out --pp, or take a model with a head of its own"
+        )
+    least = stages if order.fills else ranks
+    if config.accumulate < least:
+        raise ValueError(
+            f"pp is {ranks}{by}, and a step has {config.accumulate} micro-batches, which would leave stages idle; give "
+            f"--accumulate {least} or more, and --batch so much less"
+        )
+    if order.rounds and config.accumulate % (config.accumulate // ranks):
+        raise ValueError(
+            f"accumulate is {config.accumulate}, and {config.pp_schedule} takes micro-batches by rounds of as many, of "
+            f"{ranks} or a little more; give --accumulate a multiple of {ranks}"
+        )
+    if order.splits and config.tp > 1:
+        raise ValueError(
+            f"pp_schedule is {config.pp_schedule}, which fills its waits with the gradients of weights, and tp is "
+            f"{config.tp}: layers that lie in parts compute all gradients at once, and would do so twice; take "
+            "--pp-schedule Interleaved1F1B or 1F1B, or leave out --tp"
+        )
+
+
+def check_features(config: TrainConfig, recipe: Recipe, sizes: MeshSizes) -> None:
+    """Raise a ValueError if ranks cannot share the heads and features of a layer."""
+    model, ranks = MODELS[config.model], sizes.tp
+    if ranks == 1:
+        return
+    if model.heads % ranks or model.groups % ranks:
+        most = math.gcd(model.heads, model.groups)
+        raise ValueError(
+            f"tp is {ranks}, which cannot share the {model.heads} heads of {config.model} and its {model.groups} of "
+            f"keys and values; " + (f"give --tp {most} or a divisor of it" if most > 1 else "leave out --tp")
+        )
+    multiple = multiple_of(recipe)
+    for features in (model.hidden, model.heads * model.head_dim, model.groups * model.head_dim):
+        if features % (ranks * multiple):
+            each = f"{features // ranks} of {features} features of {config.model} on each rank"
+            in_blocks = f", and {recipe.name} quantizes them in blocks of {multiple}" if multiple > 1 else ""
+            raise ValueError(
+                f"tp is {ranks}, with {each}{in_blocks}; give --tp a smaller number, or take a recipe with scales of "
+                "whole tensors or rows, such as tensorwise"
+            )
+
+
+def check_words(words: int, ranks: int) -> None:
+    """Raise a ValueError if ranks of tp cannot share the rows of the embedding."""
+    if words % ranks:
+        raise ValueError(
+            f"tp is {ranks}, which cannot share the {words} words of the vocabulary; take another --tp, or --tokens "
+            f"bpe with --vocab a multiple of {math.lcm(ranks, WORDS)}"
+        )
+
+
+def check_tokens(config: TrainConfig, recipe: Recipe, sizes: MeshSizes) -> None:
+    """Raise a ValueError if ranks cannot share the tokens of a sequence, or attention cannot go across them."""
+    model, ranks, how = MODELS[config.model], sizes.cp, config.cp_how
+    if ranks > 1 and config.sequence % (2 * ranks):
+        raise ValueError(
+            f"sequence is {config.sequence}, and each of {ranks} ranks of cp takes a piece of its first half and one "
+            f"of its second; give --sequence a multiple of {2 * ranks}, or another --cp"
+        )
+    if ranks > 1 and how == "all_to_all" and math.gcd(model.heads, model.groups) // sizes.tp % ranks:
+        raise ValueError(
+            f"cp_how is all_to_all, and {ranks * sizes.tp} ranks cannot share the {model.heads} heads of "
+            f"{config.model} and its {model.groups} of keys and values; take --cp-how gather or ring"
+        )
+    if ranks > 1 and how != "all_to_all" and recipe.attention is not None:
+        raise ValueError(
+            f"{recipe.name} quantizes attention, which --cp-how {how} cuts in pieces of other scales; take --cp-how "
+            "all_to_all, or a recipe that leaves attention in high precision"
+        )
+    if not config.sp:
+        return
+    if sizes.tp == 1:
+        raise ValueError("sp divides tokens among the ranks of tp, and tp is 1; give --tp, or leave out --sp")
+    multiple = sizes.cp * sizes.tp * multiple_of(recipe)
+    if config.sequence % multiple:
+        raise ValueError(
+            f"sequence is {config.sequence}, which {sizes.cp * sizes.tp} ranks cannot share under {recipe.name}; give "
+            f"--sequence a multiple of {multiple}, or leave out --sp"
+        )
+
+
+def multiple_of(recipe: Recipe) -> int:
+    """Of what features or tokens of a rank must be a multiple, so that no block of a scale lies on two ranks."""
+    multiple = 1
+    for spec in recipe.operands().values():
+        if spec is not None:
+            groups = 16 if spec.hadamard else 4 if spec.rounding == "stochastic" else 1
+            multiple = math.lcm(multiple, groups, *(block or 1 for block in spec.block))
+    return multiple

@@ -1,0 +1,247 @@
+"""The pictures: a run's loss; several runs' or a comparison's losses, with the differences on an axis of their own."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from quaver.train import config as recipe_name
+from quaver.train import files
+from quaver.train.compare import BASELINE, Comparison, RecipeRow
+from quaver.train.metrics import Record, losses, switches, validation_losses
+from quaver.train.report import GREY, colour
+
+BLACK = "#000000"
+
+
+def plot_loss(records: Sequence[Record], path: Path, title: str, recipe: str) -> Path:
+    """loss.png: the training loss of each step and its moving mean in the recipe's colour; validation losses."""
+    shade = colour(recipe)
+    figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    steps, values = series(losses(list(records)))
+    axes.plot(steps, values, color=shade, alpha=0.3, linewidth=0.8, label="training, each step")
+    axes.plot(steps, smooth(values), color=shade, linewidth=1.8, label="training, moving mean")
+    held_out = series(validation_losses(list(records)))
+    axes.plot(*held_out, "o-", color=BLACK, markersize=4, linewidth=1.2, label="validation")
+    axes.annotate(
+        f"{held_out[1][-1]:.3f}",
+        (held_out[0][-1], held_out[1][-1]),
+        (6, 0),
+        textcoords="offset points",
+        color=BLACK,
+        va="center",
+        annotation_clip=False,
+    )
+    names = [part.text for part in recipe_name.parts(recipe)]
+    for step, part in switches(records).items():
+        mark(axes, step, BLACK, names[part - 1] if part <= len(names) else "")
+    finish(axes, "step", "loss (nats a token)", title)
+    axes.legend(frameon=False)
+    return write(figure, path)
+
+
+def mark(axes: Axes, step: int, shade: Any, name: str = "") -> None:
+    """A dotted line where a run's recipe changes, before its first step under the next one, with that one's name."""
+    axes.axvline(step - 0.5, color=shade, linewidth=1.0, linestyle=":")
+    axes.annotate(
+        name,
+        (step - 0.5, 1.0),
+        (3, -4),
+        xycoords=axes.get_xaxis_transform(),
+        textcoords="offset points",
+        color=shade,
+        fontsize=9,
+        va="top",
+    )
+
+
+def plot_runs(runs: Mapping[str, Sequence[Record]], path: Path) -> Path:
+    """Above, the training losses of runs by their names, the first a broad line that the others lie on; below, the
+    others' differences from it, step by step.
+
+    Raises: ValueError if a run has no step that the first one has.
+    """
+    figure = Figure(figsize=(8, 6.4), dpi=150, layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    curves = {name: losses(list(records)) for name, records in runs.items()}
+    first, *others = curves
+    steps, values = series(curves[first])
+    upper.plot(steps, values, color=BLACK, linewidth=5.0, alpha=0.25, label=first)
+    lower.axhline(0, color=GREY, linewidth=1.2)
+    for name in others:
+        (line,) = upper.plot(*series(curves[name]), linewidth=1.2, label=name)
+        for step in switches(runs[name]):
+            mark(upper, step, line.get_color())
+        difference = minus(curves[name], curves[first])
+        if not difference:
+            raise ValueError(f"{name} has no step that {first} has, so there is no difference to show")
+        lower.plot(*series(difference), color=line.get_color(), linewidth=1.0)
+    upper.legend(frameon=False)
+    finish(upper, "", "loss (nats a token)", "Training loss, each step")
+    finish(lower, "step", "nats a token", f"Difference from {first}")
+    return write(figure, path)
+
+
+def plot_comparison(comparison: Comparison, path: Path) -> Path:
+    """compare.png: above, each recipe's training loss; below, its paired difference from bf16."""
+    return write(comparison_figure(comparison), path)
+
+
+def comparison_figure(comparison: Comparison) -> Figure:
+    figure = Figure(figsize=(10, 8.5), dpi=150, layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[1, 1.5])
+    drawn = [recipe for recipe in comparison.recipes if draw_losses(upper, comparison, recipe)]
+    shown = [band for recipe in drawn for band in draw_difference(lower, comparison, recipe)]
+    if upper.lines:
+        upper.legend(frameon=False, ncols=2)
+    config, seeds = comparison.runs[0].config, len({run.config.seed for run in comparison.runs})
+    mean = "" if seeds == 1 else f", mean of {seeds} seeds"
+    finish(upper, "", "loss (nats a token)", f"Training loss: {config.model}, {config.steps} steps{mean}")
+    lower.axhline(0, color=GREY, linewidth=1.2)
+    if shown:
+        lower.set_ylim(*frame(np.concatenate([*shown, [0.0]])))
+        label_finals(lower, [row for row in comparison.rows() if row.recipe != BASELINE and row.difference is not None])
+    around = "" if seeds == 1 else ", shaded: standard error"
+    finish(lower, "step", "nats a token", f"Difference from {BASELINE}, same seed and batch", pad=22)
+    key = f"thin: each step, thick: moving mean{around}; dots: the final validation"
+    lower.text(0, 1.02, key, transform=lower.transAxes, fontsize=9, color=GREY)
+    return figure
+
+
+def draw_losses(axes: Axes, comparison: Comparison, recipe: str) -> bool:
+    """A recipe's training loss, mean over seeds; bf16 is the broad line that the others lie on."""
+    runs = list(comparison.finished(recipe).values())
+    if not runs:
+        return False
+    steps, values = stack([run.losses for run in runs])
+    width, alpha = (5.0, 0.35) if recipe == BASELINE else (1.3, 1.0)
+    axes.plot(steps, smooth(values.mean(axis=0)), color=colour(recipe), linewidth=width, alpha=alpha, label=recipe)
+    for step in {step for run in runs for step in switches(run.records)}:
+        mark(axes, step, colour(recipe))
+    return True
+
+
+def draw_difference(axes: Axes, comparison: Comparison, recipe: str) -> list[np.ndarray]:
+    """A recipe's paired difference, mean over seeds, raw and smoothed; returns what the frame must hold."""
+    shade, pairs = colour(recipe), comparison.pairs(recipe)
+    if recipe == BASELINE or not pairs:
+        return []
+    steps, values = stack([minus(run.losses, baseline.losses) for run, baseline in pairs])
+    axes.plot(steps, values.mean(axis=0), color=shade, alpha=0.2, linewidth=0.6)
+    smoothed = np.array([smooth(row, 10) for row in values])
+    mean = smoothed.mean(axis=0)
+    error = np.zeros_like(mean)
+    if len(pairs) > 1:
+        error = smoothed.std(axis=0, ddof=1) / len(pairs) ** 0.5
+        axes.fill_between(steps, mean - error, mean + error, color=shade, alpha=0.13, linewidth=0)
+    axes.plot(steps, mean, color=shade, linewidth=1.8)
+    first = len(mean) // 20  # the first steps differ the most and say the least
+    return [(mean - error)[first:], (mean + error)[first:], np.array(ends(comparison.row(recipe)))]
+
+
+def final_label(row: RecipeRow) -> str:
+    """A recipe with its final validation difference and its 95 % interval."""
+    interval = "" if row.interval is None else f" ± {row.interval:.4f}"
+    return f"{row.recipe}\n{row.difference:+.4f}{interval}"
+
+
+def frame(values: np.ndarray) -> tuple[float, float]:
+    """Limits with a margin around values; single steps may stick out."""
+    margin = 0.15 * float(values.max() - values.min()) + 1e-6
+    return float(values.min()) - margin, float(values.max()) + margin
+
+
+def minus(left: Mapping[int, float], right: Mapping[int, float]) -> dict[int, float]:
+    return {step: left[step] - right[step] for step in left if step in right}
+
+
+def label_finals(axes: Axes, rows: Sequence[RecipeRow]) -> None:
+    """Right of the axes, each recipe's final validation difference: a dot with its standard error, and its label.
+
+    A dot stands at its value and its label beside it; labels that would cover each other are moved apart.
+    """
+    finals = {row.recipe: row.difference or 0.0 for row in rows}
+    rows = sorted(rows, key=lambda row: finals[row.recipe])
+    low, high = axes.get_ylim()
+    beside = axes.get_yaxis_transform()  # x as a share of the axes' width, y in nats
+    heights = spread([(finals[row.recipe] - low) / (high - low) for row in rows], 0.1)
+    for index, (row, height) in enumerate(zip(rows, heights, strict=True)):
+        shade, dot = colour(row.recipe), (1.02 + 0.012 * (index % 3), finals[row.recipe])
+        axes.plot([dot[0]] * 2, ends(row), color=shade, linewidth=1.2, transform=beside, clip_on=False)
+        axes.plot(*dot, "o", color=shade, markersize=5, transform=beside, clip_on=False)
+        axes.annotate(
+            final_label(row),
+            dot,
+            (1.075, height),
+            xycoords=beside,
+            textcoords="axes fraction",
+            color=shade,
+            va="center",
+            fontsize=9.5,
+            annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": shade, "linewidth": 0.6, "relpos": (0, 0.5)},
+        )
+
+
+def ends(row: RecipeRow) -> tuple[float, float]:
+    """The final difference less and plus its standard error."""
+    middle, error = row.difference or 0.0, row.error or 0.0
+    return middle - error, middle + error
+
+
+def spread(heights: Sequence[float], apart: float, low: float = 0.04, high: float = 0.96) -> list[float]:
+    """Ascending heights, moved as little as makes them `apart` within [low, high], or as far apart as fits."""
+    apart = min(apart, (high - low) / max(1, len(heights) - 1))
+    moved = np.array(heights, dtype=float)
+    for _ in range(200):
+        close = np.diff(moved) < apart - 1e-9 * apart
+        if not close.any():
+            break
+        gap = np.where(close, apart - np.diff(moved), 0) / 2
+        moved[:-1] -= gap
+        moved[1:] += gap
+    step = apart * np.arange(len(moved))
+    moved = np.maximum.accumulate(np.maximum(moved, low) - step) + step
+    return (np.minimum.accumulate((np.minimum(moved, high) + step[::-1])[::-1])[::-1] - step[::-1]).tolist()
+
+
+def series(values: Mapping[int, float]) -> tuple[np.ndarray, np.ndarray]:
+    steps = sorted(values)
+    return np.array(steps), np.array([values[step] for step in steps])
+
+
+def stack(curves: Sequence[Mapping[int, float]]) -> tuple[np.ndarray, np.ndarray]:
+    """The steps that all curves have, and each curve's values there, [curves, steps]."""
+    steps = sorted(set.intersection(*(set(curve) for curve in curves)))
+    return np.array(steps), np.array([[curve[step] for step in steps] for curve in curves])
+
+
+def smooth(values: np.ndarray, parts: int = 20) -> np.ndarray:
+    """Centred moving mean over one of `parts` parts of the curve; one-sided only at its end."""
+    half = len(values) // parts // 2
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    index = np.arange(len(values))
+    back = np.minimum(half, index)
+    ahead = np.minimum(back, len(values) - 1 - index)
+    return (total[index + ahead + 1] - total[index - back]) / (ahead + back + 1)
+
+
+def finish(axes: Axes, x: str, y: str, title: str, pad: float = 6) -> None:
+    axes.set(xlabel=x, ylabel=y)
+    axes.set_title(title, loc="left", fontsize=12, pad=pad)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(color="#DDDDDD", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def write(figure: Figure, path: Path) -> Path:
+    with files.replacing(path) as partial, partial.open("xb") as file:
+        FigureCanvasAgg(figure).print_png(file)
+    return path

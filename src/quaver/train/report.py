@@ -1,0 +1,222 @@
+"""A comparison as a table: on the terminal and in report.md."""
+
+import platform
+from collections.abc import Callable, Sequence
+from colorsys import hsv_to_rgb
+from importlib.metadata import version
+from pathlib import Path
+from zlib import crc32
+
+from rich import box
+from rich.table import Table
+
+from quaver import recipes
+from quaver.train import config as recipe_name
+from quaver.train import files, frameworks
+from quaver.train.compare import BASELINE, Comparison, RecipeRow
+from quaver.train.metrics import Record
+
+# ---- report ----------------------------------------------------------------------------------------------
+
+TITLE = "Final validation loss, nats a token"
+COLUMNS = ("recipe", "loss", f"minus {BASELINE}, 95 % interval", "relative", "tokens/s")
+
+
+def cells(row: RecipeRow, baseline: float | None) -> tuple[str, ...]:
+    """One row, as text in the order of COLUMNS."""
+    speed, loss = f"{row.speed:,.0f}", f"{row.loss:.4f}"
+    if row.recipe == BASELINE:
+        return (row.recipe, loss, "", "", speed)
+    if row.difference is None or baseline is None:
+        return (row.recipe, loss, f"no {BASELINE}", "", speed)
+    interval = "one seed" if row.interval is None else f"± {row.interval:.4f}"
+    return (
+        row.recipe,
+        loss,
+        f"{row.difference:+.4f} {interval}",
+        f"{100 * row.difference / baseline:+.2f} %",
+        speed,
+    )
+
+
+def table(comparison: Comparison) -> list[tuple[str, ...]]:
+    rows = comparison.rows()
+    baseline = next((row.loss for row in rows if row.recipe == BASELINE), None)
+    return [cells(row, baseline) for row in rows]
+
+
+def rich_table(comparison: Comparison) -> Table:
+    shown = Table(title=TITLE, title_justify="left", box=box.SIMPLE)
+    shown.add_column(COLUMNS[0], overflow="fold")
+    for name in COLUMNS[1:]:
+        shown.add_column(name, justify="right", no_wrap=True)
+    for row in table(comparison):
+        shown.add_row(*row)
+    return shown
+
+
+def notes(comparison: Comparison) -> list[str]:
+    """Notes that explain the table."""
+    config = comparison.runs[0].config
+    seeds = len({run.config.seed for run in comparison.runs})
+    tokens = config.batch * config.accumulate * config.sequence
+    which = f"seed {config.seed}" if seeds == 1 else f"seeds {config.seed} to {config.seed + seeds - 1}"
+    text = f" (the text's fingerprint: {comparison.text})" if comparison.text else ""
+    said = [
+        f"Model {config.model}, {config.steps} steps of {tokens} tokens, {which}; "
+        f"the same initial weights and batches under every recipe{text}."
+    ]
+    if seeds == 1:
+        said.append("With one seed no interval can be given; --seeds 3 shows what is chance.")
+    else:
+        said.append(
+            "A difference is paired by seed: its mean over seeds, and the 95 % confidence interval of that mean "
+            f"(Student's t over {seeds} seeds" + ("; two seeds say little)." if seeds == 2 else ").")
+        )
+    if frameworks.on_cpu(config):
+        said.append("Tokens/s of recipes are of exact emulation on a CPU, and say nothing of a GPU's speed.")
+    if comparison.jobs > 1:
+        said.append(f"Speeds are of {comparison.jobs} runs side by side; --jobs 1 times each alone.")
+    return said
+
+
+def failures(comparison: Comparison) -> list[str]:
+    return [f"{run.label} failed: {run.failure} (its log: {run.config.out}/log.txt)" for run in comparison.failures]
+
+
+def write_report(comparison: Comparison, pictures: Sequence[Path]) -> Path:
+    """report.md in the comparison's folder: table, notes, failures, pictures and the machine."""
+    lines = ["# Recipes compared", "", f"{TITLE}:", "", *markdown_table(table(comparison)), ""]
+    lines += [f"{note}\n" for note in notes(comparison)]
+    lines += [f"**{failure}**\n" for failure in failures(comparison)]
+    lines += [f"![{path.stem}]({path.name})\n" for path in pictures]
+    framework = comparison.runs[0].config.framework
+    lines += [f"{framework} {version(framework)}, Python {platform.python_version()}, {platform.machine()}."]
+    path = comparison.folder / "report.md"
+    files.write(path, "\n".join(lines) + "\n")
+    return path
+
+
+def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    shown = [COLUMNS, ("---", *["---:"] * (len(COLUMNS) - 1)), *rows]
+    return ["| " + " | ".join(row) + " |" for row in shown]
+
+
+# ---- colours ---------------------------------------------------------------------------------------------
+# The colour of a recipe: its own in every picture, whatever other recipes are beside it and in whatever order.
+#
+# Sources: Okabe and Ito's colours, which the colour-blind tell apart (their yellow is too pale for a line).
+
+GREY = "#444444"
+
+COLOURS = {
+    "bf16": GREY,
+    "delayed": "#0072B2",
+    "tensorwise": "#E69F00",
+    "rowwise": "#CC79A7",
+    "rowwise_bf16_wgrad": "#7A5195",
+    "blockwise": "#56B4E9",
+    "mxfp8": "#009E73",
+    "mxfp6": "#8C6D1F",
+    "mxfp4": "#7F0000",
+    "nvfp4": "#D55E00",
+}
+
+
+def colour(text: str) -> str:
+    """A recipe's colour: its row of the table, or with options, or of a name without a row, one drawn from its specs.
+
+    Args:
+        text: as `TrainConfig.recipe` takes it; two texts of one recipe, or schedule, have one colour.
+    Raises:
+        ValueError: no recipe has this name.
+    """
+    parts = [(part.recipe, part.end) for part in recipe_name.parts(text)]
+    recipe = parts[0][0]
+    if len(parts) > 1:
+        drawn = crc32(repr(parts).encode())
+    elif recipe.name in COLOURS and recipe == recipes.get(recipe.name):
+        return COLOURS[recipe.name]
+    else:
+        drawn = crc32(repr(recipe).encode())
+    red_green_blue = hsv_to_rgb((drawn & 0xFFFF) / 0x10000, 0.85, 0.45 + 0.35 * (drawn >> 16) / 0x10000)
+    return "#" + "".join(f"{round(255 * part):02X}" for part in red_green_blue)
+
+
+# ---- progress --------------------------------------------------------------------------------------------
+# Progress where there is no terminal: a line every so many steps, for a log that is read while the run goes on.
+
+#: Lines of a run, about.
+PARTS = 20
+
+
+def numbers(record: Record, parts: Sequence[str] = ()) -> str:
+    """What a step says: its loss and speed, and of a run whose recipe changes the one in force.
+
+    Args:
+        parts: the recipes of such a run.
+    """
+    said = f"loss {record['loss']:.3f}  {record['tokens_per_second']:>8,.0f} tokens/s"
+    if 0 < record.get("part", 0) <= len(parts):
+        said += f"  {parts[record['part'] - 1]}"
+    return said + among_ranks(record) if "communication" in record else said
+
+
+def among_ranks(record: Record) -> str:
+    """What a step of several ranks says beside its loss: what a rank sends, how long it waits, which one is slowest."""
+    sent = sum(size for name, size in record.items() if name.startswith("bytes_"))
+    share, slowest = record["communication"], record["slowest_rank"]
+    return f"  {share:.0%} communication, {sent / 1e6:,.1f} MB a rank, rank {slowest} slowest"
+
+
+def time_left(seconds: float, done: int, total: int) -> str:
+    """How long the rest takes, as text; "" before anything is done.
+
+    Args:
+        seconds: that the steps done so far took.
+    """
+    if not done or done >= total:
+        return ""
+    left = seconds * (total - done) / done
+    return f"about {left / 60:.0f} min left" if left >= 90 else f"about {max(left, 1):.0f} s left"
+
+
+class ProgressLines:
+    """Says a run's first step that it sees, its last, one in so many between them, and the first under another recipe.
+
+    Args:
+        label: of the run, before each line; "" for none.
+        steps: of the run in all.
+        say: takes a line.
+        parts: the recipes of a run that changes its own.
+        left: gives the time that all runs still take, as text.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        steps: int,
+        say: Callable[[str], None],
+        parts: Sequence[str] = (),
+        left: Callable[[], str] = lambda: "",
+    ) -> None:
+        self.label = label
+        self.steps = steps
+        self.say = say
+        self.parts = parts
+        self.left = left
+        self.part: int | None = None
+        self.every = max(1, steps // PARTS)
+        self.shown = 0
+        self.due = 1
+
+    def __call__(self, record: Record) -> None:
+        """A record of a training step; one that was seen before says nothing."""
+        step, part = record["step"], record.get("part")
+        changed = self.part is not None and part != self.part
+        if step <= self.shown or (step < self.due and step != self.steps and not changed):
+            return
+        self.shown, self.due, self.part = step, (step // self.every + 1) * self.every, part
+        label, left = f"{self.label}: " if self.label else "", self.left()
+        shown = f"{label}step {step} of {self.steps}  {numbers(record, self.parts)}"
+        self.say(f"{shown}  {left}" if left else shown)

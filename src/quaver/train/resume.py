@@ -1,0 +1,170 @@
+"""Going on from a checkpoint: what it must hold, and what is said where this run's options differ from its own."""
+
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from quaver.train import checkpoint
+from quaver.train.checkpoint import CheckpointError, SavedCheckpoint
+from quaver.train.config import TORCH, TrainConfig, lr_at
+from quaver.train.learner import DistributedLearner, Learner, LowBitOptimizerLearner, Tensors
+from quaver.train.memory import parameters
+from quaver.train.mesh import ProcessGroup
+from quaver.train.model_config import MODELS
+
+#: Options that change the numbers of a run; model, seed and text are not among them: where those differ, it is refused.
+COUNT = (
+    *("recipe", "dtype", "batch", "sequence", "accumulate"),
+    *("lr", "final_lr", "warmup", "weight_decay", "beta1", "beta2", "clip"),
+)
+#: In which form a checkpoint's optimizer states are, see `quaver.torch.optim.state_conversion`: where it does not say,
+#: in the first.
+STATES, FORM = "states", 2
+#: What AdamW keeps of a parameter.
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def take_up(
+    path: Path, trained: Learner, ranks: ProcessGroup, facts: dict[str, Any], config: TrainConfig, vocab: int
+) -> int:
+    """Go on from a checkpoint, whichever framework and however many ranks wrote it; returns its step.
+
+    Warns: once, if options differ that change the numbers.
+    Raises: CheckpointError if it is broken, another run's, or not whole; ValueError if it lies beyond the run's steps,
+        or is its last and such options differ.
+    """
+    alone = ranks.number == 1
+    saved = checkpoint.load(path, facts) if alone else checkpoint.checkpoint_outline(path, facts)
+    if ranks.first and not alone:
+        checkpoint.check_digests(path, saved.state)
+    before = saved.state.get("config")
+    before = before if isinstance(before, dict) else {}
+    kept_by = before.get("optimizer", TORCH)
+    if kept_by != config.optimizer:
+        raise CheckpointError(
+            f"the checkpoint {path} was made with --optimizer {kept_by}, and this run has {config.optimizer}, which "
+            f"keeps something else; resume with --optimizer {kept_by}, or give another --out"
+        )
+    changed = differences(before, config) | other_steps(before, config, saved.step)
+    own = MODELS[config.model].lr
+    said = ", ".join(f"{name} {worded(name, getattr(config, name), own)} (was {was})" for name, was in changed.items())
+    check_steps(path, saved.step, config, said)
+    # Others look at what they are given themselves: codes and residuals are theirs alone.
+    wrong = misfits(saved, trained, config, vocab, "recipe" in changed) if config.optimizer == TORCH else []
+    if config.optimizer != TORCH:
+        check_form(path, saved, trained)
+    try:
+        if wrong:
+            raise ValueError(wrong[0] + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""))
+        if alone:
+            trained.load(saved.model, saved.optimizer)
+        else:
+            ranks.wait()  # until the first one has looked at the digests
+            cast(DistributedLearner, trained).read(path)
+        if config.optimizer != TORCH and saved.state.get(STATES, 1) < FORM:
+            cast(LowBitOptimizerLearner, trained).renew()
+    except ValueError as error:
+        raise CheckpointError(f"the checkpoint {path} does not fit this model: {error}") from error
+    if changed and ranks.first:
+        warnings.warn(
+            f"the run goes on from step {saved.step} with other options: {said}; a run with either alone has other "
+            "losses",
+            stacklevel=2,
+        )
+    return saved.step
+
+
+def keeps_codes(path: Path, facts: dict[str, Any]) -> bool:
+    """Whether a checkpoint has matrices as codes: where it has floats, the run that goes on keeps them so."""
+    return has_scales(checkpoint.checkpoint_outline(path, facts).model)
+
+
+def has_scales(names: Iterable[str]) -> bool:
+    """Whether some of the names are of scales of weights that are codes."""
+    return any(name.endswith(".weight_scale") for name in names)
+
+
+def check_form(path: Path, saved: SavedCheckpoint, trained: Learner) -> None:
+    """Raise a CheckpointError if matrices were kept as codes and have to be floats here."""
+    if has_scales(saved.model) and not has_scales(trained.names()):
+        raise CheckpointError(
+            f"the checkpoint {path} has matrices as codes, and a run with --tp, of recipes that change or of weights "
+            "in four bits keeps them in bfloat16, as this one would: go on as the run began, or give another --out; "
+            "with --optimizer exact all keep the same"
+        )
+
+
+def misfits(saved: SavedCheckpoint, trained: Learner, config: TrainConfig, vocab: int, other_recipe: bool) -> list[str]:
+    """What is wrong with a checkpoint of float32 weights and moments, in words."""
+    shapes = parameters(MODELS[config.model], vocab)
+    state = trained.names() - set(shapes)
+    wrong = lacks(saved, shapes, set() if other_recipe else state)
+    if wrong or other_recipe:
+        return wrong
+    return [f"{name} is not part of the model" for name in saved.model if name not in {*shapes, *state}]
+
+
+def check_steps(path: Path, step: int, config: TrainConfig, changed: str) -> None:
+    """Raise a ValueError if a run of these steps cannot go on from `step`, or has no step left for what changed."""
+    if step > config.steps:
+        raise ValueError(f"{path} is beyond the {config.steps} steps of this run; give more --steps")
+    if step == config.steps and changed:
+        raise ValueError(
+            f"{path} is the last of this run's {config.steps} steps, so none is left to train with other options: "
+            f"{changed}; give more --steps, or another --out for a run with them from the beginning"
+        )
+
+
+def differences(before: Mapping[str, Any], config: TrainConfig) -> dict[str, str]:
+    """The earlier value, in words, of every option that counts and differs now."""
+    own = MODELS[config.model].lr
+
+    def meant(name: str, value: Any) -> Any:
+        return own if name == "lr" and value == 0 else value
+
+    return {
+        name: worded(name, before[name], own)
+        for name in COUNT
+        if name in before and meant(name, before[name]) != meant(name, getattr(config, name))
+    }
+
+
+def other_steps(before: Mapping[str, Any], config: TrainConfig, step: int) -> dict[str, str]:
+    """The earlier number of steps, if `step` would have had another learning rate or another recipe with today's."""
+    steps = before.get("steps", config.steps)
+    if steps == config.steps or step == config.steps:  # none is left to train
+        return {}
+    other_rate = lr_at(step, replace(config, steps=steps)) != lr_at(step, config)
+    return {"steps": repr(steps)} if other_rate or "%" in config.recipe else {}
+
+
+def worded(name: str, value: Any, own: float) -> str:
+    """An option's value; a 0 that stands for something else as that."""
+    stands_for = {"lr": f"{own!r}, the model's own", "clip": "none"}
+    return stands_for[name] if value == 0 and name in stands_for else repr(value)
+
+
+def lacks(saved: SavedCheckpoint, shapes: Mapping[str, tuple[int, ...]], state: set[str]) -> list[str]:
+    """What is missing in a checkpoint, of another shape or type, or too much among the moments; in words."""
+    moments = {f"{name}/{key}": shape for name, shape in shapes.items() for key in MOMENTS}
+    updates: dict[str, tuple[int, ...]] = {f"{name}/step": () for name in shapes}
+    wrong = [f"{name} is missing" for name in sorted(state) if name not in saved.model]
+    wrong += differing("the model", saved.model, shapes)
+    wrong += differing("the optimizer", saved.optimizer, moments | updates)
+    wrong += [f"{name} is not part of the optimizer" for name in saved.optimizer if name not in moments | updates]
+    return wrong
+
+
+def differing(whose: str, given: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Tensors of `shapes` that are missing, or not float32 of that shape."""
+    wrong = []
+    for name, shape in shapes.items():
+        if name not in given:
+            wrong.append(f"{name} is missing in {whose}")
+        elif given[name].shape != shape or given[name].dtype != np.float32:
+            wrong.append(f"{name} is {given[name].dtype} {given[name].shape}, where {whose} has float32 {shape}")
+    return wrong

@@ -1,1 +1,0 @@
-"""What runs: training, resuming, comparing, generating; it shows nothing by itself."""

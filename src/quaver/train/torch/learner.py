@@ -1,0 +1,366 @@
+"""A trained decoder that is given a few tokens at a time and remembers those before."""
+
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import quaver.torch as qt
+from quaver.recipes.spec import Recipe
+from quaver.torch.conversion.quantized_weights import drop_initial_value, frozen
+from quaver.torch.cuda_graph import CapturedStep
+from quaver.torch.linear import store_weight
+from quaver.torch.linear.stored_weight import CODES, SCALES
+from quaver.torch.optim import Optimizer
+from quaver.train import config as optimizer_name
+from quaver.train import config as recipe_name
+from quaver.train.checkpoint import BFLOAT16, CheckpointError, SavedCheckpoint
+from quaver.train.config import TrainConfig
+from quaver.train.learner import Tensors
+from quaver.train.model_config import MODELS, with_capacity
+from quaver.train.torch import sharding
+from quaver.train.torch.decoder import (
+    DecoderCaches,
+    build,
+    change_layers,
+    differing,
+    in_bf16,
+    loss_and_routings,
+    prepare,
+    quantize_layers,
+)
+from quaver.train.torch.optimizer import TrainStep, load_state, optimizer_of, renew, state_of
+from quaver.train.torch.process_group import TorchProcessGroup, device_of
+from quaver.train.torch.sharding import change_recipe, parallelize
+
+# ---- nonfinite -------------------------------------------------------------------------------------------
+# Where a NaN or an infinity first appeared, for the sentence that stops a run.
+
+
+class Place(NamedTuple):
+    """Where a value is not finite."""
+
+    #: Of several in one stage, the smallest is the first.
+    number: int
+    #: Of the module or parameter; "" of none.
+    name: str
+    #: In words.
+    says: str
+
+
+def finite(value: Any) -> bool:
+    """Whether a tensor is, or all that a module gives."""
+    if isinstance(value, tuple):
+        return all(map(finite, value))
+    if isinstance(value, DTensor):  # the same answer on all ranks, which all ask
+        value = value.full_tensor()
+    if isinstance(value, torch.Tensor) and value.dtype in CODES:
+        value = value.float()
+    return not isinstance(value, torch.Tensor) or bool(torch.isfinite(value).all())
+
+
+def first_module(model: nn.Module, batch: torch.Tensor, loss: Callable[[torch.Tensor], torch.Tensor]) -> Place:
+    """The first place, in order of computation, that is not finite on batch int64 [accumulate, B, S + 1].
+
+    The forward pass is run again, without gradients, so that no amax is recorded twice. Its number is that of the
+    module's call, or 0 of a parameter's. All ranks run it, since stages of a pipeline have other parameters and wait
+    for one another.
+
+    Args:
+        loss: of a batch [B, S + 1], by the model.
+    """
+    places: list[Place] = []
+    for name, parameter in model.named_parameters():
+        if not finite(parameter):
+            places.append(Place(0, name, f"the parameter {name} is already not finite"))
+            break
+    calls = count(1)
+
+    def look(name: str) -> Any:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            call = next(calls)
+            if not finite(output) and not places:  # in this order, as DTensors are gathered
+                places.append(Place(call, name, f"the first output that is not finite is that of {name}"))
+
+        return hook
+
+    hooks = [module.register_forward_hook(look(name)) for name, module in model.named_modules() if name]
+    try:
+        with torch.no_grad():
+            for micro_batch in batch:
+                loss(micro_batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return places[0] if places else Place(0, "", "every module's output is finite")
+
+
+def first_gradient(model: nn.Module) -> Place:
+    """The first parameter, in order of backward (from the head down), whose gradient is not finite."""
+    names = [name for name, p in model.named_parameters() if not finite(p.grad)]
+    if not names:
+        return Place(0, "", "the norm overflowed")
+    return Place(0, names[-1], f"the first gradient that is not finite is that of {names[-1]}")
+
+
+# ---- learner ---------------------------------------------------------------------------------------------
+# A model in training under PyTorch: the methods that the loop calls, written with torch.
+
+
+class TorchLearner:
+    """A converted `Decoder` and its optimizer; with a group, this rank's part of them.
+
+    Batches come whole to every rank, which takes its own sequences of them; losses and norms are those of all.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        recipe: Recipe,
+        vocab: int,
+        group: TorchProcessGroup | None = None,
+        codes: bool = True,
+    ) -> None:
+        self.group = group
+        self.device = device_of(config.device) if group is None else group.device
+        if config.threads or self.device.type == "cpu":
+            torch.set_num_threads(config.threads or 1)
+        self.config = config
+        sizes = with_capacity(MODELS[config.model], config.capacity)
+        self.model = build(sizes, vocab, config.seed, self.device, config.recompute)
+        self.recipe = recipe
+        tp = 1 if group is None else group.sizes.tp
+        codes = codes and optimizer_name.may_be_codes(len(recipe_name.parts(config.recipe)), tp)
+        if group is None:
+            self.conversion = prepare(self.model, recipe, config, codes)
+        else:
+            self.conversion = parallelize(self.model, recipe, config, group, codes)
+        self.optimizer = optimizer_of(self.model, config, 0 if group is None else group.mesh.get_local_rank("pp"))
+        begin(self.model, self.optimizer)
+        self.update = TrainStep(self.model, self.optimizer, config, group)
+        self.said: dict[str, float] = {}
+        self._run = self._runner()
+
+    def step(self, batch: np.ndarray, lr: float) -> tuple[float, float]:
+        self.update.set_lr(lr, self.device)
+        loss, norm, *of_experts = self._run(self._ids(batch)).tolist()
+        balance = self.update.balance
+        self.said = {} if balance is None else balance.said(of_experts)
+        return loss, norm
+
+    def take(self, recipe: Recipe) -> None:
+        if recipe is self.recipe:
+            return
+        self.recipe = recipe
+        if self.group is None:
+            self.conversion = change_layers(self.model, recipe, self.config.seed)
+        else:
+            self.conversion = change_recipe(self.model, recipe, self.config, self.group)
+        # What was recorded would go on under the recipe from before.
+        self._run = self._runner()
+
+    def loss(self, batches: np.ndarray) -> float:
+        self.model.eval()
+        with torch.no_grad(), frozen(self.model):
+            losses = self._losses(self._ids(batches))
+        self.model.train()
+        mean = sum(losses) / len(losses)
+        if self.group is None:
+            return mean
+        return self.group.agreed(self.group.mean(torch.tensor(mean, dtype=torch.float64, device="cpu"))).item()
+
+    def _losses(self, batches: torch.Tensor) -> list[float]:
+        """Of each batch; and count the choices of experts that differ from bf16's, where both can be known."""
+        self.said = {}
+        plain = None
+        if self.update.balance is not None and self.group is None and self.recipe.quantizes:
+            plain = in_bf16(self.model, self.config.seed)
+        if plain is None:
+            return [self.update.loss(batch).item() for batch in batches]
+        losses, counts = [], []
+        for batch in batches:
+            loss, routings = self.update.routed(batch)
+            losses.append(loss.item())
+            _, others = loss_and_routings(plain, batch, self.config.dtype, self.config.loss_chunk)
+            counts.append(differing(routings, others))
+        differ, choices = map(sum, zip(*counts, strict=True))
+        self.said = {"choices_differ": differ / choices}
+        return losses
+
+    def first_output(self, batch: np.ndarray) -> str:
+        # Every rank looks at all sequences, as many at a time as in training, and says the same.
+        size = batch.shape[1] if self.group is None else batch.shape[1] // self.group.sizes.fsdp
+        pieces = torch.from_numpy(batch).to(self.device).view(-1, size, batch.shape[-1])
+        first = first_module(self.model, pieces, self.update.loss)
+        return first.says if self.group is None else self.group.whose(self.update.own) + self.group.earliest(first)
+
+    def first_gradient(self, batch: np.ndarray) -> str:
+        first = first_gradient(self.model)
+        return first.says if self.group is None else self.group.whose() + self.group.earliest(first, backward=True)
+
+    def tensors(self) -> tuple[Tensors, Tensors]:
+        return arrays(self.model.state_dict()), arrays(state_of(self.model, self.optimizer))
+
+    def load(self, model: Tensors, optimizer: Tensors) -> None:
+        try:
+            self.model.load_state_dict(tensors_of(model))
+            load_state(self.model, self.optimizer, tensors_of(optimizer))
+            # What was recorded would go on with the tensors from before.
+            self._run = self._runner()
+        except RuntimeError as error:
+            raise ValueError(in_short(error)) from error
+
+    def names(self) -> set[str]:
+        own = set(self.model.state_dict())
+        return own if self.group is None else own.union(*self.group.every(own))
+
+    def write(self, folder: Path, behind: bool = False) -> Callable[[], None]:
+        """Begin to write all ranks' state into a folder, each its own part."""
+        assert self.group is not None
+        return sharding.write(self.model, self.optimizer, folder, self.group.saving if behind else None)
+
+    def read(self, folder: Path) -> None:
+        """Take up this rank's part of a checkpoint. Raises: ValueError where it does not fit."""
+        try:
+            sharding.read(self.model, self.optimizer, folder)
+        except RuntimeError as error:
+            raise ValueError(in_short(error)) from error
+
+    def renew(self) -> None:
+        """See `quaver.train.learner.LowBitOptimizerLearner`."""
+        renew(self.optimizer)
+
+    def _runner(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        return CapturedStep(self.update) if self.config.capture == "step" else self.update
+
+    def _ids(self, batch: np.ndarray) -> torch.Tensor:
+        if self.group is not None:
+            batch = batch[:, self.group.rows(batch.shape[1])]
+        return torch.from_numpy(batch).to(self.device)
+
+
+def begin(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Begin what an optimizer keeps beside codes at the values that they were made of, and let these go."""
+    if isinstance(optimizer, Optimizer):
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if store_weight.holds_codes(p):
+                    optimizer.state[p] = optimizer.first_state(p, group)
+        drop_initial_value(model)
+
+
+def arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """Tensors as numpy's, bfloat16 as `BFLOAT16`."""
+    return {name: array_of(tensor.detach().cpu()) for name, tensor in tensors.items()}
+
+
+def array_of(tensor: torch.Tensor) -> np.ndarray:
+    if tensor.dtype is torch.bfloat16:
+        return tensor.view(torch.uint16).numpy().view(BFLOAT16)
+    return tensor.numpy()
+
+
+def in_short(error: Exception) -> str:
+    """The beginning of a long error's message, in one line."""
+    return " ".join(str(error).split())[:300]
+
+
+def tensors_of(arrays: Tensors) -> dict[str, torch.Tensor]:
+    return {name: tensor_of(array) for name, array in arrays.items()}
+
+
+def tensor_of(array: np.ndarray) -> torch.Tensor:
+    if array.dtype == BFLOAT16:
+        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+# ---- decoding --------------------------------------------------------------------------------------------
+
+
+class NextTokenLogits:
+    """Called with the tokens that come next, gives the logits float32 [vocab] of the one after them.
+
+    Args:
+        config: of the run; its model, dtype, device and threads, no more than there are cores, are used.
+        recipe: of the layers.
+        vocab: tokens that there are.
+        saved: the weights.
+        cache: "plain", "paged", or "none", which computes every token again each time.
+        capacity: tokens in all.
+    Raises: CheckpointError if the weights are not this model's, ValueError without the device.
+    """
+
+    def __init__(
+        self, config: TrainConfig, recipe: Recipe, vocab: int, saved: SavedCheckpoint, cache: str, capacity: int
+    ) -> None:
+        self.device = device_of(config.device)
+        if config.threads or self.device.type == "cpu":
+            torch.set_num_threads(min(config.threads, os.cpu_count() or 1) or 1)
+        self.autocast = config.dtype == "bfloat16"
+        self.vocab = vocab
+        sizes = MODELS[config.model]
+        self.model = build(sizes, vocab, config.seed, self.device).eval()
+        own = recipe_name.parts(config.recipe)[-1].recipe
+        # Tensor parallelism, and a schedule of recipes, keep weights as floats where another run keeps codes.
+        codes = any(name.endswith(SCALES[0]) for name in saved.model)
+        prepare(self.model, own, config, codes)
+        if recipe != own:
+            quantize_layers(self.model, recipe, config.seed)
+        try:
+            with warnings.catch_warnings():
+                # Histories and counters that another recipe's run lacks start fresh: nothing is trained here.
+                warnings.simplefilter("ignore", UserWarning)
+                self.model.load_state_dict(tensors_of(saved.model))
+        except RuntimeError as error:
+            raise CheckpointError(f"the checkpoint of step {saved.step} does not fit: {in_short(error)}") from error
+        self.cache = None if cache == "none" else DecoderCaches(sizes, cache, capacity)
+        self.seen: list[int] = []
+
+    def held(self) -> frozen:
+        """A context in which the weights are quantized once for all tokens."""
+        return frozen(self.model)
+
+    @torch.no_grad()
+    def __call__(self, tokens: Sequence[int]) -> np.ndarray:
+        self.seen += tokens
+        given = self.seen if self.cache is None else list(tokens)
+        ids = torch.tensor([given], dtype=torch.int64, device=self.device)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
+            logits = self.model(ids, self.cache)
+        last: np.ndarray = logits[0, -1, : self.vocab].float().cpu().numpy()
+        return last
+
+
+# ---- trials ----------------------------------------------------------------------------------------------
+# A small layer's forward and backward under a recipe, run on this machine: what `quaver doctor` has seen.
+
+#: In features and out features of the layer, and tokens: sizes that every GPU's GEMMs take.
+SIZE = 256
+
+
+def trial(recipe: Recipe) -> list[tuple[str, str, str]]:
+    """The three GEMMs of a layer that has run: its name, the implementation, and why not the native one.
+
+    The device is the first GPU where there is one, else the CPU.
+    Raises: RuntimeError if the layer cannot run there.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    layer = qt.Linear(SIZE, SIZE, device=device, dtype=torch.bfloat16, recipe=recipe)
+    x = torch.randn(SIZE, SIZE, device=device, dtype=torch.bfloat16, requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that a GPU emulates is what the table says
+        layer(x).sum().backward()
+        rows = qt.explain(layer, x).rows
+    return [
+        (row.what.removesuffix(" GEMM"), row.runs, dict(row.passed_over).get("native", ""))
+        for row in rows
+        if row.what.endswith(" GEMM")
+    ]

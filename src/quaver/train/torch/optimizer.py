@@ -1,0 +1,276 @@
+"""A run's optimizer, weight decay on matrices only, and its state under the parameters' names."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from quaver.torch import optim
+from quaver.torch.optim import Optimizer
+from quaver.torch.optim.state_conversion import CODES, without_form
+from quaver.torch.parallel import micro_batches
+from quaver.train import config as optimizer_name
+from quaver.train.config import TrainConfig
+from quaver.train.torch.decoder import Balance, Decoder, Routings, loss_and_routings, loss_of
+from quaver.train.torch.process_group import TorchProcessGroup
+
+# ---- optimizer -------------------------------------------------------------------------------------------
+
+
+def optimizer_of(model: nn.Module, config: TrainConfig, stage: int = 0) -> torch.optim.Optimizer:
+    """The optimizer that a run names; see `quaver.train.config`.
+
+    Args:
+        stage: of a pipeline, whose noise is its own.
+    """
+    chosen = optimizer_name.find(config.optimizer)
+    if chosen.preset is None:
+        return adamw(model, config)
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    head = getattr(model, "head", None)
+    heads = {id(head.weight)} if head is not None and chosen.rule == "muon" else set()
+    kinds: dict[str, list[Tensor]] = {"matrices": [], "head": [], "embedding": [], "vectors": []}
+    for p in model.parameters():
+        kind = "embedding" if id(p) in tables else "head" if id(p) in heads else "matrices"
+        kinds[kind if p.ndim >= 2 else "vectors"].append(p)
+    of_kind: dict[str, dict[str, Any]] = {"embedding": {"preset": "float32"}, "vectors": {"weight_decay": 0.0}}
+    if chosen.rule == "muon":
+        of_kind = {kind: of_kind.get(kind, {}) | {"rule": "adamw"} for kind in ("head", "embedding", "vectors")}
+    groups = [{"params": own, **of_kind.get(kind, {})} for kind, own in kinds.items() if own]
+    options: dict[str, Any] = {"weight_decay": config.weight_decay, "preset": chosen.preset}
+    options["seed"] = config.seed + (stage << 32)
+    betas = (config.beta1, config.beta2)
+    if chosen.rule == "muon":
+        # Updates of AdamW's size: one learning rate serves both.
+        return optim.Muon(groups, 0.0, adjust_lr_fn="match_rms_adamw", betas=betas, **options)
+    if chosen.rule == "sgd":
+        return optim.SGD(groups, 0.0, config.beta1, **options)
+    rules = {"adamw": optim.AdamW, "adam": optim.Adam, "lion": optim.Lion}
+    return rules[chosen.rule](groups, 0.0, betas, **options)
+
+
+def adamw(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """torch's fused AdamW, norms without decay; the schedule sets its learning rate."""
+    parameters = list(model.parameters())
+    # The fused optimizer takes those of one group together, and wants them on the same ranks.
+    groups = [
+        {"params": of_kind, "weight_decay": config.weight_decay if matrices else 0.0}
+        for mesh in dict.fromkeys(map(mesh_of, parameters))
+        for matrices in (True, False)
+        if (of_kind := [p for p in parameters if (p.ndim >= 2) is matrices and mesh_of(p) == mesh])
+    ]
+    return torch.optim.AdamW(groups, lr=0.0, betas=(config.beta1, config.beta2), fused=True)
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The optimizer's state under the parameters' names: `head.weight/exp_avg`."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {
+        f"{names[id(parameter)]}/{key}": value
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+    }
+
+
+def load_state(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Take up what `state_of` gave.
+
+    Raises: ValueError for a parameter that the model does not have, and for what another optimizer keeps.
+    """
+    if isinstance(optimizer, optim.Optimizer):
+        load_kept(model, optimizer, tensors)
+        return
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    index = {name: number for number, name in enumerate(order)}
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    for full_name, tensor in tensors.items():
+        name, _, key = full_name.rpartition("/")
+        if name not in index:
+            raise ValueError(f"{full_name!r} belongs to none of the model's parameters")
+        state.setdefault(index[name], {})[key] = tensor
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def load_kept(model: nn.Module, optimizer: optim.Optimizer, tensors: Mapping[str, torch.Tensor]) -> None:
+    """`load_state` of an optimizer of `quaver.torch.optim`: each state as it was, none cast."""
+    parameters, given = dict(model.named_parameters()), dict(tensors)
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            name = next(name for name, own in parameters.items() if own is p)
+            first = optimizer.first_state(p, group)
+            for key, held in first.items():
+                # Codes of moments had the moments' names once.
+                value = given.pop(f"{name}/{key}", given.pop(f"{name}/{key.removesuffix(CODES)}", None))
+                if value is None:
+                    raise ValueError(f"{name}/{key} is missing in the optimizer")
+                if value.shape != held.shape or value.dtype is not held.dtype:
+                    raise ValueError(
+                        f"{name}/{key} is {value.dtype} {tuple(value.shape)}, where the optimizer has {held.dtype} "
+                        f"{tuple(held.shape)}"
+                    )
+                first[key] = value.to(held.device)
+            optimizer.state[p] = first
+    if given:
+        raise ValueError(f"{next(iter(given))} is not part of the optimizer")
+
+
+def renew(optimizer: torch.optim.Optimizer) -> None:
+    """Convert states of `quaver.torch.optim` from the first form, see `state_conversion` there; others stay."""
+    state = optimizer.state_dict()
+    for group in state["param_groups"]:
+        group["preset"] = without_form(group["preset"])
+    optimizer.load_state_dict(state)
+
+
+def mesh_of(parameter: Tensor) -> object:
+    """The ranks that have parts of a parameter; None where it is whole."""
+    return parameter.device_mesh if isinstance(parameter, DTensor) else None
+
+
+# ---- update ----------------------------------------------------------------------------------------------
+# One update of a model, as operations on its device alone: it can be recorded as a CUDA graph.
+
+
+class TrainStep:
+    """Batches int64 [accumulate, B, S + 1] to float32 [2 or more], the loss, the gradient's norm, and what `Balance`
+    says of experts.
+
+    The loss is the cross-entropy; the gradient is that of what keeps experts busy, too.
+    With a group the batches are this rank's, and all numbers are all ranks'.
+    If either is not finite, nothing is updated; the gradients stay, so that `first_gradient` can name the cause.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        config: TrainConfig,
+        group: TorchProcessGroup | None = None,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.config = config
+        self.group = group
+        #: Of a batch int64 [B, S + 1] of this rank; a pipeline's has no gradients.
+        self.loss: Callable[[Tensor], Tensor] = partial(
+            loss_of,
+            model,
+            dtype=config.dtype,
+            chunk=config.loss_chunk if group is None else group.loss_chunk(config),
+            cut=Tensor.contiguous if group is None else group.cut,
+        )
+        if group is not None and group.pipeline is not None:
+            self.loss = group.pipeline.loss
+        #: Of a model with experts.
+        self.balance: Balance | None = None
+        if isinstance(model, Decoder) and model.config.experts is not None:
+            ranks = (None, 1) if group is None else (group.mean, group.sizes.fsdp)
+            self.balance = Balance(model, model.config.experts, *ranks)
+        #: This rank's own loss, of the last step.
+        self.own: Tensor | None = None
+        #: The learning rate on a GPU, where a recorded step reads it.
+        self.lr: Tensor | None = None
+
+    def set_lr(self, lr: float, device: torch.device) -> None:
+        """Set the learning rate of the next update."""
+        if device.type == "cuda":
+            self.lr = torch.zeros((), dtype=torch.float32, device=device) if self.lr is None else self.lr
+            self.lr.fill_(lr)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr if self.lr is None else self.lr
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        self.optimizer.zero_grad()
+        if self.balance is not None:
+            self.balance.begin()
+        total = torch.zeros((), dtype=torch.float32, device=ids.device)
+        with nullcontext() if self.group is None else micro_batches(self.model):
+            if self.group is not None and self.group.pipeline is not None:
+                total = self.group.pipeline.step(ids)
+            else:
+                for left, micro_batch in zip(range(len(ids))[::-1], ids, strict=True):
+                    with self.adding_up() if left else nullcontext():
+                        loss, minimized = self.losses(micro_batch)
+                        (minimized / len(ids)).backward()
+                    total += loss.detach() / len(ids)
+        if self.group is not None:
+            self.own = total.clone()
+            total = self.group.agreed(self.group.mean(total))
+        norm = self.clip(self.config.clip or float("inf"))
+        norms = torch.stack([total, norm])
+        # The optimizer itself leaves everything as it is where this is not 0 (torch.amp.GradScaler's way).
+        self.optimizer.found_inf = (~norms.isfinite().all()).float()  # type: ignore[attr-defined]
+        capturing = ids.is_cuda and torch.cuda.is_current_stream_capturing()
+        if not isinstance(self.optimizer, Optimizer):
+            for group in self.optimizer.param_groups:
+                group["capturable"] = capturing
+        self.optimizer.step()
+        if self.balance is None:
+            return norms
+        return torch.cat([norms, self.balance.end(1 - self.optimizer.found_inf)])  # type: ignore[attr-defined]
+
+    def losses(self, micro_batch: Tensor) -> tuple[Tensor, Tensor]:
+        """The cross-entropy of a micro-batch, and the same with what keeps experts busy."""
+        if self.balance is None:
+            loss = self.loss(micro_batch)
+            return loss, loss
+        loss, routings = self.routed(micro_batch)
+        return loss, loss + self.balance.loss(routings, len(micro_batch))
+
+    def routed(self, batch: Tensor) -> tuple[Tensor, Routings]:
+        """The loss of a batch, and how its tokens chose experts."""
+        group, config = self.group, self.config
+        chunk = config.loss_chunk if group is None else group.loss_chunk(config)
+        return loss_and_routings(self.model, batch, config.dtype, chunk)
+
+    def adding_up(self) -> AbstractContextManager[None]:
+        """Around the backwards of all micro-batches but a step's last."""
+        return self.optimizer.accumulating() if isinstance(self.optimizer, Optimizer) else nullcontext()
+
+    def clip(self, largest: float) -> Tensor:
+        """Have the gradients' norm be at most `largest`; returns the norm before."""
+        if not isinstance(self.optimizer, Optimizer):
+            return clip_gradients(self.model, largest, self.group)
+        if self.group is None or self.group.sizes.pp == 1:
+            return self.optimizer.clip_grad_norm_(largest)
+        return clip_stages(self.model, self.optimizer, largest, self.group)
+
+
+def clip_stages(model: nn.Module, optimizer: Optimizer, largest: float, group: TorchProcessGroup) -> Tensor:
+    """`clip_gradients` of a rank's stages, whose gradients may be in codes."""
+    parameters = [*model.parameters()]
+    every = group.of_all(optimizer.gradients.norm(parameters).to(group.device))
+    # All ranks of a stage have its norm; a pipeline's dimension is the outermost.
+    norm = torch.linalg.vector_norm(every.view(group.sizes.pp, -1)[:, 0])
+    optimizer.gradients.hold_to(parameters, largest, norm)
+    return norm
+
+
+def clip_gradients(model: nn.Module, largest: float, group: TorchProcessGroup | None) -> Tensor:
+    """Scale a model's gradients so that their norm, over all ranks' parts, is at most `largest`; returns the norm.
+
+    Each parameter counts once, and all ranks have the same bits of the norm: else weights of which several have the
+    same would drift apart.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    if group is None:
+        return torch.nn.utils.clip_grad_norm_(parameters, largest)
+    own = [local(parameter.grad) for parameter in parameters if group.counts(parameter)]
+    norm = torch.linalg.vector_norm(group.of_all(torch.nn.utils.get_total_norm(own).to(group.device)))
+    by_mesh: dict[object, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        by_mesh.setdefault(mesh_of(parameter), []).append(parameter)
+    for alike in by_mesh.values():
+        torch.nn.utils.clip_grads_with_norm_(alike, largest, norm)
+    return norm
+
+
+def local(gradient: Tensor | None) -> Tensor:
+    """This rank's part."""
+    assert gradient is not None
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

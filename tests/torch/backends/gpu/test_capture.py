@@ -1,0 +1,173 @@
+"""A capture launches what its rehearsal loaded, and nothing else."""
+
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quaver.torch as qt
+from quaver import recipes
+from quaver.torch.backends.gpu import capture, scaled_mm
+from quaver.torch.cuda_graph import WARM_UP, CapturedStep
+from quaver.torch.linear import stored_weight
+from quaver.torch.state.layer_state import state_of
+from tests.torch.backends.gpu.pretend import Driver, as_on_a_gpu, become
+
+RECIPES = [name for name, build in recipes.RECIPES.items() if build().quantizes]
+ARCHITECTURES = (89, 90, 100, 120)
+K, N = 48, 32
+#: What was found out of the GEMMs of each architecture: probing them again takes longer than all the rest.
+WAYS: dict[Any, Any] = {}
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, int], Driver]]:
+    """Makes a CPU pass for a GPU of an architecture; kernels run where a recipe's decisions go by their results."""
+
+    def become_one(recipe: str, arch: int) -> Driver:
+        become(arch, monkeypatch)
+        monkeypatch.setattr(scaled_mm, "_ways", WAYS)
+        return Driver(monkeypatch, runs=recipe == "delayed")
+
+    with as_on_a_gpu(monkeypatch):
+        yield become_one
+
+
+def launches(driver: Driver, module: nn.Module, recipe: str, x: Tensor, warm_up: int) -> list[list[object]]:
+    """The kernels that each call of a captured training step launches; it has been captured at the last."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        total = torch.zeros(())
+        for part in x:
+            with qt.autocast(recipes.delayed(history=4) if recipe == "delayed" else recipe):
+                loss = module(part).float().square().mean()
+            loss.backward()
+            total += loss.detach()
+        optimizer.step()
+        return total
+
+    captured, by_step = CapturedStep(step, warm_up=warm_up), []
+    for _ in range(warm_up + 1):
+        driver.launched.clear()
+        captured(x)
+        by_step.append(list(driver.launched))
+    assert captured._graph is not None
+    return by_step
+
+
+CALLS = [(32, True), (37, False)]
+#: Each recipe on half of the architectures, and each architecture under half of the recipes, by turns even tokens with
+#: a bias and odd ones without; the others take a minute.
+BY_TURNS = [
+    (recipe, arch, CALLS[(i + j) // 2 % 2])
+    for i, recipe in enumerate(RECIPES)
+    for j, arch in enumerate(ARCHITECTURES)
+    if (i + j) % 2 == 0
+]
+#: And the GPUs that have the GEMMs of these two.
+BY_TURNS += [("blockwise", 90, CALLS[0]), ("nvfp4", 100, CALLS[0])]
+EVERY = [
+    pytest.param(recipe, arch, *call, marks=() if (recipe, arch, call) in BY_TURNS else pytest.mark.slow)
+    for recipe, arch, call in product(RECIPES, ARCHITECTURES, product((32, 37), (True, False)))
+]
+
+
+@pytest.mark.parametrize(("recipe", "arch", "tokens", "bias"), EVERY)
+def test_a_capture_launches_what_its_rehearsal_launched(
+    recipe: str, arch: int, tokens: int, bias: bool, gpu: Callable[[str, int], Driver]
+) -> None:
+    driver = gpu(recipe, arch)
+    layers = [qt.Linear(*sides, bias=bias, dtype=torch.bfloat16) for sides in ((K, N), (N, K))]
+    x = torch.randn(2, tokens, K).bfloat16().requires_grad_()
+    *_, rehearsed, captured = launches(driver, nn.Sequential(*layers), recipe, x, WARM_UP)
+    assert captured == rehearsed
+    assert set(captured) <= driver.loaded
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arch"),
+    [
+        ("rowwise", 90),
+        ("mxfp8", 100),
+        *(
+            pytest.param(recipe, arch, marks=pytest.mark.slow)
+            for recipe in RECIPES
+            for arch in ARCHITECTURES
+            if (recipe, arch) not in (("rowwise", 90), ("mxfp8", 100))
+        ),
+    ],
+)
+def test_a_capture_of_a_block_launches_what_its_rehearsal_launched(
+    recipe: str, arch: int, gpu: Callable[[str, int], Driver]
+) -> None:
+    """Norms, rope, activations and attention's masks, and weights that several layers share an input with."""
+    driver = gpu(recipe, arch)
+    options = {"groups": 2, "bias": False, "activation": "swiglu", "normalization": "RMSNorm", "window": (8, 0)}
+    block = qt.TransformerLayer(64, 4, 96, rope=qt.RotaryEmbedding(16), dtype=torch.bfloat16, **options)
+    x = torch.randn(1, 2, 16, 64).bfloat16().requires_grad_()
+    *_, rehearsed, captured = launches(driver, block, recipe, x, WARM_UP)
+    assert captured == rehearsed
+    assert set(captured) <= driver.loaded
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
+def test_a_capture_of_attention_in_eight_bits_launches_what_its_rehearsal_launched(
+    recipe: str, gpu: Callable[[str, int], Driver]
+) -> None:
+    """The amax of a head's dS is met in memory that each launch begins with zeros."""
+    driver = gpu(recipe, 90)
+    options = {"groups": 1, "bias": False, "window": (8, 0)}
+    block = qt.MultiheadAttention(64, 2, recipe=recipes.get(recipe, attention=True), dtype=torch.bfloat16, **options)
+    x = torch.randn(1, 2, 16, 64).bfloat16().requires_grad_()
+    *_, rehearsed, captured = launches(driver, block, recipe, x, WARM_UP)
+    names = {kernel[0].__name__ for kernel in captured}
+    assert {"attention", "attention_rows", "attention_columns"} <= names
+    assert captured == rehearsed
+    assert set(captured) <= driver.loaded
+
+
+def captured_names(driver: Driver, recipe: str, layer: qt.Linear) -> list[str]:
+    x = torch.randn(1, 32, layer.in_features).bfloat16().requires_grad_()
+    return [kernel[0].__name__ for kernel in launches(driver, layer, recipe, x, WARM_UP)[-1]]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arch", "apart"),
+    [("rowwise", 90, "column_amax"), ("mxfp8", 100, "mxfp8_rows"), ("mxfp8", 100, "decode")],
+)
+def test_both_operands_of_a_captured_weight_come_from_one_read(
+    recipe: str, arch: int, apart: str, gpu: Callable[[str, int], Driver]
+) -> None:
+    names = captured_names(gpu(recipe, arch), recipe, qt.Linear(K, N, bias=False, dtype=torch.bfloat16))
+    assert names and apart not in names, names
+
+
+def test_captured_delayed_scaling_takes_one_pass_over_a_tensor(gpu: Callable[[str, int], Driver]) -> None:
+    """The host knows that factors are set, which it learns by waiting before the last rehearsal."""
+    names = captured_names(gpu("delayed", 90), "delayed", qt.Linear(K, N, bias=False, dtype=torch.bfloat16))
+    assert names.count("cast") == 3
+    assert "amax" not in names
+
+
+def test_a_captured_graph_reads_stored_codes_anew() -> None:
+    """What a GEMM's layout of them is kept for would be filled once, at a replay, and not follow the codes."""
+    with qt.quantized_init("tensorwise"):
+        layer = qt.Linear(K, N, bias=False)
+    with capture.rehearsing(torch.device("cpu")):
+        assert stored_weight.codes(layer, layer.weight) is not stored_weight.codes(layer, layer.weight)
+        assert not state_of(layer).weights
+    assert stored_weight.codes(layer, layer.weight) is stored_weight.codes(layer, layer.weight)
+
+
+def test_a_rehearsal_ends_with_its_block_and_nests() -> None:
+    cpu = torch.device("cpu")
+    with capture.rehearsing(cpu):
+        with pytest.raises(KeyError), capture.rehearsing(cpu):
+            raise KeyError
+        assert capture.as_captured(cpu) and not capture.capturing(cpu)
+    assert not capture.as_captured(cpu)

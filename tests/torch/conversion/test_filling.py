@@ -1,0 +1,18 @@
+"""First values of a layer are those of a function."""
+
+import torch
+from torch import nn
+
+import quaver.torch as qt
+from quaver.torch.conversion.quantized_weights import fill
+
+
+def test_first_values_are_those_of_a_function_where_there_are_codes_alone_too() -> None:
+    layer = qt.Linear(64, 64)
+    fill(layer, nn.init.ones_)
+    assert (layer.weight == 1).all() and not layer.bias.any()
+    with qt.quantized_init("mxfp8", keep_initial="cpu"):
+        coded = qt.Linear(64, 64)
+    fill(coded, nn.init.ones_)
+    first = qt.initial_value(coded)
+    assert coded.weight.dtype is torch.float8_e4m3fn and first is not None and (first == 1).all()

@@ -1,0 +1,401 @@
+"""Layers of transformers read into ours: outputs, gradients, bf16, what is shared, decoding, and what is refused."""
+
+import copy
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import masking_utils
+
+import quaver.torch as qt
+from quaver.torch.conversion.huggingface.probe import arguments, surroundings
+from quaver.torch.conversion.huggingface.roles import Choices, distance
+from tests.close import assert_bitwise
+
+DIM, TOKENS = 32, 11
+NONE = ("pad_token_id", "bos_token_id", "eos_token_id")
+SIZES: dict[str, Any] = dict.fromkeys(NONE) | {
+    **{"hidden_size": DIM, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48},
+    **{"num_hidden_layers": 2, "vocab_size": 8, "max_position_embeddings": 64, "attn_implementation": "eager"},
+}
+OF_HEADS = {k: v for k, v in SIZES.items() if k != "num_key_value_heads"}
+FALCON = {k: v for k, v in OF_HEADS.items() if k != "intermediate_size"} | {"ffn_hidden_size": 48}
+T5 = {"d_model": DIM, "d_kv": 8, "num_heads": 4, "d_ff": 48, "num_layers": 2, "vocab_size": 8}
+T5 |= {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 9, "attn_implementation": "eager"}
+WHISPER = {"d_model": DIM, "attn_implementation": "eager"}
+WHISPER |= {f"{part}_attention_heads": 4 for part in ("encoder", "decoder")} | {"encoder_ffn_dim": 48}
+PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+TWO = ["sliding_attention", "full_attention"]
+
+MLA = OF_HEADS | {
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 12,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 6,
+}
+MLA |= {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+YARN |= {"mscale": 1.0, "mscale_all_dim": 0.8}
+
+#: The configuration, its options beside sizes, the layer, and its number in the model.
+LAYERS: dict[str, tuple[str, dict[str, Any], str, int]] = {
+    "llama": ("LlamaConfig", SIZES, "LlamaDecoderLayer", 0),
+    "mistral": ("MistralConfig", SIZES | {"sliding_window": 4}, "MistralDecoderLayer", 0),
+    "qwen2": ("Qwen2Config", SIZES, "Qwen2DecoderLayer", 0),
+    "qwen3": ("Qwen3Config", SIZES | {"head_dim": 16}, "Qwen3DecoderLayer", 0),
+    "gemma2": (
+        "Gemma2Config",
+        SIZES | {"head_dim": 16, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0, "sliding_window": 4},
+        "Gemma2DecoderLayer",
+        0,
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        SIZES | {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 4, "layer_types": TWO},
+        "Gemma3DecoderLayer",
+        0,
+    ),
+    "phi": ("PhiConfig", OF_HEADS | {"rope_parameters": PARTIAL, "qk_layernorm": True}, "PhiDecoderLayer", 0),
+    "phi3": ("Phi3Config", SIZES, "Phi3DecoderLayer", 0),
+    "gpt_neox": ("GPTNeoXConfig", OF_HEADS | {"rope_parameters": PARTIAL}, "GPTNeoXLayer", 0),
+    "gpt_neox, one after the other": ("GPTNeoXConfig", OF_HEADS | {"use_parallel_residual": False}, "GPTNeoXLayer", 0),
+    "falcon": ("FalconConfig", FALCON, "FalconDecoderLayer", 0),
+    "falcon 40b": (
+        "FalconConfig",
+        FALCON | {"num_kv_heads": 2, "new_decoder_architecture": True},
+        "FalconDecoderLayer",
+        0,
+    ),
+    "gpt2": ("GPT2Config", {"n_embd": DIM, "n_head": 4, "n_inner": 48, "attn_implementation": "eager"}, "GPT2Block", 0),
+    "mpt": (
+        "MptConfig",
+        {"d_model": DIM, "n_heads": 4, "max_seq_len": 64, "attn_implementation": "eager"},
+        "MptBlock",
+        0,
+    ),
+    "olmo2": ("Olmo2Config", SIZES, "Olmo2DecoderLayer", 0),
+    "exaone4": ("Exaone4Config", SIZES | {"sliding_window": 4, "layer_types": TWO}, "Exaone4DecoderLayer", 0),
+    "exaone4, no rope": ("Exaone4Config", SIZES | {"sliding_window": 4, "layer_types": TWO}, "Exaone4DecoderLayer", 1),
+    "llama4": (
+        "Llama4TextConfig",
+        SIZES
+        | {"head_dim": 8, "intermediate_size_mlp": 48, "use_qk_norm": True, "attention_chunk_size": 4}
+        | {"interleave_moe_layer_step": 2},
+        "Llama4TextDecoderLayer",
+        0,
+    ),
+    "llama4, no rope, mixture": (
+        "Llama4TextConfig",
+        SIZES
+        | {
+            "head_dim": 8,
+            "no_rope_layers": [1, 0],
+            "attn_temperature_tuning": True,
+            "floor_scale": 3,
+            "attn_scale": 0.4,
+        }
+        | {"num_local_experts": 4, "interleave_moe_layer_step": 1},
+        "Llama4TextDecoderLayer",
+        1,
+    ),
+    "deepseek_v3": ("DeepseekV3Config", MLA, "DeepseekV3DecoderLayer", 0),
+    "deepseek_v3, mixture": (
+        "DeepseekV3Config",
+        MLA | {"q_lora_rank": None, "attention_bias": True, "rope_parameters": YARN, "rope_interleave": False},
+        "DeepseekV3DecoderLayer",
+        1,
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        SIZES
+        | {"head_dim": 16, "sliding_window": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        "GptOssDecoderLayer",
+        0,
+    ),
+    "whisper": ("WhisperConfig", WHISPER, "WhisperEncoderLayer", 0),
+    "bert": ("BertConfig", OF_HEADS, "BertLayer", 0),
+    "t5": ("T5Config", T5, "T5Block", 0),
+    "t5, gated": ("T5Config", T5 | {"feed_forward_proj": "gated-gelu"}, "T5Block", 1),
+    "cohere": ("CohereConfig", SIZES | {"use_qk_norm": True}, "CohereDecoderLayer", 0),
+    "granite": (
+        "GraniteConfig",
+        SIZES | {"residual_multiplier": 0.3, "attention_multiplier": 0.2},
+        "GraniteDecoderLayer",
+        0,
+    ),
+}
+#: Where the derivative jumps, a rounding moves gradients by chance.
+JUMPS = ("t5", "deepseek_v3, mixture", "llama4, no rope, mixture", "gpt_oss")
+
+
+def layer_of(name: str) -> tuple[Any, dict[str, Any]]:
+    """Their layer with random parameters, and what it takes to read it."""
+    config_class, options, layer_class, index = LAYERS[name]
+    config = getattr(transformers, config_class)(**options)
+    module = inspect.getmodule(getattr(transformers, config_class)).__name__.replace("configuration", "modeling")  # type: ignore[union-attr]
+    more = {"has_relative_attention_bias": name == "t5"} if layer_class == "T5Block" else {}
+    numbered = {} if name == "whisper" else {"layer_idx": index}
+    theirs = getattr(importlib.import_module(module), layer_class)(config, **more, **numbered)
+    for parameter in theirs.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    read = {"dropout": 0.0, "attention_dropout": 0.0}
+    return theirs.eval(), read | ({"config": config, "mask_type": "causal"} if name == "mpt" else {})
+
+
+def of_theirs(theirs: Any, read: dict[str, Any], x: Tensor, mask: str) -> dict[str, Any]:
+    """What their layer is called with: its own mask, with padding on the right, or none."""
+    around = surroundings(theirs, read.get("config"), True if "mask_type" in read else None)
+    given = arguments(theirs, around, x)
+    if mask == "none":
+        dtype = torch.bool if "position_bias" in given else x.dtype
+        return given | {"attention_mask": torch.zeros(1, 1, TOKENS, TOKENS, dtype=dtype)}
+    if mask == "padding":
+        kinds = {"sliding_attention": "sliding_window_causal", "chunked_attention": "chunked_causal"}
+        kind = kinds.get(around.kind, "causal") if around.causal else "bidirectional"
+        make = getattr(masking_utils, f"create_{kind}_mask")
+        more = {"past_key_values": None} if around.causal else {}
+        theirs_mask = make(config=around.config, inputs_embeds=x, attention_mask=(~padding()).long(), **more)
+        return given | {"attention_mask": theirs_mask.bool() if "position_bias" in given else theirs_mask}
+    return given
+
+
+def padding() -> Tensor:
+    """bool [B, S], True where padded."""
+    return torch.arange(TOKENS) >= TOKENS - torch.tensor([0, 4])[:, None]
+
+
+def run(layer: Any, x: Tensor, g: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """The output and the gradient of x; those of parameters are left with them."""
+    layer.zero_grad()
+    leaf = x.clone().requires_grad_()
+    y = layer(leaf, **options)
+    y = y[0] if isinstance(y, tuple) else y
+    y.backward(g)
+    assert leaf.grad is not None
+    return y.detach(), leaf.grad
+
+
+def gradients(theirs: Any, read: dict[str, Any], fused: bool | None) -> dict[str, Tensor]:
+    """Theirs in our order: a layer whose parameters they are, read in turn."""
+    other = copy.deepcopy(theirs)
+    for p, q in zip(other.parameters(), theirs.parameters(), strict=True):
+        p.data = torch.zeros_like(q) if q.grad is None else q.grad.clone()
+    return {n: p.detach() for n, p in qt.from_huggingface(other, fused=fused, **read).named_parameters()}
+
+
+def masks() -> list[Any]:
+    """Every layer with its own mask and, by turns, with padding or none; the others in the slow run.
+
+    MPT's bias goes by the keys' positions alone, which is ALiBi for causal layers only.
+    """
+    rows = []
+    for number, name in enumerate(LAYERS):
+        for turn, mask in enumerate(("padding", "none")):
+            marks = [] if number % 2 == turn or name == "mpt" else [pytest.mark.slow]
+            rows += [pytest.param(name, mask, marks=marks)] if (name, mask) != ("mpt", "none") else []
+    return [*(pytest.param(name, "own") for name in LAYERS), *rows]
+
+
+@pytest.mark.parametrize(("name", "mask"), masks())
+def test_outputs_and_gradients_are_those_of_transformers(name: str, mask: str) -> None:
+    (theirs, read), fused = layer_of(name), {"none": name != "whisper" or None, "padding": False}.get(mask)
+    x, g = torch.randn(2, TOKENS, DIM), torch.randn(2, TOKENS, DIM)
+    real = (~padding())[..., None].float() if mask == "padding" else torch.ones(2, TOKENS, 1)
+    given = of_theirs(theirs, read, x, mask)
+    expected = run(theirs, x, g * real, **given)
+    want = gradients(theirs, read, fused)
+    causal = surroundings(theirs, read.get("config"), True if "mask_type" in read else None).causal
+    kind = {"own": None, "padding": "padding_causal" if causal else "padding"}.get(mask, "none")
+    ours: Any = qt.from_huggingface(theirs, fused=fused, **{**read, "mask_type": read.get("mask_type")})
+    core = ours.attention.core
+    core.mask_type = core.mask_type if kind is None else kind
+    if mask == "none":
+        core.window = core.chunk = None
+    got = run(ours, x, g * real, **({"mask": padding()} if mask == "padding" else {}))
+    assert distance(got[0] * real, expected[0] * real) <= 1e-5
+    assert distance(got[1], expected[1]) <= 1e-5
+    largest = max(float(w.abs().max()) for w in want.values())
+    for parameter, p in ours.named_parameters():
+        grad = torch.zeros_like(p) if p.grad is None else p.grad
+        # The gradient of a key's bias without rope is 0 but for roundings.
+        off = float((grad - want[parameter]).abs().max()) / max(float(want[parameter].abs().max()), 1e-2 * largest)
+        assert off <= 1e-5, f"gradient of {parameter}: {off:.1e}"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if i % 3 else []) for i, name in enumerate(LAYERS)]
+)
+def test_in_bf16_it_is_no_further_from_float32_than_theirs(name: str) -> None:
+    theirs, read = layer_of(name)
+    for p in theirs.parameters():
+        p.data.mul_(0.7)
+    low = copy.deepcopy(theirs).bfloat16()
+    exact, ours = copy.deepcopy(low).float(), qt.from_huggingface(low, **read)
+    x, g = torch.randn(8, TOKENS, DIM).bfloat16(), torch.randn(8, TOKENS, DIM).bfloat16()
+    want = run(exact, x.float(), g.float(), **of_theirs(exact, read, x.float(), "own"))
+    their = run(low, x, g, **of_theirs(low, read, x, "own"))
+    for i, (a, b, c) in enumerate(zip(run(ours, x, g), their, want, strict=True)):
+        if i and name in JUMPS:
+            continue
+        assert float((a.float() - c).norm()) <= 1.1 * float((b.float() - c).norm()), ("output", "gradient of x")[i]
+
+
+def test_parameters_are_the_layers_own_where_they_are_stored_alike() -> None:
+    copies = {
+        "gpt_neox": {"attention.qkv_proj.weight", "attention.qkv_proj.bias"},
+        "falcon 40b": {"attention.qkv_proj.weight"},
+        "gpt2": {f"{n}.weight" for n in ("attention.qkv_proj", "attention.o_proj", "mlp.up_proj", "mlp.down_proj")},
+    }
+    for name in ("llama", "phi3", "olmo2", "gemma3", "bert", "t5", "gpt_oss", *copies):
+        theirs, read = layer_of(name)
+        own = {id(p) for p in theirs.parameters()}
+        before = {n: p.clone() for n, p in theirs.named_parameters()}
+        ours = qt.from_huggingface(theirs.train(), **read)
+        assert {n for n, p in ours.named_parameters() if id(p) not in own} == copies.get(name, set()), name
+        assert (
+            ours.training
+            and theirs.training
+            and sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in theirs.parameters())
+        )
+        for n, p in theirs.named_parameters():
+            assert_bitwise(p.detach(), before[n])
+    state = qt.from_huggingface(layer_of("llama")[0], fused=True).state_dict()
+    assert {"attention.qkv_proj.weight", "mlp.gate_up_proj.weight"} <= state.keys()
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+@pytest.mark.parametrize("name", ["qwen3", "olmo2", "gpt_neox", "t5", "deepseek_v3"])
+def test_what_is_read_trains_under_recipes_and_reading_draws_no_noise(name: str, recipe: str) -> None:
+    theirs, read = layer_of(name)
+    torch.manual_seed(5)
+    ours = qt.from_huggingface(theirs, **read)
+    drawn = torch.randn(3)
+    torch.manual_seed(5)
+    assert_bitwise(torch.randn(3), drawn)
+    x = torch.randn(2, TOKENS, DIM)
+    exact = ours(x).detach()
+    for _ in range(2):
+        with qt.autocast(recipe):
+            y = ours(x)
+        y.square().sum().backward()
+    assert 0 < distance(y.detach(), exact) < 0.2
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in ours.parameters())
+
+
+@pytest.mark.parametrize("name", ["olmo2", "exaone4", "llama4", "gpt2", "mpt", "deepseek_v3"])
+def test_it_decodes_as_it_runs_whole(name: str) -> None:
+    theirs, read = layer_of(name)
+    ours, x = qt.from_huggingface(theirs, **read), torch.randn(2, TOKENS, DIM)
+    cache = qt.KVCache(1, TOKENS)
+    with torch.no_grad():
+        steps = [ours(part, cache=cache) for part in x.split([4, 1, 1, 5], 1)]
+        assert distance(torch.cat(steps, 1), ours(x)) <= 1e-5
+
+
+def changed(method: str, of: Callable[[Any], Any], what: Callable[[Tensor], Tensor]) -> Any:
+    """A Llama layer of which a part computes something else."""
+    theirs, _ = layer_of("llama")
+    part = of(theirs)
+    kind = type(part)
+    forward = getattr(kind, method)
+
+    @functools.wraps(forward)
+    def other(self: Any, *args: Any, **options: Any) -> Any:
+        y = forward(self, *args, **options)
+        return (what(y[0]), *y[1:]) if isinstance(y, tuple) else what(y)
+
+    part.__class__ = type(kind.__name__, (kind,), {method: other, "__module__": kind.__module__})
+    return theirs
+
+
+def test_what_computes_something_else_is_refused_by_the_part_that_does() -> None:
+    for of, says in (
+        (lambda layer: layer.input_layernorm, "LlamaRMSNorm gives other outputs than LayerNorm, RMSNorm and L2"),
+        (
+            lambda layer: layer.self_attn.k_proj,
+            "the layer's attention gives other outputs than ours does with any options",
+        ),
+        (lambda layer: layer.mlp.act_fn, "the layer's MLP gives other outputs"),
+        (lambda layer: layer, "with the norms in any place the layer gives other outputs: they differ by 9.9e-03"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            qt.from_huggingface(changed("forward", of, lambda y: y * 1.01))
+
+
+def test_bad_input_is_a_sentence() -> None:
+    llama, bert = layer_of("llama")[0], layer_of("bert")[0]
+    converted = layer_of("llama")[0]
+    qt.convert(nn.ModuleList([converted]), "tensorwise")
+    decoder = importlib.import_module("transformers.models.t5.modeling_t5").T5Block(
+        transformers.T5Config(**T5, is_decoder=True), layer_idx=0
+    )
+    t5 = importlib.import_module("transformers.models.t5.modeling_t5").T5Block(transformers.T5Config(**T5))
+    inside: Any = copy.deepcopy(layer_of("whisper")[0])
+    inside.activation_dropout = 0.1
+    between: Any = copy.deepcopy(layer_of("whisper")[0])
+    between.activation_fn = nn.Sequential(between.activation_fn, nn.Dropout(0.1))
+    no_bias: Any = copy.deepcopy(layer_of("mpt")[0])
+    # As if its file had lost the function that makes ALiBi's bias.
+    no_bias.__class__ = type("Block", (type(no_bias),), {"__module__": __name__})
+    clipped: Any = copy.deepcopy(layer_of("mpt")[0])
+    clipped.attn.clip_qkv = 8.0
+    falcon = transformers.models.falcon.modeling_falcon.FalconDecoderLayer(
+        transformers.FalconConfig(**FALCON, alibi=True), 0
+    )
+    for layer, options, says in (
+        (nn.Linear(4, 4), {}, "Linear holds no configuration of transformers"),
+        (layer_of("mpt")[0], {"mask_type": "causal", "dropout": 0.0, "attention_dropout": 0.0}, "config=model.config"),
+        (
+            layer_of("mpt")[0],
+            {"config": layer_of("mpt")[1]["config"]},
+            "does not say whether it is causal: give mask_type=",
+        ),
+        (copy.deepcopy(llama).to("meta"), {}, "has no values to compare outputs by"),
+        (converted, {}, "was converted; call quaver.torch.revert first"),
+        (bert, {}, r"drops at random \(attention.self.dropout = 0.1.*say dropout="),
+        (decoder, {"dropout": 0.0, "attention_dropout": 0.0}, "EncDecAttention attends to a memory"),
+        (falcon, {"dropout": 0.0, "attention_dropout": 0.0}, "is handed ALiBi's bias"),
+        (clipped, {"mask_type": "causal", "config": layer_of("mpt")[1]["config"]}, r"clamps .* to ±8 \(clip_qkv\)"),
+        (inside, {"dropout": 0.1, "attention_dropout": 0.0}, r"between the matrices of its MLP \(activation_dropout"),
+        (
+            between,
+            {"dropout": 0.1, "attention_dropout": 0.0},
+            r"between the matrices of its MLP \(activation_fn\.1 = 0\.1",
+        ),
+        (no_bias, layer_of("mpt")[1], "its file has no build_mpt_alibi_tensor; make a TransformerLayer"),
+        (t5, {"dropout": 0.1, "attention_dropout": 0.0}, r"between the matrices of its MLP \(layer.1.DenseRelu"),
+        (llama, {"mask_type": "casual"}, "did you mean 'causal'"),
+        (llama, {"mask_type": "arbitrary"}, "does not say whether the layer is causal"),
+        (layer_of("whisper")[0], {"dropout": 0.0, "attention_dropout": 0.0, "fused": True}, "apart: fused=False"),
+        (llama.self_attn, {}, "has no attention and MLP by any known names"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            qt.from_huggingface(layer, **options)
+
+
+def test_a_layer_is_read_by_its_structure_whatever_its_classs_name() -> None:
+    theirs, read = layer_of("mpt")
+    theirs.__class__ = type("Renamed", (type(theirs),), {"__module__": type(theirs).__module__})
+    assert qt.from_huggingface(theirs, **read).attention.core.alibi is not None
+
+
+def test_a_setting_that_rounds_products_is_named_where_outputs_differ() -> None:
+    before = torch.get_float32_matmul_precision(), torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
+    for precision, ends in (("highest", "of the largest$"), ("high", r"set_float32_matmul_precision\('highest'\)")):
+        torch.set_float32_matmul_precision(precision)
+        try:
+            with pytest.raises(ValueError, match=ends):
+                Choices().first([1.0], lambda off: off, torch.float32, "they are others")
+        finally:
+            torch.set_float32_matmul_precision(before[0])
+            torch.backends.mkldnn.matmul.fp32_precision = before[1]  # type: ignore[attr-defined]

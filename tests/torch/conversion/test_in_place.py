@@ -1,0 +1,555 @@
+"""Blocks in place: whole families equal transformers' own, and every habit around a module goes on working."""
+
+import copy
+import functools
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM
+
+import quaver.torch as qt
+from benchmarks.cases.models.model_gradients import noise
+from benchmarks.subjects.llama import gradients
+from quaver.torch.conversion.replace import norm as ropes
+from quaver.torch.conversion.replace.compare import FusedModule
+from quaver.torch.conversion.replace.norm import HALVES, Rope, tables
+from tests.close import assert_bitwise, assert_close
+from tests.torch.conversion import families
+from tests.torch.conversion.coverage import PAGE
+from tests.torch.conversion.families import tiny, tokens
+from tests.torch.conversion.in_place import FAMILIES, converted, model_of, step, written
+
+#: Of the maximum, in float32.
+FLOAT32 = 1e-5
+#: How much further from float32 than theirs in bf16.
+BF16 = 1.1
+
+
+def apart(a: Tensor, b: Tensor) -> float:
+    return ((a.float() - b.float()).abs().max() / b.float().abs().max().clamp(min=1e-30)).item()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_computes_what_transformers_computes(family: str) -> None:
+    plain, (ours, report) = model_of(family), converted(family)
+    names = list(plain.state_dict())
+    assert all(row.block for row in report.blocks), str(report)
+    assert list(ours.state_dict()) == names
+    for padded in (False, True):
+        expected, got = step(plain, padded), step(ours, padded)
+        assert expected.keys() == got.keys()
+        for name in expected:
+            assert apart(got[name], expected[name]) <= FLOAT32, name
+
+
+@pytest.mark.parametrize("family", ["cohere2", "ministral3", "seed_oss"])
+def test_attention_of_more_families_is_placed_and_equal(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables of neighbours, a scale of queries by position, dropout of its own in the MLP."""
+    monkeypatch.setitem(families.FAMILIES, family, AutoModelForCausalLM)
+    plain = model_of(family, **({"residual_dropout": 0.0} if family == "seed_oss" else {}))
+    ours = copy.deepcopy(plain)
+    report = qt.convert(ours, "bf16", blocks=True)
+    assert all(row.block for row in report.blocks), str(report)
+    expected, got = step(plain), step(ours)
+    for name in expected:
+        assert apart(got[name], expected[name]) <= FLOAT32, name
+
+
+#: Every expert sees every token: where a rounding sends one elsewhere, two models differ by chance.
+TO_ALL = {family: {"num_experts_per_tok": 4} for family in ("deepseek_v3", "llama4_text", "gpt_oss")}
+#: A ReLU is on or off by a rounding: two steps' distances differ by 0.5 to 1.8 by chance, so that many are summed.
+STEPS = {"t5": 32}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_in_bf16_is_no_further_from_float32_than_transformers_own(family: str) -> None:
+    """Of outputs, and of all gradients, each by its size; of one gradient by itself chance may be more."""
+    plain = model_of(family, torch.bfloat16, **TO_ALL.get(family, {}))
+    exact, ours = copy.deepcopy(plain).float(), copy.deepcopy(plain)
+    assert all(row.block for row in qt.convert(ours, "bf16", blocks=True).blocks)
+    squares = torch.zeros(2, 2)
+    for seed in range(STEPS.get(family, 4)):
+        expected = step(exact, seed=seed)
+        for of, model in zip(squares, (plain, ours), strict=True):
+            results = step(model, seed=seed)
+            for name in expected.keys() - {"loss"}:
+                off = (results[name].float() - expected[name]).norm() / expected[name].norm().clamp(min=1e-30)
+                of[int(name != "logits")] += off.square()
+    theirs, distance = squares.sqrt()
+    assert (distance <= BF16 * theirs).all(), distance / theirs
+
+
+def test_the_page_has_the_table_of_blocks() -> None:
+    page = PAGE.read_text()
+    assert page == written(page), "python -m tests.torch.conversion.in_place writes it anew"
+
+
+def llama(dtype: torch.dtype = torch.float32) -> Any:
+    return model_of("llama", dtype)
+
+
+def mlp_of(model: Any) -> Any:
+    return model.model.layers[0].mlp
+
+
+def test_revert_gives_the_very_model_back() -> None:
+    model, plain = llama(), llama()
+    classes, state = [type(m) for m in model.modules()], {m: set(m.__dict__) for m in model.modules()}
+    qt.convert(model, "tensorwise", blocks=qt.Blocks(loss=True))
+    assert all(isinstance(m, type(p)) for m, p in zip(model.modules(), plain.modules(), strict=True))
+    step(model)
+    qt.revert(model)
+    assert [type(m) for m in model.modules()] == classes
+    assert all(set(m.__dict__) == before for m, before in state.items())
+    for name, value in step(plain).items():
+        assert_bitwise(step(model)[name], value, name)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "mxfp8", "bf16"])
+def test_less_is_kept_under_every_recipe(recipe: str) -> None:
+    from benchmarks.cases.models.model_memory import kept
+
+    x, plain, converted, ours = tokens(), *(llama(torch.bfloat16) for _ in range(3))
+    qt.convert(converted, recipe)
+    qt.convert(ours, recipe, blocks=True)
+    assert kept(ours, x) < 0.85 * kept(converted, x) <= 0.86 * kept(plain, x)
+
+
+def test_gradients_are_no_noisier_with_blocks_than_without() -> None:
+    """By half a decibel at most, of all gradients, against the model in float32, under every kind of scale."""
+    base, batches = llama(torch.bfloat16), [tokens(seed) for seed in range(3)]
+    wide = copy.deepcopy(base).float()
+    exact = [gradients(wide, x) for x in batches]
+    for recipe in ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8"):
+        decibels = {}
+        for blocks in (False, True):
+            model = copy.deepcopy(base)
+            qt.convert(model, recipe, blocks=blocks)
+            decibels[blocks] = noise(exact, model, batches)
+        assert 10 < decibels[False] < 30 and decibels[True] >= decibels[False] - 0.5, (recipe, decibels)
+
+
+def test_subclasses_of_linear_make_the_activation_again() -> None:
+    from benchmarks.cases.models.model_memory import kept
+
+    # Of fewer tokens codes are kept: making them again would take longer.
+    x, models = tokens().repeat(8, 2), [model_of("falcon", torch.bfloat16) for _ in range(2)]
+    for model, blocks in zip(models, (qt.Blocks(mlp=False), True), strict=True):
+        qt.convert(model, "mxfp8", blocks=blocks)
+    first, second = (step(model) for model in models)
+    for name, value in first.items():
+        assert_bitwise(second[name], value, name)
+    # The codes of what the activation gives, of 2 layers.
+    width = models[0].config.ffn_hidden_size
+    assert kept(models[0], x) - kept(models[1], x) >= 2 * x.numel() * width
+
+
+def test_a_hook_on_an_activation_runs_and_the_report_says_so() -> None:
+    model, plain = llama(), llama()
+    mlp = mlp_of(model)
+    seen = []
+    handle = mlp.act_fn.register_forward_hook(lambda *_: seen.append("act"))
+    mlp.gate_proj.register_forward_hook(lambda *_: seen.append("gate"))
+    report = qt.convert(model, "bf16", blocks=True)
+    assert not seen, "recognizing a module called its owner's hooks"
+    rows = {row.name: row for row in report.blocks}
+    assert "act_fn" in rows["model.layers.0.mlp"].why and not rows["model.layers.1.mlp"].why
+    # Two tensors of 96 features in float32: the activation's output, and its input once more.
+    assert "a hook on act_fn: while it stands the module's own forward runs and keeps 384 bytes a token more" in str(
+        report
+    )
+    expected = step(plain)
+    got = step(model)
+    assert seen == ["gate", "act"]
+    assert_bitwise(got["loss"], step(model)["loss"])
+    handle.remove()
+    seen.clear()
+    for name, value in step(model).items():
+        assert apart(value, expected[name]) <= FLOAT32, name
+    assert seen == ["gate"]
+
+
+def test_hooks_on_the_modules_themselves_run() -> None:
+    model = llama()
+    qt.convert(model, "tensorwise", blocks=True)
+    seen = []
+    for module in (mlp_of(model), model.model.norm, mlp_of(model).down_proj):
+        module.register_forward_hook(lambda m, *_: seen.append(type(m).__name__))
+    step(model)
+    assert seen == ["Linear", "LlamaMLP", "LlamaRMSNorm"]
+
+
+def test_an_exchanged_part_computes() -> None:
+    class Adapter(nn.Module):
+        """As PEFT puts one around a layer."""
+
+        def __init__(self, base: nn.Module) -> None:
+            super().__init__()
+            self.base_layer, self.more = base, nn.Linear(64, 96, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.base_layer(x) + self.more(x)
+            return y
+
+    torch.manual_seed(5)
+    model, plain = llama(), llama()
+    qt.convert(model, "bf16", blocks=True)
+    adapter = Adapter(plain.model.layers[0].mlp.gate_proj)
+    plain.model.layers[0].mlp.gate_proj = adapter
+    mlp = mlp_of(model)
+    mlp.gate_proj = Adapter(mlp.gate_proj)
+    mlp.gate_proj.more.load_state_dict(adapter.more.state_dict())
+    for other in (plain, model):
+        other.model.layers[1].mlp.act_fn = nn.Tanh()
+    for name, value in step(plain).items():
+        assert apart(step(model)[name], value) <= FLOAT32, name
+
+
+def test_a_class_patched_later_computes_as_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama()
+    qt.convert(model, "bf16", blocks=True)
+    norm = model.model.norm
+    x = torch.randn(3, 64)
+    before = norm(x)
+    kind = type(norm)._original
+    monkeypatch.setattr(kind, "forward", lambda self, x: x * 2)
+    assert_bitwise(norm(x), x * 2)
+    # Converted anew, what computes otherwise is left alone.
+    report = qt.convert(model, "bf16", blocks=True)
+    assert not any(row.block for row in report.blocks if "Norm" in row.kind)
+    monkeypatch.undo()
+    assert_close("", kind.forward(norm, x), before, 1e-6)
+
+
+def test_models_of_one_class_keep_their_own_numbers() -> None:
+    models = [tiny("llama", rms_norm_eps=eps, hidden_act=act) for eps, act in ((1e-6, "silu"), (1e-2, "gelu"))]
+    x = torch.randn(3, 64) * 0.1
+    expected = [(m.model.norm(x), mlp_of(m)(x)) for m in models]
+    for model in models:
+        qt.convert(model, "bf16", blocks=True)
+    for model, (norm, mlp) in zip(models, expected, strict=True):
+        assert_close("norm", model.model.norm(x), norm, 1e-6)
+        assert_close("mlp", mlp_of(model)(x), mlp, 1e-6)
+
+
+@pytest.mark.parametrize("copied", ["deepcopy", "pickle", "torch.save"])
+def test_a_copy_is_placed_too(copied: str) -> None:
+    model = llama()
+    qt.convert(model, "tensorwise", blocks=qt.Blocks(loss=True))
+    if copied == "deepcopy":
+        again = copy.deepcopy(model)
+    elif copied == "pickle":
+        again = pickle.loads(pickle.dumps(model))
+    else:
+        torch.save(model, stream := io.BytesIO())
+        stream.seek(0)
+        again = torch.load(stream, weights_only=False)
+    assert [type(m) for m in again.modules()] == [type(m) for m in model.modules()]
+    assert any(isinstance(m, FusedModule) for m in again.modules())
+    for name, value in step(model).items():
+        assert_bitwise(step(again)[name], value, name)
+    plain = llama()
+    plain.load_state_dict(model.state_dict(), strict=True)
+
+
+def test_checkpointing_gives_the_same_bits() -> None:
+    model = llama(torch.bfloat16)
+    qt.convert(model, "tensorwise", blocks=True)
+    expected = step(model)
+    for reentrant in (False, True):
+        for layer in model.model.layers:
+            layer.gradient_checkpointing = True
+            layer._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=reentrant)
+        for name, value in step(model).items():
+            assert_bitwise(value, expected[name], name)
+
+
+def test_frozen_parameters_and_inputs_alone() -> None:
+    plain, model = llama(), llama()
+    for m in (plain, model):
+        for i, p in enumerate(m.parameters()):
+            p.requires_grad_(i % 2 == 0)
+    qt.convert(model, "bf16", blocks=True)
+    expected, got = step(plain), step(model)
+    assert expected.keys() == got.keys()
+    assert all(apart(got[name], value) <= FLOAT32 for name, value in expected.items())
+    for m in (plain, model):
+        m.requires_grad_(False)
+    x = torch.randn(2, 3, 64)
+    for part in ("norm", "layers.0.mlp"):
+        theirs, ours = (x.clone().requires_grad_() for _ in range(2))
+        plain.model.get_submodule(part)(theirs).square().sum().backward()
+        model.model.get_submodule(part)(ours).square().sum().backward()
+        assert_close(part, ours.grad, theirs.grad, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    plain, model = llama(dtype), llama(dtype)
+    qt.convert(model, "bf16", blocks=True)
+    expected, got = step(plain), step(model)
+    bound = 1e-2 if dtype is torch.float16 else 1e-12
+    assert all(apart(got[name], value) <= bound for name, value in expected.items())
+    assert all(got[name].dtype is value.dtype for name, value in expected.items())
+
+
+def test_autocast_gives_the_same_dtypes() -> None:
+    for family in ("llama", "gpt_neox"):
+        for dtype in (torch.float32, torch.bfloat16):
+            plain, model = model_of(family, dtype), model_of(family, dtype)
+            qt.convert(model, "bf16", blocks=True)
+            with torch.autocast("cpu", torch.bfloat16):
+                expected, got = step(plain), step(model)
+            for name, value in expected.items():
+                assert got[name].dtype is value.dtype and apart(got[name], value) <= 5e-2, name
+
+
+def test_weights_of_another_dtype_than_the_input_promote_as_theirs() -> None:
+    model = llama()
+    qt.convert(model, "bf16", blocks=True)
+    x = torch.randn(2, 64).bfloat16()
+    assert model.model.norm(x).dtype is torch.float32
+
+
+def test_torch_func_and_forward_mode_take_the_own_forward() -> None:
+    model = llama()
+    qt.convert(model, "bf16", blocks=True)
+    x = torch.randn(3, 64)
+    for module in (model.model.norm, mlp_of(model)):
+        per_row = torch.func.vmap(torch.func.grad(lambda row, m=module: m(row).sum()))(x)
+        leaf = x.clone().requires_grad_()
+        module(leaf).sum().backward()
+        assert_close("", per_row, leaf.grad, 1e-5)
+        torch.func.jvp(module, (x,), (x,))
+
+
+def hard(module: nn.Module) -> list[Tensor]:
+    torch.manual_seed(1)
+    x = torch.randn(4, 64)
+    x[0, 0], x[1, 0], x[2] = torch.nan, torch.inf, 1e-40
+    inputs = [
+        x,
+        torch.zeros(2, 64),
+        torch.empty(0, 64),
+        torch.empty(2, 0, 64),
+        torch.randn(64),
+        torch.randn(2, 2, 3, 64),
+    ]
+    results = []
+    for value in inputs:
+        leaf = value.clone().requires_grad_()
+        y = module(leaf)
+        results.append(y.detach())
+        if y.isfinite().all():
+            y.sum().backward()
+            results.append(leaf.grad)
+    return results
+
+
+@pytest.mark.parametrize("part", ["norm", "layers.0.mlp"])
+def test_what_is_not_finite_and_what_is_empty(part: str) -> None:
+    plain, model = llama(), llama()
+    qt.convert(model, "bf16", blocks=True)
+    for ours, theirs in zip(hard(model.model.get_submodule(part)), hard(plain.model.get_submodule(part)), strict=True):
+        assert ours.shape == theirs.shape
+        assert_close(part, ours, theirs, 1e-5)
+
+
+def test_an_output_may_be_written_to_and_an_input_is_left_alone() -> None:
+    model = llama()
+    qt.convert(model, "tensorwise", blocks=True)
+    for module in (model.model.norm, mlp_of(model)):
+        x = torch.randn(4, 64, requires_grad=True)
+        before = x.detach().clone()
+        y = module(x)
+        y += 1
+        y.sum().backward()
+        assert_bitwise(x.detach(), before)
+
+
+def test_dropout_is_honoured_where_it_stands() -> None:
+    for family, dropout in (("gpt2", {"resid_pdrop": 0.5}), ("t5", {"dropout_rate": 0.5})):
+        plain, model = tiny(family, **dropout).train(), tiny(family, **dropout).train()
+        report = qt.convert(model, "bf16", blocks=True)
+        assert any("MLP" in row.block for row in report.blocks)
+        results = []
+        for m in (plain, model):
+            torch.manual_seed(0)
+            results.append(step(m))
+        assert all(apart(results[1][name], value) <= FLOAT32 for name, value in results[0].items())
+
+
+def test_an_unknown_activation_is_left_alone_and_said() -> None:
+    model = tiny("llama", hidden_act="mish")
+    report = qt.convert(model, "bf16", blocks=True)
+    whys = {row.why for row in report.blocks if row.kind == "LlamaMLP"}
+    assert whys == {"no activation of ours gives its outputs"} and next(iter(whys)) in str(report)
+
+
+def test_skip_leaves_a_module_alone() -> None:
+    model = llama()
+    report = qt.convert(model, "bf16", blocks=True, skip=["*.layers.0.*"])
+    placed_rows = {row.name: row.block for row in report.blocks}
+    assert not placed_rows["model.layers.0.mlp"] and placed_rows["model.layers.1.mlp"]
+    assert not isinstance(mlp_of(model), FusedModule)
+
+
+def test_parts_by_choice_and_bad_ones() -> None:
+    model = llama()
+    report = qt.convert(model, "bf16", blocks=qt.Blocks(mlp=False, attention=False))
+    assert {row.kind for row in report.blocks} == {"LlamaRMSNorm"}
+    qt.convert(model, "bf16", blocks=True)
+    qt.convert(model, "tensorwise")
+    assert isinstance(mlp_of(model), FusedModule), "a later convert took a block away"
+    with pytest.raises(ValueError, match=r"give True, False, or a quaver\.torch\.Blocks"):
+        qt.convert(model, "bf16", blocks="mlp")  # type: ignore[arg-type]
+
+
+def test_meta_models_are_placed() -> None:
+    with torch.device("meta"):
+        model = tiny("llama")
+    report = qt.convert(model, "bf16", blocks=qt.Blocks(loss=True))
+    assert all(row.block for row in report.blocks)
+
+
+def test_torch_norms_of_torch() -> None:
+    for norm in (
+        nn.LayerNorm(16),
+        nn.LayerNorm(16, bias=False),
+        nn.RMSNorm(16),
+        nn.LayerNorm(16, elementwise_affine=False),
+    ):
+        x = torch.randn(3, 16)
+        expected = norm(x)
+        report = qt.convert(norm, "bf16", blocks=True)
+        assert report.blocks[0].block, report
+        assert_close(str(norm), norm(x), expected, 1e-6)
+    for other in (nn.GroupNorm(1, 16), nn.BatchNorm1d(16), nn.LayerNorm([4, 16])):
+        assert not any(
+            row.block for row in qt.convert(nn.Sequential(nn.Linear(2, 2), other), "bf16", blocks=True).blocks
+        )
+
+
+def test_a_training_step_with_the_fused_loss() -> None:
+    x = tokens()
+    labels = x.clone()
+    labels[0, :5] = -100
+    for family in ("llama", "gemma2", "granite", "cohere", "gpt2", "falcon", "mixtral"):
+        plain, model = model_of(family), model_of(family)
+        report = qt.convert(model, "bf16", blocks=qt.Blocks(norm=False, mlp=False, attention=False, loss=True))
+        assert report.blocks[0].block, str(report)
+        for options in ({}, {"num_items_in_batch": torch.tensor(11)}):
+            results = []
+            for m in (plain, model):
+                m.zero_grad()
+                outputs = m(input_ids=x, labels=labels, **options)
+                outputs.loss.backward()
+                results.append([outputs.loss, *(p.grad.clone() for p in m.parameters() if p.grad is not None)])
+            assert outputs.logits is None and type(outputs) is type(plain(input_ids=x))
+            for ours, theirs in zip(*reversed(results), strict=True):
+                assert apart(ours.detach(), theirs.detach()) <= FLOAT32, family
+        # Where logits may be wanted they are there: without labels, without gradients, in evaluation.
+        assert model(input_ids=x).logits is not None
+        assert model.eval()(input_ids=x, labels=labels).logits is not None
+        with torch.no_grad():
+            assert model.train()(input_ids=x, labels=labels).logits is not None
+
+
+def test_a_hook_on_the_head_keeps_the_logits() -> None:
+    model, x = llama(), tokens()
+    qt.convert(model, "bf16", blocks=qt.Blocks(loss=True))
+    model.lm_head.register_forward_hook(lambda *_: None)
+    assert model(input_ids=x, labels=x).logits is not None
+
+
+def test_generation_and_caches_go_on() -> None:
+    plain, model = llama().eval(), llama().eval()
+    qt.convert(model, "bf16", blocks=qt.Blocks(loss=True))
+    x = tokens()[:1]
+    options = {"max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(model.generate(x, **options), plain.generate(x, **options))
+
+
+@pytest.mark.parametrize(("family", "attends"), [("mistral", "sdpa"), ("gemma3_text", "eager"), ("gpt_oss", "eager")])
+def test_windows_padding_and_both_ways_to_attend(family: str, attends: str) -> None:
+    models = [tiny(family, sliding_window=4) for _ in range(2)]
+    for model in models:
+        model.set_attn_implementation(attends)
+    mask = torch.ones_like(tokens())
+    mask[1, :5] = 0
+    assert all(row.block for row in qt.convert(models[1], "bf16", blocks=True).blocks)
+    results = []
+    for model in models:
+        outputs = model(input_ids=tokens(), attention_mask=mask, labels=tokens())
+        outputs.loss.backward()
+        results.append([outputs.logits[mask.bool()], *(p.grad for p in model.parameters())])
+    for ours, theirs in zip(*reversed(results), strict=True):
+        assert apart(ours, theirs) <= FLOAT32
+
+
+def test_attention_is_ours_and_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quaver.torch.conversion.replace import attention
+
+    plain, model, x = llama(), llama(), tokens()
+    qt.convert(model, "bf16", blocks=True)
+    calls = []
+    attend = attention.attention
+    monkeypatch.setattr(attention, "attention", lambda *a, **k: calls.append(1) or attend(*a, **k))
+    model(input_ids=x)
+    assert len(calls) == 2
+    # Weights are asked for; the configuration says otherwise; another function turns than was compared.
+    for m in (plain, model):
+        m.set_attn_implementation("eager")
+    expected, got = (m(input_ids=x, output_attentions=True).attentions for m in (plain, model))
+    assert all(apart(a.detach(), b.detach()) <= FLOAT32 for a, b in zip(got, expected, strict=True))
+    model(input_ids=x)
+    for m in (plain, model):
+        m.set_attn_implementation("sdpa")
+    source = type(plain.model.layers[0].self_attn).forward.__globals__
+    monkeypatch.setitem(source, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q, k))
+    assert_close("", model(input_ids=x).logits, plain(input_ids=x).logits, FLOAT32)
+    assert len(calls) == 2
+    monkeypatch.undo()
+    eager = llama()
+    eager.set_attn_implementation("eager")
+    assert "computed as rope" in str(qt.convert(eager, "bf16", blocks=True))
+    assert_close("", eager(input_ids=x).logits, plain(input_ids=x).logits, FLOAT32)
+    flash = llama()
+    flash.config._attn_implementation = "flash_attention_2"
+    assert "flash_attention_2" in str(qt.convert(flash, "bf16", blocks=True))
+
+
+def test_tables_that_were_written_to_are_laid_out_anew() -> None:
+    rope = Rope(HALVES, False)
+    q, k = torch.randn(1, 2, 5, 8), torch.randn(1, 1, 5, 8)
+    cos, sin = tables(HALVES, 8, 5, torch.float32)
+    first = rope(q, k, cos, sin)
+    assert_bitwise(rope(q, k, cos, sin)[0], first[0])
+    cos.mul_(0.5)
+    assert_bitwise(rope(q, k, cos, sin)[0], rope(q, k, cos.clone(), sin.clone())[0])
+    del cos
+    assert not ropes._thread.last or ropes._thread.last[0]() is not None
+
+
+def test_tables_of_inference_are_not_kept_for_training() -> None:
+    rope = Rope(HALVES, False)
+    q, k = (torch.randn(1, heads, 5, 8, requires_grad=True) for heads in (2, 1))
+    cos, sin = tables(HALVES, 8, 5, torch.float32)
+    with torch.inference_mode():
+        rope(q, k, cos, sin)
+    rope(q, k, cos, sin)[0].sum().backward()
+    assert q.grad is not None
+
+
+def test_a_checkpoint_of_a_part() -> None:
+    model = llama()
+    qt.convert(model, "mxfp8", blocks=True)
+    mlp, x = mlp_of(model), torch.randn(4, 64, requires_grad=True)
+    expected = torch.autograd.grad(mlp(x).square().sum(), x)[0]
+    y = checkpoint(mlp, x, use_reentrant=False)
+    assert_bitwise(torch.autograd.grad(y.square().sum(), x)[0], expected)

@@ -1,0 +1,382 @@
+"""Mixers of state spaces: no layer is quantized in name alone, and ours compute theirs where they compute the same."""
+
+import copy
+import functools
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import quaver.torch as qt
+from quaver.torch.conversion.replace.mixer import CalledMixer, FusedMixer, bypassed, uses
+from tests.close import assert_bitwise, assert_close
+from tests.torch.conversion.families import tiny, tokens
+
+BYPASSED = "multiplies by its weight without calling it"
+#: A model of each kind of mixer: its first one.
+MIXERS = {
+    "mamba": lambda m: m.backbone.layers[0].mixer,
+    "mamba2": lambda m: m.backbone.layers[0].mixer,
+    "bamba": lambda m: m.model.layers[0].mamba,
+    "nemotron_h": lambda m: m.model.layers[0].mixer,
+    "zamba2": lambda m: m.model.layers[0].mamba,
+    "falcon_mamba": lambda m: m.backbone.layers[0].mixer,
+}
+#: Those with a block of ours.
+SECOND = ("mamba2", "bamba", "nemotron_h", "zamba2")
+
+
+def is_linear(part: nn.Module) -> bool:
+    return isinstance(part, nn.Linear)
+
+
+# Layers that are read and not called.
+
+
+class Reads(nn.Module):
+    """Hands one layer's weight to a function, asks another's for its dtype, and calls a third after reading it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.asked, self.both = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.read.weight, self.read.bias).to(self.asked.weight.dtype)
+        scaled = self.both.weight.abs().sum()
+        return self._rest(y) * scaled
+
+    def _rest(self, y: Tensor) -> Tensor:
+        z: Tensor = self.both(self.asked(y))
+        return z
+
+
+class Mixes(Reads):
+    """The same with a decay, by which mixers are known: their forward may call in evaluation and read in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.A_log = nn.Parameter(torch.zeros(4))
+
+
+def test_a_layer_that_is_read_and_not_called_is_left_alone_and_named() -> None:
+    model = nn.Sequential(Reads(), Mixes())
+    report = qt.convert(model, "mxfp8")
+    assert set(report.converted) == {"0.asked", "0.both", "1.asked"}
+    assert report.skipped == {
+        "0.read": f"Reads {BYPASSED}",
+        "1.read": f"Mixes {BYPASSED}",
+        "1.both": f"Mixes {BYPASSED}",
+    }
+    check = report.check(model, torch.randn(3, 4))
+    assert not check.never_called and set(check.read_behind) == {"0.both"}, "which is read besides"
+    assert not qt.convert(nn.Sequential(Reads()), "bf16").skipped, "unquantized there is nothing to tell"
+
+
+def test_a_forward_without_text_says_nothing() -> None:
+    names: dict[str, Any] = {"F": F, "nn": nn}
+    exec("class Odd(nn.Module):\n def forward(self, x):\n  return F.linear(x, self.a.weight)", names)
+    module = names["Odd"]()
+    module.a = nn.Linear(4, 4)
+    assert uses(names["Odd"], names["Odd"].forward) == {}
+    assert bypassed(module, is_linear) == {}
+
+
+@pytest.mark.parametrize("family", ["mamba", "jamba", "falcon_mamba"])
+def test_the_first_mamba_reads_the_weight_of_its_steps(family: str) -> None:
+    report = qt.convert(tiny(family), "mxfp8")
+    left = {name.rpartition(".")[2]: why for name, why in report.skipped.items()}
+    assert BYPASSED in left["dt_proj"]
+    assert {name.rpartition(".")[2] for name in report.converted} >= {"in_proj", "x_proj", "out_proj"}
+
+
+# A function for the whole mixer, as mamba-ssm has.
+
+
+@pytest.fixture(params=["mamba", "mamba2"])
+def whole(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, list[str]]]:
+    """A model whose file finds a function that computes mixers without calling their layers, and its calls."""
+    model, calls = tiny(request.param).train(), list[str]()
+    mixer = MIXERS[request.param](model)
+    names = inspect_globals(mixer)
+    name = "mamba_inner_fn" if request.param == "mamba" else "mamba2_split_conv1d_scan_combined"
+
+    @functools.wraps(names[name])
+    def fused(projected: Tensor, *args: Any, outproj_weight: Tensor | None = None, **kwargs: Any) -> Tensor:
+        calls.append(name)
+        weight = args[4] if outproj_weight is None else outproj_weight
+        tokens_last = request.param == "mamba"
+        x = projected.transpose(1, 2) if tokens_last else projected
+        return F.linear(x[..., : weight.shape[1]], weight)
+
+    monkeypatch.setitem(names, name, fused)
+    yield model, calls
+
+
+def inspect_globals(mixer: nn.Module) -> dict[str, Any]:
+    held: dict[str, Any] = type(mixer).forward.__wrapped__.__globals__  # type: ignore[attr-defined]
+    return held
+
+
+def test_a_converted_mixer_calls_its_layers_and_an_unconverted_one_keeps_its_function(whole: Any) -> None:
+    model, calls = whole
+    x = tokens()
+    model(input_ids=x, use_cache=False)
+    before = len(calls)
+    assert before == 2, "each mixer hands its weights over"
+    report = qt.convert(model, "mxfp8")
+    assert any("out_proj" in name for name in report.converted)
+    assert report.check(model, input_ids=x, use_cache=False), "in training all layers are called, and none is read"
+    model(input_ids=x, use_cache=False, labels=x).loss.backward()
+    assert len(calls) == before
+    for recipe in (False, "bf16"):
+        if recipe:
+            qt.convert(model, recipe)
+            model(input_ids=x, use_cache=False)
+        else:
+            with qt.autocast(enabled=False):
+                model(input_ids=x, use_cache=False)
+    assert len(calls) == before + 4, "what quantizes nothing keeps its fast path"
+    qt.revert(model)
+    assert not any(isinstance(m, CalledMixer) for m in model.modules())
+    model(input_ids=x, use_cache=False)
+    assert len(calls) == before + 6
+
+
+def test_one_in_four_bits_without_a_recipe_calls_its_layers(whole: Any) -> None:
+    model, calls = whole
+    qt.convert(model, "mxfp8")
+    qt.quantize_weights(model, "mxfp8")
+    with qt.autocast(enabled=False):
+        model(input_ids=tokens(), use_cache=False)
+    assert not calls
+
+
+# transformers' own scan of the first Mamba asks what Dynamo warns of.
+@pytest.mark.parametrize("whole", ["mamba2"], indirect=True)
+def test_compiled_it_calls_its_layers_too(whole: Any) -> None:
+    model, calls = whole
+    torch.compiler.reset()
+    qt.convert(model, "mxfp8")
+    mixer = next(m for m in model.modules() if isinstance(m, CalledMixer))
+    x = torch.randn(2, 5, 64)
+    compiled = torch.compile(mixer, fullgraph=True, backend="aot_eager")
+    assert_close("compiled", compiled(x), mixer(x), 1e-6)
+    assert not calls
+
+
+# In place.
+
+
+def model_of(family: str) -> Any:
+    model = tiny(family).train()
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data += torch.randn(parameter.shape, generator=generator) * 0.1
+    return model
+
+
+def results(module: Any, x: Tensor, **given: Any) -> list[Tensor]:
+    leaf = x.clone().requires_grad_()
+    y = module(leaf, **given)
+    named = sorted(module.named_parameters())
+    grads = torch.autograd.grad(y, [leaf, *(p for _, p in named)], torch.linspace(-1, 1, y.numel()).view(y.shape))
+    return [y.detach(), *grads]
+
+
+@pytest.mark.parametrize("family", SECOND)
+def test_a_mixer_has_transformers_outputs_and_gradients(family: str) -> None:
+    model = model_of(family)
+    mixer, x = MIXERS[family](model), torch.randn(2, 21, 64)
+    mask = torch.ones(2, 21)
+    mask[1, :5] = 0
+    expected = [results(mixer, x), results(mixer, x, attention_mask=mask)]
+    qt.convert(model, "bf16", blocks=True)
+    assert isinstance(mixer, FusedMixer)
+    for one, other in zip([results(mixer, x), results(mixer, x, attention_mask=mask)], expected, strict=True):
+        for name, a, b in zip(("output", "x", *dict(sorted(mixer.named_parameters()))), one, other, strict=True):
+            assert_close(name, a, b, 2e-6)
+
+
+@pytest.mark.parametrize("family", SECOND)
+def test_a_whole_model_has_transformers_outputs_and_gradients_and_writes_the_same(family: str) -> None:
+    model, x = model_of(family), tokens()
+    runs, written = [], []
+    for blocks in (False, True):
+        if blocks:
+            qt.convert(model, "bf16", blocks=qt.Blocks(norm=False, mlp=False, attention=False))
+        model.train().zero_grad()
+        outputs = model(input_ids=x, labels=x)
+        outputs.loss.backward()
+        runs.append({"logits": outputs.logits.detach()} | {n: p.grad.clone() for n, p in model.named_parameters()})
+        with torch.no_grad():
+            written.append(model.eval().generate(x, max_new_tokens=6, do_sample=False, pad_token_id=0))
+    for name, expected in runs[0].items():
+        # Of a head's own numbers the terms of all tokens nearly cancel: theirs are 4e-6 from float64, as ours are.
+        bound = 6e-6 if name.endswith(("A_log", "dt_bias", ".D")) else 2e-6
+        assert_close(name, runs[1][name], expected, bound)
+    every = [torch.cat([value.flatten() for value in run.values()]) for run in runs]
+    assert_close("all gradients", every[1], every[0], 1e-6)
+    assert_bitwise(*written)
+
+
+def test_it_trains_under_recipes_and_keeps_less() -> None:
+    model = model_of("mamba2")
+    mixer, x = MIXERS["mamba2"](model), torch.randn(2, 64, 64, requires_grad=True)
+
+    def kept() -> int:
+        held: dict[int, Tensor] = {}
+        own = {p.untyped_storage().data_ptr() for p in mixer.parameters()}
+
+        def pack(t: Tensor) -> Tensor:
+            if t.untyped_storage().data_ptr() not in own:
+                held[t.untyped_storage().data_ptr()] = t.detach()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            mixer(x)
+        return sum(t.untyped_storage().nbytes() for t in held.values())
+
+    before = kept()
+    qt.convert(model, "mxfp8", blocks=True)
+    assert kept() < 0.2 * before
+    mixer(x).square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in mixer.parameters())
+
+
+def test_when_the_modules_own_forward_runs_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("mamba2")
+    mixer, x = MIXERS["mamba2"](model), torch.randn(2, 9, 64)
+    qt.convert(model, "bf16", blocks=True)
+    ran = []
+    own = type(mixer)._original.forward
+    scan = inspect_globals_of(own)
+    monkeypatch.setitem(scan, "mamba2_chunk_scan", noting(scan["mamba2_chunk_scan"], ran))
+
+    def theirs(**given: Any) -> bool:
+        ran.clear()
+        mixer(x, **given)
+        return bool(ran)
+
+    assert not theirs()
+    handle = mixer.norm.register_forward_hook(lambda *_: None)
+    assert theirs(), "a hook on a part that our block does not call"
+    handle.remove()
+    mixer.norm.variance_epsilon = 1e-3
+    assert theirs(), "an attribute of the norm"
+    mixer.norm.variance_epsilon = 1e-5
+    mixer.time_step_limit = (0.0, 1.0)
+    assert theirs(), "an attribute of its own"
+    mixer.time_step_limit = (0.0, float("inf"))
+    numbers = torch.zeros(2, 9, dtype=torch.int32)
+    assert not theirs(seq_idx=numbers)
+    handle = mixer.norm.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="keep packed sequences apart"):
+        mixer(x, seq_idx=numbers)
+    handle.remove()
+    handle = mixer.in_proj.register_forward_hook(lambda *_: ran.append(1))
+    mixer(x)
+    assert ran, "hooks on the projections run in our block"
+    handle.remove()
+    assert not theirs()
+
+
+def noting(function: Any, ran: list[Any]) -> Any:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        ran.append(1)
+        return function(*args, **kwargs)
+
+    return run
+
+
+def inspect_globals_of(forward: Any) -> dict[str, Any]:
+    held: dict[str, Any] = forward.__wrapped__.__globals__
+    return held
+
+
+def test_copies_pickles_and_revert() -> None:
+    model = model_of("mamba2")
+    x = tokens()
+    plain = copy.deepcopy(model)
+    classes = [type(m) for m in model.modules()]
+    qt.convert(model, "tensorwise", blocks=True)
+    y = model(input_ids=x).logits
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert_bitwise(other(input_ids=x).logits, y)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    qt.revert(model)
+    assert [type(m) for m in model.modules()] == classes
+    assert_bitwise(model(input_ids=x).logits, plain(input_ids=x).logits)
+
+
+def test_what_computes_something_else_is_left_alone_and_said() -> None:
+    model = model_of("mamba2")
+    mixer = MIXERS["mamba2"](model)
+    mixer.register_buffer("scales", torch.ones(3))
+    other = model.backbone.layers[1].mixer
+    other.extra = [1.0]
+    report = qt.convert(model, "bf16", blocks=True)
+    why = {row.name: row.why for row in report.blocks if "mixer" in row.name and row.name.count(".") == 3}
+    assert "it has a buffer 'scales'" in why["backbone.layers.0.mixer"]
+    assert "its extra is a list" in why["backbone.layers.1.mixer"]
+
+
+# A layer of ours.
+
+
+@pytest.mark.parametrize(
+    ("family", "layer"),
+    [
+        ("mamba2", lambda m: m.backbone.layers[0]),
+        ("bamba", lambda m: m.model.layers[0]),
+        ("nemotron_h", lambda m: m.model.layers[0]),
+        ("zamba2", lambda m: m.model.layers[0]),
+    ],
+    ids=SECOND,
+)
+def test_a_layer_of_transformers_as_ours(family: str, layer: Any) -> None:
+    model = model_of(family)
+    theirs = layer(model).eval()
+    ours: Any = qt.from_huggingface(theirs)
+    assert isinstance(ours, qt.Mamba2Layer) and not ours.training
+    mixer = MIXERS[family](model)
+    assert ours.mixer.in_proj.weight is mixer.in_proj.weight and ours.mixer.A_log is mixer.A_log
+    x = torch.randn(2, 19, 64)
+    runs = []
+    for module in (theirs, ours):
+        leaf = x.clone().requires_grad_()
+        y = module(leaf)
+        y = y[0] if isinstance(y, tuple) else y
+        runs.append([y.detach(), *torch.autograd.grad(y, [leaf, *mixer.parameters()], torch.ones_like(y))])
+    for one, other in zip(*runs, strict=True):
+        assert_close("outputs and gradients", one, other, 2e-6)
+    block = qt.from_huggingface(mixer)
+    assert isinstance(block, qt.Mamba2)
+    assert_close("the block", block(x), mixer.eval()(x), 2e-6)
+
+
+def test_a_layer_that_is_none_of_ours_is_a_sentence() -> None:
+    model = model_of("mamba2")
+    layer = model.backbone.layers[0]
+    with pytest.raises(ValueError, match="leave out mask_type"):
+        qt.from_huggingface(layer, mask_type="none")
+    layer.extra_norm = copy.deepcopy(layer.norm)
+    forward = type(layer).forward
+    layer.forward = lambda x, **k: layer.extra_norm(forward(layer, x, **k))
+    with pytest.raises(ValueError, match="a Mamba2Layer has one norm before the mixer"):
+        qt.from_huggingface(layer)
+    layer.mixer.register_buffer("scales", torch.ones(3))
+    with pytest.raises(ValueError, match="computes nothing that a Mamba2 does: it has a buffer 'scales'"):
+        qt.from_huggingface(layer.mixer)
+    falcon = tiny("falcon_h1").model.layers[0]
+    for part in (falcon, falcon.mamba):
+        with pytest.raises(ValueError, match="multiplies what in_proj gives by mup_vector"):
+            qt.from_huggingface(part)
+    qt.convert(model, "mxfp8")
+    with pytest.raises(ValueError, match=r"was converted; call quaver\.torch\.revert first"):
+        qt.from_huggingface(layer.mixer)

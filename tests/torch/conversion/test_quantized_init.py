@@ -1,0 +1,668 @@
+"""Weights that exist only in eight (or four) bits: the layer is the one whose weight is what they dequantize to."""
+
+import copy
+import inspect
+import io
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import swa_utils
+
+import quaver.torch as qt
+from quaver.recipes import RECIPES
+from quaver.torch.linear import stored_weight
+from quaver.torch.linear.linear import Linear
+from quaver.torch.state.layer_state import state_of
+from tests.close import assert_bitwise, assert_close
+from tests.torch.nn.pairs import kept_bytes
+
+NAMES = [
+    name
+    for name, build in RECIPES.items()
+    if (spec := build().fprop.b) and spec.format.name in stored_weight.CODE_DTYPES
+]
+QUANTIZED = pytest.mark.parametrize("name", NAMES)
+#: Their weights take no gradient.
+FOUR_BITS = ("nvfp4", "mxfp4")
+EIGHT = pytest.mark.parametrize("name", [n for n in NAMES if n not in FOUR_BITS])
+N, K = 48, 80
+
+
+def layer(
+    name: str, *, keep: str | None = None, dtype: torch.dtype = torch.float32, seed: int = 0, k: int = K
+) -> Linear:
+    torch.manual_seed(seed)
+    with qt.quantized_init(name, keep_initial=keep):
+        return qt.Linear(k, N, dtype=dtype)
+
+
+def plain(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, k: int = K) -> Linear:
+    """A layer with an ordinary weight, the same as `layer` was initialized with."""
+    torch.manual_seed(seed)
+    return qt.Linear(k, N, dtype=dtype)
+
+
+def run(net: nn.Module, name: str | None, x: Tensor) -> dict[str, Tensor]:
+    """Output and gradients."""
+    x = x.detach().requires_grad_()
+    net.zero_grad()
+    with qt.autocast(name) if name else qt.autocast(enabled=False):
+        y = net(x)
+    y.square().sum().backward()
+    assert x.grad is not None
+    grads = {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
+    return {"output": y.detach(), "grad_input": x.grad, **grads}
+
+
+# What it holds, and what it computes.
+
+
+def test_a_format_that_no_dtype_of_torchs_holds_is_a_sentence() -> None:
+    with pytest.raises(ValueError, match="'mxfp6' has weights in e2m3, for whose codes torch has no dtype"):
+        qt.quantized_init("mxfp6")
+    model = nn.Sequential(nn.Linear(64, 64))
+    saved = qt.quantize_weights(model, "mxfp6")
+    assert not saved.layers and "torch has no dtype" in saved.skipped["0"] and model[0].weight.dtype is torch.float32
+
+
+@QUANTIZED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_parameter_holds_the_codes_of_nn_linears_initial_values(name: str, dtype: torch.dtype) -> None:
+    one, other = layer(name, dtype=dtype), plain(name, dtype=dtype)
+    spec = RECIPES[name]().fprop.b
+    assert spec is not None
+    q, expected = stored_weight.codes(one, one.weight), qt.quantize(other.weight, spec)
+    assert_bitwise(q.codes(), expected.codes())
+    assert_bitwise(q.scales(), expected.scales())
+    assert isinstance(one.weight, nn.Parameter) and one.weight.dtype in stored_weight.CODES
+    assert set(one.state_dict()) - {"weight", "bias", "weight_scale", "weight_factor"} == set()
+    held = sum(t.numel() * t.element_size() for t in (one.weight, *one.buffers()))
+    assert held <= N * K * spec.format.bits / 8 * 1.15 + 4 * N
+    assert_bitwise(one.bias, other.bias)
+
+
+@EIGHT
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_forward_and_backward_are_those_of_a_layer_quantized_on_the_way(name: str, dtype: torch.dtype) -> None:
+    one, other, x = layer(name, dtype=dtype), plain(name, dtype=dtype), torch.randn(7, K, dtype=dtype)
+    # Where dgrad's blocks lie otherwise, its operand is quantized from what fprop's dequantizes to.
+    seen = copy.deepcopy(other)
+    seen.set_weight(stored_weight.dequantized(one, one.weight, torch.float32))
+    results, expected, at = run(one, name, x), run(other, name, x), run(seen, name, x)
+    assert_bitwise(results["output"], expected["output"])
+    assert_bitwise(results["bias"], expected["bias"])
+    assert_bitwise(results["weight"].to(dtype), expected["weight"])
+    assert_bitwise(results["grad_input"], at["grad_input"])
+    assert results["weight"].dtype is torch.float32
+
+
+def test_four_bits_run_forward_and_give_the_inputs_gradient() -> None:
+    one, other, x = layer("nvfp4", k=64), plain("nvfp4", k=64), torch.randn(16, 64)
+    other.weight.requires_grad_(False)
+    results, expected = run(one, "nvfp4", x), run(other, "nvfp4", x)
+    assert list(results) == list(expected) == ["output", "grad_input", "bias"]
+    for key, value in expected.items():
+        assert_bitwise(results[key], value, key)
+
+
+@QUANTIZED
+@pytest.mark.parametrize("other", ["tensorwise", "mxfp8", "rowwise_bf16_wgrad", "bf16", None])
+def test_another_recipe_or_none_computes_with_what_the_codes_mean(name: str, other: str | None) -> None:
+    one, x = layer(name), torch.randn(7, K)
+    reference = plain(name)
+    reference.set_weight(stored_weight.dequantized(one, one.weight, torch.float32))
+    results, expected = run(one, other, x), run(reference, other, x)
+    for key in results:
+        assert_close(key, results[key], expected[key], 1e-6)
+
+
+@QUANTIZED
+def test_torch_autocast_casts_as_for_any_weight(name: str) -> None:
+    one, x = layer(name), torch.randn(4, K)
+    reference = plain(name)
+    reference.set_weight(stored_weight.dequantized(one, one.weight, torch.float32))
+    for recipe in (name, None):
+        outputs = []
+        for net in (one, reference):
+            with torch.autocast("cpu", torch.bfloat16), qt.autocast(recipe or "bf16"):
+                outputs.append(net(x))
+        assert outputs[0].dtype is torch.bfloat16
+        assert_bitwise(*outputs)
+
+
+def test_delayed_scaling_takes_the_weights_own_amax_and_notes_none() -> None:
+    one = layer("delayed")
+    for _ in range(3):
+        run(one, "delayed", torch.randn(4, K))
+    assert one.history[:, 1].abs().sum() == 0 and one.history[:, 0].sum() > 0 and one.factor[1] == 0
+
+
+@QUANTIZED
+@pytest.mark.parametrize("recipe", [*NAMES, None])
+def test_no_copy_in_high_precision_is_kept(name: str, recipe: str | None) -> None:
+    """Neither by autograd, nor on the layer."""
+    # Small operands remember their decoded values.
+    one, kept = layer(name, k=128), []
+
+    def pack(t: Tensor) -> Tensor:
+        kept.append(t)
+        return t
+
+    x = torch.randn(4, 128, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), qt.autocast(recipe or "bf16"):
+        y = one(x)
+    y.sum().backward()
+    assert not any(t.numel() == N * 128 and t.element_size() > 1 for t in kept)
+    if state_of(one).weights is not None:
+        rest = state_of(one).weights
+        assert not rest.window and rest.codes.decoded is None and rest.codes.data.data_ptr() == one.weight.data_ptr()
+
+
+@pytest.mark.parametrize("x", [torch.randn(3, K + 1), torch.tensor(1.0)], ids=["wrong width", "a number"])
+@QUANTIZED
+def test_a_wrong_input_is_a_sentence(name: str, x: Tensor) -> None:
+    with qt.autocast(name), pytest.raises(ValueError, match=f"last axis must be {K}"):
+        layer(name)(x)
+
+
+# Where it goes.
+
+
+@QUANTIZED
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_copies_compute_the_same(name: str, how: str) -> None:
+    one, x = layer(name, keep="cpu"), torch.randn(5, K)
+    if how == "deepcopy":
+        other = copy.deepcopy(one)
+    elif how == "pickle":
+        other = pickle.loads(pickle.dumps(one))
+    else:
+        buffer = io.BytesIO()
+        torch.save(one, buffer)
+        buffer.seek(0)
+        other = torch.load(buffer, weights_only=False)
+    results, expected = run(other, name, x), run(one, name, x)
+    assert list(results) == list(expected)
+    for key, value in expected.items():
+        assert_bitwise(results[key], value, key)
+    assert other.weight.data_ptr() != one.weight.data_ptr() and qt.initial_value(other) is None
+
+
+@QUANTIZED
+def test_dtypes_and_devices_move_everything_but_the_codes(name: str) -> None:
+    one = layer(name)
+    before, parameter = {k: v.clone() for k, v in one.state_dict().items()}, one.weight
+    one.bfloat16()
+    assert one.weight is parameter and one.bias.dtype is torch.bfloat16 and one.weight_dtype is torch.bfloat16
+    for key in set(before) - {"bias"}:
+        assert_bitwise(one.state_dict()[key], before[key], key)
+    assert run(one, name, torch.randn(3, K, dtype=torch.bfloat16))["output"].dtype is torch.bfloat16
+    one.to("meta")
+    assert all(t.is_meta for t in (*one.parameters(), *one.buffers()))
+
+
+@QUANTIZED
+def test_state_dicts_go_through_safetensors_and_back(name: str, tmp_path: object) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    one, other = layer(name), layer(name, seed=1)
+    data = safetensors.save(one.state_dict())
+    other.load_state_dict(safetensors.load(data))
+    for key, value in one.state_dict().items():
+        assert_bitwise(other.state_dict()[key], value, key)
+    x = torch.randn(3, K)
+    with qt.autocast(name):
+        assert_bitwise(other(x), one(x))
+
+
+@QUANTIZED
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_checkpoint_in_high_precision_is_quantized_on_load(name: str, assign: bool) -> None:
+    one, other = plain(name, seed=1), layer(name, keep="cpu")
+    with qt.autocast(name), torch.no_grad():
+        other(torch.randn(2, K))
+    other.load_state_dict({k: v.clone() for k, v in one.state_dict().items()}, assign=assign)
+    x = torch.randn(3, K)
+    with qt.autocast(name), torch.no_grad():
+        assert_bitwise(other(x), one(x))
+    assert_bitwise(qt.initial_value(other), one.weight.detach())
+    if name not in FOUR_BITS:
+        assert run(other, name, x)["weight"].dtype is torch.float32
+
+
+@QUANTIZED
+def test_a_quantized_checkpoint_for_an_ordinary_layer_is_a_sentence(name: str) -> None:
+    with pytest.raises(RuntimeError, match=r"quantized in the checkpoint.*quantize_weights"):
+        plain(name).load_state_dict(layer(name).state_dict(), strict=False)
+
+
+@QUANTIZED
+def test_another_block_in_the_checkpoint_is_an_error(name: str) -> None:
+    state = layer(name).state_dict()
+    state["weight_scale"] = torch.zeros(7, 2, dtype=state["weight_scale"].dtype)
+    with pytest.raises(RuntimeError, match="size mismatch for weight_scale"):
+        layer(name).load_state_dict(state)
+
+
+def test_scales_of_another_kind_in_the_checkpoint_are_an_error() -> None:
+    # One block a row in both, exponents in the one and float32 in the other.
+    with pytest.raises(RuntimeError, match=r"weight_scale.*uint8.*float32.*quantize_weights"):
+        layer("rowwise", k=32).load_state_dict(layer("mxfp8", k=32).state_dict())
+
+
+# What optimizers do.
+
+
+@EIGHT
+def test_gradients_add_up_in_float32(name: str) -> None:
+    one, x = layer(name, dtype=torch.bfloat16), torch.randn(6, K, dtype=torch.bfloat16)
+    first = run(one, name, x)["weight"].clone()
+    with qt.autocast(name):
+        one(x).square().sum().backward()
+    assert one.weight.grad is not None
+    assert_bitwise(one.weight.grad, first * 2)
+
+
+@EIGHT
+def test_clipping_and_scaling_see_the_gradient(name: str) -> None:
+    one, other, x = layer(name), plain(name), torch.randn(6, K)
+    run(one, name, x)
+    run(other, name, x)
+    norms = [nn.utils.clip_grad_norm_(net.parameters(), 0.5) for net in (one, other)]
+    assert_bitwise(*norms)
+    assert one.weight.grad is not None and other.weight.grad is not None
+    assert_bitwise(one.weight.grad, other.weight.grad)
+
+
+@EIGHT
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+def test_an_optimizer_that_would_write_to_codes_is_stopped(name: str, kind: type[torch.optim.Optimizer]) -> None:
+    one = layer(name)
+    run(one, name, torch.randn(4, K))
+    if kind is torch.optim.Adagrad:
+        optimizer: torch.optim.Optimizer = torch.optim.SGD([one.weight], lr=0.1, momentum=0.9)
+    else:
+        optimizer = kind(one.parameters())
+    before = one.weight.detach().view(torch.uint8).clone()
+    with pytest.raises(ValueError, match=rf"{type(optimizer).__name__}.*set_weight"):
+        optimizer.step()
+    assert_bitwise(one.weight.detach().view(torch.uint8), before)
+
+
+@EIGHT
+def test_training_by_copies_in_high_precision(name: str) -> None:
+    """What an optimizer of quantized weights does: step a copy, and hand it back."""
+    one, other = layer(name, keep="cpu"), plain(name)
+    x, target = torch.randn(32, K), torch.randn(32, N)
+    master = qt.initial_value(one.weight)
+    assert master is not None
+    master = master.clone().requires_grad_()
+    qt.drop_initial_value(one)
+    assert qt.initial_value(one) is None
+    ours, theirs = torch.optim.AdamW([master], lr=1e-2), torch.optim.AdamW([other.weight], lr=1e-2)
+    for _ in range(3):
+        for net in (one, other):
+            net.zero_grad()
+            with qt.autocast(name):
+                (net(x) - target).square().sum().backward()
+        master.grad = one.weight.grad
+        ours.step()
+        one.set_weight(master)
+        theirs.step()
+        with qt.autocast(name):
+            assert_bitwise(one(x), other(x))
+
+
+@QUANTIZED
+def test_set_weight_writes_in_place_and_the_next_forward_sees_it(name: str) -> None:
+    one, x = layer(name), torch.randn(4, K)
+    places = [t.data_ptr() for t in (one.weight, *one.buffers())]
+    with qt.autocast(name), torch.no_grad():
+        one(x)
+        value = torch.randn(N, K) * 100
+        one.set_weight(value)
+        other = plain(name)
+        other.set_weight(value)
+        assert_bitwise(one(x), other(x))
+    assert [t.data_ptr() for t in (one.weight, *one.buffers())] == places
+    with pytest.raises(ValueError, match=r"shape \(3, 3\)"):
+        one.set_weight(torch.randn(3, 3))
+
+
+def test_codes_of_other_sides_are_refused_and_those_without_a_third_axis_are_not() -> None:
+    with qt.quantized_init("tensorwise"):
+        one, other, transposed = qt.Linear(16, 32), qt.Linear(16, 32), qt.Linear(32, 16, bias=False)
+    state = one.state_dict()
+    codes = state["weight"]
+    assert codes.dtype is torch.uint8 and codes.shape == (32, 16, 1) and codes.data_ptr() == one.weight.data_ptr()
+    for same in (codes, codes.squeeze(-1), one.weight.detach()):
+        other.set_weight(torch.zeros(32, 16))
+        other.load_state_dict(state | {"weight": same})
+        assert_bitwise(other.weight, one.weight)
+    del state["bias"]
+    for same in (codes, codes.squeeze(-1)):
+        with pytest.raises(RuntimeError, match="size mismatch for weight"):
+            transposed.load_state_dict(state | {"weight": same})
+
+
+@QUANTIZED
+def test_codes_are_nothing_that_an_ordinary_layer_of_torch_takes(name: str) -> None:
+    with pytest.raises(RuntimeError, match="size mismatch for weight"):
+        nn.Linear(K, N).load_state_dict(layer(name).state_dict(), strict=False)
+
+
+def test_a_weight_that_is_not_finite_gives_nan() -> None:
+    for name in NAMES:
+        one, value = layer(name), torch.randn(N, K)
+        value[3, 5] = torch.inf
+        one.set_weight(value)
+        with qt.autocast(name), torch.no_grad():
+            assert one(torch.randn(2, K))[:, 3].isnan().all(), name
+
+
+@QUANTIZED
+def test_a_frozen_weight_keeps_no_input_where_nothing_is_quantized(name: str) -> None:
+    one, x = layer(name), torch.randn(64, K, requires_grad=True) * 2
+    one.weight.requires_grad_(False)
+    assert kept_bytes(one, lambda: one(x)) == 0
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", None])
+def test_four_bits_that_are_unfrozen_are_a_sentence(recipe: str | None) -> None:
+    with qt.quantized_init("nvfp4"):
+        one, block = qt.Linear(32, 16), qt.MLP(32, 64, normalization="RMSNorm")
+    for net in (one, block):
+        net.requires_grad_()
+        with qt.autocast(recipe or "bf16"):
+            with pytest.raises(ValueError, match=r"four bits takes no gradient.*requires_grad_\(False\)"):
+                net(torch.randn(4, 32))
+            with torch.no_grad():
+                net(torch.randn(4, 32))
+
+
+# Meta, contexts and bad input.
+
+
+def test_initial_values_are_dropped_for_a_whole_model_and_asked_of_strangers_in_vain() -> None:
+    net = nn.Sequential(layer("mxfp8", keep="cpu"), layer("mxfp8", keep="cpu"))
+    assert all(qt.initial_value(one) is not None for one in net)
+    qt.drop_initial_value(net)
+    assert all(qt.initial_value(one) is None for one in net)
+    with pytest.raises(ValueError, match="no weight of a layer"):
+        qt.initial_value(torch.zeros(2))
+
+
+@QUANTIZED
+def test_codes_that_are_loaded_leave_no_initial_value_behind(name: str) -> None:
+    one = layer(name, keep="cpu")
+    one.load_state_dict(layer(name, seed=1).state_dict())
+    assert qt.initial_value(one) is None
+
+
+@QUANTIZED
+def test_a_scale_that_is_written_by_itself_is_seen(name: str) -> None:
+    one, x = layer(name), torch.randn(3, K)
+    before = one(x)
+    scale = one.weight_factor if "weight_factor" in one._buffers else one.weight_scale
+    with torch.no_grad():
+        scale.add_(1) if scale.dtype is torch.uint8 else scale.mul_(2)
+    assert not torch.equal(one(x), before)
+
+
+def _copied_in_place(one: Any, other: Any) -> None:
+    with torch.no_grad():
+        one.weight.copy_(other.weight)
+
+
+def _assigned(one: Any, other: Any) -> None:
+    one.weight = other.weight
+
+
+def _cloned(one: Any, other: Any) -> None:
+    codes = other.weight.detach().view(torch.uint8).clone().view(other.weight.dtype)
+    one.weight = nn.Parameter(codes, requires_grad=other.weight.requires_grad)
+
+
+COPIES = pytest.mark.parametrize("copied", [_copied_in_place, _assigned, _cloned], ids=lambda f: f.__name__)
+
+
+@QUANTIZED
+@COPIES
+@pytest.mark.parametrize("warm", [False, True])
+def test_codes_that_are_copied_without_their_scales_raise_at_the_next_forward(
+    name: str, copied: Any, warm: bool
+) -> None:
+    one, other, x = layer(name), layer(name, seed=1), torch.randn(3, K)
+    other.set_weight(8 * plain(name, seed=1).weight.detach())
+    expected, state = other(x), copy.deepcopy(other.state_dict())
+    if warm:
+        one(x)
+    copied(one, other)
+    with pytest.raises(ValueError, match="without their scales"):
+        one(x)
+    one.load_state_dict(state)
+    assert_bitwise(one(x), expected)
+    assert_bitwise(copy.deepcopy(one)(x), expected)
+
+
+@COPIES
+def test_codes_of_a_stack_that_are_copied_without_their_scales_raise(copied: Any) -> None:
+    with qt.quantized_init("mxfp8"):
+        one, other = qt.GroupedLinear(2, 64, 32), qt.GroupedLinear(2, 64, 32)
+    copied(one, other)
+    with pytest.raises(ValueError, match="without their scales"):
+        one(torch.randn(4, 64), torch.tensor([2, 4], dtype=torch.int32))
+
+
+def test_codes_and_scales_that_are_both_copied_are_read() -> None:
+    one, other, x = layer("mxfp8"), layer("mxfp8", seed=1), torch.randn(3, K)
+    with torch.no_grad():
+        one.weight.copy_(other.weight)
+        one.weight_scale.copy_(other.weight_scale)
+        one.bias.copy_(other.bias)
+    assert_bitwise(one(x), other(x))
+
+
+@EIGHT
+def test_a_step_of_an_optimizer_moves_codes_and_scales_together(name: str) -> None:
+    one, other, x = layer(name), layer(name, seed=1), torch.randn(3, K)
+    adam = qt.optim.AdamW(one.parameters(), lr=1e-3)
+    for _ in range(3):
+        one(x).square().sum().backward()
+        adam.step()
+        adam.zero_grad()
+    _copied_in_place(one, other)
+    with pytest.raises(ValueError, match="without their scales"):
+        one(x)
+
+
+def test_only_layers_made_inside_are_quantized_and_contexts_nest() -> None:
+    before = qt.Linear(8, 8)
+    with qt.quantized_init("mxfp8"):
+        outer = qt.Linear(8, 8)
+        with qt.quantized_init("nvfp4"):
+            inner = qt.Linear(8, 8)
+        again = qt.Linear(8, 8)
+    after = qt.Linear(8, 8)
+    assert [one.weight.dtype for one in (before, outer, inner, again, after)] == [
+        torch.float32,
+        torch.float8_e4m3fn,
+        torch.float4_e2m1fn_x2,
+        torch.float8_e4m3fn,
+        torch.float32,
+    ]
+
+
+def test_bad_input_is_a_sentence() -> None:
+    with pytest.raises(ValueError, match="bf16 quantizes no weight"):
+        qt.quantized_init("bf16")
+    with pytest.raises(ValueError, match="keep_initial"):
+        qt.quantized_init("mxfp8", keep_initial="gpu")
+    with qt.quantized_init("mxfp8"), pytest.raises(ValueError, match="float64"):
+        qt.Linear(4, 4, dtype=torch.float64)
+
+
+# Models that exist already.
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, 64)
+        self.body = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+        self.head = nn.Linear(64, 32, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        y: Tensor = self.head(self.body(self.embedding(ids)))
+        return y
+
+
+@pytest.fixture
+def tied() -> Iterator[Tied]:
+    torch.manual_seed(0)
+    yield Tied()
+
+
+@QUANTIZED
+def test_quantizing_a_model_changes_no_output_and_says_what_it_saves(name: str, tied: Tied) -> None:
+    ids = torch.arange(6)
+    expected = copy.deepcopy(tied)
+    qt.convert(expected, name, head=True)
+    saved = qt.quantize_weights(tied, name, head=True)
+    assert saved.layers == ["body.0", "body.2"] and "shared" in saved.skipped["head"]
+    assert saved.before == 2 * 64 * 64 * 4 and 0 < saved.after < 0.3 * saved.before
+    assert f"{saved.before:,} bytes became {saved.after:,}" in str(saved)
+    with torch.no_grad():
+        assert_bitwise(tied(ids), expected(ids))
+    again = qt.quantize_weights(tied, name, head=True)
+    assert again.before == again.after == saved.after
+    assert qt.dequantize_weights(tied) == ["body.0", "body.2"]
+    assert all(p.dtype is torch.float32 and p.requires_grad for p in tied.parameters()) or name in FOUR_BITS
+    with torch.no_grad():
+        assert_bitwise(tied(ids), expected(ids))
+
+
+@QUANTIZED
+def test_convert_and_revert_of_such_a_model(name: str, tied: Tied) -> None:
+    qt.quantize_weights(tied, name, skip=["head"])
+    qt.convert(tied, "tensorwise", skip=["head"])
+    x = torch.randn(3, 64)
+    reference = copy.deepcopy(tied)
+    qt.dequantize_weights(reference)
+    with torch.no_grad():
+        assert_close("converted", tied.body(x), reference.body(x), 1e-6)
+    qt.revert(tied)
+    assert type(tied.body[0]) is nn.Linear and tied.body[0].weight.dtype is torch.float32
+    assert tied.body(x).isfinite().all()
+
+
+@QUANTIZED
+def test_blocks_take_such_weights(name: str) -> None:
+    with qt.quantized_init(name):
+        net = qt.MLP(48, 96, "swiglu", normalization="RMSNorm")
+    reference = copy.deepcopy(net)
+    qt.dequantize_weights(reference)
+    for one, other in zip(net.modules(), reference.modules(), strict=True):
+        if isinstance(one, Linear) and isinstance(other, Linear):
+            other.weight.requires_grad_(one.weight.requires_grad)
+    x = torch.randn(5, 48)
+    results, expected = run(net, name, x), run(reference, name, x)
+    assert set(results) == set(expected)
+    for key, value in expected.items():
+        assert_close(key, results[key], value, 1e-6)
+
+
+@pytest.mark.parametrize(
+    "name, recipe, backend",
+    [
+        *(("mxfp8", "mxfp8", "aot_eager"), ("nvfp4", "nvfp4", "aot_eager"), ("nvfp4", "rowwise", "aot_eager")),
+        # What decodes and multiplies is an operator in each.
+        ("nvfp4", "rowwise", "inductor"),
+    ],
+)
+def test_compiled_inference_gives_the_bits_of_eager(name: str, recipe: str, backend: str) -> None:
+    torch.compiler.reset()
+    one, x = layer(name).requires_grad_(False), torch.randn(4, K)
+    compiled = torch.compile(one, backend=backend, fullgraph=True)
+    with qt.autocast(recipe), torch.no_grad():
+        assert_bitwise(compiled(x), one(x))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own, at a break
+@pytest.mark.parametrize("recipe", ["mxfp8", "bf16"])
+def test_a_compiler_leaves_training_to_eager_mode(recipe: str) -> None:
+    """It would round the weight's gradient to eight bits."""
+    torch.compiler.reset()
+    one, x = layer("mxfp8"), torch.randn(4, K)
+    expected = run(one, recipe, x)["weight"].clone()
+    assert_bitwise(run(torch.compile(one, backend="aot_eager"), recipe, x)["_orig_mod.weight"], expected)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "bf16"])
+def test_a_whole_graph_of_training_is_an_error_that_says_why(recipe: str) -> None:
+    torch.compiler.reset()
+    with qt.autocast(recipe), pytest.raises(Exception, match="rounds the gradient"):
+        torch.compile(layer("mxfp8"), backend="aot_eager", fullgraph=True)(torch.randn(4, K))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+# Three seconds each.
+@pytest.mark.parametrize("recipe", ["mxfp8", pytest.param("bf16", marks=pytest.mark.slow)])
+def test_compiled_blocks_train_such_weights_too(recipe: str) -> None:
+    torch.compiler.reset()
+    with qt.quantized_init("mxfp8"):
+        net = qt.MLP(48, 96, "swiglu", normalization="RMSNorm")
+    x = torch.randn(5, 48)
+    expected = {key: value.clone() for key, value in run(net, recipe, x).items()}
+    results = run(torch.compile(net, backend="aot_eager"), recipe, x)
+    for key, value in expected.items():
+        assert_close(key, results.get(key, results.get(f"_orig_mod.{key}")), value, 1e-5)
+
+
+def test_explain_says_that_nothing_quantizes_the_weight() -> None:
+    with qt.autocast("tensorwise"):
+        rows = {row.what: row for row in qt.explain(layer("tensorwise"), torch.randn(4, K)).rows}
+    assert rows["weight"].runs == rows["weight.T"].runs == "nothing" and "parameter" in rows["weight"].how
+
+
+@QUANTIZED
+@pytest.mark.parametrize("options", [{}, {"avg_fn": swa_utils.get_ema_avg_fn(0.9)}], ids=["swa", "ema"])
+def test_averaged_copies_are_refused_by_torch_and_possible_by_hand(name: str, options: dict[str, Any]) -> None:
+    one = layer(name)
+    average = swa_utils.AveragedModel(one, **options)
+    average.update_parameters(one)
+    with pytest.raises(NotImplementedError, match=r"not implemented for 'Float[48]"):
+        average.update_parameters(one)
+    copied = copy.deepcopy(one)
+    qt.dequantize_weights(copied)
+    average = swa_utils.AveragedModel(copied, **options)
+    for _ in range(2):
+        average.update_parameters(copied)
+    assert_close("average", average.module.weight, copied.weight, 1e-6)
+
+
+@QUANTIZED
+def test_what_peft_asks_for_a_dtype_is_told_the_weights_and_warned(name: str) -> None:
+    one = layer(name)
+    with pytest.warns(UserWarning, match="cannot be merged"):
+        assert eval("layer.compute_dtype", {"__name__": "peft.tuners", "layer": one}) is one.weight_dtype
+    # Who reads it otherwise adapts nothing, and warnings are errors here.
+    assert ("compute_dtype", one.weight_dtype) in inspect.getmembers(one)
+    qt.dequantize_weights(one)
+    for other in (one, qt.Linear(4, 4)):
+        assert not hasattr(other, "compute_dtype")
+
+
+def test_the_output_projection_of_packed_attention_keeps_its_weight() -> None:
+    """Torch's formula reads it raw where no recipe quantizes."""
+    model = nn.ModuleDict({"a": nn.MultiheadAttention(64, 4, batch_first=True), "up": nn.Linear(64, 64)})
+    plain, x = copy.deepcopy(model), torch.randn(2, 5, 64)
+    saved = qt.quantize_weights(model, "mxfp8")
+    assert saved.layers == ["up"] and "reads its weight" in saved.skipped["a.out_proj"]
+    with qt.autocast(enabled=False):
+        assert_bitwise(model["a"](x, x, x)[0], plain["a"](x, x, x)[0])
+    assert not torch.equal(model["a"](x, x, x)[0], plain["a"](x, x, x)[0])

@@ -1,0 +1,118 @@
+"""What a GPU does with groups, on a CPU that passes for one: the numbers of one group after the other."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import quaver.torch as qt
+from quaver import recipes
+from quaver.torch.linear.grouped import gpu
+from quaver.torch.numerics.grouped import GroupOffsets
+from tests.close import assert_bitwise, assert_close
+from tests.torch.linear.grouped.test_function import STEPS, K, N, Permuted, ends, layer_of, rows, steps_of
+from tests.torch.linear.grouped.test_matmul import RECIPES
+
+EVERY = RECIPES | {"delayed": recipes.get("delayed")}
+
+
+def without_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail where the host is asked how many rows a group has."""
+    monkeypatch.setattr(GroupOffsets, "bounds", lambda _: pytest.fail("the host has waited for the offsets"))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_it_trains_as_one_group_after_the_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = "kn" if len(name) % 2 else "nk"
+    layers = [layer_of(EVERY[name], layout=layout, bias=True) for _ in range(2)]
+    with qt.only("reference"):
+        expected = steps_of(layers[0], layers[0])
+    calls: list[Any] = []
+    forward = gpu.forward
+    monkeypatch.setattr(gpu, "forward", lambda *args: calls.append(args) or forward(*args))
+    with qt.only("decoded"):
+        ours = steps_of(layers[1], layers[1])
+    assert len(calls) == len(STEPS)
+    state = len(list(layers[0].buffers()))
+    for i, (tensor, wanted) in enumerate(zip(ours, expected, strict=True)):
+        if i % (4 + state) < 4:
+            assert_close(f"{i}", tensor, wanted, 1e-6)
+        else:
+            assert_bitwise(tensor.contiguous(), wanted.contiguous(), f"state {i}")
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4", "bf16"])
+def test_bf16_layers_ask_no_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [layer_of(name, dtype=torch.bfloat16) for _ in range(2)]
+    expected = steps_of(layers[0], layers[0])
+    without_bounds(monkeypatch)
+    with qt.only("decoded"):
+        ours = steps_of(layers[1], layers[1])
+    for tensor, wanted in zip(ours, expected, strict=True):
+        if tensor.is_floating_point():
+            assert (tensor.float() - wanted.float()).norm() <= 4e-3 * wanted.float().norm()
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "mxfp8", "nvfp4", "rowwise_bf16_wgrad", "bf16"])
+def test_float32_layers_ask_no_host_where_there_are_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [layer_of(name) for _ in range(2)]
+    with qt.only("reference"):
+        expected = steps_of(layers[0], layers[0])
+    without_bounds(monkeypatch)
+    with qt.only("triton"):
+        ours = steps_of(layers[1], layers[1])
+    for i, (tensor, wanted) in enumerate(zip(ours, expected, strict=True)):
+        if tensor.is_floating_point():
+            assert_close(f"{i}", tensor, wanted, 1e-6)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "rowwise", "blockwise"])
+@pytest.mark.parametrize("recomputes_input", [False, True])
+def test_codes_and_rows_that_are_made_go_the_same_way(recipe: str, recomputes_input: bool) -> None:
+    places = torch.randint(0, 24, (70,), generator=torch.Generator().manual_seed(3))
+    results: list[list[Tensor]] = []
+    for name in ("reference", "decoded"):
+        layer, tokens = layer_of(recipe), rows(1, 24)[0]
+        q = qt.quantize(rows(0)[0], recipes.get(recipe).fprop.a)  # type: ignore[arg-type]
+        with qt.only(name):
+            y = layer.project(Permuted(recomputes_input), (tokens, places), ends(STEPS[0][1])) + layer(
+                q, ends(STEPS[0][1])
+            )
+            y.backward(rows(0)[1])
+        assert tokens.grad is not None and layer.weight.grad is not None
+        results.append([y.detach(), tokens.grad, layer.weight.grad])
+    for ours, expected in zip(*reversed(results), strict=True):
+        assert_close(recipe, ours, expected, 1e-6)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8", "nvfp4", RECIPES["mxfp8, dequantized"]], ids=str)
+def test_compiled_layers_have_eagers_bits_there_too(recipe: Any) -> None:
+    torch._dynamo.reset()
+    eager, compiled = layer_of(recipe), layer_of(recipe)
+    run = torch.compile(lambda x, offsets: compiled(x, offsets), backend="aot_eager", fullgraph=True, dynamic=True)
+    with qt.only("decoded"):
+        for ours, expected in zip(steps_of(compiled, run), steps_of(eager, eager), strict=True):
+            assert_bitwise(ours.contiguous(), expected.contiguous())
+
+
+def test_weights_are_quantized_once_a_step() -> None:
+    layer, quantized = layer_of("mxfp8"), list[str]()
+    quantize = gpu._quantized
+
+    def recorded_amax(call: Any, weight: Tensor, side: str, spec: Any) -> Any:
+        quantized.append(side)
+        return quantize(call, weight, side, spec)
+
+    optimizer = torch.optim.SGD(layer.parameters(), 1e-3)
+    with pytest.MonkeyPatch.context() as patch, qt.only("decoded"):
+        patch.setattr(gpu, "_quantized", recorded_amax)
+        for _ in range(2):
+            quantized.clear()
+            for batch in range(3):
+                x, g = rows(batch)
+                layer(x, ends(STEPS[0][1])).backward(g)
+            assert quantized == ["fprop", "dgrad"]
+            optimizer.step()
+            optimizer.zero_grad()
+    assert layer.weight.shape == (4, N, K)

@@ -1,0 +1,132 @@
+"""Scales of groups that wait for backward as a byte each: what is read is what was stored, whatever was quantized."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.backends.debugging import aot_eager
+
+import quaver.torch as qt
+from benchmarks.cases.linear import grouped as case
+from benchmarks.measuring.memory import kept_bytes
+from quaver import recipes
+from quaver.recipes.formats import E4M3, E5M2
+from quaver.recipes.spec import Block, QuantSpec
+from quaver.torch.numerics.grouped import put_groups_together, take_groups_apart
+from quaver.torch.numerics.quantized import Quantized
+from tests.close import assert_bitwise
+
+SMALLEST, LARGEST = 2.0**-126, torch.finfo(torch.float32).max
+#: What the largest of a column may be.
+HARD = (0.0, -0.0, 1e-45, 2.0**-127, SMALLEST, 1.5 * SMALLEST, 2.0**-119, 2.0**-118, 1.0, 448.0, 449.0, 1e30, LARGEST)
+NOT_FINITE = (torch.nan, -torch.nan, torch.inf, -torch.inf)
+SIZES = (5, 0, 1, 130, 64, 0)
+
+
+def test_all_that_are_stored_are_read_again() -> None:
+    """The bits of each power of two that an encode factor's bounds admit; NaN stays NaN."""
+    spec = QuantSpec(E4M3, (1, None))
+    scales = torch.tensor([[2.0**-p] for p in range(-126, 128)] + [[torch.nan], [-torch.nan]], dtype=torch.float64)
+    q = Quantized(torch.zeros(len(scales), 3).to(torch.float8_e4m3fn), scales.float(), spec, (len(scales), 3))
+    taken = take_groups_apart([None, q, None])
+    assert taken is not None and taken[0][0] is not None and taken[0][0].nbytes == len(scales)
+    again = put_groups_together(*taken)
+    assert again[0] is again[2] is None and again[1] is not None and isinstance(again[1].scale, Tensor)
+    assert_bitwise(again[1].scale, q.scale)
+
+
+def columns(rows: int, k: int, seed: int) -> Tensor:
+    """Normal columns whose sizes are apart by up to 2**±60, and between them those of `HARD` and not finite ones."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, k, generator=generator) * 2.0 ** torch.randint(-60, 61, (k,), generator=generator)
+    for column, value in enumerate((*HARD, *NOT_FINITE)):
+        if rows:
+            x[:, column] = x[:, column].sign() * 1e-45
+            x[int(torch.randint(rows, (), generator=generator)), column] = value
+    return x
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("block", [(1, None), (1, 128), (1, 32), (32, 32)], ids=str)
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("way", ["reference", None])
+def test_scales_of_hard_values_are_read_as_they_were_stored(fmt: Any, block: Block, seed: int, way: str | None) -> None:
+    spec, x = QuantSpec(fmt, block), columns(sum(SIZES), 48, seed)
+    parts: list[Quantized | None] = []
+    with qt.only(way) if way else nullcontext():
+        for part in x.split(SIZES):
+            q = qt.quantize(part.t(), spec) if len(part) else None
+            parts.append(q.T if q is not None and spec.transposable else q)
+    taken = take_groups_apart(parts)
+    assert taken is not None
+    for q, again in zip(parts, put_groups_together(*taken), strict=True):
+        assert (q is None) is (again is None)
+        if q is not None and again is not None:
+            assert_bitwise(again.scale, q.scale)
+            assert_bitwise(again.dequantize(), q.dequantize())
+            assert (again.shape, again.transposed) == (q.shape, q.transposed)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        QuantSpec(E4M3),
+        QuantSpec(E4M3, (1, None), "fp32"),
+        recipes.get("mxfp8").wgrad.b,
+        recipes.get("nvfp4").wgrad.b,
+    ],
+    ids=str,
+)
+def test_other_scales_wait_as_they_are(spec: QuantSpec) -> None:
+    assert take_groups_apart([qt.quantize(torch.randn(32, 16), spec)]) is None
+    assert take_groups_apart([None, None]) is None
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+@pytest.mark.parametrize("hard", [HARD, NOT_FINITE], ids=["finite", "not finite"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_of_hard_values_are_those_of_linears(recipe: str, hard: tuple[float, ...], compiled: bool) -> None:
+    generator, k, n = torch.Generator().manual_seed(0), 48, 40
+    x, g = (torch.randn(sum(SIZES), size, generator=generator) for size in (k, n))
+    w = torch.randn(len(SIZES), n, k, generator=generator)
+    for column, value in enumerate(hard):
+        x[:, column] *= 1e-20
+        # In the groups of one token, of 130 and of 64.
+        x[[5, 6 + column, 150], column] = value
+    layer = qt.GroupedLinear(len(SIZES), k, n, bias=False, recipe=recipe)
+    layer.weight.data.copy_(w)
+    offsets = torch.tensor(SIZES).cumsum(0, dtype=torch.int32)
+    run: Any = layer
+    if compiled:
+        torch._dynamo.reset()
+        run = torch.compile(lambda x, offsets: layer(x, offsets), backend=aot_eager, fullgraph=True)
+    given = x.clone().requires_grad_()
+    y = run(given, offsets)
+    y.backward(g)
+    assert given.grad is not None and layer.weight.grad is not None
+    for group, (start, size) in enumerate(zip([0, *offsets.tolist()], SIZES, strict=False)):
+        if size == 0:
+            assert not layer.weight.grad[group].any()
+            continue
+        one = qt.Linear(k, n, bias=False, recipe=recipe)
+        one.set_weight(w[group])
+        rows = slice(start, start + size)
+        alone = x[rows].clone().requires_grad_()
+        out = one(alone)
+        out.backward(g[rows].clone())
+        assert alone.grad is not None and one.weight.grad is not None
+        assert_bitwise(y[rows].detach(), out.detach(), f"output of group {group}")
+        assert_bitwise(given.grad[rows], alone.grad, f"input's gradient of group {group}")
+        assert_bitwise(layer.weight.grad[group], one.weight.grad, f"weight's gradient of group {group}")
+
+
+@pytest.mark.parametrize("recipe", case.SAVING)
+def test_64_tokens_a_group_keep_at_most_52_percent_of_bf16s_bytes(recipe: str) -> None:
+    """Of 16 groups of 13 to 137 tokens, 256 features: a byte an element and a byte for each column of a block."""
+    layer = qt.GroupedLinear(16, 256, 512, bias=False, recipe=recipe, dtype=torch.bfloat16)
+    x = torch.randn(1024, 256, dtype=torch.bfloat16, requires_grad=True)
+    offsets = torch.tensor(case.RESEARCH_SHAPE.sizes()).cumsum(0, dtype=torch.int32)
+    kept = kept_bytes(lambda x: layer(x, offsets), x)
+    assert kept <= 0.52 * x.nbytes, f"{recipe}: {100 * kept / x.nbytes:.1f} %"

@@ -1,0 +1,69 @@
+"""Several layers of one input."""
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import quaver.torch as qt
+from quaver import recipes
+from quaver.recipes.spec import Recipe
+from quaver.torch.linear import fused_projections
+from quaver.torch.linear.linear import Linear
+from tests.close import assert_close
+
+BLOCKS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": lambda: qt.MLP(32, 64, "gelu"),
+    "norm": lambda: qt.LayerNormLinear(32, 64),
+    "transformer": lambda: qt.TransformerLayer(32, 4, 64, activation="swiglu", normalization="RMSNorm", bias=False),
+    "mamba": lambda: qt.Mamba2(32, head_dim=8, state=16, normalization="RMSNorm"),
+    "experts": lambda: qt.MoE(32, 24, qt.MixtureConfig(experts=4, k=2, shared=16), normalization="RMSNorm"),
+    "experts in eight bits": lambda: qt.MoE(
+        32, 24, qt.MixtureConfig(experts=4, k=2), bias=True, eight_bit_activations=True
+    ),
+}
+
+
+@pytest.mark.parametrize("recipe", [None, "bf16", "tensorwise", "mxfp8"])
+@pytest.mark.parametrize("recorded", [True, False], ids=["with gradients", "without"])
+@pytest.mark.parametrize("tokens", [16, 512], ids=["an MLP as one function", "as two"])
+def test_each_group_of_layers_asks_for_its_recipe_once(
+    recipe: str | None, recorded: bool, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether its step was decided beforehand or not."""
+    assert 16 * 64 <= fused_projections.ON_HOST < 512 * 64
+    block = qt.TransformerLayer(32, 4, 64, groups=2, activation="swiglu", normalization="RMSNorm", bias=False)
+    asked, ask = Counter[tuple[nn.Module, ...]](), fused_projections._shared_recipe
+
+    def counting(layers: Any) -> Recipe | None:
+        asked[tuple(layers)] += 1
+        return ask(layers)
+
+    monkeypatch.setattr(fused_projections, "_shared_recipe", counting)
+    x = torch.randn(1, tokens, 32, requires_grad=recorded)
+    with torch.set_grad_enabled(recorded), nullcontext() if recipe is None else qt.autocast(recipe):
+        block(x)
+    layers = [layer for layer in block.modules() if isinstance(layer, Linear)]
+    assert {layer for group in asked for layer in group} <= set(layers) and len(asked) >= 2
+    assert set(asked.values()) == {1}
+
+
+@pytest.mark.filterwarnings("ignore:torch.float64 is computed in high precision")
+@pytest.mark.parametrize("recipe", [*recipes.RECIPES, None], ids=str)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_float64_is_never_quantized(block: str, recipe: str | None) -> None:
+    """Neither where a step was decided beforehand, nor what waits in eight bits."""
+    torch.manual_seed(0)
+    layer = BLOCKS[block]().double()
+    x = torch.randn(2, 6, 32, dtype=torch.float64, requires_grad=True)
+    results = []
+    for active_context in (nullcontext() if recipe is None else qt.autocast(recipe), qt.autocast(enabled=False)):
+        with active_context:
+            y = layer(x)
+        results.append((y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])))
+    for ours, high in zip(*results, strict=True):
+        assert_close(block, ours, high, 1e-12)

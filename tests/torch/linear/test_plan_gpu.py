@@ -1,0 +1,707 @@
+"""A layer's step on a GPU, decided beforehand, has the bits, gradients and state of the general one."""
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import quaver.torch as qt
+from quaver import recipes
+from quaver.recipes.spec import GemmSpec, Recipe
+from quaver.torch.backends.gpu import block_scaled, scaled_mm
+from quaver.torch.backends.gpu.quantize_launch import SMALL
+from quaver.torch.linear import function, plan_gpu
+from quaver.torch.linear import plan as direct
+from quaver.torch.linear.plan_step import PlannedContext
+from quaver.torch.operations import functional
+from quaver.torch.state.layer_state import state_of
+from tests.close import assert_bitwise
+from tests.torch.backends.gpu.cublaslt import torchs_own
+from tests.torch.backends.gpu.pretend import as_on_a_gpu, become
+from tests.torch.operations.test_shared_inputs import Forgetful
+
+T, K, N = 32, 48, 64
+#: Recipes whose steps are decided beforehand, and where.
+DECIDED = [
+    (recipe, arch)
+    for arch, names in {
+        # Those that the card lacks are emulated: `linear.plans.emulated`.
+        89: ("tensorwise", "rowwise", "blockwise", "mxfp4"),
+        90: ("tensorwise", "delayed", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8", "mxfp6", "nvfp4"),
+        100: ("tensorwise", "rowwise", "mxfp8", "nvfp4"),
+        120: ("delayed",),
+    }.items()
+    for recipe in names
+]
+
+
+#: Each recipe with a bias and without: on one architecture and the next by turns, or both on its only one.
+WITH_BIAS = [
+    (recipe, arch, bias)
+    for recipe, archs in {name: [arch for other, arch in DECIDED if other == name] for name, _ in DECIDED}.items()
+    for turn, arch in enumerate(archs)
+    for bias in ((True, False) if len(archs) == 1 else (bool(turn % 2),))
+]
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with as_on_a_gpu(monkeypatch):
+        yield
+
+
+@pytest.fixture
+def generally() -> Callable[[pytest.MonkeyPatch], None]:
+    def decide_nothing(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(direct, "plan", lambda *_: None)
+        patch.setattr(direct, "plans", {})
+
+    return decide_nothing
+
+
+def is_direct(y: Tensor) -> bool:
+    node = y.grad_fn
+    assert node is not None
+    while node.name().startswith("View"):
+        node = node.next_functions[0][0]
+        assert node is not None
+    return node.name() == "_PlannedLinearFunctionBackward"
+
+
+def steps(layer: qt.Linear, xs: list[Tensor], direct: bool) -> list[Tensor]:
+    """Outputs, gradients and state of some steps; the weight changes after every other one."""
+    tensors = []
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    for number, value in enumerate(xs):
+        x = value.clone().requires_grad_()
+        with qt.autocast(layer.recipe):
+            y = layer(x)
+        assert is_direct(y) is direct
+        y.square().sum().backward()
+        assert x.grad is not None
+        tensors += [y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters() if p.grad is not None)]
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [*tensors, *(b.clone() for b in layer.buffers())]
+
+
+@pytest.mark.parametrize(("recipe", "arch", "bias"), WITH_BIAS)
+def test_bits_and_state_are_those_of_the_general_way(
+    recipe: str,
+    arch: int,
+    bias: bool,
+    generally: Callable[[pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    become(arch, monkeypatch)
+    xs = [torch.randn(2, T // 2, K).bfloat16() * 3.0**i for i in range(3)]
+    xs.append(torch.full_like(xs[0], torch.inf))
+    first = qt.Linear(K, N, bias=bias, dtype=torch.bfloat16, recipe=recipe)
+    second = qt.Linear(K, N, bias=bias, dtype=torch.bfloat16, recipe=recipe)
+    second.load_state_dict({k: v.clone() for k, v in first.state_dict().items()})
+    ours = steps(first, xs, True)
+    with pytest.MonkeyPatch.context() as patch:
+        generally(patch)
+        theirs = steps(second, xs, False)
+    for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True, msg=lambda text, n=number: f"{n}: {text}")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arch"),
+    [
+        *((name, 90) for name in ("tensorwise", "delayed", "rowwise_bf16_wgrad", "blockwise", "mxfp8", "nvfp4")),
+        ("mxfp8", 100),
+        ("nvfp4", 100),
+    ],
+)
+def test_a_layer_takes_what_another_has_quantized(recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Native and emulated. The host does not know whether two histories' factors are equal."""
+    become(arch, monkeypatch)
+    layers = [qt.Linear(K, n, dtype=torch.bfloat16, recipe=recipe) for n in (N, 32, N)]
+    x, results, kept = torch.randn(T, K).bfloat16(), [], []
+    for threads in (functional.thread, Forgetful()):
+        monkeypatch.setattr(functional, "thread", threads)
+        own, tensors = copy.deepcopy(layers), []
+        for _ in range(2):
+            leaf = x.clone().requires_grad_()
+            h = leaf * 1.0
+            with qt.autocast(recipe):
+                outputs = [layer(h) for layer in own]
+            kept.append(len({y.grad_fn.saved_tensors[1].data_ptr() for y in outputs}))
+            sum(y.square().sum() for y in outputs).backward()
+            tensors += [*outputs, leaf.grad, *(p.grad.clone() for layer in own for p in layer.parameters())]
+        results.append([*tensors, *(b.clone() for layer in own for b in layer.buffers())])
+    for number, (a, b) in enumerate(zip(*results, strict=True)):
+        assert_bitwise(a, b, str(number))
+    # In each step, without another's and last: of rowwise_bf16_wgrad backward keeps the input itself.
+    apart = 1 if recipe == "rowwise_bf16_wgrad" else 3
+    assert kept[1:] == [3 if recipe == "delayed" else 1, apart, apart]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arch"),
+    [("tensorwise", 90), ("rowwise_bf16_wgrad", 90), ("mxfp8", 100), ("nvfp4", 100)],
+)
+def test_codes_that_others_have_overwritten_are_taken_by_no_layer(
+    recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small codes go to one place again and again: those of a leaf, of what a norm made, and of a gradient too."""
+    become(arch, monkeypatch)
+    first, other, last = (qt.Linear(K, K, bias=False, dtype=torch.bfloat16, recipe=recipe) for _ in range(3))
+    normed = qt.LayerNormLinear(K, K, bias=False, dtype=torch.bfloat16, recipe=recipe)
+    leaf = torch.randn(T, K).bfloat16().requires_grad_()
+    h = torch.randn(T, K).bfloat16().requires_grad_() * 1.0
+    expected = last(h.clone())
+    y = other(leaf)
+    for between in (lambda: other(leaf), lambda: normed(leaf), lambda: y.sum().backward()):
+        first(h)
+        between()
+        again = last(h)
+        assert is_direct(again)
+        assert_bitwise(again, expected)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arch"),
+    [
+        *(("tensorwise", 90), ("delayed", 90), ("rowwise", 90)),
+        # Two seconds.
+        pytest.param("delayed", 120, marks=pytest.mark.slow),
+        *(("rowwise_bf16_wgrad", 90), ("blockwise", 90), ("mxfp8", 100), ("mxfp8", 90), ("nvfp4", 100)),
+    ],
+)
+def test_layers_of_one_input_have_the_bits_of_the_general_way(
+    recipe: str, arch: int, generally: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A normalization before two layers, and an activation before one, of which the codes are kept: in one autograd
+    function, of which the last layer is and whose prologue is what comes before."""
+    become(arch, monkeypatch)
+    run, decided = function._decided, []
+
+    def recorded_amax(setup: Any, *rest: Any) -> Any:
+        decided.append((len(setup.runs), setup.prologue.__class__ is function.FusedMLPInput))
+        return run(setup, *rest)
+
+    monkeypatch.setattr(function, "_decided", recorded_amax)
+    first = qt.LayerNormMLP(K, N, "swiglu", fused=False, dtype=torch.bfloat16, recipe=recipe)
+    second = copy.deepcopy(first)
+    ours = trained(first)
+    assert decided == [(1, True), (2, False)] * 3
+    with pytest.MonkeyPatch.context() as patch:
+        generally(patch)
+        theirs = trained(second)
+    assert decided == [(1, True), (2, False)] * 3
+    for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True, msg=lambda text, n=number: f"{n}: {text}")
+
+
+def trained(block: qt.LayerNormMLP) -> list[Tensor]:
+    """Outputs, gradients and state of some steps; the weights change after the second."""
+    results = []
+    for number in range(3):
+        x = torch.linspace(-3, 2, T * K).roll(number).view(2, T // 2, K).bfloat16()
+        # At last rows of zeros, of subnormals, of one outlier, and of NaN.
+        for row, value in enumerate((0.0, 1e-39, 3e38, torch.inf) if number == 2 else ()):
+            x[0, row, : K if row < 2 else 1] = value
+        x.requires_grad_()
+        with qt.autocast(block.down_proj.recipe):
+            y = block(x)
+        y.float().square().mean().backward()
+        assert x.grad is not None
+        results += [y.detach(), x.grad, *(p.grad.clone() for p in block.parameters() if p.grad is not None)]
+        if number == 1:
+            with torch.no_grad():
+                for p in block.parameters():
+                    p.mul_(0.75)
+    return [*results, *(b.clone() for b in block.buffers())]
+
+
+@pytest.mark.parametrize(
+    ("off", "tokens", "k", "n"),
+    [
+        *((off, T, K, N) for off in ("stochastic_rounding", "hadamard", "weight_2d", "power_of_two")),
+        # Codes that end in zeros in every direction; and what is new in each call, as of large matrices.
+        ("attention", 48, 80, 16),
+        ("attention", 48, 128, 16),
+    ],
+)
+def test_two_levels_in_every_kind_have_the_bits_of_the_general_way(
+    off: str,
+    tokens: int,
+    k: int,
+    n: int,
+    generally: Callable[[pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the gradients those alone that are asked for, too: only what is rounded at random is counted."""
+    become(100, monkeypatch)
+    if k == 128:
+        monkeypatch.setattr(block_scaled, "SMALL", 1 << 12)
+    recipe = recipes.nvfp4(**{off: False})
+    first = qt.Linear(k, n, bias=False, dtype=torch.bfloat16, recipe=recipe)
+    second = copy.deepcopy(first)
+    x = torch.randn(tokens, k).bfloat16()
+    x[0, :3] = torch.tensor([3e38, 1e-39, 0.0])
+
+    def some(layer: qt.Linear, direct: bool) -> list[Tensor]:
+        results = []
+        for which in ("both", "x", "weight", "both"):
+            leaf = x.clone().requires_grad_()
+            y = layer(leaf)
+            assert is_direct(y) is direct
+            asked = {"x": (leaf,), "weight": (layer.weight,)}.get(which, (leaf, layer.weight))
+            results += [y.detach(), *torch.autograd.grad(y.square().sum(), asked)]
+            results += [b.clone() for b in layer.buffers()]
+        return results
+
+    ours = some(first, True)
+    with pytest.MonkeyPatch.context() as patch:
+        generally(patch)
+        theirs = some(second, False)
+    for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        assert_bitwise(a, b, str(number))
+
+
+def test_two_levels_run_where_torch_fills_what_it_allocates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four-bit codes it fills none."""
+    become(100, monkeypatch)
+    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe=recipes.nvfp4(stochastic_rounding=False))
+    x = torch.randn(T, K).bfloat16().requires_grad_()
+    layer(x)
+    grads = []
+    before = torch.are_deterministic_algorithms_enabled()
+    try:
+        for on in (False, True):
+            torch.use_deterministic_algorithms(on)
+            y = layer(x)
+            assert is_direct(y)
+            grads.append(torch.autograd.grad(y.float().square().sum(), (x, layer.weight)))
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def to_host(x: Tensor) -> tuple[torch.device, Tensor]:
+    """As `torch.autograd.graph.save_on_cpu` of a GPU's tensor: `.cpu()` allocates, and copies."""
+    return x.device, torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu").copy_(x)
+
+
+def to_pinned(x: Tensor) -> tuple[torch.device, Tensor]:
+    """With pin_memory=True, which has rows lie one after the other whatever lay how."""
+    return x.device, torch.empty(x.size(), dtype=x.dtype, device="cpu").copy_(x)
+
+
+def from_host(packed: tuple[torch.device, Tensor]) -> Tensor:
+    device, x = packed
+    return x.to(device, copy=True)
+
+
+@pytest.mark.parametrize(("recipe", "arch"), DECIDED)
+def test_what_backward_keeps_may_go_to_the_host_and_back(
+    recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In deterministic mode, which every test runs in: torch fills what it allocates, and of four-bit codes it fills
+    none."""
+    become(arch, monkeypatch)
+    first = qt.Linear(K, N, dtype=torch.bfloat16, recipe=recipe)
+    layers = [first, *(copy.deepcopy(first) for _ in range(2))]
+    x, results = torch.randn(T, K).bfloat16(), []
+    for layer, pack in zip(layers, (None, to_host, to_pinned), strict=True):
+        tensors = []
+        for _ in range(2):
+            leaf = x.clone().requires_grad_()
+            hooks = torch.autograd.graph.saved_tensors_hooks(pack, from_host) if pack else contextlib.nullcontext()
+            with qt.autocast(recipe), hooks:
+                y = layer(leaf)
+            # Delayed scaling measures first.
+            assert is_direct(y) or recipe == "delayed"
+            y.square().sum().backward()
+            assert leaf.grad is not None
+            tensors += [y.detach(), leaf.grad, *(p.grad.clone() for p in layer.parameters())]
+        results.append(tensors)
+    for other in results[1:]:
+        for number, (a, b) in enumerate(zip(results[0], other, strict=True)):
+            assert_bitwise(b, a, str(number))
+
+
+@pytest.mark.parametrize("gemm", ["dgrad", "wgrad"])
+def test_what_one_direction_draws_moves_its_own_count_alone(
+    gemm: str, generally: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recipe of one's own that rounds at random for one GEMM of backward."""
+    become(100, monkeypatch)
+    nearest, random = recipes.nvfp4(stochastic_rounding=False), recipes.nvfp4()
+    recipe = dataclasses.replace(nearest, **{gemm: random.gemms[gemm]})
+    first = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe=recipe)
+    second = copy.deepcopy(first)
+    xs = [torch.randn(T, K).bfloat16()] * 2
+    ours = steps(first, xs, True)
+    assert first.count[:2].tolist() == [2 * (gemm == "dgrad"), 2 * (gemm == "wgrad")]
+    with pytest.MonkeyPatch.context() as patch:
+        generally(patch)
+        theirs = steps(second, xs, False)
+    for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        assert_bitwise(a, b, str(number))
+
+
+def test_noise_goes_on_from_step_to_step_whatever_comes_between(
+    generally: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other shapes by turns, a length without a plan, a second layer, evaluation, a checkpoint that runs the forward
+    again, a micro-batch whose backward comes later; then another seed and other counts, a name, and a copy."""
+    become(100, monkeypatch)
+    layers = [qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="nvfp4") for _ in range(2)]
+    others = copy.deepcopy(layers)
+    for layer, other in zip(layers, others, strict=True):
+        other.load_state_dict({name: value.clone() for name, value in layer.state_dict().items()})
+    x = torch.randn(T, K).bfloat16()
+
+    def step(layer: qt.Linear, tokens: int, run: Callable[..., Tensor] | None = None) -> list[Tensor]:
+        leaf = x[:tokens].clone().requires_grad_()
+        y = layer(leaf) if run is None else run(leaf)
+        return [y.detach(), *torch.autograd.grad(y.float().square().sum(), (leaf, layer.weight))]
+
+    def program(layers: list[qt.Linear]) -> list[Tensor]:
+        first, second = layers
+        results = [*step(first, T), *step(first, 16), *step(second, T), *step(first, T), *step(first, 17)]
+        with torch.no_grad():
+            results.append(first.eval()(x))
+        first.train()
+        results += step(first, T, lambda x: qt.checkpoint(first, x))
+        leaf = x.clone().requires_grad_()
+        late = first(leaf)
+        results += step(first, 16)
+        results += torch.autograd.grad(late.float().square().sum(), (leaf, first.weight))
+        first.seed = 5
+        results += step(first, T)
+        first.count.add_(3)  # type: ignore[operator, union-attr]
+        results += step(first, T)
+        qt.convert(torch.nn.ModuleDict({"name": first}), "nvfp4")
+        results += step(first, T)
+        again = copy.deepcopy(first)
+        results += [*step(again, T), *step(first, T)]
+        return [*results, *(b.clone() for layer in (*layers, again) for b in layer.buffers())]
+
+    ours = program(layers)
+    assert is_direct(layers[0](x.clone().requires_grad_()))
+    with pytest.MonkeyPatch.context() as patch:
+        generally(patch)
+        theirs = program(others)
+    for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        assert_bitwise(a, b, str(number))
+
+
+@pytest.mark.parametrize("arch", [100, 120])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_where_gemms_read_rows_alone_transposes_are_written_with_the_codes(
+    recipe: str, arch: int, generally: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as sm_120, and sm_100 with some versions of cuBLASLt: nothing is read once more to be turned."""
+    calls = become(arch, monkeypatch, either=False)
+
+    def settle(_: object) -> None:
+        raise AssertionError("an operand is transposed by a kernel of its own")
+
+    monkeypatch.setattr(scaled_mm, "_probe", with_settling(scaled_mm._probe, scaled_mm.settle, monkeypatch))
+    monkeypatch.setattr(scaled_mm, "settle", settle)
+    xs = [torch.randn(2, T // 2, K).bfloat16() for _ in range(3)]
+    first = qt.Linear(K, N, dtype=torch.bfloat16, recipe=recipe)
+    second = qt.Linear(K, N, dtype=torch.bfloat16, recipe=recipe)
+    second.load_state_dict({k: v.clone() for k, v in first.state_dict().items()})
+    ours = steps(first, xs, True)
+    assert calls
+    with pytest.MonkeyPatch.context() as patch:
+        generally(patch)
+        theirs = steps(second, xs, False)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def with_settling(probe: Callable[..., str], settle: Callable[..., None], patch: pytest.MonkeyPatch) -> Any:
+    """A probe's operands may be turned: it tries what no layer does."""
+
+    def probed(*args: Any) -> str:
+        with patch.context() as inside:
+            inside.setattr(scaled_mm, "settle", settle)
+            return probe(*args)
+
+    return probed
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arch"),
+    [
+        ("tensorwise", 90),
+        ("tensorwise", 100),
+        ("rowwise", 90),
+        ("rowwise_bf16_wgrad", 90),
+        ("blockwise", 90),
+        ("mxfp8", 100),
+        ("mxfp8", 89),
+    ],
+)
+def test_two_forwards_before_their_backwards_keep_their_own_codes(
+    recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    become(arch, monkeypatch)
+    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe=recipe)
+    x1, x2 = (torch.randn(T, K).bfloat16().requires_grad_() for _ in range(2))
+    alone = []
+    for x in (x1, x2):
+        y = layer(x)
+        alone.append((y.detach().clone(), *torch.autograd.grad(y.float().square().sum(), (x, layer.weight))))
+    y1, y2 = layer(x1), layer(x2)
+    assert is_direct(y1)
+    together = [torch.autograd.grad(y.float().square().sum(), (x, layer.weight)) for y, x in ((y1, x1), (y2, x2))]
+    for (y, *grads), again, out in zip(alone, together, (y1, y2), strict=True):
+        assert torch.equal(out, y)
+        assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True))
+
+
+@pytest.mark.parametrize(("recipe", "arch"), [("tensorwise", 90), ("rowwise", 90)])
+def test_backward_counts_what_a_forward_before_did_not(recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    become(arch, monkeypatch)
+    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe=recipe)
+    y = layer(torch.randn(T, K).bfloat16().requires_grad_())
+    assert is_direct(y)
+    with qt.count(layer) as counters:
+        y.sum().backward()
+    elements = {name: counts.elements for name, counts in counters.table[""].items()}
+    operands = ["grad_output"] if recipe in ("tensorwise", "delayed") else ["grad_output", "grad_output.T"]
+    assert elements == dict.fromkeys(operands, T * N)
+
+
+@pytest.mark.parametrize(("recipe", "arch"), [("blockwise", 100)])
+def test_where_gemms_want_other_scales_than_kernels_write_nothing_is_decided(
+    recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    become(arch, monkeypatch)
+    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe=recipe)
+    assert not is_direct(layer(torch.randn(T, K).bfloat16().requires_grad_()))
+
+
+@torchs_own
+@pytest.mark.parametrize(
+    "why",
+    [
+        "no gradient of x",
+        "frozen weight",
+        "no grad",
+        "odd tokens",
+        "not contiguous",
+        "counted",
+        "autocast",
+        "float32 x",
+    ],
+)
+def test_what_is_not_decided_takes_the_general_way(why: str) -> None:
+    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
+    x = torch.randn(T, K).bfloat16().requires_grad_()
+    assert is_direct(layer(x))
+    if why == "no gradient of x":
+        assert not is_direct(layer(x.detach()))
+    elif why == "frozen weight":
+        layer.weight.requires_grad_(False)
+        assert not is_direct(layer(x))
+    elif why == "no grad":
+        with torch.no_grad():
+            assert layer(x).grad_fn is None
+    elif why == "odd tokens":
+        assert not is_direct(layer(x[:17]))
+        assert is_direct(layer(x))
+    elif why == "not contiguous":
+        assert not is_direct(layer(torch.randn(K, T).bfloat16().t().requires_grad_()))
+    elif why == "counted":
+        with qt.count(layer) as counters:
+            assert not is_direct(layer(x))
+        assert counters is not None
+    elif why == "autocast":
+        with torch.autocast("cpu", torch.bfloat16):
+            assert not is_direct(layer(x))
+    else:
+        with pytest.raises(ValueError, match="bfloat16 weights and got a"):
+            layer(x.float())
+
+
+def test_a_weight_written_in_place_is_quantized_anew_and_seen_by_backward() -> None:
+    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
+    x = torch.randn(T, K).bfloat16().requires_grad_()
+    y = layer(x)
+    with torch.no_grad():
+        layer.weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    assert torch.equal(layer(x), y * 2)
+
+
+@pytest.mark.parametrize("features", [40, 48, 80])
+@pytest.mark.parametrize(("recipe", "arch"), [("tensorwise", 90), ("rowwise", 90), ("mxfp8", 100)])
+def test_a_weight_of_another_shape_has_a_plan_of_its_own(
+    recipe: str,
+    arch: int,
+    features: int,
+    generally: Callable[[pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    become(arch, monkeypatch)
+    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe=recipe)
+    x = torch.randn(T, K).bfloat16().requires_grad_()
+    assert is_direct(layer(x))
+    layer.weight = torch.nn.Parameter(torch.randn(features, K).bfloat16())
+    y = layer(x)
+    assert is_direct(y) == (features % 16 == 0)
+    grads = torch.autograd.grad(y.float().square().sum(), (x, layer.weight))
+    with pytest.MonkeyPatch.context() as patch:
+        generally(patch)
+        expected = layer(x)
+        others = torch.autograd.grad(expected.float().square().sum(), (x, layer.weight))
+    assert torch.equal(y, expected)
+    assert all(torch.equal(a, b) for a, b in zip(grads, others, strict=True))
+
+
+def test_recipes_that_share_a_weights_operand_read_it_each_in_its_way(
+    generally: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    become(100, monkeypatch)
+    first = recipes.mxfp8()
+    square = GemmSpec(first.dgrad.a, recipes.mxfp8(weight_2d=True).dgrad.b)
+    second = dataclasses.replace(first, dgrad=square)
+    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16)
+    with torch.no_grad():
+        layer.weight.mul_(torch.logspace(-5, 0, K))
+    x = torch.randn(T, K).bfloat16().requires_grad_()
+
+    def gradient(recipe: Recipe) -> Tensor:
+        with qt.autocast(recipe):
+            y = layer(x)
+        return torch.autograd.grad(y.float().square().sum(), x)[0]
+
+    grads = [gradient(recipe) for recipe in (first, second, first)]
+    generally(monkeypatch)
+    expected = [gradient(recipe) for recipe in (first, second, first)]
+    assert not torch.equal(expected[0], expected[1])
+    assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
+
+
+@torchs_own
+def test_what_a_large_step_writes_is_not_held_for_its_shape() -> None:
+    layer = qt.Linear(K, N, dtype=torch.bfloat16, recipe="tensorwise")
+    x = torch.randn(SMALL // K + 32 & -16, K).bfloat16().requires_grad_()
+    y = layer(x)
+    assert is_direct(y)
+    y.sum().backward()
+    # The first forward quantizes its input beside the weight.
+    layer(x)
+    (plan,) = direct.plans.values()
+    places = [place for cast in (plan.step.rows.input, plan.step.rows.grad_output) for place in cast.places.values()]
+    assert len(places) == 2
+    assert all(tensor is None or tensor.numel() <= 4 for tensors, _ in places for tensor in tensors)
+
+
+@torchs_own
+def test_an_input_shares_launches_with_a_weight_where_both_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(T, K).bfloat16().requires_grad_()
+    for most, shares in ((T * K + N * K, True), (T * K + N * K - 1, False)):
+        monkeypatch.setattr(plan_gpu, "TOGETHER", most)
+        direct.plans.clear()
+        layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
+        assert is_direct(layer(x))
+        (plan,) = direct.plans.values()
+        assert (plan.step.rows.shared is not None) is shares
+
+
+@torchs_own
+def test_what_is_kept_of_a_weight_goes_with_it() -> None:
+    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
+    x = torch.randn(T, K).bfloat16().requires_grad_()
+    assert is_direct(layer(x))
+    (entry,) = state_of(layer).weights.window.values()
+    assert entry.ready is not None
+    layer.to(torch.bfloat16)
+    assert not state_of(layer).weights.window
+    torch.nn.utils.parametrize.register_parametrization(layer, "weight", torch.nn.Tanh())
+    assert is_direct(layer(x))
+    # Nothing shows when it changes: it is quantized each time.
+    assert not state_of(layer).weights.window
+
+
+@torchs_own
+def test_an_output_may_be_written_to() -> None:
+    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
+    x = torch.randn(2, T // 2, K).bfloat16().requires_grad_()
+    expected = torch.autograd.grad(layer(x).relu().square().sum(), (x, layer.weight))
+    y = layer(x)
+    assert is_direct(y)
+    grads = torch.autograd.grad(y.relu_().square().sum(), (x, layer.weight))
+    assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
+
+
+def test_second_derivatives_are_refused() -> None:
+    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
+    x = torch.randn(T, K).bfloat16().requires_grad_()
+    (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        grad.sum().backward()
+
+
+def test_want_of_memory_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
+    x = torch.randn(T, K).bfloat16().requires_grad_()
+    layer(x)
+
+    def full(*_: object, **__: object) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "empty_like", full)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory for the quantized copy"):
+        layer(x)
+
+
+@torchs_own
+def test_want_of_memory_is_a_sentence_after_a_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = qt.LayerNormLinear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
+    x = torch.randn(T, K).bfloat16().requires_grad_()
+    block(x)
+    entered = PlannedContext.entered
+
+    def full(*_: object, **__: object) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def in_want(*arguments: Any) -> Any:
+        monkeypatch.setattr(torch, "empty_like", full)
+        return entered(*arguments)
+
+    monkeypatch.setattr(PlannedContext, "entered", in_want)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory for the quantized copy"):
+        block(x)
+
+
+@torchs_own
+@pytest.mark.parametrize("name", ["factor", "history"])
+def test_factors_on_another_device_take_the_general_way(name: str) -> None:
+    """It moves them; a launch by addresses would read what lies there."""
+    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="delayed")
+    x = torch.randn(T, K).bfloat16().requires_grad_()
+    assert is_direct(layer(x))
+    assert plan_gpu._delayed(layer, x) is not None
+    layer.register_buffer(name, layer.get_buffer(name).to("meta"))
+    assert plan_gpu._delayed(layer, x) is None
+
+
+@torchs_own
+def test_a_weight_on_another_device_has_no_decided_step() -> None:
+    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
+    x = torch.randn(T, K).bfloat16().requires_grad_()
+    assert is_direct(layer(x))
+    recipe, elsewhere = recipes.get("tensorwise"), layer.weight.to("meta")
+    assert direct.facts(x.shape, x, layer.weight, None, recipe) in direct.plans
+    assert direct.facts(x.shape, x, elsewhere, None, recipe) not in direct.plans
+    plan = direct.plan(x, elsewhere, None, recipe, layer)
+    assert plan is not None and plan.step is None

@@ -1,0 +1,377 @@
+"""A cache gives back what it was given, in order, and decoding token by token is one whole forward."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import quaver.torch as qt
+from quaver.torch.nn.attention import attention
+from tests.close import assert_bitwise, assert_close
+from tests.torch.conversion.hf_layers import LAYERS
+
+MAKERS: dict[str, Callable[..., Any]] = {
+    "plain": lambda layers, capacity: qt.KVCache(layers, capacity),
+    "paged": lambda layers, capacity: qt.PagedKVCache(layers, 3 * -(-capacity // 4), page_size=4),
+}
+BOTH = pytest.mark.parametrize("kind", MAKERS)
+
+
+def tokens(batch: int, count: int, dim: int = 4, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(batch, count, 2, dim).to(dtype)
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_updates_append(kind: str, dtype: torch.dtype) -> None:
+    cache = MAKERS[kind](2, 12)
+    k, v = tokens(3, 11, 4, dtype), tokens(3, 11, 6, dtype)
+    k[0, 3], k[1, 2, 0, 0], v[2, 1] = torch.nan, torch.inf, -0.0
+    start = 0
+    for count in (5, 1, 0, 4, 1):
+        end = start + count
+        for layer in range(2):
+            assert cache.length == start and cache.lengths.tolist() in ([start] * 3, [])
+            keys, values = cache.update(layer, k[:, start:end] * (layer + 1), v[:, start:end] * (layer + 1))
+            assert_bitwise(keys, k[:, :end] * (layer + 1), f"keys of {end}")
+            assert_bitwise(values, v[:, :end] * (layer + 1), f"values of {end}")
+        start = end
+    assert cache.length == 11 and cache.batch == 3
+
+
+@BOTH
+def test_a_full_cache_is_a_sentence_and_nothing_is_written(kind: str) -> None:
+    cache = MAKERS[kind](1, 8)
+    k, v = tokens(3, 6), tokens(3, 6)
+    cache.update(0, k, v)
+    said = {
+        "plain": r"holds 6 of 8 tokens, and 3 more do not fit; make it with a capacity of 9",
+        "paged": r"3 more pages of 4 tokens are needed, and 0 of 6 are free",
+    }
+    with pytest.raises(ValueError, match=said[kind]):
+        cache.update(0, tokens(3, 3), tokens(3, 3))
+    assert cache.length == 6
+    more = tokens(3, 2)
+    assert_bitwise(cache.update(0, more, more)[0], torch.cat([k, more], 1))
+    with pytest.raises(ValueError, match=r"do not fit|are needed"):
+        MAKERS[kind](1, 8).update(0, tokens(3, 9), tokens(3, 9))
+
+
+@BOTH
+def test_reset_takes_another_batch_and_dtype(kind: str) -> None:
+    cache = MAKERS[kind](1, 8)
+    cache.update(0, tokens(3, 6), tokens(3, 6))
+    cache.reset()
+    assert cache.length == 0
+    k = tokens(2, 8, 8, torch.bfloat16)
+    assert_bitwise(cache.update(0, k, k)[0], k)
+
+
+@BOTH
+def test_reorder_is_indexing(kind: str) -> None:
+    cache = MAKERS[kind](2, 8)
+    k, v = tokens(3, 5), tokens(3, 5, 6)
+    for layer in range(2):
+        cache.update(layer, k, v)
+    cache.reorder(torch.tensor([2, 0, 2]))
+    more = tokens(3, 2), tokens(3, 2, 6)
+    for layer in range(2):
+        keys, values = cache.update(layer, *more)
+        assert_bitwise(keys, torch.cat([k[[2, 0, 2]], more[0]], 1))
+        assert_bitwise(values, torch.cat([v[[2, 0, 2]], more[1]], 1))
+
+
+def test_reorder_widens_a_batch_into_beams() -> None:
+    cache = qt.KVCache(1, 4)
+    k = tokens(2, 3)
+    cache.update(0, k, k)
+    cache.reorder(torch.tensor([0, 0, 1, 1]))
+    assert cache.batch == 4
+    more = tokens(4, 1)
+    assert_bitwise(cache.update(0, more, more)[0], torch.cat([k[[0, 0, 1, 1]], more], 1))
+
+
+@BOTH
+def test_truncating_forgets_the_last_tokens(kind: str) -> None:
+    cache = MAKERS[kind](1, 8)
+    k, more = tokens(3, 7), tokens(3, 2)
+    cache.update(0, k, k)
+    cache.truncate(2 if kind == "plain" else [2, 2, 2])
+    assert cache.length == 2
+    assert_bitwise(cache.update(0, more, more)[0], torch.cat([k[:, :2], more], 1))
+    with pytest.raises(ValueError, match="cannot be cut to"):
+        cache.truncate(5 if kind == "plain" else [1, 5, 1])
+
+
+@BOTH
+def test_decoding_by_token_is_one_forward(kind: str) -> None:
+    """Rope and grouped attention, a prompt of 4 and then one token at a time."""
+    torch.manual_seed(3)
+    rope = qt.RotaryEmbedding(8)
+    q, k, v = torch.randn(2, 9, 4, 8), torch.randn(2, 9, 2, 8), torch.randn(2, 9, 2, 6)
+    whole = attention(rope(q), rope(k), v, mask_type="causal")
+    cache = MAKERS[kind](1, 9)
+    got, start = [], 0
+    for count in (4, 1, 1, 1, 2):
+        part = slice(start, start + count)
+        offset = cache.offset
+        keys, values = cache.update(0, rope(k[:, part], offset=offset), v[:, part])
+        mask, mask_type = cache.mask(None, "causal", count)
+        got.append(attention(rope(q[:, part], offset=offset), keys, values, mask_type=mask_type, mask=mask))
+        start += count
+    assert_close("outputs", torch.cat(got, 1), whole, 1e-6)
+
+
+def test_sequences_of_different_lengths_come_and_go() -> None:
+    rope = qt.RotaryEmbedding(8)
+    cache = qt.PagedKVCache(1, pages=8, page_size=2)
+    keys_and_values = {
+        name: (torch.randn(1, n, 2, 8), torch.randn(1, n, 2, 8)) for name, n in (("a", 6), ("b", 3), ("c", 4))
+    }
+    ids = {}
+
+    def prompt(name: str, count: int) -> None:
+        ids[name] = cache.add()
+        cache.use([ids[name]])
+        k, v = keys_and_values[name]
+        cache.update(0, rope(k[:, :count]), v[:, :count])
+
+    def step(*names: str) -> None:
+        """The next token of each; what attention gives must be what it gives to each sequence alone."""
+        cache.use([ids[n] for n in names])
+        offset, at = cache.offset, cache.lengths.tolist()
+        k, v = (
+            torch.cat([keys_and_values[n][i][:, t : t + 1] for n, t in zip(names, at, strict=True)]) for i in (0, 1)
+        )
+        keys, values = cache.update(0, rope(k, offset=offset), v)
+        assert cache.padding().sum(1).tolist() == [max(at) - t for t in at]
+        mask, mask_type = cache.mask(None, "causal", 1)
+        y = attention(rope(k, offset=offset), keys, values, mask_type=mask_type, mask=mask)
+        for row, (name, t) in enumerate(zip(names, at, strict=True)):
+            one_k, one_v = (m[:, : t + 1] for m in keys_and_values[name])
+            whole = attention(rope(one_k), rope(one_k), one_v, mask_type="causal")
+            assert_close(f"{name} at {t}", y[row], whole[0, -1:], 1e-6)
+
+    prompt("a", 4)
+    prompt("b", 1)
+    step("a", "b")
+    step("b", "a")
+    assert cache.free_pages == 8 - 3 - 2
+    cache.free(ids["a"])
+    assert cache.free_pages == 6 and cache.sequences == [ids["b"]]
+    keys_and_values["c"][0][0, 3] = torch.nan
+    prompt("c", 4)
+    cache.free(ids["c"])
+    keys_and_values["d"] = torch.randn(1, 9, 2, 8), torch.randn(1, 9, 2, 8)
+    prompt("d", 8)
+    cache.truncate([5])
+    step("d")
+    cache.use(None)
+    assert cache.sequences == [ids["b"], ids["d"]] and cache.lengths.tolist() == [3, 6]
+
+
+def test_padded_prompts_are_masked_and_cut() -> None:
+    """Two prompts in one batch, the shorter one padded on the right; then a token of each."""
+    rope = qt.RotaryEmbedding(8)
+    cache = qt.PagedKVCache(1, pages=8, page_size=2)
+    q, k, v = (torch.randn(2, 6, 2, 8) for _ in range(3))
+    padded = torch.arange(5) >= torch.tensor([[5], [2]])
+    keys, values = cache.update(0, rope(k[:, :5]), v[:, :5])
+    mask, mask_type = cache.mask(padded, "padding_causal", 5)
+    y = attention(rope(q[:, :5]), keys, values, mask_type=mask_type, mask=mask)
+    cache.truncate([5, 2])
+    offset = cache.offset
+    assert isinstance(offset, Tensor) and offset.tolist() == [5, 2] and cache.free_pages == 4
+    last = torch.stack([k[0, 5:], k[1, 2:3]]), torch.stack([v[0, 5:], v[1, 2:3]]), torch.stack([q[0, 5:], q[1, 2:3]])
+    keys, values = cache.update(0, rope(last[0], offset=offset), last[1])
+    mask, mask_type = cache.mask(None, "padding_causal", 1)
+    z = attention(rope(last[2], offset=offset), keys, values, mask_type=mask_type, mask=mask)
+    for row, length in enumerate((5, 2)):
+        one = slice(row, row + 1), slice(0, length + 1)
+        whole = attention(rope(q[one]), rope(k[one]), v[one], mask_type="causal")[0]
+        assert_close(f"prompt {row}", y[row, :length], whole[:length], 1e-6)
+        assert_close(f"token of {row}", z[row], whole[length:], 1e-6)
+
+
+def test_padding_never_shows_another_sequences_nan() -> None:
+    cache = qt.PagedKVCache(1, pages=4, page_size=2)
+    bad, good = cache.add(), cache.add()
+    cache.use([bad])
+    cache.update(0, torch.full((1, 4, 1, 2), torch.nan), torch.full((1, 4, 1, 2), torch.nan))
+    cache.use([good])
+    cache.update(0, torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2))
+    cache.use([bad, good])
+    keys, values = cache.update(0, torch.ones(2, 1, 1, 2), torch.ones(2, 1, 1, 2))
+    assert keys[1].isfinite().all() and values[1].isfinite().all() and keys.shape == (2, 5, 1, 2)
+
+
+@BOTH
+def test_what_is_held_works_in_inference_mode_and_outside(kind: str) -> None:
+    cache = MAKERS[kind](1, 8)
+    k = tokens(3, 2)
+    with torch.inference_mode():
+        cache.update(0, k, k)
+    cache.update(0, k, k)
+    with torch.inference_mode():
+        keys, _ = cache.update(0, k, k)
+    assert_bitwise(keys, torch.cat([k, k, k], 1))
+
+
+@BOTH
+def test_what_does_not_fit_is_a_sentence(kind: str) -> None:
+    cache = MAKERS[kind](2, 8)
+    k = tokens(3, 2)
+    with pytest.raises(ValueError, match=r"layer 2 of a cache for 2"):
+        cache.update(2, k, k)
+    with pytest.raises(ValueError, match=r"keys have shape \(3, 2, 2, 4\) and values \(3, 1, 2, 4\)"):
+        cache.update(0, k, k[:, :1])
+    with pytest.raises(ValueError, match=r"decode under torch\.no_grad\(\)"):
+        cache.update(0, k.clone().requires_grad_(), k)
+    cache.update(0, k, k)
+    for other in (k[..., :3], k.double()):
+        with pytest.raises(ValueError, match=r"the cache holds keys .* and was given"):
+            cache.update(0, other, other)
+    with pytest.raises(ValueError, match=r"holds keys|has 2 rows and 3 sequences"):
+        cache.update(0, k[:2], k[:2])
+    assert cache.held(0) == 2 if kind == "plain" else cache.held(0).tolist() == [2, 2, 2]
+
+
+def test_what_a_paged_cache_does_not_know_is_a_sentence() -> None:
+    cache = qt.PagedKVCache(1, pages=4, page_size=2)
+    one = cache.add()
+    with pytest.raises(ValueError, match=r"there is no sequence 7; those held are \[0\]"):
+        cache.free(7)
+    with pytest.raises(ValueError, match="name one twice"):
+        cache.use([one, one])
+    with pytest.raises(ValueError, match="2 indices for 1 rows"):
+        cache.reorder(torch.tensor([0, 0]))
+    with pytest.raises(ValueError, match="give numbers above 0"):
+        qt.PagedKVCache(1, pages=0)
+    with pytest.raises(ValueError, match="give numbers above 0"):
+        qt.KVCache(1, 0)
+    cache.update(0, torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2))
+    with pytest.raises(ValueError, match=r"which of the new tokens \[1, 1\] are padding; .* shape \(1, 3\)"):
+        cache.mask(torch.zeros(1, 3, dtype=torch.bool), "padding_causal", 1)
+    with pytest.raises(ValueError, match="without padding; give prompts of different lengths to a PagedKVCache"):
+        qt.KVCache(1, 2).mask(torch.zeros(1, 1, dtype=torch.bool), "padding_causal", 1)
+    with pytest.raises(ValueError, match="reorder it after the first update"):
+        qt.KVCache(1, 2).reorder(torch.tensor([0]))
+
+
+@BOTH
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_layer_decodes_as_it_runs_whole(name: str, kind: str) -> None:
+    """Windows, sinks, caps, norms of queries and keys, partial and stretched rope: two layers in a row."""
+    layers = [LAYERS[name].build("causal") for _ in range(2)]
+    for parameter in (p for layer in layers for p in layer.parameters()):
+        torch.nn.init.normal_(parameter, std=0.3)
+    x = torch.randn(3, 9, 32)
+    cache = MAKERS[kind](2, 9)
+
+    def run(part: Tensor, **options: Any) -> Tensor:
+        for number, layer in enumerate(layers):
+            part = layer(part, **(options | {"layer": number} if options else {}))
+        return part
+
+    with torch.no_grad():
+        whole = run(x)
+        steps = [run(part, cache=cache) for part in x.split([4, 1, 1, 2, 1], dim=1)]
+        assert_close("outputs", torch.cat(steps, 1), whole, 1e-5)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_layer_decodes_sequences_of_different_lengths(name: str) -> None:
+    layer = LAYERS[name].build("causal")
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    x, cache = torch.randn(2, 9, 32), qt.PagedKVCache(1, pages=8, page_size=4)
+    long, short = cache.add(), cache.add()
+    with torch.no_grad():
+        whole = layer(x)
+        cache.use([long])
+        layer(x[:1, :6], cache=cache)
+        cache.use([short])
+        layer(x[1:, :2], cache=cache)
+        cache.use([long, short])
+        for step in range(3):
+            y = layer(torch.stack([x[0, 6 + step], x[1, 2 + step]])[:, None], cache=cache)
+            expected = torch.stack([whole[0, 6 + step], whole[1, 2 + step]])[:, None]
+            assert_close(f"step {step}", y, expected, 1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss attention"])
+def test_a_layer_takes_padded_prompts_and_decodes_on(name: str) -> None:
+    """A batch of prompts of 6 and 2 tokens, padded on the right; the padding is cut, then each goes on."""
+    layer, alone = LAYERS[name].build("padding_causal"), LAYERS[name].build("causal")
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    alone.load_state_dict(layer.state_dict())
+    x, cache, lengths = torch.randn(2, 9, 32), qt.PagedKVCache(1, pages=8, page_size=4), [6, 2]
+    with torch.no_grad():
+        whole = alone(x)
+        prompts = layer(x[:, :6], cache=cache, mask=torch.arange(6) >= torch.tensor(lengths)[:, None])
+        cache.truncate(lengths)
+        for row, length in enumerate(lengths):
+            assert_close(f"prompt {row}", prompts[row, :length], whole[row, :length], 1e-5)
+        for step in range(3):
+            y = layer(torch.stack([x[0, 6 + step], x[1, 2 + step]])[:, None], cache=cache)
+            assert_close(f"step {step}", y[:, 0], torch.stack([whole[0, 6 + step], whole[1, 2 + step]]), 1e-5)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_forward_that_broke_off_is_not_continued_unseen(kind: str) -> None:
+    cache = MAKERS[kind](2, 8)
+    k, more = tokens(3, 2), tokens(3, 1)
+    for layer in (0, 1):
+        cache.update(layer, k, k)
+    cache.update(0, more, more)
+    with pytest.raises(ValueError, match=r"layer 0 holds 3 tokens and layer 1 of the cache 2: .* truncate.. it to 2"):
+        cache.update(0, more, more)
+    cache.truncate(2 if kind == "plain" else [2, 2, 2])  # type: ignore[arg-type]
+    assert_bitwise(cache.update(0, more, more)[0], torch.cat([k, more], 1))
+    unused = MAKERS[kind](3, 8)
+    for layer in (0, 1):
+        unused.update(layer, k, k)
+    with pytest.raises(ValueError, match="made for more layers than the model has"):
+        unused.update(0, more, more)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_an_index_of_no_row_is_a_sentence(kind: str) -> None:
+    cache = MAKERS[kind](1, 8)
+    cache.update(0, tokens(3, 2), tokens(3, 2))
+    for wrong in (3, -1):
+        with pytest.raises(ValueError, match=r"are not all rows of the 3 held; give 0 to 2"):
+            cache.reorder(torch.tensor([0, 1, wrong]))
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize(
+    "options, mask, says",
+    [
+        ({"mask_type": "causal"}, torch.zeros(1, 3) > 0, "'causal' takes no mask|new tokens .3, 3. are padding"),
+        ({"mask_type": "none", "window": (2, 0)}, None, "mask_type 'none' count from the first"),
+        ({"mask_type": "none", "chunk": 2}, None, "mask_type 'none' count from the first"),
+        ({"mask_type": "none", "alibi": True}, None, "mask_type 'none' count from the first"),
+    ],
+)
+def test_what_goes_with_no_cache_is_refused_before_it_takes_anything(
+    kind: str, options: dict[str, Any], mask: Tensor | None, says: str
+) -> None:
+    attention, cache = qt.MultiheadAttention(16, 2, **options), MAKERS[kind](1, 8)
+    with torch.no_grad(), pytest.raises(ValueError, match=says):
+        attention(torch.randn(3, 3, 16), cache=cache, mask=mask)
+    assert cache.length == 0
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("window", [None, (2, 0)])
+def test_alibi_decodes_as_it_runs_whole(kind: str, window: Any) -> None:
+    attention = qt.MultiheadAttention(16, 2, mask_type="causal", alibi=True, window=window)
+    x, cache = torch.randn(3, 6, 16), MAKERS[kind](1, 8)
+    with torch.no_grad():
+        whole = attention(x)
+        parts = [attention(x[:, part], cache=cache) for part in (slice(3), slice(3, 5), slice(5, 6))]
+    assert_close("output", torch.cat(parts, 1), whole, 1e-6)

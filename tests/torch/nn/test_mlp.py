@@ -1,0 +1,244 @@
+"""The MLP: the bits of its parts, the activation's result never kept, options that keep less."""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import quaver.torch as qt
+from quaver import recipes
+from quaver.recipes.formats import E4M3
+from quaver.recipes.spec import GemmSpec, QuantSpec, Recipe
+from quaver.torch.linear import function
+from quaver.torch.nn.activation import ACTIVATIONS
+from tests.close import assert_bitwise, assert_close
+from tests.pairs import pairs
+from tests.torch.nn.pairs import assert_same_training, kept_bytes
+
+OPTIONS = [*recipes.RECIPES, recipes.delayed(history=2, margin=1), recipes.mxfp8(weight_2d=True)]
+QUANTIZED = [name for name, build in recipes.RECIPES.items() if build().fprop.a is not None]
+
+
+def whole(mlp: Any, x: Tensor) -> Tensor:
+    return mlp(x)
+
+
+def apart(mlp: Any, x: Tensor) -> Tensor:
+    y = x if mlp.norm is None else mlp.norm(x)
+    between = [getattr(mlp, name)(y) for name in ("gate_up_proj", "gate_proj", "up_proj") if hasattr(mlp, name)]
+    return mlp.down_proj(qt.activate(mlp.activation, *between))
+
+
+def inputs(*shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [(torch.randn(shape) * (i + 1)).to(dtype) for i in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dtype", "shape"),
+    pairs(
+        OPTIONS,
+        [torch.float32, torch.bfloat16, torch.float16],
+        [("swiglu", True), ("swiglu", False), ("gelu", True)],
+    ),
+    ids=str,
+)
+def test_the_bits_are_those_of_the_parts(recipe: Any, dtype: torch.dtype, shape: tuple[str, bool]) -> None:
+    activation, fused = shape
+    mlp = qt.LayerNormMLP(48, 64, activation, normalization="RMSNorm", fused=fused, dtype=dtype)
+    assert_same_training(mlp, [apart, whole], recipe, inputs(2, 9, 48, dtype=dtype))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation(activation: str) -> None:
+    assert_same_training(qt.MLP(32, 48, activation), [apart, whole], "mxfp8", inputs(5, 32))
+
+
+@pytest.mark.parametrize("recipe", recipes.RECIPES)
+@pytest.mark.parametrize("activation", ["swiglu", "gelu_exact"])
+def test_recomputing_changes_no_bit(recipe: str, activation: str) -> None:
+    plain = qt.LayerNormMLP(48, 64, activation)
+    again = qt.LayerNormMLP(48, 64, activation, recompute=True)
+    again.load_state_dict(plain.state_dict())
+
+    def recomputing(mlp: Any, x: Tensor) -> Tensor:
+        mlp.recompute = True
+        return mlp(x)
+
+    assert_same_training(plain, [whole, recomputing], recipe, inputs(2, 9, 48))
+    assert again.recompute and "recompute=True" in repr(again)
+
+
+@pytest.mark.parametrize("frozen", ["", "up_proj", "down_proj", "both"])
+@pytest.mark.parametrize(
+    ("recipe", "dtype", "activation"),
+    [
+        ("tensorwise", torch.bfloat16, "swiglu"),
+        ("delayed", torch.float32, "geglu"),
+        ("mxfp8", torch.bfloat16, "reglu"),
+        ("nvfp4", torch.float16, "swiglu"),
+        ("tensorwise", torch.bfloat16, "clamped_swiglu"),
+    ],
+)
+def test_what_is_made_again_beside_its_gradients_changes_no_bit(
+    recipe: str, dtype: torch.dtype, activation: str, frozen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlp = qt.LayerNormMLP(32, 192, activation, fused=False, dtype=dtype)
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        getattr(mlp, name).weight.requires_grad_(name != frozen and frozen != "both")
+    shared: list[bool] = []
+    call = function.RecomputedInput.__call__
+
+    def recorded_amax(self: Any, g: Tensor) -> Any:
+        kept = call(self, g)
+        shared.append(self.gradients is not None)
+        return kept
+
+    monkeypatch.setattr(function.RecomputedInput, "__call__", recorded_amax)
+    # More elements between the matrices than codes are kept of.
+    assert_same_training(mlp, [whole, apart], recipe, inputs(96, 32, dtype=dtype))
+    assert shared == [activation != "clamped_swiglu"] * len(shared)
+    assert bool(shared) is (frozen in ("", "up_proj"))
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_eight_bit_activations_change_only_gradients_before_the_activation(recipe: str) -> None:
+    exact = qt.LayerNormMLP(64, 96, "swiglu", normalization="RMSNorm")
+    narrow = qt.LayerNormMLP(64, 96, "swiglu", normalization="RMSNorm", eight_bit_activations=True)
+    narrow.load_state_dict(exact.state_dict())
+    x = torch.randn(128, 64)
+    for mlp in (exact, narrow):
+        with qt.autocast(recipe):
+            mlp(x).square().sum().backward()
+    with qt.autocast(recipe), torch.no_grad():
+        assert_bitwise(narrow(x), exact(x))
+    assert_bitwise(narrow.down_proj.weight.grad, exact.down_proj.weight.grad)
+    # A scale of four bits that moves moves its block's codes by whole steps.
+    far = 0.15 if recipe == "mxfp4" else 0.1
+    assert_close("gradient of gate and up", narrow.gate_up_proj.weight.grad, exact.gate_up_proj.weight.grad, far)
+    assert not torch.equal(narrow.gate_up_proj.weight.grad, exact.gate_up_proj.weight.grad)
+
+
+def test_what_is_kept() -> None:
+    tokens, dim, hidden = 256, 64, 192
+    x = torch.randn(tokens, dim, dtype=torch.bfloat16, requires_grad=True)
+    kept = {}
+    for option in ({}, {"eight_bit_activations": True}, {"recompute": True}):
+        mlp = qt.LayerNormMLP(
+            dim, hidden, "swiglu", normalization="RMSNorm", bias=False, dtype=torch.bfloat16, **option
+        )
+
+        def run(mlp: Any = mlp) -> Tensor:
+            with qt.autocast("tensorwise"):
+                return mlp(x)
+
+        run()
+        kept[str(option)] = kept_bytes(mlp, run)
+    alone = 2 * tokens * dim
+    # Codes of the input and a number a token, the gain as it is; the scale of one tensor's codes takes eight bytes.
+    normed = tokens * dim + 4 * tokens + 8
+    default = alone + normed + 2 * tokens * 2 * hidden
+    narrow = alone + normed + (1 + 1 / 32) * tokens * 2 * hidden + tokens * hidden + 8
+    assert list(kept.values()) == [default, narrow, alone]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "nvfp4"])
+def test_what_only_a_frozen_input_would_need_is_not_kept(recipe: str) -> None:
+    mlp, x = qt.MLP(64, 64, "swiglu"), torch.randn(128, 64)
+    mlp.gate_up_proj.requires_grad_(False)
+
+    def run(way: Any) -> int:
+        with qt.autocast(recipe):
+            return kept_bytes(mlp, lambda: way(mlp, x))
+
+    assert run(whole) <= run(apart) <= 128 * 64 + 512
+    assert_same_training(mlp, [apart, whole], recipe, inputs(5, 64), input_grad=False)
+
+
+@pytest.mark.parametrize("reused", [True, False])
+def test_noise_on_the_input_is_the_forwards(reused: bool) -> None:
+    quiet = QuantSpec(E4M3, (1, 1) if reused else (1, None))
+    noisy = replace(quiet, rounding="stochastic")
+    recipe = Recipe("noisy", GemmSpec(noisy, quiet), GemmSpec(quiet, quiet), GemmSpec(quiet, noisy))
+    assert recipe.plan.input is reused
+    assert_same_training(qt.MLP(48, 64), [apart, whole], recipe, inputs(9, 48))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_eight_bit_activations_of_no_tokens(fused: bool) -> None:
+    mlp, x = qt.MLP(32, 48, "swiglu", fused=fused, eight_bit_activations=True), torch.zeros(0, 3, 32)
+    with qt.autocast("mxfp8"):
+        mlp(x.requires_grad_()).sum().backward()
+    assert x.grad is not None and x.grad.shape == x.shape
+
+
+def test_without_a_recipe_it_is_torchs() -> None:
+    mlp, x = qt.LayerNormMLP(32, 48, "gelu_exact"), torch.randn(7, 32)
+    y = F.gelu(F.linear(F.layer_norm(x, (32,)), mlp.up_proj.weight, mlp.up_proj.bias))
+    assert_close("output", mlp(x), F.linear(y, mlp.down_proj.weight, mlp.down_proj.bias), 1e-6)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "nvfp4"])
+def test_micro_batches_whose_forwards_come_first(recipe: str) -> None:
+    mlp, batches = qt.LayerNormMLP(48, 64, "swiglu"), inputs(9, 48)
+    other = copy.deepcopy(mlp)
+    with qt.autocast(recipe):
+        losses = [mlp(x).square().sum() for x in batches]
+    with qt.autocast(recipe):
+        again = [apart(other, x).square().sum() for x in batches]
+    for loss, theirs in zip(losses, again, strict=True):
+        loss.backward()
+        theirs.backward()
+    for ours, expected in zip(mlp.parameters(), other.parameters(), strict=True):
+        assert_bitwise(ours.grad, expected.grad)
+
+
+def test_convert_reaches_the_layers_inside() -> None:
+    mlp = qt.LayerNormMLP(48, 64, "swiglu", fused=False)
+    report = qt.convert(mlp, {"down_proj": "bf16", "*": "mxfp8"})
+    assert set(report.converted) == {"gate_proj", "up_proj", "down_proj"}
+    mlp(torch.randn(4, 48)).sum().backward()
+    assert mlp.gate_proj.weight.grad is not None
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
+def test_counters_see_each_operand_once(recipe: str) -> None:
+    mlp = qt.LayerNormMLP(48, 64, "swiglu")
+    counts = []
+    for run in (whole, apart):
+        with qt.count(mlp) as counters, qt.autocast(recipe):
+            run(mlp, torch.ones(4, 48, requires_grad=True)).sum().backward()
+        counts.append(str(counters))
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "nvfp4"])
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_the_norms_output_is_given_too(recipe: str, activation: str) -> None:
+    mlp = qt.LayerNormMLP(64, 96, activation, return_normalized=True)
+    plain = copy.deepcopy(mlp)
+    plain.return_normalized = False
+    runs = []
+    for layer in (mlp, plain):
+        x = torch.randn(6, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        with qt.autocast(recipe):
+            y = layer(x)
+            y = y if layer is mlp else (y, layer.norm(x))
+        (y[0] * 2 + y[1]).sum().backward()
+        runs.append([*y, x.grad, *(p.grad for p in layer.parameters())])
+    for one, other in zip(*runs, strict=True):
+        assert_close("both ways", one, other, 1e-6)
+
+
+def test_bad_input_is_a_sentence() -> None:
+    with pytest.raises(ValueError, match="did you mean 'swiglu'"):
+        qt.MLP(8, 16, "swigl")
+    with pytest.raises(ValueError, match="its last axis must be 8"):
+        qt.MLP(8, 16)(torch.randn(2, 7))
+    with pytest.raises(ValueError, match="no normalization"):
+        qt.MLP(8, 16, normalization="BatchNorm")
+    with pytest.raises(ValueError, match="has no option 'limt'"):
+        qt.MLP(8, 16, "clamped_swiglu", activation_options={"limt": 3.0})

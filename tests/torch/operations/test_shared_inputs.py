@@ -1,0 +1,624 @@
+"""Layers of the very same tensor quantize it once, with the bits, gradients and state that each alone would give."""
+
+import copy
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+import quaver.torch as qt
+from quaver import recipes
+from quaver.torch.backends.cpu import quantize
+from quaver.torch.backends.gpu import capture
+from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.operations import functional, ops
+from tests.close import assert_bitwise
+from tests.pairs import turns
+
+ALL = [name for name, build in recipes.RECIPES.items() if build().fprop.a is not None]
+EACH = pytest.mark.parametrize("name", ALL)
+#: A tensor a scale, a history, blocks, two levels, an input that wgrad reads as it is.
+KINDS = pytest.mark.parametrize("name", ["tensorwise", "delayed", "mxfp8", "nvfp4", "rowwise_bf16_wgrad"])
+#: Taken from another layer, and quantized though another might have been taken.
+Counts = dict[str, int]
+
+
+class Attention(nn.Module):
+    """q, k and v of what a norm made, gate and up of another: five inputs that are taken from two siblings."""
+
+    def __init__(self, dim: int = 32, groups: int = 16, dtype: torch.dtype = torch.float32, bias: bool = True) -> None:
+        super().__init__()
+        options: dict[str, Any] = {"dtype": dtype, "bias": bias}
+        self.norms = nn.ModuleList(nn.LayerNorm(dim, dtype=dtype) for _ in range(2))
+        self.q, self.k, self.v = (nn.Linear(dim, n, **options) for n in (dim, groups, groups))
+        self.out = nn.Linear(dim, dim, **options)
+        self.gate, self.up = (nn.Linear(dim, 48, **options) for _ in range(2))
+        self.down = nn.Linear(48, dim, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norms[0](x)
+        mixed = self.q(h) * torch.cat([self.k(h), self.v(h)], -1)
+        x = x + self.out(mixed)
+        h = self.norms[1](x)
+        y: Tensor = x + self.down(torch.sigmoid(self.gate(h)) * self.up(h))
+        return y
+
+
+def model(name: str, blocks: int = 2, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    net = nn.Sequential(*(Attention(**options) for _ in range(blocks)))
+    qt.convert(net, name)
+    return net
+
+
+def inputs(dtype: torch.dtype = torch.float32, *shape: int) -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(*(shape or (2, 8, 32))).to(dtype)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counts:
+    counts = {"taken": 0, "quantized": 0}
+    lookup = functional.lookup
+
+    def seen(*args: Any) -> Any:
+        known = lookup(*args)
+        counts["quantized" if known is None else "taken"] += 1
+        return known
+
+    monkeypatch.setattr(functional, "lookup", seen)
+    return counts
+
+
+class Forgetful:
+    """In place of what a thread knows: each layer quantizes for itself."""
+
+    last = property(lambda _: None, lambda _, __: None)
+
+
+def state(net: nn.Module) -> list[Tensor]:
+    """Gradients and buffers."""
+    grads = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+    return [*grads, *(b.clone() for b in net.buffers())]
+
+
+def alike(
+    scenario: Callable[[], list[Tensor]], counts: Counts, taken: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scenario gives the same bits with each layer quantizing for itself; so many inputs were taken from others."""
+    shared = scenario()
+    seen = counts["taken"]
+    with monkeypatch.context() as patched:
+        patched.setattr(functional, "thread", Forgetful())
+        counts["taken"] = 0
+        apart = scenario()
+    assert counts["taken"] == 0
+    assert len(shared) == len(apart) > 0
+    for i, (one, other) in enumerate(zip(shared, apart, strict=True)):
+        assert_bitwise(one, other, f"tensor {i}")
+    assert taken is None or seen == taken, seen
+
+
+def step(net: nn.Module, x: Tensor) -> list[Tensor]:
+    y = net(x)
+    y.float().square().sum().backward()
+    return [y.detach().clone()]
+
+
+# Bits.
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), turns(ALL, [torch.float32, torch.bfloat16], ["tensorwise", "delayed", "nvfp4"]), ids=str
+)
+def test_training_is_that_of_layers_that_quantize_for_themselves(
+    name: str, dtype: torch.dtype, counted: Counts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def scenario() -> list[Tensor]:
+        net, results = model(name, 1, dtype=dtype), []
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for i in range(3):
+            x = (inputs(dtype) * (i + 1)).requires_grad_()
+            results += [*step(net, x), x.grad, *state(net)]
+            optimizer.step()
+            optimizer.zero_grad()
+        return results
+
+    noisy = any(spec is not None and spec.rounding != "nearest" for spec in of_input(name))
+    alike(scenario, counted, 0 if noisy else 3 * 3, monkeypatch)
+
+
+def of_input(name: str) -> tuple[Any, Any]:
+    recipe = recipes.get(name)
+    return recipe.fprop.a, recipe.wgrad.b
+
+
+@KINDS
+@pytest.mark.parametrize("way", ["decided", "general"])
+def test_both_ways_share(name: str, way: str, counted: Counts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The general way is taken where a weight is frozen, as under adapters."""
+    net = model(name)
+    for part in net:
+        part.k.weight.requires_grad_(way == "decided")
+        part.v.weight.requires_grad_(way == "decided")
+
+    def scenario() -> list[Tensor]:
+        other = copy.deepcopy(net)
+        # A copy's first step prepares its layers, one way or the other.
+        first = step(other, inputs().requires_grad_())
+        counted["taken"] = 0
+        return [*first, *step(other, inputs().requires_grad_()), *state(other)]
+
+    # The general way's k is the first of its kind.
+    decides = all(s is None or not quantize.reason(inputs(), s) for s in recipes.get(name).operands().values())
+    alike(scenario, counted, 6 if way == "decided" or not decides else 4, monkeypatch)
+
+
+@EACH
+@pytest.mark.parametrize("value", ["zeros", "nan", "inf", "subnormals", "outlier", "empty"])
+def test_hard_inputs(name: str, value: str, counted: Counts, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = inputs(torch.float32, 0 if value == "empty" else 16, 32)
+    if value == "zeros":
+        x.zero_()
+    elif value == "subnormals":
+        x *= 1e-40
+    elif value != "empty":
+        x[3, 5] = {"nan": torch.nan, "inf": torch.inf, "outlier": 1e30}[value]
+    layers = [qt.Linear(32, n, recipe=name) for n in (16, 32, 8)]
+
+    def scenario() -> list[Tensor]:
+        results = []
+        own = copy.deepcopy(layers)
+        for _ in range(2):
+            leaf = x.clone().requires_grad_()
+            h = leaf * 1.0
+            for y in [layer(h) for layer in own]:
+                y.sum().backward(retain_graph=True)
+                results.append(y.detach().clone())
+            results += [leaf.grad, *(t for layer in own for t in state(layer))]
+        return results
+
+    alike(scenario, counted, 4, monkeypatch)
+
+
+def test_wgrad_that_reads_what_a_layer_did_not_keep(counted: Counts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first sibling has a frozen weight and quantizes for fprop alone; blocks along the rows differ for wgrad."""
+    first, second = (qt.Linear(32, 16, recipe="mxfp8") for _ in range(2))
+    first.weight.requires_grad_(False)
+    second.bias.requires_grad_(False)
+
+    def scenario() -> list[Tensor]:
+        own = copy.deepcopy([first, second])
+        h = inputs().requires_grad_() * 1.0
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = [layer(h) for layer in own]
+        sum(y.float().square().sum() for y in outputs).backward()
+        return [*outputs, *(t for layer in own for t in state(layer))]
+
+    alike(scenario, counted, 1, monkeypatch)
+
+
+@KINDS
+def test_what_torchs_autocast_casts_is_known_by_what_was_given(
+    name: str, counted: Counts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def scenario() -> list[Tensor]:
+        net = model(name)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = net(inputs().requires_grad_())
+        y.float().sum().backward()
+        return [y.detach(), *state(net)]
+
+    alike(scenario, counted, 6, monkeypatch)
+
+
+# What is written, viewed, used again.
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "delayed", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("write", ["mul_", "view", "detach", "set_data", "transposed", "copy_"])
+def test_a_write_between_siblings_is_seen(
+    name: str, write: str, counted: Counts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = [qt.Linear(32, 16, recipe=name) for _ in range(2)]
+
+    def scenario() -> list[Tensor]:
+        own = copy.deepcopy(layers)
+        leaf = inputs(torch.float32, 32, 32).requires_grad_()
+        h = leaf * 1.0
+        first = own[0](h)
+        if write == "mul_":
+            h.mul_(3.0)
+        elif write == "view":
+            h.view(-1)[5:9].zero_()
+        elif write == "detach":
+            h.detach().add_(1.0)
+        elif write == "set_data":
+            h.data = h.detach() * 3.0
+        elif write == "transposed":
+            h.t_()
+        else:
+            h.copy_(torch.ones(32, 32))
+        second = own[1](h)
+        (first.square().sum() + second.square().sum()).backward()
+        return [first, second, leaf.grad, *(t for layer in own for t in state(layer))]
+
+    alike(scenario, counted, 0, monkeypatch)
+    assert not torch.equal(*scenario()[:2])
+
+
+@KINDS
+def test_views_are_other_tensors(name: str, counted: Counts, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [qt.Linear(32, 16, recipe=name) for _ in range(2)]
+
+    def scenario() -> list[Tensor]:
+        own = copy.deepcopy(layers)
+        leaf = inputs().requires_grad_()
+        h = leaf * 1.0
+        outputs = [
+            own[0](h),
+            own[1](h.view(-1, 32)),
+            own[0](h[:1]),
+            own[1](h.reshape(4, 4, 32)),
+            own[0](h.transpose(0, 1)),
+        ]
+        sum(y.square().sum() for y in outputs).backward()
+        return [*outputs, leaf.grad, *(t for layer in own for t in state(layer))]
+
+    alike(scenario, counted, 0, monkeypatch)
+
+
+@EACH
+def test_a_layer_that_is_called_twice_and_a_graph_that_is_retained(
+    name: str, counted: Counts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = qt.Linear(32, 16, recipe=name)
+
+    def scenario() -> list[Tensor]:
+        own, leaf = copy.deepcopy(layer), inputs().requires_grad_()
+        h = leaf * 1.0
+        y = own(h) * own(h)
+        y.sum().backward(retain_graph=True)
+        once = leaf.grad.clone()
+        y.square().sum().backward()
+        return [y, once, leaf.grad, *state(own)]
+
+    alike(scenario, counted, 1, monkeypatch)
+
+
+@pytest.mark.parametrize("between", ["another recipe", "alike", "no recipe", "two models", "only"])
+def test_who_takes_what_another_has_quantized(between: str, counted: Counts, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [qt.Linear(32, 16) for _ in range(3)]
+    e4m3 = recipes.tensorwise(format="e4m3")
+
+    def scenario() -> list[Tensor]:
+        own = copy.deepcopy(layers)
+        leaf = inputs().requires_grad_()
+        h = leaf * 1.0
+        with qt.autocast("tensorwise"):
+            outputs = [own[0](h)]
+        if between == "another recipe":
+            with qt.autocast("rowwise"):
+                outputs += [own[1](h)]
+            with qt.autocast("tensorwise"):
+                outputs += [own[2](h)]
+        elif between == "alike":
+            with qt.autocast(e4m3):
+                outputs += [own[1](h), own[2](h)]
+        elif between == "no recipe":
+            outputs += [own[1](h)]
+            with qt.autocast("tensorwise"):
+                outputs += [own[2](h)]
+        elif between == "two models":
+            with qt.autocast("tensorwise"):
+                outputs += [own[1](h).detach(), own[2](h)]
+        else:
+            with qt.autocast("tensorwise"), ops.only("reference"):
+                outputs += [own[1](h), own[2](h)]
+        sum(y.square().sum() for y in outputs if y.requires_grad).backward()
+        return [*outputs, leaf.grad, *(t for layer in own for t in state(layer))]
+
+    taken = {"another recipe": 0, "alike": 2, "no recipe": 1, "two models": 2, "only": 0}[between]
+    alike(scenario, counted, taken, monkeypatch)
+
+
+@EACH
+@pytest.mark.parametrize("requires", [True, False])
+def test_a_tensor_that_a_program_holds_is_quantized_at_each_layer(
+    name: str, requires: bool, counted: Counts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory may be written without a trace; here by numpy."""
+    layers = [qt.Linear(32, 16, recipe=name) for _ in range(2)]
+
+    def scenario() -> list[Tensor]:
+        own = copy.deepcopy(layers)
+        memory = inputs(torch.float32, 16, 32).numpy().copy()
+        x = torch.from_numpy(memory)
+        results = []
+        for _ in range(2):
+            outputs = [layer(x.requires_grad_(requires)) for layer in own]
+            memory *= 2.0
+            outputs.append(own[0](x))
+            sum(y.square().sum() for y in outputs).backward()
+            results += [y.detach() for y in outputs]
+        return [*results, *(t for layer in own for t in state(layer))]
+
+    alike(scenario, counted, 0, monkeypatch)
+
+
+@KINDS
+def test_an_output_that_is_the_same_object_in_each_step_is_quantized_anew(
+    name: str, counted: Counts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch.compile(mode="reduce-overhead") returns it: filled by a replay, which moves no version."""
+    layers = [qt.Linear(32, 16, recipe=name) for _ in range(2)]
+
+    def scenario() -> list[Tensor]:
+        own, output, results = copy.deepcopy(layers), torch.zeros(16, 32), []
+
+        class Replayed(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor) -> Tensor:
+                output.detach().numpy()[...] = x.detach().numpy()
+                return output
+
+            @staticmethod
+            def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+                return gradients[0]
+
+        for scale in (1.0, 2.0, 3.0):
+            h = Replayed.apply(inputs(torch.float32, 16, 32).mul_(scale).requires_grad_())
+            assert h is output and h._version == 0
+            outputs = [layer(h) for layer in own]
+            sum(y.square().sum() for y in outputs).backward()
+            results += [y.detach() for y in outputs]
+        return [*results, *(t for layer in own for t in state(layer))]
+
+    alike(scenario, counted, None, monkeypatch)
+
+
+# Modes.
+
+
+@EACH
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_nothing_is_noted(
+    name: str, mode: Any, counted: Counts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = model(name)
+
+    def scenario() -> list[Tensor]:
+        functional.thread.last = None
+        with mode():
+            y = net(inputs())
+        assert functional.thread.last is None
+        return [y.clone()]
+
+    alike(scenario, counted, 0, monkeypatch)
+
+
+# Every way under what keeps state; one way, by turns, under the others.
+@pytest.mark.parametrize(
+    ("name", "how"), turns(ALL, ["ours", "reentrant", "not reentrant", "nested"], ["delayed", "nvfp4"])
+)
+def test_checkpointing(name: str, how: str, counted: Counts, monkeypatch: pytest.MonkeyPatch) -> None:
+    def scenario() -> list[Tensor]:
+        net, results = model(name), []
+
+        def run(x: Tensor) -> Tensor:
+            for part in net:
+                if how == "ours":
+                    x = qt.checkpoint(part, x)
+                elif how == "nested":
+                    x = qt.checkpoint(lambda h, part=part: qt.checkpoint(part, h), x)
+                else:
+                    x = torch.utils.checkpoint.checkpoint(part, x, use_reentrant=how == "reentrant")
+            return x
+
+        for i in range(2):
+            x = (inputs() * (i + 1)).requires_grad_()
+            with qt.autocast(name):
+                y = run(x)
+            y.square().sum().backward()
+            results += [y.detach(), x.grad, *state(net)]
+        return results
+
+    alike(scenario, counted, None, monkeypatch)
+    assert counted["taken"] == 0
+
+
+def test_checkpointing_shares_in_both_passes(counted: Counts) -> None:
+    net = model("tensorwise")
+    y = inputs().requires_grad_()
+    for part in net:
+        y = qt.checkpoint(part, y)
+    assert counted["taken"] == 6
+    y.sum().backward()
+    assert counted["taken"] == 12
+
+
+@EACH
+def test_counters_count_each_layer(name: str, counted: Counts, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = []
+
+    def scenario() -> list[Tensor]:
+        net = model(name)
+        with qt.count(net) as counters:
+            results = step(net, inputs().requires_grad_())
+        tables.append(str(counters))
+        return results
+
+    alike(scenario, counted, 0, monkeypatch)
+    assert tables[0] == tables[1] and "0.k" in tables[0]
+
+
+def test_layers_whose_histories_differ_quantize_for_themselves(
+    counted: Counts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = model("delayed")
+    for _ in range(2):
+        step(net, inputs().requires_grad_())
+    with torch.no_grad():
+        net[0].k.factor[0] *= 0.5
+    counted["taken"] = 0
+
+    def scenario() -> list[Tensor]:
+        other = copy.deepcopy(net)
+        return [*step(other, inputs().requires_grad_()), *state(other)]
+
+    # k's factor is another until its history rolls: with the root's forward, at once.
+    alike(scenario, counted, None, monkeypatch)
+    first, second = net[0].q, net[0].k
+    # Without the root's forward: the first layer after a backward begins a step, in which all histories roll.
+    first(inputs()), second(inputs())
+    h = inputs().requires_grad_() * 1.0
+    counted["taken"] = 0
+    second.factor[0] *= 0.5
+    assert first.factor[0] != second.factor[0]
+    first(h), second(h)
+    assert counted["taken"] == 0
+
+
+def test_a_capture_shares_nothing_with_eager_work(counted: Counts) -> None:
+    layers = [qt.Linear(32, 16, recipe="tensorwise") for _ in range(2)]
+    h = inputs().requires_grad_() * 1.0
+    with capture.rehearsing(torch.device("cpu")):
+        for layer in layers:
+            layer.bias.requires_grad_(False)
+            layer(h)
+    assert counted["taken"] == 0
+
+
+def test_other_streams_share_nothing(counted: Counts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a GPU the stream is among the facts; here a stand-in gives it."""
+    from quaver.torch.linear import plan_step as plans
+
+    layers = [qt.Linear(32, 16, recipe="tensorwise") for _ in range(2)]
+    h, stream = inputs().requires_grad_() * 1.0, [1]
+    layers[0](h)
+    for plan in plans_of(h):
+        monkeypatch.setattr(plan, "gpu", 0)
+    monkeypatch.setattr(plans, "raw_stream", lambda _: stream[0])
+    layers[0](h), layers[1](h)
+    assert counted["taken"] == 1
+    stream[0] = 2
+    layers[0](h)
+    assert counted["taken"] == 1
+
+
+def plans_of(h: Tensor) -> list[Any]:
+    from quaver.torch.linear import plan as direct
+
+    return [plan.step for plan in direct.plans.values() if plan.step is not None and plan.step.shape == h.shape]
+
+
+@KINDS
+def test_threads_with_the_same_tensor(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    h = inputs().requires_grad_() * 1.0
+    nets = [[qt.Linear(32, 16, recipe=name) for _ in range(3)] for _ in range(3)]
+    expected = [[copy.deepcopy(layer) for layer in net] for net in nets]
+    ready, results = threading.Barrier(len(nets)), {}
+
+    def run(i: int) -> None:
+        ready.wait()
+        for _ in range(5):
+            outputs = [layer(h) for layer in nets[i]]
+        results[i] = [y.detach() for y in outputs]
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(nets))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    monkeypatch.setattr(functional, "thread", Forgetful())
+    for i, net in enumerate(expected):
+        for _ in range(5):
+            alone = [layer(h) for layer in net]
+        for one, other in zip(results[i], alone, strict=True):
+            assert_bitwise(one, other.detach())
+
+
+# What is held.
+
+
+@KINDS
+def test_nothing_is_held_once_the_tensor_is_gone(name: str) -> None:
+    layer = qt.Linear(32, 16, recipe=name)
+    gc.disable()
+    try:
+        h = inputs().requires_grad_() * 1.0
+        tensor, y = weakref.ref(h), layer(h)
+        last = functional.thread.last
+        assert last is not None and last() is h and last.operands is not None
+        codes = [weakref.ref(t) for t in tensors_of(last.operands)]
+        assert codes
+        del h, y
+        assert tensor() is None
+        assert last.operands is None
+        assert all(code() is None for code in codes)
+    finally:
+        gc.enable()
+
+
+def tensors_of(operands: Any) -> list[Tensor]:
+    if isinstance(operands, Quantized):
+        return [operands.data]
+    if isinstance(operands, tuple):
+        return [t for operand in operands for t in tensors_of(operand)]
+    return [operands] if isinstance(operands, Tensor) else []
+
+
+def test_a_thread_that_ends_leaves_nothing() -> None:
+    layer, h = qt.Linear(32, 16, recipe="tensorwise"), inputs().requires_grad_() * 1.0
+    kept: list[Any] = []
+
+    def run() -> None:
+        layer(h)
+        assert functional.thread.last is not None
+        kept.append(weakref.ref(tensors_of(functional.thread.last.operands)[0]))
+
+    gc.disable()
+    try:
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        del thread
+        assert kept[0]() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if recipes.get(name).wgrad.b is not None])
+def test_backward_keeps_one_quantization_of_an_input(name: str) -> None:
+    """q, k and v keep what one of them would."""
+    layers = [qt.Linear(256, 256, bias=False, recipe=name) for _ in range(3)]
+    x = inputs(torch.float32, 128, 256).requires_grad_()
+
+    def kept(layers: list[qt.Linear]) -> int:
+        seen: dict[int, Tensor] = {}
+        weights = {layer.weight.untyped_storage().data_ptr() for layer in layers}
+
+        def pack(t: Tensor) -> Tensor:
+            if t.untyped_storage().data_ptr() not in weights:
+                seen[t.untyped_storage().data_ptr()] = t
+            return t
+
+        h = x * 1.0
+        with saved_tensors_hooks(pack, lambda t: t):
+            outputs = [layer(h) for layer in layers]
+        total = sum(t.untyped_storage().nbytes() for t in seen.values())
+        del outputs
+        return total
+
+    noisy = any(spec is not None and spec.rounding != "nearest" for spec in of_input(name))
+    assert not noisy
+    one = kept(layers[:1])
+    # A scale on the host is a tensor of eight bytes for each layer.
+    assert one <= kept(layers) <= one + 2 * 8

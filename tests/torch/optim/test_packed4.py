@@ -1,0 +1,213 @@
+"""A piece of eight and sixteen bits that steps four at once has the bits of one that steps element by element."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from quaver.reference.optimizer_state import PRESETS
+from quaver.torch import optim
+from quaver.torch.numerics import reference
+from quaver.torch.numerics.quantized import decode_scales, spread
+from quaver.torch.optim import codes, master_weights
+from quaver.torch.optim.master_weights import MasterFormat
+from quaver.torch.optim.rules import SGD, Adam, Lion
+from quaver.torch.optim.step import compiled, noise
+from quaver.torch.optim.step.step import ParameterTensors, StepConfig, move, put
+from tests.kernels.optim.test_step import BLOCKWISE, BLOCKWISE_ANY, MXFP8, SQUARES, TENSORWISE
+
+LEAN, EXACT = PRESETS["lean"], PRESETS["exact"]
+ROWS, COLUMNS, SEED = 128, 256, 0x9E3779B97F4A7C15
+GROUP = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "lr": 1e-2, "momentum": 0.0, "dampening": 0.0}
+BYTES, HALVES = (LEAN.first, LEAN.second), (EXACT.first, EXACT.second)
+RULE = Adam()
+E4M3 = optim.StateSpec(code="e4m3", block=128)
+ROOTS = optim.StateSpec(code="uint8_mitchell", floor=True)
+#: What presets keep; also roots of v, codes to nearest, gradients of either, and all else that a rule may be.
+WAYS = {
+    "lean": StepConfig(RULE, MasterFormat("residual8", TENSORWISE, True), BYTES, E4M3, True),
+    "coupled": StepConfig(
+        Adam(decoupled=False, maximize=True), MasterFormat("residual8", TENSORWISE, True), BYTES, E4M3, True
+    ),
+    "roots": StepConfig(RULE, MasterFormat("residual8", TENSORWISE, True), (LEAN.first, ROOTS), E4M3, True),
+    "lion": StepConfig(Lion(), MasterFormat("residual8", TENSORWISE, True), (LEAN.first,), E4M3, True),
+    "balanced": StepConfig(RULE, MasterFormat("residual16", TENSORWISE), BYTES, None, True),
+    "codes beside bfloat16": StepConfig(RULE, MasterFormat("residual8", TENSORWISE), HALVES, None, True),
+    "lean 32x32": StepConfig(RULE, MasterFormat("residual8", SQUARES, True), BYTES, E4M3),
+    "balanced 1x32": StepConfig(RULE, MasterFormat("residual16", MXFP8), BYTES),
+    "any scale": StepConfig(RULE, MasterFormat("residual8", BLOCKWISE_ANY), HALVES),
+    "blockwise": StepConfig(RULE, MasterFormat("residual8", BLOCKWISE, True), BYTES, E4M3),
+    "exact": StepConfig(RULE, MasterFormat("remainder"), HALVES),
+    "remainder beside bytes": StepConfig(RULE, MasterFormat("remainder"), BYTES),
+    "lean of bfloat16": StepConfig(RULE, MasterFormat("residual8", None, True), BYTES, E4M3),
+    "longer bfloat16": StepConfig(RULE, MasterFormat("residual16"), BYTES),
+    "sgd": StepConfig(SGD(), MasterFormat("remainder"), ()),
+    "sgd of longer bfloat16": StepConfig(SGD(), MasterFormat("residual16"), ()),
+    "bfloat16 alone": StepConfig(RULE, MasterFormat("plain", None, True), HALVES),
+}
+
+
+def hostile(size: float, seed: int, bad: bool) -> torch.Tensor:
+    """Zeros of both signs, tiny and subnormal numbers, blocks of zeros, an outlier; numbers that are none."""
+    x = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(seed)) * size
+    x[0], x[1, :64], x[2, ::3], x[3, ::5] = 0.0, -0.0, x[2, ::3] * 1e-20, x[3, ::5] * 1e-41 / size
+    x[4, 7], x[5] = 1e4 * size, x[5] * 1e-30
+    if bad:
+        x[6, 3], x[7, 90], x[8, 64] = float("nan"), float("inf"), -float("inf")
+    return x
+
+
+def piece(way: StepConfig, bad: bool) -> tuple[ParameterTensors, torch.Tensor | None]:
+    master_format, value = way.master_format, hostile(0.1, 0, False)
+    weight: tuple[Any, ...] = (value.bfloat16(),)
+    if master_format.spec is not None:
+        q = reference.quantize(value, master_format.spec)
+        weight = (q.data, q.scale)
+    if master_format.states:
+        kind = torch.int8 if master_format.kind == "residual8" else torch.int16
+        weight = (*weight, torch.zeros(ROWS, COLUMNS, dtype=kind))
+        weight = (*weight[:-1], *master_weights.around(master_format, value, weight))
+        # A pruning mask wrote zeros of both signs over what was kept beside them.
+        weight[0][9].copy_(torch.zeros(COLUMNS).copysign(value[9]))
+    moments: list[tuple[torch.Tensor, ...]] = []
+    for spec, size in zip(way.moments, (0.1, 0.01), strict=False):
+        x = hostile(size, 1, False)
+        some = torch.Generator().manual_seed(3)
+        drawn = torch.randint(0, 2**15, x.shape, dtype=torch.int32, generator=some) if spec.stochastic else None
+        written = codes.encode(x.abs() if moments else x, spec, drawn)
+        moments.append(tuple(t for t in written if t is not None))
+    gradient: Any = (hostile(1.0, 2, bad).bfloat16(),)
+    if way.gradient is not None:
+        gradient = codes.encode(hostile(1.0, 2, bad), way.gradient)
+    held: Any = ParameterTensors(weight, tuple(moments), gradient)
+    return held, master_weights.block_amax(
+        master_format.spec, master_weights.read(master_format, weight)
+    ) if way.predicts else None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bad", [False, True], ids=["numbers", "not finite"])
+@pytest.mark.parametrize("keep", [None, True, False])
+@pytest.mark.parametrize("name", WAYS)
+def test_four_at_once_have_the_bits_of_a_step_one_by_one(name: str, keep: bool | None, bad: bool) -> None:
+    way = WAYS[name]
+    told = None if keep is None else torch.tensor(keep)
+    ours, theirs = piece(way, bad), piece(way, bad)
+    for step in (1, 2, 3):
+        scalars = way.rule.scalars(GROUP, torch.tensor(float(step), dtype=torch.float64))
+        place = noise.Place((0, 0), (ROWS, COLUMNS), (ROWS, COLUMNS))
+        word = noise.words_at(place, slice(0, ROWS), SEED, 5, step, torch.device("cpu")) if way.draws else None
+        factor = None if step == 1 else torch.tensor(0.5)
+        parts, amax = theirs
+        reach = None if amax is None else way.rule.reach(amax, scalars, ())
+        expected = put(way, parts, move(way, parts, scalars, factor, word, reach), told)
+        own = ours[0]
+        assert compiled.fits(way, own)
+        keyed = noise.keyed(SEED, 5, step, torch.device("cpu"), torch.int32)
+        drawn = (torch.tensor(0, dtype=torch.int32), *keyed)
+        done = compiled.run_packed4(
+            way, compiled.viewed(own), scalars, factor, drawn if way.draws else None, reach, told
+        )
+        lost = bad and way.shared
+        if way.master_format.spec is not None and not way.shared:
+            # Blocks whose scale is NaN say nothing.
+            stored = [decode_scales(held.weight[1], way.master_format.spec, None) for held in (own, parts)]
+            assert torch.equal(*(scale.nan_to_num(-1) for scale in stored))
+            assert bool(stored[0].isnan().any()) == (bad and keep is not False)
+            said = spread(~stored[0].isnan(), way.master_format.spec.block, (ROWS, COLUMNS)).to(torch.int8)
+            for held in (own, parts):
+                held.weight[0].view(torch.int8).mul_(said)
+                held.weight[2].mul_(said)
+        same(own.weight[0], parts.weight[0], "codes", lost)
+        if way.master_format.states:
+            same(own.weight[-1], parts.weight[-1], "residuals", lost)
+        for one, other in zip(own.moments, parts.moments, strict=True):
+            same(one[0], other[0], "a moment")
+            for scale, its in zip(one[1:], other[1:], strict=True):
+                same(scale, its, "its scales")
+        for a, b in ((done.scale, expected.scale), (done.amax, expected.amax)):
+            assert (a is None) == (b is None) == (not way.shared)
+            assert a is None or torch.equal(a.nan_to_num(-1), b.nan_to_num(-1))  # type: ignore[union-attr]
+        assert (done.clamped is None) == (expected.clamped is None)
+        assert done.clamped is None or int(done.clamped) == int(expected.clamped)  # type: ignore[arg-type]
+        if (bad or keep is False) and way.shared:
+            break
+        if way.shared:
+            for held, outcome in ((own, done), (parts, expected)):
+                held.weight[1].copy_(outcome.scale)  # type: ignore[arg-type]
+        theirs = (parts, expected.amax)
+
+
+def same(a: torch.Tensor, b: torch.Tensor, which: str, lost: bool = False) -> None:
+    """Bit by bit; of a weight whose scale is NaN neither residuals nor signs say anything."""
+    floats = a.dtype is torch.bfloat16
+    a, b = (t.contiguous().view(torch.int16 if t.itemsize == 2 else torch.int8).int() for t in (a, b))
+    if which == "residuals" and lost:
+        return
+    if lost:
+        a, b = a & 0x7F, b & 0x7F
+    if floats:
+        # A NaN is a NaN.
+        a, b = (torch.where((t & 0x7FFF) > 0x7F80, 0x7FC0, t) for t in (a, b))
+    wrong = (a != b).nonzero()
+    assert not len(wrong), f"{which}: {len(wrong)} differ, {wrong[0].tolist()} first"
+
+
+@pytest.mark.parametrize("kind", ["residual8", "residual16"])
+def test_every_code_with_every_residual_is_what_it_is_one_by_one(kind: str) -> None:
+    """Also where a weight was set to zero and kept a residual below it; what is read there is zero."""
+    master_format, more = MasterFormat(kind, TENSORWISE), compiled.MORE[kind]
+    code = torch.arange(256, dtype=torch.int32).repeat_interleave(256).view(512, 128)
+    rest = torch.arange(-128, 128, dtype=torch.int32).repeat(256).view(512, 128) * 2 ** (more - 8)
+    rest[:, ::5] += 2 ** (more - 8) - 1
+    expected = master_weights.worth(master_format, code, rest, more)
+    assert bool(expected.isfinite().all())
+    weight = (code.to(torch.uint8), rest.to(torch.int8 if more == 8 else torch.int16))
+    packed = tuple(map(compiled._lanes, compiled.viewed(ParameterTensors(weight, (), weight)).weight))
+    unpacked = torch.stack([compiled._weight(master_format, packed, k, 4) for k in range(4)], -1).view(512, 128)
+    assert torch.equal(unpacked.view(torch.int32), expected.view(torch.int32))
+
+
+def test_what_has_other_codes_or_shapes_steps_one_by_one() -> None:
+    way = WAYS["lean"]
+    own, _ = piece(way, False)
+    assert compiled.fits(way, own)
+    assert not compiled.fits(replace(way, predicts=False), own)
+    columns = replace(TENSORWISE, block=(None, 1))
+    assert not compiled.fits(replace(way, master_format=MasterFormat("residual8", columns, True)), own)
+    blocks, _ = piece(WAYS["lean 32x32"], False)
+    assert not compiled.fits(WAYS["blockwise"], blocks._replace(weight=(blocks.weight[0][:96], *blocks.weight[1:])))
+    assert not compiled.fits(replace(way, master_format=MasterFormat("float32", TENSORWISE)), own)
+    assert not compiled.fits(replace(way, master_format=MasterFormat("float16", TENSORWISE)), own)
+    for other in ("int8_softsign", "float32", "bfloat16"):
+        assert not compiled.fits(replace(way, moments=(optim.StateSpec(code=other), LEAN.second)), own)
+    assert not compiled.fits(replace(way, gradient=None), own._replace(gradient=(torch.zeros(ROWS, COLUMNS),)))
+    assert not compiled.fits(way, own._replace(weight=(own.weight[0][:, :64], *own.weight[1:])))
+    for name, kind in (("lean", torch.int8), ("exact", torch.int16)):
+        way, beside = WAYS[name], torch.zeros(ROWS * COLUMNS + 4, dtype=kind)
+        own, _ = piece(way, False)
+        for start, fits in ((4, True), (2, False), (1, False)):
+            moved = beside[start : start + ROWS * COLUMNS].view(ROWS, COLUMNS)
+            assert compiled.fits(way, own._replace(weight=(*own.weight[:-1], moved))) == fits
+    way, (own, _) = WAYS["lean"], piece(WAYS["lean"], False)
+    signed = optim.StateSpec(code="int8_mitchell", floor=True)
+    assert not compiled.fits(replace(way, moments=(signed, LEAN.second)), own)
+    data, scales = own.moments[0]
+    transposed = scales.t().contiguous().t()
+    assert not compiled.fits(way, own._replace(moments=((data, transposed), own.moments[1])))
+    data, scales = own.gradient
+    both = torch.cat([scales, scales], 1)[:, :1]
+    assert not compiled.fits(way, own._replace(gradient=(data, both)))
+    plain = StepConfig(RULE, MasterFormat("plain"), HALVES)
+    assert not compiled.fits(plain, piece(WAYS["bfloat16 alone"], False)[0])
+
+
+def test_rows_that_are_apart_step_one_by_one_where_the_next_is_not_in_fours() -> None:
+    way = WAYS["exact"]
+    own, _ = piece(way, False)
+    for width, fits in ((132, True), (130, False), (129, False)):
+        apart = torch.zeros(ROWS, width, dtype=torch.bfloat16)[:, :128]
+        one = ParameterTensors(
+            (apart[:1], own.weight[1][:1]), tuple((m[0][:1],) for m in own.moments), (own.gradient[0][:1],)
+        )
+        assert apart[:1].is_contiguous() and compiled.fits(way, one) == fits

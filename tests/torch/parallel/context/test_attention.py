@@ -1,0 +1,304 @@
+"""Attention of a sequence in parts is one process's: bit for bit where sums are split alike, else within 1e-6."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from quaver import recipes
+from quaver.torch.nn.attention import attention
+from quaver.torch.parallel.context import attention as across
+from quaver.torch.parallel.context.comm import ChunkOrder, pack, spec_of, unpack
+from tests import two_ranks
+from tests.close import assert_bitwise
+from tests.torch.parallel.context.traffic import Counting
+from tests.two_ranks import world
+
+TOKENS, HEADS = 48, 4
+RAGGED = torch.tensor([0, 5, 5, 29, 30, 48], dtype=torch.int32)
+
+#: What is asked, beside q, k and v: options of attention, and how many heads keys have.
+ASKED: dict[str, dict[str, Any]] = {
+    "none": {},
+    "causal": {"mask_type": "causal"},
+    "causal with sinks": {"mask_type": "causal", "sinks": True},
+    "causal, groups": {"mask_type": "causal", "groups": HEADS},
+    "causal, window": {"mask_type": "causal", "window": (7, 0)},
+    "both ways, window": {"window": (9, 3)},
+    "causal, soft cap": {"mask_type": "causal", "soft_cap": 2.0, "scale": 0.7},
+    "causal, ALiBi": {"mask_type": "causal", "alibi_slopes": True},
+    "both ways, ALiBi": {"alibi_slopes": True},
+    "causal, chunks": {"mask_type": "causal", "chunk": 11},
+    "both ways, chunks": {"chunk": 13},
+    "off by one": {"mask_type": "causal_bottom_right", "sinks": "off_by_one", "layout": "sbhd"},
+    "values of other features": {"mask_type": "causal", "narrow": 8},
+    "ragged": {"layout": "thd"},
+    "ragged causal": {"layout": "thd", "mask_type": "causal"},
+    "ragged causal, window": {"layout": "thd", "mask_type": "causal", "window": (4, 0)},
+    "ragged, window": {"layout": "thd", "window": (4, 2)},
+    "ragged causal, chunks and sinks": {"layout": "thd", "mask_type": "causal", "chunk": 6, "sinks": True},
+    "ragged, ALiBi": {"layout": "thd", "alibi_slopes": True},
+}
+#: Those that are tried in the plain order too.
+UNBALANCED = "none", "causal", "both ways, window", "ragged causal, window"
+#: Those that are tried on four ranks, where chunks are shorter than windows and sequences.
+FOUR_RANKS = (
+    *("none", "causal with sinks", "causal, window", "both ways, window", "both ways, ALiBi", "both ways, chunks"),
+    *("ragged", "ragged causal", "ragged causal, window", "ragged, window", "ragged causal, chunks and sinks"),
+)
+
+
+class Given:
+    """The whole sequence, the same on each rank."""
+
+    def __init__(self, asked: dict[str, Any], dtype: torch.dtype = torch.float32) -> None:
+        self.options = dict(asked)
+        groups, narrow = self.options.pop("groups", world()), self.options.pop("narrow", 16)
+        layout = self.options.get("layout", "bshd")
+        self.dim = 1 if layout == "bshd" else 0
+        before = {"bshd": (2, TOKENS), "sbhd": (TOKENS, 2), "thd": (TOKENS,)}[layout]
+        random = torch.Generator().manual_seed(0)
+        sizes = (HEADS, 16), (groups, 16), (groups, narrow), (HEADS, narrow)
+        self.q, self.k, self.v, self.grad = (torch.randn(*before, *of, generator=random).to(dtype) for of in sizes)
+        self.q = self.q * 3
+        if layout == "thd":
+            self.options["cu_seqlens"] = RAGGED
+        if self.options.get("alibi_slopes"):
+            self.options["alibi_slopes"] = torch.tensor([0.5, 0.25, 0.1, 0.02])
+        self.sinks = torch.randn(HEADS, generator=random) if self.options.get("sinks") is True else None
+
+    def one(self, dtype: torch.dtype | None = None) -> list[Tensor]:
+        """Output and gradients of one process."""
+        q, k, v, grad = (x.to(dtype or x.dtype, copy=True) for x in (self.q, self.k, self.v, self.grad))
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        return self.run(lambda **options: attention(*leaves, **options), q, k, v, grad)
+
+    def parts(self, balanced: bool, **how: Any) -> list[Tensor]:
+        """The same of all ranks, put together."""
+        order, rank = ChunkOrder(world(), balanced), dist.get_rank()
+        q, k, v = (order.cut(x, self.dim, rank).requires_grad_() for x in (self.q, self.k, self.v))
+        grad = order.cut(self.grad, self.dim, rank)
+        got = self.run(
+            lambda **options: across.context_parallel_attention(q, k, v, balanced=balanced, **how, **options),
+            q,
+            k,
+            v,
+            grad,
+        )
+        wholes = [order.join(two_ranks.gathered(x), self.dim) for x in got[:4]]
+        return wholes + [torch.stack(two_ranks.gathered(x)).sum(0) for x in got[4:]]
+
+    def run(self, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
+        options, leaves = dict(self.options), [q, k, v]
+        if self.sinks is not None:
+            options["sinks"] = self.sinks.clone().requires_grad_()
+            leaves.append(options["sinks"])
+        out = attend(**options)
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+    def split(self, balanced: bool) -> list[Tensor]:
+        """One process that attends chunk by chunk, and adds gradients rank by rank."""
+        order, dim = ChunkOrder(world(), balanced), self.dim
+        outs, dqs, sums = [], [], [torch.zeros_like(x) for x in (self.k, self.v)]
+        for rank in range(world()):
+            own = [torch.zeros_like(x) for x in sums]
+            rows, dq = [], []
+            for a, b in order.spans(rank, TOKENS):
+                q = self.q.narrow(dim, a, b - a).clone().requires_grad_()
+                k, v = (x.narrow(dim, 0, b).clone().requires_grad_() for x in (self.k, self.v))
+                y = attention(q, k, v, mask_type="causal_bottom_right")
+                gradients = torch.autograd.grad(y, (q, k, v), self.grad.narrow(dim, a, b - a))
+                rows.append(y.detach())
+                dq.append(gradients[0])
+                for total, g in zip(own, gradients[1:], strict=True):
+                    total.narrow(dim, 0, b).add_(g)
+            outs.append(torch.cat(rows, dim))
+            dqs.append(torch.cat(dq, dim))
+            sums = own if rank == 0 else [total + part for total, part in zip(sums, own, strict=True)]
+        return [order.join(outs, dim), order.join(dqs, dim), *sums]
+
+
+def assert_near(got: list[Tensor], wanted: list[Tensor], what: str, bound: float = 1e-6) -> None:
+    for name, a, b in zip(("output", "dq", "dk", "dv", "dsinks"), got, wanted, strict=False):
+        away = (a - b).abs().max() / b.abs().max()
+        assert away <= bound, f"{what}: {name} is {away:.2g} of the largest away"
+    assert len(got) == len(wanted)
+
+
+def every_option(rank: int) -> None:
+    for name, asked in ASKED.items():
+        if world() > 2 and name not in FOUR_RANKS:
+            continue
+        given = Given(asked)
+        wanted = given.one()
+        for balanced in (True, False) if name in UNBALANCED else (True,):
+            for how in across.WAYS:
+                got = given.parts(balanced, how=how)
+                what = f"{name}, {how}, balanced {balanced}"
+                assert_near(got, wanted, what)
+                if how == "all_to_all":
+                    for a, b in zip(got[:4], wanted[:4], strict=True):
+                        assert_bitwise(a, b, what)
+
+
+def the_same_sums(rank: int) -> None:
+    for balanced in (True, False):
+        given = Given({"mask_type": "causal"})
+        for a, b in zip(given.parts(balanced, how="gather"), given.split(balanced), strict=True):
+            assert_bitwise(a, b, f"balanced {balanced}")
+
+
+def sixteen_bits(rank: int) -> None:
+    """Rounded where one process rounds: outputs within one rounding of bf16, gradients within two."""
+    given = Given({"mask_type": "causal"}, torch.bfloat16)
+    wanted = [x.float() for x in given.one()]
+    for how in across.WAYS:
+        got = given.parts(True, how=how)
+        assert all(x.dtype is torch.bfloat16 for x in got)
+        assert_near([x.float() for x in got], wanted, how, 2**-7)
+
+
+def eight_bits(rank: int) -> None:
+    """Keys and values that travel as codes are those that one process quantizes and dequantizes, rank by rank."""
+    order = ChunkOrder(world())
+    for recipe in ("mxfp8", "rowwise", "tensorwise", "blockwise"):
+        spec = spec_of(recipe)
+        given = Given({"mask_type": "causal", "groups": HEADS})
+        dequantized = Given({"mask_type": "causal", "groups": HEADS})
+        for name in ("k", "v"):
+            parts = [order.cut(getattr(given, name), 1, other) for other in range(world())]
+            back = [unpack([x[0] for x in pack(part[None], spec)], spec, part.dtype) for part in parts]
+            setattr(dequantized, name, order.join(back, 1))
+        wanted = dequantized.one()
+        for how in across.WAYS if recipe == "mxfp8" else ("ring",):
+            assert_near(given.parts(True, how=how, quantized=recipe), wanted, f"{how} {recipe}")
+        split = dequantized.split(True)
+        for a, b in zip(given.parts(True, how="gather", quantized=recipe), split, strict=True):
+            assert_bitwise(a, b, recipe)
+
+
+def what_travels(rank: int) -> None:
+    """Of keys and values in bf16, forward: codes and scales are at most 52 %."""
+    random = torch.Generator().manual_seed(rank)
+    for features, named in ((64, ("mxfp8", "tensorwise")), (128, ("mxfp8", "rowwise", "blockwise", "tensorwise"))):
+        q, k, v = (torch.randn(1, 8, 4, features, generator=random).bfloat16() for _ in range(3))
+        for how in across.WAYS:
+            sent = {}
+            for recipe in (None, *named):
+                with Counting() as traffic, torch.no_grad():
+                    across.context_parallel_attention(q, k, v, how=how, mask_type="causal", quantized=recipe)
+                sent[recipe] = traffic.bytes
+                if how == "all_to_all":
+                    # Queries and outputs go as they are.
+                    sent[recipe] -= 2 * q.nbytes // world() * (world() - 1)
+            whole = (k.nbytes + v.nbytes) * (world() - 1)
+            assert sent[None] == (whole // world() if how == "all_to_all" else whole), (how, sent)
+            for recipe in named:
+                assert sent[recipe] <= 0.52 * sent[None], f"{how} {recipe}: {sent[recipe] / sent[None]:.3f}"
+
+
+def odd_values(rank: int) -> None:
+    """NaN, infinities, zeros and subnormals stay with the queries that see them; a huge number is in bounds."""
+    for how in across.WAYS:
+        for value in (torch.nan, torch.inf, 1e-40, 0.0):
+            given = Given({"mask_type": "causal"})
+            given.k[0, 20, 0, 3] = value
+            given.v[1] = 0.0
+            got, wanted = given.parts(True, how=how), given.one()
+            lost, sound = got[0].isnan(), ~got[0].isnan()
+            # torch adds a mask that is a tensor, and NaN is NaN then for the other queries of the key's chunk.
+            chunk = TOKENS // (2 * world())
+            compared = torch.arange(TOKENS) // chunk != 20 // chunk if how == "gather" else torch.arange(TOKENS) >= 0
+            assert torch.equal(lost[:, compared], wanted[0].isnan()[:, compared]), f"{how} {value}"
+            assert lost[wanted[0].isnan()].all()
+            assert (got[0][sound] - wanted[0][sound]).abs().max() <= 1e-6 * wanted[0][sound].abs().max()
+        given = Given({"mask_type": "causal"})
+        given.q[0, 5] = 1e4
+        exact = given.one(torch.float64)
+        for a, b, truth in zip(given.parts(True, how=how), given.one(), exact, strict=True):
+            away, of_one = ((x - truth).abs().max() / truth.abs().max() for x in (a, b))
+            assert away <= 4 * of_one + 1e-6, f"{how}: {away:.2g} from float64, and one process {of_one:.2g}"
+
+
+def attention_in_eight_bits(rank: int) -> None:
+    recipe = recipes.mxfp8(attention=True)
+    given = Given({"mask_type": "causal", "recipe": recipe})
+    for a, b in zip(given.parts(True, how="all_to_all"), given.one(), strict=True):
+        assert_bitwise(a, b)
+    for how in ("gather", "ring"):
+        with pytest.raises(ValueError, match="take how='all_to_all', or a recipe without attention=True"):
+            given.parts(True, how=how)
+
+
+def bad_input(rank: int) -> None:
+    q = torch.randn(1, 8, 4, 16)
+    k = torch.randn(1, 8, 1, 16)
+
+    def refused(words: str, *qkv: Tensor, **options: Any) -> None:
+        with pytest.raises(ValueError, match=words):
+            across.context_parallel_attention(*(qkv or (q, q, q)), **options)
+
+    refused("4 heads of queries and 1 of keys and values, which . ranks cannot trade", q, k, k, how="all_to_all")
+    refused("no how 'rings'|how 'rings'|'rings'", how="rings")
+    refused("7 queries and 7 keys; each rank holds", q[:, :7], q[:, :7], q[:, :7])
+    refused("8 queries and 6 keys", q, k[:, :6], k[:, :6])
+    refused("0 queries and 0 keys", q[:, :0], q[:, :0], q[:, :0])
+    refused("layout 'thd' with cu_seqlens", mask_type="padding", mask=torch.zeros(1, 8, dtype=torch.bool))
+    refused("has a bias", bias=torch.zeros(8, 8))
+    refused("has dropout 0.1", dropout=0.1)
+    refused("cannot travel by recipe nvfp4, which", quantized="nvfp4")
+    refused("cannot travel by recipe delayed", quantized="delayed")
+    refused("cannot travel by recipe bf16, which quantizes no input", quantized="bf16")
+    refused("want a gradient", alibi_slopes=torch.ones(4, requires_grad=True))
+    refused(
+        f"ends at 8 and there are {8 * world()} tokens", q[0], q[0], q[0], layout="thd", cu_seqlens=torch.tensor([0, 8])
+    )
+    refused("differ for queries and keys", cu_seqlens=(torch.tensor([0]), torch.tensor([0])))
+    both = two_ranks.mesh(1, world(), names=("dp", "cp"))
+    refused(r"this mesh has 2, \('dp', 'cp'\); give the one, such as mesh\['cp'\]", mesh=both)
+    assert across.context_parallel_attention(q, q, q, mesh=both["cp"]).shape == q.shape
+    chunks = 2 * world()
+    with pytest.raises(ValueError, match=f"10 tokens .* does not divide into {chunks} chunks .*; pad it to"):
+        ChunkOrder(world()).cut(torch.zeros(1, 10), 1, 0)
+    for how in across.WAYS:
+        leaf = q.clone().requires_grad_()
+        (g,) = torch.autograd.grad(
+            across.context_parallel_attention(q, leaf, q, how=how).sum(), leaf, create_graph=True
+        )
+        with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
+            g.sum().backward()
+
+
+CASES = [
+    *(every_option, the_same_sums, sixteen_bits, eight_bits, what_travels, odd_values, attention_in_eight_bits),
+    bad_input,
+]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.ranks
+def test_parts_attend_as_the_whole(tmp_path: Path, ranks: int) -> None:
+    two_ranks.run(__name__, tmp_path, ranks)
+
+
+@pytest.mark.parametrize("balanced", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_order(ranks: int, balanced: bool) -> None:
+    order = ChunkOrder(ranks, balanced)
+    x = torch.arange(24.0).expand(2, 24)
+    parts = [order.cut(x, 1, rank) for rank in range(ranks)]
+    assert_bitwise(order.join(parts, 1), x.contiguous())
+    for rank in range(ranks):
+        assert torch.equal(order.places(24, rank).float(), parts[rank][0])
+    if balanced:
+        # Pairs of a query and a key that it sees.
+        work = {int((order.places(24, rank) + 1).sum()) for rank in range(ranks)}
+        assert len(work) == 1
+
+
+if __name__ == "__main__":
+    two_ranks.main(CASES)

@@ -1,0 +1,289 @@
+"""`CommCounter` counts what torch is seen to send, by kind, and nothing is another number for it."""
+
+import time
+from collections import Counter
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import quaver.torch as qt
+from quaver import recipes
+from quaver.torch import parallel
+from quaver.torch.parallel import ColwiseParallel, CommCounter, RowwiseParallel, comm
+from quaver.torch.parallel.fsdp.torch_internals import collectives
+from tests import two_ranks
+from tests.torch.parallel.fsdp.training import adam, converted, sharded, step
+
+
+class Seen(TorchDispatchMode):
+    """Bytes that go to other ranks, by what torch dispatches: "gather", "scatter", "reduce", "exchange", "send"."""
+
+    def __init__(self, group: Any = None) -> None:
+        super().__init__()
+        self.ranks = dist.get_world_size(group)
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, others = str(function), self.ranks - 1
+        if name.startswith("c10d."):
+            sizes = [t.nbytes for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor)]
+            if "allgather" in name:
+                self.bytes["gather"] += min(sizes) * others
+            elif "reduce_scatter" in name:
+                self.bytes["scatter"] += max(sizes) * others // self.ranks
+            elif "allreduce" in name:
+                self.bytes["reduce"] += 2 * sum(sizes) * others // self.ranks
+            elif "alltoall" in name:
+                self.bytes["exchange"] += sizes[-1] * others // self.ranks
+            elif "send" in name:
+                self.bytes["send"] += sum(sizes)
+            elif "recv" not in name:
+                raise AssertionError(f"{name} is not counted")
+        return function(*args, **(kwargs or {}))
+
+
+def counted(use: Any, model: nn.Module | None = None, waits: bool = True) -> tuple[CommCounter, Counter[str]]:
+    """What both saw of one call; that their totals are equal."""
+    with CommCounter(model) as ours, Seen() as torchs:
+        use()
+    assert sum(ours.bytes.values()) == sum(torchs.bytes.values()) > 0, f"{dict(ours.bytes)} {dict(torchs.bytes)}"
+    assert (ours.seconds > 0) == waits and set(ours.bytes) <= set(comm.KINDS) and not ours.waiting
+    return ours, torchs.bytes
+
+
+def fsdp(rank: int) -> None:
+    """Weights, gradients and amaxes; the same losses as without, and torch's own collectives again afterwards."""
+    for name in ("bf16", *RECIPES):
+
+        def start(name: str = name) -> tuple[nn.Module, torch.optim.Optimizer, list[float]]:
+            net = converted(name)
+            if name != "bf16":
+                parallel.gather_quantized(net)
+            optimizer = adam(sharded(net))
+            return net, optimizer, [step(net, optimizer, 0)]
+
+        net, optimizer, expected = start()
+        expected.append(step(net, optimizer, 1))
+        net, optimizer, values = start()
+        before = [(unit.all_gather, unit.reduce_scatter) for unit in collectives(net)]
+        ours, torchs = counted(partial(append, values, net, optimizer), net)
+        assert values == expected, name
+        assert ours.bytes["weights"] == torchs["gather"] and ours.bytes["gradients"] == torchs["scatter"], name
+        assert ours.bytes["amaxes"] + ours.bytes["control"] == torchs["reduce"] and ours.calls["gradients"] == 2, name
+        assert len(before) == 2 and [(unit.all_gather, unit.reduce_scatter) for unit in collectives(net)] == before
+
+
+def append(values: list[float], net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    values.append(step(net, optimizer, 1))
+
+
+def gradients_in_eight_bits(rank: int) -> None:
+    net = sharded(converted("mxfp8"))
+    parallel.quantize_gradients(net)
+    ours, torchs = counted(lambda: step(net, adam(net)), net)
+    assert ours.bytes["gradients"] == torchs["exchange"] and ours.bytes["weights"] == torchs["gather"]
+    wrapped = parallel.quantize_gradients(DistributedDataParallel(nn.Linear(64, 64)))
+    ours, _ = counted(lambda: wrapped(torch.ones(2, 64)).sum().backward(), wrapped)
+    assert set(ours.bytes) == {"control", "gradients"}
+
+
+def tensors_in_parts(rank: int) -> None:
+    for name in ("tensorwise", "mxfp8"):
+        net = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+        qt.convert(net, name)
+        plan = {"0": ColwiseParallel(sequence=True), "2": RowwiseParallel(sequence=True)}
+        parallelize_module(net, two_ranks.mesh(dist.get_world_size()), plan)
+        x = torch.randn(1, 64, 64, requires_grad=True)
+        ours, torchs = counted(lambda net=net, x=x: net(x).sum().backward())
+        others = ours.bytes["gradients"] + ours.bytes["control"]
+        assert ours.bytes["amaxes"] == torchs["reduce"] - others, "a row's bias is summed, and shapes are compared"
+        assert ours.bytes["activations"] == torchs["gather"] + torchs["scatter"], name
+
+
+def rows_and_words(rank: int) -> None:
+    """Tokens that go to experts on other ranks, and an embedding of which each rank has some words."""
+    x, ranks = torch.randn(8, 64, requires_grad=True), dist.get_world_size()
+    splits = parallel.AllToAllSplits.even(8 // ranks)
+    ours, torchs = counted(lambda: parallel.all_to_all(x, splits).sum().backward())
+    # Ranks ask one another first whether each can go on.
+    assert ours.bytes == {"activations": torchs["exchange"], "control": torchs["reduce"]}
+    ours, torchs = counted(lambda: parallel.AllToAllSplits.of([8 // ranks] * ranks, 8))
+    assert ours.bytes == {"control": torchs["exchange"]}
+    # Of unequal parts what goes to others alone.
+    uneven = parallel.AllToAllSplits((7, 1), (7, 1)) if rank == 0 else parallel.AllToAllSplits((1, 7), (1, 7))
+    with CommCounter() as ours:
+        parallel.all_to_all(x, uneven)
+    assert ours.bytes["activations"] == 64 * 4
+    for sequence in (False, True):
+        net = nn.Sequential(nn.Embedding(64, 32))
+        plan = {"0": parallel.VocabParallel(sequence=sequence)}
+        parallelize_module(net, two_ranks.mesh(ranks), plan)
+        ours, torchs = counted(lambda net=net: net(torch.arange(16).view(2, 8)).sum().backward())
+        assert ours.bytes["activations"] == sum(torchs.values()) - ours.bytes["control"] > 0
+
+
+def sequences_in_parts(rank: int) -> None:
+    for how, way in (("gather", "gather"), ("ring", "send"), ("all_to_all", "exchange")):
+        layer = qt.TransformerLayer(64, 4, 96, mask_type="causal")
+        cp = parallel.context_parallel(layer, how=how, quantized="mxfp8")
+        x = cp.cut(torch.randn(2, 64, 64), 1)
+        with ExitStack() as stack:
+            ours, torchs = stack.enter_context(CommCounter()), stack.enter_context(Seen())
+            layer(x).sum().backward()
+        keys_values = ours.bytes["keys_values"]
+        assert keys_values + ours.bytes["control"] == sum(torchs.bytes.values()), how
+        assert keys_values >= torchs.bytes[way] > 0, how
+        ours, _ = counted(lambda layer=layer, cp=cp: cp.sum_gradients(layer))
+        assert set(ours.bytes) == {"control", "gradients"}
+
+
+def pipelines(rank: int) -> None:
+    stage = parallel.pipeline_stage(nn.Linear(64, 64), rank, 2, torch.empty(4, 64, device="meta"))
+    schedule = Schedule1F1B(stage, 4, loss_fn=lambda y, target: (y - target).square().mean())
+    x = torch.randn(16, 64)
+    schedule.step(*(x,) if rank == 0 else (), **({} if rank == 0 else {"target": x}))
+    ours, _ = counted(lambda: schedule.step(*(x,) if rank == 0 else (), **({} if rank == 0 else {"target": x})))
+    assert ours.bytes["activations"] == 4 * 4 * 64 * 4
+
+
+class Slow(nn.Linear):
+    """A stage that takes its time in a forward."""
+
+    seconds = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        return super().forward(x)
+
+
+def who_is_slow_in_a_pipeline_is_waited_for(rank: int) -> None:
+    """By every schedule: the other rank has waited, for as long as it had nothing to do."""
+    one, two = (ScheduleGPipe, Schedule1F1B), (ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble)
+    for kind, each in [(kind, 1) for kind in one] + [(kind, 2) for kind in two]:
+        parts = [Slow(64, 64) for _ in range(each)]
+        stages: Any = [
+            parallel.pipeline_stage(part, rank + 2 * i, 2 * each, torch.empty(4, 64, device="meta"))
+            for i, part in enumerate(parts)
+        ]
+        schedule: Any = kind(stages[0] if each == 1 else stages, 4, loss_fn=nn.functional.mse_loss)
+        x = torch.randn(16, 64)
+        given, targets = (x,) if rank == 0 else (), {} if rank == 0 else {"target": x}
+        schedule.step(*given, **targets)
+        for part in parts:
+            part.seconds = 0.05 * rank
+        begun = time.perf_counter()
+        with CommCounter() as ours:
+            schedule.step(*given, **targets)
+        busy, whole = 4 * each * 0.05, time.perf_counter() - begun
+        assert ours.seconds > busy / 2 if rank == 0 else ours.seconds <= whole - busy, (
+            f"{kind.__name__}: {ours.seconds}"
+        )
+        assert not ours.waiting
+
+
+def histories(rank: int) -> None:
+    net = nn.Sequential(qt.Linear(32, 32))
+    qt.convert(net, "delayed")
+    with CommCounter() as ours:
+        for _ in range(2):
+            net(torch.ones(16, 32)).sum().backward()
+    assert ours.calls == {"amaxes": 2, "control": 2}
+
+
+def who_is_slow_is_waited_for(rank: int) -> None:
+    with CommCounter() as outer:
+        with CommCounter() as inner:
+            time.sleep(0.3 if rank == 1 else 0.0)
+            parallel.comm.sum_parts(torch.ones(4))()
+        with pytest.raises(ValueError, match="counts already"), outer:
+            pass
+        parallel.comm.sum_parts(torch.ones(4))()
+    assert outer.calls["activations"] == 2 and inner.calls["activations"] == 1 and not comm.active.all
+    assert inner.seconds > 0.2 if rank == 0 else inner.seconds < 0.2
+
+
+def gradients_that_are_not_finite(rank: int) -> None:
+    net: Any = fully_shard(nn.Linear(8, 8))
+    with CommCounter(net, look=True) as ours:
+        for value in (1.0, torch.nan, 1.0, -torch.inf, 1e38):
+            net(torch.full((2, 8), value if rank == 1 else 1.0)).sum().backward()
+            bad = rank == 1 and value not in (1.0, 1e38)
+            assert bool(ours.nonfinite) == bad, f"{value} on rank {rank}"
+            ours.forget()
+            assert ours.nonfinite is None
+
+
+def replicas(rank: int) -> None:
+    """HSDP on 4 ranks, two groups of two: parts are summed over replicas after the reduce-scatter."""
+    mesh = two_ranks.mesh(2, 2, names=("replicas", "shards"))
+    for name in ("bf16", "mxfp8"):
+        net = converted(name)
+        if name != "bf16":
+            parallel.gather_quantized(net)
+        optimizer = adam(sharded(net, mesh))
+        # Once, so that ranks have agreed on what they prepared.
+        step(net, optimizer, 0)
+        with CommCounter(net) as ours, Seen(mesh.get_group("shards")) as torchs:
+            step(net, optimizer, 1)
+        assert ours.bytes["weights"] == torchs.bytes["gather"] > 0, name
+        # Every group has two ranks, so that torch's all-reduces are those of gradients, amaxes and headers.
+        sums = ours.bytes["gradients"] + ours.bytes["amaxes"] + ours.bytes["control"]
+        reduced = sums - torchs.bytes["scatter"]
+        assert reduced == torchs.bytes["reduce"] > 0, name
+
+
+RECIPES = ("tensorwise", "mxfp8", "delayed")
+CASES = [
+    fsdp,
+    gradients_in_eight_bits,
+    tensors_in_parts,
+    rows_and_words,
+    sequences_in_parts,
+    pipelines,
+    who_is_slow_in_a_pipeline_is_waited_for,
+    histories,
+    who_is_slow_is_waited_for,
+    gradients_that_are_not_finite,
+]
+
+
+@pytest.mark.ranks
+def test_what_is_counted_is_what_torch_sends(tmp_path: Path) -> None:
+    two_ranks.run(__name__, tmp_path)
+
+
+@pytest.mark.ranks
+def test_replicas_are_counted(tmp_path: Path) -> None:
+    two_ranks.run(__name__, tmp_path, 4)
+
+
+def test_bytes_are_those_of_the_algorithms_that_send_fewest() -> None:
+    assert [comm.sent(way, 120, 4) for way in ("gather", "scatter", "reduce", "exchange", "send")] == [
+        *(360, 90, 180, 90, 120),
+    ]
+
+
+def test_nothing_is_counted_unless_asked() -> None:
+    assert recipes.RECIPES and not comm.active.all
+    with comm.during("weights", "gather", torch.ones(2)) as entered:
+        assert entered is None
+
+
+if __name__ == "__main__":
+    two_ranks.main(CASES if two_ranks.world() == two_ranks.RANKS else [replicas])

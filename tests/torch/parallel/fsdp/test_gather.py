@@ -1,0 +1,879 @@
+"""fully_shard with weights gathered as codes is fully_shard with weights in high precision, bit for bit."""
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import quaver.torch as qt
+from quaver import recipes
+from quaver.torch.backends.gpu.buffers import CrossStream
+from quaver.torch.parallel import check_consistency, gather_quantized
+from quaver.torch.parallel.fsdp import amax_sync, shard_tensors, torch_internals
+from tests import two_ranks
+from tests.torch.backends.gpu.streams import GPU, stand_in
+from tests.torch.parallel.fsdp.live import Live
+from tests.torch.parallel.fsdp.test_operands import RECIPES
+from tests.torch.parallel.fsdp.training import (
+    Case,
+    adam,
+    assert_same,
+    compare,
+    converted,
+    counted,
+    first_difference,
+    network,
+    sharded,
+    step,
+    train,
+)
+
+STEPS = 20
+#: Steps by recipe of layers whose weights exist only in codes.
+STORED = {name: 3 for name in recipes.RECIPES if name not in ("bf16", "mxfp6")}
+#: What compares the weights that ranks prepared.
+ONCE = 1
+#: Bytes of a gather over bf16's; codes alone are 0.5, or 0.25 of four bits.
+MOST = {"tensorwise": 0.505, "delayed": 0.505, "blockwise": 0.505, "nvfp4": 0.27, "mxfp4": 0.27}
+MOST_OF_MX_AND_ROWS = 0.52
+#: Where both operands travel in one gather.
+BOTH = {"mxfp8": 1.04, "rowwise": 1.04, "rowwise_bf16_wgrad": 1.04, "mxfp6": 1.04, "mxfp4": 0.54}
+
+
+def of_recipe(name: str, steps: int = STEPS, **options: Any) -> Case:
+    """Losses and weights of every step."""
+
+    def case(rank: int) -> None:
+        _, codes = assert_same(RECIPES[name](), steps=steps, **options)
+        assert codes.traffic.agreements <= steps + ONCE * (1 + options.get("hsdp", False))
+
+    case.__name__ = f"{name} {options}"
+    return case
+
+
+def bytes_of_gathers(rank: int) -> None:
+    for name in (*recipes.RECIPES,):
+        if name == "bf16":
+            continue
+        options: dict[str, Any] = {"in_bf16": True, "bias": False, "steps": 1, "tokens": 2}
+        for after_forward, most in (
+            (True, MOST.get(name, MOST_OF_MX_AND_ROWS)),
+            (False, BOTH.get(name, MOST.get(name))),
+        ):
+            runs = [
+                train(name, (512, 256, 128), as_codes=each, after_forward=after_forward, **options)
+                for each in (False, True)
+            ]
+            share = runs[1].traffic.gathered / runs[0].traffic.gathered
+            assert runs[1].traffic.gathers == runs[0].traffic.gathers, name
+            assert most is not None and share <= most, f"{name}, resharded {after_forward}: {share:.4f} of bf16's bytes"
+
+
+def micro_batches(rank: int) -> None:
+    """Weights that stay gathered are gathered once a step, and agreed on once."""
+    for name in ("tensorwise", "mxfp8", "delayed"):
+        for after_forward in (True, False):
+            for keep in (True, False):
+                plain, codes = assert_same(name, steps=2, micro=2, keep=keep, after_forward=after_forward)
+                assert codes.traffic.agreements <= 2 + ONCE
+                if name != "delayed":
+                    # Its factors roll between micro-batches, and what was gathered by others is gathered again.
+                    assert codes.traffic.gathers == plain.traffic.gathers, name
+
+
+def policies(rank: int) -> None:
+    """Every field of a `MixedPrecisionPolicy`, with replicas, units that stay gathered and micro-batches."""
+    low, half, full = torch.bfloat16, torch.float16, torch.float32
+    every = [
+        MixedPrecisionPolicy(low, full),
+        MixedPrecisionPolicy(low),
+        MixedPrecisionPolicy(low, low, output_dtype=full),
+        MixedPrecisionPolicy(low, full, cast_forward_inputs=False),
+        MixedPrecisionPolicy(None, low),
+        MixedPrecisionPolicy(full, None, low),
+        MixedPrecisionPolicy(half, full),
+        MixedPrecisionPolicy(full, full, full),
+    ]
+    for i, policy in enumerate(every):
+        for hsdp in (False, True) if i < 4 else (i % 2 == 1,):
+            for name in (("tensorwise", "mxfp8"), ("delayed", "nvfp4"))[(i // 2 + hsdp) % 2]:
+                micro, after_forward = 1 + hsdp, i % 2 == 0
+                assert_same(name, steps=2, policy=policy, hsdp=hsdp, micro=micro, after_forward=after_forward)
+
+
+def live_bytes(rank: int) -> None:
+    """Beside what it keeps of its own rows, a rank holds what the units in flight gather, however many there are."""
+    width, tokens = 256, 2
+
+    def peak(name: str, depth: int) -> int:
+        torch.manual_seed(0)
+        net: Any = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth)))
+        qt.convert(net, name)
+        gather_quantized(net)
+        for layer in net:
+            fully_shard(layer)
+        # A root is not resharded by default.
+        fully_shard(net, reshard_after_forward=True)
+        x = torch.randn(tokens, width)
+        for _ in range(2):
+            with Live([p.to_local().plain for p in net.parameters()]) as live:
+                net(x).square().mean().backward()
+            # Gradients stay, and so do the codes of a rank's own rows, until an optimizer comes.
+            net.zero_grad()
+        return live.peak
+
+    for name, codes, sides in (("tensorwise", 1.0, 1), ("mxfp8", 1.0, 2), ("nvfp4", 0.5, 1)):
+        one, other = peak(name, 2), peak(name, 6)
+        each = (other - one) / 4
+        unit, own_gradient = codes * width * width, 4 * width * width / 2
+        own = own_gradient + sides * unit / 2
+        assert own <= each <= own + unit / 4, f"{name}: {each} bytes a layer, of which {own} are of a rank's own rows"
+
+
+def optimizers(rank: int) -> None:
+    for options in ({"foreach": True}, {"fused": True}, {"foreach": False}):
+
+        def use(net: nn.Module, options: dict[str, bool] = options) -> list[float]:
+            optimizer = adam(sharded(net), **options)
+            return [step(net, optimizer, i, clip=0.01) for i in range(3)]
+
+        compare(lambda: converted("mxfp8"), use, f"AdamW {options}")
+
+
+def roots_alone(rank: int) -> None:
+    """Their weights are gathered before anything of the model runs, histories included."""
+
+    def use(net: nn.Module) -> list[float]:
+        optimizer = adam(fully_shard(net))
+        return [step(net, optimizer, i) for i in range(4)]
+
+    for name in ("delayed", "mxfp8"):
+        traffic = compare(lambda name=name: converted(name), use, name)
+        assert traffic.gathers == 4
+
+
+def evaluations(rank: int) -> None:
+    """Other weights, written where nothing shows it, for a forward between two steps."""
+
+    def use(net: Any) -> list[float]:
+        optimizer, values = adam(sharded(net)), []
+        for i in range(2):
+            values.append(step(net, optimizer, i))
+            for change in (1.5, 1 / 1.5):
+                with torch.no_grad():
+                    values.append(net(torch.ones(4, 32)).sum().item())
+                    net.reshard()
+                    for p in net.parameters():
+                        p.data.mul_(change)
+        return values
+
+    for name in ("tensorwise", "mxfp8", "delayed"):
+        compare(lambda name=name: converted(name), use, name)
+
+
+def recomputation(rank: int) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32)) for _ in range(2)))
+
+    class Checkpointed(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = qt.checkpoint(self.inner, x)
+            return y
+
+    def inside(net: Any) -> list[float]:
+        for i in range(2):
+            net[i] = fully_shard(Checkpointed(net[i]))
+        optimizer = adam(fully_shard(net))
+        return [step(net, optimizer, i) for i in range(3)]
+
+    def outside(net: Any) -> list[float]:
+        for i in range(2):
+            net[i] = Checkpointed(fully_shard(net[i]))
+        optimizer = adam(fully_shard(net))
+        return [step(net, optimizer, i) for i in range(3)]
+
+    for name in ("mxfp8", "tensorwise", "delayed"):
+        for use in (inside, outside):
+            compare(lambda name=name: converted(name, make()), use, f"{name}, {use.__name__} of fully_shard")
+
+
+def blocks(rank: int) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(qt.TransformerLayer(32, 4, 64), qt.LayerNormMLP(32, 64), qt.LayerNormLinear(32, 32))
+
+    def use(net: Any) -> list[float]:
+        for block in net:
+            fully_shard(block)
+        optimizer, values = adam(fully_shard(net)), []
+        for seed in range(2):
+            x = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(seed + 10 * rank))
+            loss = net(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            values.append(loss.item())
+        return values
+
+    for name in ("tensorwise", "mxfp8", "nvfp4"):
+        compare(lambda name=name: converted(name, make()), use, name)
+
+
+def weights_that_exist_only_in_codes(rank: int) -> None:
+    frozen_codes(rank, STORED)
+
+
+def weights_that_exist_only_in_codes_for_long(rank: int) -> None:
+    frozen_codes(rank, dict.fromkeys(STORED, STEPS))
+
+
+def frozen_codes(rank: int, of_steps: Mapping[str, int]) -> None:
+    """Frozen, under trained biases: sharded, gathered, saved and loaded as codes, with the numbers of one process."""
+    low = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+    def build(name: str, bias: bool, on: str = "cpu") -> Any:
+        torch.manual_seed(0)
+        with torch.device(on), qt.quantized_init(name):
+            net = nn.Sequential(qt.Linear(64, 97, bias), nn.GELU(), qt.Linear(97, 64, bias), nn.LayerNorm(64))
+        # Noise goes by a layer's name.
+        qt.convert(net, name)
+        for i in (0, 2):
+            net[i].weight.requires_grad_(False)
+        return net
+
+    def trained(net: Any, steps: int) -> list[float]:
+        optimizer, losses = adam(net), []
+        for seed in range(steps):
+            x = torch.randn(8, 64, generator=torch.Generator().manual_seed(seed))
+            y = net(x)
+            loss = y.square().mean() + y[:, ::2].sum() / 100
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    for name, steps in of_steps.items():
+        for bias in (True, False) if name in ("mxfp8", "nvfp4") else (True,):
+            net = build(name, bias)
+            gathers = gather_quantized(net)
+            assert gathers.stored == ["0", "2"] and not gathers.quantized, gathers
+            with counted() as traffic:
+                sharded(net)
+                x = torch.ones(4, 64)
+                assert torch.equal(net(x), build(name, bias)(x)), name
+            assert traffic.gathered <= 4 * 1.3 * 2 * 97 * 64, "a byte an element, and biases"
+            for i in (0, 2):
+                # The last rank has a row less; 97 of 64 bytes, or of 32.
+                own = net[i].weight.to_local()
+                rows = net[i].weight.shape[0]
+                assert own.shape[0] == (-(-rows // 2) if rank == 0 else rows // 2) and own.element_size() == 1
+            fresh = build(name, bias)
+            gather_quantized(fresh)
+            losses, expected = trained(sharded(fresh), steps), trained(build(name, bias), steps)
+            assert losses == expected, f"{name}: {losses}, {expected}"
+            low_net = build(name, bias)
+            gather_quantized(low_net)
+            y = sharded(low_net, mp_policy=low)(x)
+            assert y.dtype is torch.bfloat16 and torch.equal(y, build(name, bias).bfloat16()(x.bfloat16())), name
+            if bias:
+                # No other codes than these.
+                continue
+            folder = str(two_ranks.folder() / name)
+            state = {"model": net.state_dict()}
+            torch.distributed.checkpoint.save(state, checkpoint_id=folder)
+            for on in ("meta", "whole"):
+                other = build(name, bias, "meta" if on == "meta" else "cpu")
+                if on == "meta":
+                    gather_quantized(other)
+                    sharded(other).to_empty(device="cpu")
+                state = {"model": other.state_dict()}
+                torch.distributed.checkpoint.load(state, checkpoint_id=folder)
+                other.load_state_dict(state["model"])
+                assert torch.equal(other(x), net(x)), f"{name}, {on}"
+    net = build("nvfp4", True)
+    net[0].weight.requires_grad_(True)
+    with pytest.raises(ValueError, match="exists only in four bits takes no gradient, two codes share an element"):
+        gather_quantized(net)
+
+
+def recipes_of_an_autocast(rank: int) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(qt.Linear(32, 48), nn.GELU(), qt.Linear(48, 32))
+
+    def use(net: nn.Module) -> list[float]:
+        optimizer, values = adam(sharded(net)), []
+        for seed in range(3):
+            with qt.autocast("delayed"):
+                values.append(step(net, optimizer, seed))
+        return values
+
+    compare(make, use, "delayed", recipe="delayed")
+
+
+def frozen_weights(rank: int) -> None:
+    def use(net: Any) -> list[float]:
+        net[0].weight.requires_grad_(False)
+        net[2].weight.requires_grad_(False)
+        optimizer = adam(sharded(net))
+        return [step(net, optimizer, i) for i in range(3)]
+
+    compare(lambda: converted("mxfp8"), use, "frozen")
+
+
+def one_rank_of_a_mesh(rank: int) -> None:
+    mesh = two_ranks.mesh(2, 1, names=("replicas", "shards"))["shards"]
+
+    def use(net: nn.Module) -> list[float]:
+        optimizer = adam(sharded(net, mesh))
+        return [step(net, optimizer, i) for i in range(2)]
+
+    for name in ("mxfp8", "nvfp4", "delayed"):
+        compare(lambda name=name: converted(name), use, name)
+
+
+def names_of_torch_that_are_gone(rank: int) -> None:
+    """Without fully_shard's own names both operands travel, and the numbers are the same."""
+    names = amax_sync.held_parameters
+    amax_sync.held_parameters = lambda root: iter(())
+    try:
+        for name in ("mxfp8", "delayed"):
+            _, codes = assert_same(name, steps=3)
+            assert codes.traffic.agreements <= 3 + ONCE
+        with pytest.raises(ValueError, match="this torch does not tell so"):
+            train("mxfp8", as_codes=True, in_bf16=True, steps=1)
+    finally:
+        amax_sync.held_parameters = names
+
+
+def loops_without_an_optimizer(rank: int) -> None:
+    """Steps that leave no version, hook or missing gradient behind are seen by the next forward all the same."""
+
+    def by_data(p: nn.Parameter, change: Tensor) -> None:
+        p.data.sub_(change)
+
+    def by_local(p: Any, change: Any) -> None:
+        p.to_local().data.sub_(change.to_local())
+
+    def by_detached(p: Any, change: Any) -> None:
+        p.detach().to_local().sub_(change.to_local())
+
+    def by_replacing(p: Any, change: Any) -> None:
+        p.data = p.data - change
+
+    def use(net: nn.Module, write: Callable[[Any, Any], None], after_forward: bool, parts: bool) -> list[float]:
+        whole: Any = sharded(net, reshard_after_forward=after_forward)
+        losses = []
+        # Layers take turns without their root, which fully_shard wants to run first.
+        for seed, call in enumerate([whole, *((whole[0], whole[2], whole[0]) if parts else (whole,) * 3)]):
+            x = torch.randn(8, 32, generator=torch.Generator().manual_seed(2 * seed + rank))
+            loss = call(x).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+            for p in net.parameters():
+                if p.grad is not None:
+                    with torch.no_grad():
+                        write(p, p.grad.detach() * 0.5)
+                    p.grad.detach().zero_()
+        # Averaged weights are put in the place of the trained ones, and taken back.
+        trained = [p.detach().clone() for p in net.parameters()]
+        for factor in (1, 0.25, 1):
+            with torch.no_grad():
+                for p, own in zip(net.parameters(), trained, strict=True):
+                    write(p, p.detach() - own * factor)
+                losses.append(net(torch.ones(8, 32)).square().mean().item())
+            for part in net.modules():
+                if isinstance(part, FSDPModule):
+                    part.reshard()
+        return losses
+
+    writes: list[Callable[[Any, Any], None]] = [by_data, by_local, by_detached, by_replacing]
+    for i, write in enumerate(writes):
+        for name in ("tensorwise", "mxfp8", "delayed", "nvfp4")[i % 2 :: 2]:
+            for parts in (False, True):
+                says = f"{name}, {write.__name__}, {parts}"
+                run = partial(use, write=write, after_forward=i < 2, parts=parts)
+                compare(lambda name=name: converted(name, network((32, 32, 32))), run, says)
+
+
+def a_torch_with_one_group_a_module(rank: int) -> None:
+    """torch 2.11 has `_fsdp_param_group` where later ones have `_fsdp_param_groups`: dtypes and counts are the same."""
+    net = sharded(converted("mxfp8"))
+    held = [(module, name) for module, name, _ in torch_internals.held_parameters(net)]
+    number = len(list(torch_internals.collectives(net)))
+    parts = [part for part in net.modules() if isinstance(part, FSDPModule)]
+    with pytest.MonkeyPatch.context() as patch:
+        for part in parts:
+            state: Any = part._get_fsdp_state()
+            older = SimpleNamespace(_fsdp_param_group=(state._fsdp_param_groups or [None])[0])
+            patch.setattr(part, "_get_fsdp_state", lambda older=older: older)
+        assert [(module, name) for module, name, _ in torch_internals.held_parameters(net)] == held != []
+        assert len(list(torch_internals.collectives(net))) == number > 0
+
+
+def compiled_blocks(rank: int) -> None:
+    """Blocks compiled around the layers give eager mode's losses and weights."""
+
+    def train(name: str, as_codes: bool, compiles: bool) -> tuple[list[float], list[torch.Tensor]]:
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        block = (nn.LayerNorm(32), nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32))
+        net: Any = nn.Sequential(nn.Sequential(*block), nn.Linear(32, 64))
+        qt.convert(net, name)
+        if as_codes:
+            gather_quantized(net)
+        for part in net:
+            fully_shard(part)
+        fully_shard(net)
+        if compiles:
+            net[0].compile(backend="aot_eager")
+        optimizer = adam(net)
+        return [step(net, optimizer, i) for i in range(6)], [p.to_local() for p in net.parameters()]
+
+    for name in ("tensorwise", "mxfp8", "delayed"):
+        losses, weights = train(name, True, True)
+        for as_codes in (True, False):
+            expected, these = train(name, as_codes, False)
+            assert losses == expected, f"{name}: {first_difference(losses, expected)}"
+            assert all(map(torch.equal, weights, these)), name
+
+
+def compiled(rank: int) -> None:
+    """A compiler would take the operands of the first step for constants: it leaves such layers alone, or refuses."""
+
+    def use(net: Any) -> list[float]:
+        torch._dynamo.reset()
+        optimizer = adam(sharded(net))
+        net[0].compile(backend="eager")
+        net[2].compile(backend="eager")
+        return [step(net, optimizer, i) for i in range(5)]
+
+    compare(lambda: converted("mxfp8"), use, "compiled")
+    net: Any = converted("mxfp8")
+    gather_quantized(net)
+    sharded(net)
+    net[0].compile(backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="takes a weight that fully_shard gathers as codes for a constant"):
+        net(torch.ones(4, 32))
+
+
+#: Parts of uneven rows, ranks without any, blocks on all ranks.
+UNEVEN = [(50, 36, 21), (40, 5, 33)]
+_OF_BLOCKS = ["tensorwise", "blockwise", "mxfp8", "nvfp4"]
+_OWN = [name for name in recipes.RECIPES if name != "bf16"]
+#: Steps of the quick tests: many of histories and of noise, which steps add to.
+QUICK = dict.fromkeys(_OWN, 5) | dict.fromkeys(("delayed", "nvfp4"), 10)
+
+
+def parts_for_fewer_ranks(rank: int) -> None:
+    net = converted("mxfp8")
+    gather_quantized(net)
+    sharded(net, reshard_after_forward=2)
+    with pytest.raises(ValueError, match="reshard_after_forward=True or False"):
+        net(torch.ones(4, 32))
+
+
+def parts_of_columns(rank: int) -> None:
+    for stored in (False, True):
+        with qt.quantized_init("mxfp8") if stored else nullcontext():
+            net = nn.Sequential(qt.Linear(64, 64, recipe="mxfp8"))
+        gather_quantized(net)
+        sharded(net, shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
+        with pytest.raises(ValueError, match=r"0 is gathered as codes, of rows.* Shard\(0\) or None"):
+            net(torch.ones(4, 64))
+
+
+def checkpoints(rank: int) -> None:
+    """What is saved has no class of ours, and is loaded by a model gathered in either way."""
+    folder = str(two_ranks.folder() / "checkpoint")
+
+    def trained(as_codes: bool, seed: int) -> tuple[Any, torch.optim.Optimizer]:
+        net = converted("tensorwise")
+        if as_codes:
+            gather_quantized(net)
+        optimizer = adam(sharded(net))
+        step(net, optimizer, seed)
+        return net, optimizer
+
+    net, optimizer = trained(True, 1)
+    of_model, of_optimizer = get_state_dict(net, optimizer)
+    for name, value in of_model.items():
+        assert type(getattr(value, "_local_tensor", value)) is torch.Tensor, name
+    torch.distributed.checkpoint.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=folder)
+    expected = [step(net, optimizer, seed) for seed in (2, 3)]
+    for as_codes in (True, False):
+        other, its = trained(as_codes, 7)
+        states = dict(zip(("model", "optimizer"), get_state_dict(other, its), strict=True))
+        torch.distributed.checkpoint.load(states, checkpoint_id=folder)
+        set_state_dict(other, its, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+        assert [step(other, its, seed) for seed in (2, 3)] == expected, as_codes
+    assigned, _ = trained(True, 7)
+    assigned.load_state_dict(net.state_dict(), assign=True)
+    with counted() as traffic, torch.no_grad():
+        assert torch.equal(assigned(torch.ones(4, 32)), net(torch.ones(4, 32)))
+    whole = sum(p.numel() for p in converted("tensorwise").parameters() if p.dim() == 2)
+    assert traffic.gathered < 2 * 1.3 * whole, "of a byte an element, twice"
+
+
+def made_on_meta(rank: int) -> None:
+    def make() -> nn.Module:
+        with torch.device("meta"):
+            return converted("delayed", nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32)))
+
+    def use(net: Any) -> list[float]:
+        sharded(net).to_empty(device="cpu")
+        whole = network((32, 48, 32))
+        options = StateDictOptions(full_state_dict=True, strict=False)
+        values = []
+        for seed in range(2):
+            torch.manual_seed(seed)
+            state = {key: torch.randn_like(value) for key, value in whole.state_dict().items()}
+            set_model_state_dict(net, state, options=options)
+            values.append(step(net, adam(net), seed))
+        return values
+
+    compare(make, use, "made on meta")
+
+
+def other_recipes_than_the_weights(rank: int) -> None:
+    net = converted("mxfp8")
+    gather_quantized(net)
+    sharded(net)
+    with qt.autocast(enabled=False), pytest.raises(ValueError, match="0 runs under no recipe, and its weight was gath"):
+        net(torch.ones(4, 32))
+    rows = nn.Sequential(qt.Linear(32, 32))
+    gather_quantized(rows, recipe="mxfp8")
+    fully_shard(rows)
+    with qt.autocast("rowwise"), pytest.raises(ValueError, match=r"runs under Recipe\(rowwise.*codes of .*mxfp8"):
+        rows(torch.ones(4, 32))
+
+
+def ranks_that_differ(rank: int) -> None:
+    """All ranks say what differs, before anything of the model travels."""
+
+    def prepare(change: Callable[[], Any], **options: Any) -> str:
+        net: Any = network((32, 48, 64))
+        if rank == 0:
+            qt.convert(net, "mxfp8")
+        else:
+            net = change() or net
+        with pytest.raises(ValueError, match=r"rank|gather_quantized") as refused:
+            gather_quantized(net, **options)
+        said: list[Any] = [None] * 2
+        torch.distributed.all_gather_object(said, str(refused.value))
+        return "; ".join(dict.fromkeys(said))
+
+    def under(recipe: Any, net: Any = None, **options: Any) -> Any:
+        net = network((32, 48, 64)) if net is None else net
+        qt.convert(net, recipe, **options)
+        return net
+
+    def renamed() -> Any:
+        net = network((32, 48, 64))
+        return under("mxfp8", nn.Sequential(OrderedDict(a=net[0], b=net[1], c=net[2])))
+
+    assert """rank 1 has "0 under 'tensorwise'""" in prepare(lambda: under("tensorwise"))
+    assert """where rank 0 has "0 under 'mxfp8'""" in prepare(lambda: under("mxfp8", skip=["0"]))
+    assert "rank 1 has '0: codes of mxfp8'" in prepare(lambda: under("mxfp8", network((32, 48, 64))[:2]))
+    assert """rank 1 has "a under 'mxfp8'""" in prepare(renamed)
+    assert "rank 1 has '0.weight (48, 16)" in prepare(lambda: under("mxfp8", network((16, 48, 64))))
+    assert "rank 1 cannot go on: gather_quantized has no weight" in prepare(lambda: None)
+    assert "2: codes of mxfp8" in prepare(lambda: under("mxfp8"), skip=["0"] if rank == 0 else ["2"])
+    check_consistency(network((32, 48, 64)))
+    # Of a mesh without the other rank it is seen at the first gather.
+    alone = two_ranks.mesh(2, 1, names=("replicas", "shards"))["shards"]
+    net: Any = under("mxfp8" if rank == 0 else "tensorwise")
+    gather_quantized(net, mesh=alone)
+    sharded(net)
+    with pytest.raises(ValueError, match="ranks differ at gather_quantized's first gather: rank 0: 0 "):
+        net(torch.ones(4, 32))
+
+
+def too_late(rank: int) -> None:
+    net = sharded(converted("mxfp8"))
+    with pytest.raises(ValueError, match="given to fully_shard before gather_quantized"):
+        gather_quantized(net)
+    mesh = two_ranks.mesh(2)
+    layer = qt.Linear(32, 32, recipe="mxfp8")
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
+    with pytest.raises(ValueError, match="weight is sharded already, over"):
+        gather_quantized(nn.Sequential(layer))
+    net = converted("mxfp8")
+    gather_quantized(net)
+    fully_shard(net[0])  # type: ignore[index]
+    with pytest.raises(ValueError, match="2 was prepared by gather_quantized and is gathered by no fully_shard"):
+        net(torch.ones(4, 32))
+
+
+def written_and_moved(rank: int) -> None:
+    """What replaces a weight's values before it is sharded, as fully_shard does for another device, replaces them."""
+    net: Any = converted("mxfp8")
+    gather_quantized(net)
+    for change in (nn.Module.double, nn.Module.bfloat16, lambda each: each.to("meta")):
+        change(net)
+        weight = net[0].weight
+        assert (weight.plain.dtype, weight.plain.device) == (weight.dtype, weight.device)
+    whole = converted("mxfp8")
+    values = nn.utils.parameters_to_vector(whole.parameters()) * 2
+    net = converted("mxfp8")
+    gather_quantized(net)
+    nn.utils.vector_to_parameters(values, net.parameters())
+    assert torch.equal(net[0].weight.plain, whole[0].weight * 2)  # type: ignore[index]
+
+    def use(net: Any) -> list[float]:
+        optimizer = adam(sharded(net.bfloat16()))
+        values = []
+        for seed in range(2):
+            loss = net(torch.randn(8, 32, generator=torch.Generator().manual_seed(seed)).bfloat16()).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            values.append(loss.item())
+        return values
+
+    compare(lambda: converted("mxfp8"), use, "bfloat16 after gather_quantized")
+
+
+def parts_without_a_common_root(rank: int) -> None:
+    """Each is a root of its own: when the first one gathers, the other has not run."""
+
+    def use(net: Any) -> list[float]:
+        options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+        fully_shard(net[0], **options)
+        fully_shard(net[2], **options)
+        optimizer, values = adam(net), []
+        for seed in range(2):
+            loss = net(torch.randn(8, 32, generator=torch.Generator().manual_seed(seed))).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            values.append(loss.item())
+        return values
+
+    for name in ("tensorwise", "delayed"):
+        compare(lambda name=name: converted(name), use, name)
+
+
+def rows_on_the_cpu(rank: int) -> None:
+    """All ranks refuse them before anything travels, also if one alone has them."""
+    for offloads in ((0, 1), (1,)):
+        net = converted("mxfp8")
+        gather_quantized(net)
+        sharded(net, offload_policy=CPUOffloadPolicy(pin_memory=False) if rank in offloads else OffloadPolicy())
+        with pytest.raises(ValueError, match=r"0 is gathered as codes.*CPUOffloadPolicy keeps its rows on the CPU"):
+            net(torch.ones(4, 32))
+
+
+def streams_of_gathers(rank: int) -> None:
+    """Codes and scales of a rank's rows are written on the stream that asks first, and read on two; streams are stood
+    in for."""
+    with pytest.MonkeyPatch.context() as patch:
+        streams = stand_in(patch)
+        for name in ("tensorwise", "mxfp8", "nvfp4"):
+            net: Any = converted(name)
+            gather_quantized(net)
+            sharded(net)
+            patch.setattr(amax_sync, "CrossStream", lambda tensors, _: CrossStream(tensors, GPU))
+            mesh, shard = net[0].weight.device_mesh, net[0].weight.to_local()
+
+            def gather(stream: int, mesh: Any = mesh, shard: Any = shard) -> tuple[Any, Any]:
+                streams.now = stream
+                return shard.fsdp_pre_all_gather(mesh)
+
+            def read(sent: Any) -> set[int]:
+                """Addresses of what a layer reads of this rank's own, and not of what travelled."""
+                given: list[Any] = [x for joint in sent.joints for x in (joint.own.common, joint.own.tensor_factor)]
+                given += [joint.amax for joint in sent.joints]
+                return {t.data_ptr() for t in given if isinstance(t, Tensor)}
+
+            with qt.parallel.micro_batches(net):
+                inputs, sent = gather(2)
+                assert ("waits", 2, 2) not in streams.log and not streams.keeps(2)
+                streams.now = 1
+                shard.fsdp_post_all_gather([shard_tensors._gather(t, mesh) for t in inputs], sent, torch.float32)
+                assert ("waits", 1, 2) in streams.log and read(sent) <= streams.keeps(1)
+                # A gather on the stream that computes reads the same codes.
+                again, _ = gather(1)
+                codes = {t.data_ptr() for t in inputs}
+                assert {t.data_ptr() for t in again} == codes <= streams.keeps(1)
+            streams.log.clear()
+            with qt.parallel.micro_batches(net):
+                inputs, _ = gather(1)
+                again, _ = gather(2)
+                assert ("waits", 2, 1) in streams.log, "codes that the stream that computes has written"
+                assert {t.data_ptr() for t in again} == {t.data_ptr() for t in inputs} <= streams.keeps(2)
+            streams.log.clear()
+            patch.setattr(amax_sync, "CrossStream", CrossStream)
+
+
+def reverted(rank: int) -> None:
+    """A layer that fully_shard has put a class above is given its own back, below it; one without values says so."""
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(rank))
+    net = sharded(converted("mxfp8"))
+    assert qt.revert(net) == ["0", "2"]
+    assert torch.equal(net(x), sharded(network((32, 48, 64)))(x))
+    net = converted("mxfp8")
+    gather_quantized(net)
+    qt.revert(sharded(net))
+    with pytest.raises(ValueError, match="revert no layer after gather_quantized"):
+        net(x)
+
+
+def steps_that_are_skipped(rank: int) -> None:
+    """By all ranks or by one, with or without its gradients: all go on, as under fully_shard alone."""
+
+    def use(net: nn.Module) -> list[float]:
+        optimizer, losses = adam(sharded(net)), []
+        for seed, (skips, drops) in enumerate([((), True), ((0, 1), True), ((1,), True), ((0,), False), ((), True)]):
+            x = torch.randn(8, 32, generator=torch.Generator().manual_seed(2 * seed + rank))
+            loss = net(x).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+            if rank not in skips:
+                optimizer.step()
+            if drops or rank not in skips:
+                optimizer.zero_grad()
+        return losses
+
+    for name in ("tensorwise", "mxfp8"):
+        compare(lambda name=name: converted(name), use, name)
+
+
+OPTIONS: list[Callable[[int], None]] = [
+    *(policies, live_bytes, compiled_blocks, weights_that_exist_only_in_codes),
+    *(bytes_of_gathers, micro_batches, optimizers, roots_alone, evaluations, recomputation, blocks),
+    *(checkpoints, made_on_meta, other_recipes_than_the_weights, ranks_that_differ, too_late),
+    *(recipes_of_an_autocast, frozen_weights, one_rank_of_a_mesh, names_of_torch_that_are_gone, compiled),
+    *(a_torch_with_one_group_a_module, loops_without_an_optimizer),
+    *(written_and_moved, parts_without_a_common_root, reverted, parts_of_columns),
+    *(rows_on_the_cpu, streams_of_gathers),
+]
+CASES: dict[int, list[Case]] = {
+    2: [
+        *(of_recipe(*of) for of in QUICK.items()),
+        *(of_recipe(name, 3) for name in RECIPES if name not in _OWN),
+        *(of_recipe("mxfp8", 3, in_bf16=True), *OPTIONS, steps_that_are_skipped),
+    ],
+    4: [
+        *(
+            of_recipe(name, 5 if name in _OF_BLOCKS else 2, sizes=UNEVEN[i % 2], tokens=8)
+            for i, name in enumerate((*_OF_BLOCKS, *(name for name in _OWN if name not in _OF_BLOCKS)))
+        ),
+        of_recipe("nvfp4", 4, hsdp=True, tokens=8),
+        parts_for_fewer_ranks,
+    ],
+}
+
+
+SLOW: dict[int, list[Case]] = {
+    2: [
+        *(of_recipe(name) for name in RECIPES),
+        *(of_recipe(name, in_bf16=True) for name in RECIPES),
+        *(of_recipe(name, sizes=sizes, tokens=8) for name in RECIPES for sizes in UNEVEN),
+        *(of_recipe(name, micro=2, keep=True) for name in RECIPES),
+        *(of_recipe(name, after_forward=False) for name in RECIPES),
+        weights_that_exist_only_in_codes_for_long,
+    ],
+    4: [
+        *(of_recipe(name, sizes=sizes, tokens=8) for name in RECIPES for sizes in UNEVEN),
+        *(of_recipe(name, hsdp=True, tokens=8) for name in RECIPES),
+    ],
+}
+
+
+def test_a_report_says_how_each_weight_travels() -> None:
+    net = network((32, 48, 64))
+    net.extend([nn.Linear(64, 32), nn.Linear(32, 32)])
+    qt.convert(net, {"0": "mxfp8", "2": "mxfp8", "3": "bf16", "4": "mxfp8"})
+    net.append(qt.Linear(32, 32))
+    net.append(qt.Linear(32, 32, recipe=recipes.mxfp4(hadamard=True)))
+    tied = qt.Linear(32, 32, recipe="mxfp8")
+    tied.weight = net[4].weight
+    net.extend([tied, qt.Linear(32, 32, recipe="mxfp8", dtype=torch.float64), qt.GroupedLinear(2, 32, 32)])
+    gathers = gather_quantized(net, skip="2")
+    assert list(gathers.quantized) == ["0"] and gathers.quantized["0"] is recipes.get("mxfp8")
+    assert gathers.in_high_precision == {
+        "2": "left out by name",
+        "3": "bf16 quantizes nothing",
+        "4": "another module holds it, too",
+        "5": "it has no recipe of its own: give recipe=",
+        "6": "mxfp4 rotates the rows of it that ranks divide",
+        "7": "another module holds it, too",
+        "8": "it is torch.float64, which recipes leave alone",
+        "9": "a stack of matrices travels as it is",
+    }
+    assert str(gathers).startswith("0: codes of mxfp8\n2: in high precision, left out by name\n")
+
+
+def test_what_cannot_be_gathered_as_codes_is_refused() -> None:
+    with pytest.raises(ValueError, match="gather_quantized has no weight to gather as codes; call quaver"):
+        gather_quantized(network((32, 48, 64)))
+    net: Any = converted("mxfp8")
+    with pytest.raises(ValueError, match="no quantized layer has a name that fits 'head'"):
+        gather_quantized(net, skip=["head"])
+    with pytest.raises(ValueError, match="no recipe 'mxfp'"):
+        gather_quantized(net, recipe="mxfp")
+    with qt.quantized_init("mxfp8"):
+        stack = nn.Sequential(net[0], qt.GroupedLinear(2, 32, 32))
+    with pytest.raises(ValueError, match=r"1\.weight is a stack of matrices in codes, of which fully_shard rounds"):
+        gather_quantized(stack)
+    gather_quantized(net)
+    with pytest.raises(ValueError, match="gather_quantized was called on 0 before; call it once"):
+        gather_quantized(net)
+    with pytest.raises(ValueError, match="0 was prepared by gather_quantized and is gathered by no fully_shard"):
+        net(torch.ones(4, 32))
+
+
+def test_a_prepared_model_is_copied_and_written_as_any_other(tmp_path: Path) -> None:
+    plain, net = converted("mxfp8"), converted("mxfp8")
+    gather_quantized(net)
+    copied = copy.deepcopy(net)
+    x = torch.ones(4, 32)
+    assert torch.equal(copied(x), plain(x)), "a copy is not prepared"
+    state = net.state_dict()
+    assert all(type(value) is torch.Tensor for value in state.values())
+    torch.save(net.state_dict(keep_vars=True), tmp_path / "state.pt")
+    for key, value in torch.load(tmp_path / "state.pt").items():
+        assert torch.equal(value, plain.state_dict()[key]), key
+    net.load_state_dict(plain.state_dict(), assign=True)
+    assert all(isinstance(net[i].weight, shard_tensors.Shard) for i in (0, 2))  # type: ignore[index]
+
+
+@pytest.mark.parametrize("ranks", CASES)
+@pytest.mark.ranks
+def test_codes_give_what_high_precision_gives(ranks: int, tmp_path: Path) -> None:
+    two_ranks.run(__name__, tmp_path, ranks)
+
+
+@pytest.mark.parametrize("ranks", SLOW)
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_twenty_losses(ranks: int, tmp_path: Path) -> None:
+    two_ranks.run(__name__, tmp_path, ranks, slow=True)
+
+
+if __name__ == "__main__":
+    two_ranks.main(CASES[two_ranks.world()], slow=SLOW.get(two_ranks.world(), ()))

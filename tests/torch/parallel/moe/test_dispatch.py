@@ -1,0 +1,223 @@
+"""Rows that ranks send each other as codes: the bits of one process that quantizes all of them and takes these."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import quaver
+import quaver.torch as qt
+from quaver import recipes
+from quaver.recipes.spec import QuantSpec
+from quaver.torch.numerics.quantized import Quantized, pack
+from quaver.torch.parallel.moe import dispatch
+from quaver.torch.parallel.moe.dispatch import AllToAllSplits
+from tests import two_ranks
+from tests.close import assert_bitwise
+from tests.torch.parallel.traffic import Traffic
+
+WIDE = 320
+ROWS = QuantSpec(quaver.E5M2, (1, None))
+
+
+def specs() -> list[QuantSpec]:
+    """What recipes quantize inputs by, and others: a scale a row, a block, a tensor, and two levels."""
+    inputs = [recipes.get(name).fprop.a for name in recipes.RECIPES]
+    rows = [each for each in inputs if each is not None and (each.per_tensor or each.block[0] == 1)]
+    given = [replace(each, rounding="nearest", hadamard=False) for each in rows]
+    return sorted({*given, ROWS, QuantSpec(quaver.E4M3, (1, 128), "fp32")}, key=str)
+
+
+def matrices(ranks: int) -> list[list[list[int]]]:
+    """What rank i sends to rank j: uneven, empty, one that has all, one that gets all, nothing at all."""
+    uneven = [[(3 * i + 5 * j + 1) % 7 for j in range(ranks)] for i in range(ranks)]
+    has_all = [[4 * (i == 1) * (j + 1) for j in range(ranks)] for i in range(ranks)]
+    gets_all = [[(i + 2) * (j == 0) for j in range(ranks)] for i in range(ranks)]
+    return [uneven, has_all, gets_all, [[0] * ranks for _ in range(ranks)]]
+
+
+def hard(rows: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    x = torch.randn(rows, WIDE, generator=torch.Generator().manual_seed(seed))
+    x *= torch.linspace(0.1, 30, max(rows, 1))[:rows, None]
+    for row, value in enumerate((0.0, 1e-41, 1e30, -0.0)):
+        if row < rows:
+            x[row, 3::7] = value
+    return x.to(dtype)
+
+
+def cut(counts: list[int], rank: int) -> slice:
+    return slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+
+
+class Case:
+    """One matrix of splits: where each rank's rows lie among all, as sent and as received."""
+
+    def __init__(self, matrix: list[list[int]], rank: int) -> None:
+        ranks = len(matrix)
+        self.sizes = [sum(row) for row in matrix]
+        self.own = cut(self.sizes, rank)
+        place = torch.arange(sum(self.sizes))
+        pieces = [[place[cut(self.sizes, i)][cut(matrix[i], j)] for j in range(ranks)] for i in range(ranks)]
+        #: By the rank that gets them, the places of its rows.
+        self.gets = [torch.cat([pieces[i][j] for i in range(ranks)]) for j in range(ranks)]
+        self.came = self.gets[rank]
+        self.splits = AllToAllSplits.of(matrix[rank], self.sizes[rank])
+        assert self.splits == AllToAllSplits(tuple(matrix[rank]), tuple(row[rank] for row in matrix))
+
+
+def codes_are_those_of_one_process(rank: int) -> None:
+    for matrix in matrices(two_ranks.world()):
+        case = Case(matrix, rank)
+        for spec in specs():
+            for spoilt in (False, True):
+                x = hard(sum(case.sizes), 1)
+                if spoilt and len(x):
+                    x[-1, 5], x[len(x) // 2, 300] = torch.nan, -torch.inf
+                expected = qt.quantize(x, spec) if len(x) else None
+                q = dispatch.quantize_rows(x[case.own], spec)
+                for given in (q, transposed(q)):
+                    came = dispatch.exchange_operand(given, case.splits)()
+                    says = f"{spec}, {matrix}, turned {given.transposed}"
+                    assert came.shape == (len(case.came), WIDE), says
+                    if expected is not None:
+                        assert_bitwise(came.codes(), expected.codes()[case.came], says)
+                        scales = expected.scales().expand(len(x), -1)[case.came]
+                        assert_bitwise(came.scales().expand(len(case.came), -1), scales, says)
+
+
+def transposed(q: Any) -> Any:
+    """The same operand, lying as its transpose."""
+    data = pack(q.codes().t()) if q.spec.format.packed else q.data.t().contiguous()
+    scale = q.scale.t().contiguous() if isinstance(q.scale, Tensor) else q.scale
+    return Quantized(data, scale, q.spec, q.shape, True, q.tensor_factor)
+
+
+def gradients_come_back(rank: int) -> None:
+    """There and back, each with its gradient, in codes or not, bit for bit what one process has."""
+    wires: list[tuple[QuantSpec | None, QuantSpec | torch.dtype | None]]
+    wires = [(spec, None) for spec in specs()]
+    wires += [(None, None), (specs()[0], ROWS), (None, ROWS), (specs()[0], torch.float32), (ROWS, torch.bfloat16)]
+    for matrix in matrices(two_ranks.world()):
+        case = Case(matrix, rank)
+        for dtype in (torch.float32, torch.bfloat16):
+            for spec, of_gradients in wires:
+                says = f"{spec}, {of_gradients}, {dtype}, {matrix}"
+                x, g = hard(sum(case.sizes), 2, dtype), hard(sum(case.sizes), 3, dtype)
+                own = x[case.own].clone().requires_grad_()
+                y = dispatch.all_to_all(own, case.splits, spec, gradients=of_gradients)
+                z = dispatch.all_to_all(y * 3, case.splits.back, spec, gradients=of_gradients)
+                z.backward(g[case.own])
+                there = through(x, spec, dtype)
+                assert_bitwise(y.detach(), there[case.came], says)
+                assert_bitwise(z.detach(), through(there * 3, spec, dtype)[case.own], says)
+                back = through(g, of_gradients or dtype, dtype) * 3
+                assert_bitwise(own.grad, through(back, of_gradients or dtype, dtype)[case.own], f"gradient of {says}")
+
+
+def through(x: Tensor, by: QuantSpec | torch.dtype | None, dtype: torch.dtype) -> Tensor:
+    """What one process has of values that travelled."""
+    if isinstance(by, QuantSpec) and len(x):
+        return qt.quantize(x, by).dequantize().to(dtype)
+    return x.to(by).to(dtype) if isinstance(by, torch.dtype) else x
+
+
+def bytes_on_the_wire(rank: int) -> None:
+    """At 1024 features, over bf16's: one collective each way, and all-reduces of four bytes."""
+    ranks, wide = two_ranks.world(), 1024
+    splits = AllToAllSplits.even(8)
+    x = torch.randn(8 * ranks, wide).bfloat16().requires_grad_()
+    most = {"e4m3": 0.52, "e5m2": 0.52, "e3m2": 0.52, "e2m3": 0.52, "e2m1": 0.29}
+    for spec in specs():
+        with Traffic() as traffic:
+            y = dispatch.all_to_all(x, splits, spec, gradients=spec)
+        # The traffic of backward, which runs in a thread of its own, is that of the same function.
+        share = traffic.total("exchange") / (2 * x.numel())
+        assert 0.25 <= share <= most[spec.format.name], f"{spec}: {share:.3f}"
+        assert traffic.calls["exchange", torch.uint8] == 1, traffic.calls
+        # An amax, and two numbers by which ranks see that all rows fit.
+        assert traffic.total("reduce") <= 4 + 24
+        y.sum().backward()
+    with Traffic() as traffic:
+        dispatch.all_to_all(x, splits)
+    assert traffic.total("exchange") == 2 * x.numel()
+
+
+def sizes_on_a_device_and_what_is_wrong(rank: int) -> None:
+    ranks = two_ranks.world()
+    sent = [rank + i for i in range(ranks)]
+    for given in (sent, torch.tensor(sent), torch.tensor(sent, dtype=torch.int32)):
+        splits = AllToAllSplits.of(given, sum(sent))
+        assert splits.received == tuple(i + rank for i in range(ranks))
+        assert splits.back.back == splits
+    # All ranks raise where one of them is wrong.
+    for wrong, first in (
+        ([2] * (ranks - 1) + [1], "must add up"),
+        ([-1] + [2] * (ranks - 1), "must add up"),
+        ([2] * (ranks + 1), "give one for each rank"),
+        (None, "is no sequence of numbers"),
+        (["two"] * ranks, "is no sequence of numbers"),
+    ):
+        with pytest.raises(ValueError, match=first if rank == 0 else r"ranks \[0\] of the group sent other rows"):
+            AllToAllSplits.of(wrong if rank == 0 else [2] * ranks, 2 * ranks)
+    x, even = torch.randn(2 * ranks, 64), AllToAllSplits.even(2)
+    with pytest.raises(ValueError, match="must add up"):
+        dispatch.all_to_all(x[1:], even)
+    for spec, says in (
+        (QuantSpec(quaver.E4M3, (128, 128)), "scales of their own or one for all"),
+        (QuantSpec(quaver.E4M3, (1, 32), rounding="stochastic"), "rounded to nearest"),
+        (QuantSpec(quaver.E2M1, (1, 16), "two_level", hadamard=True), "a layer rotates what it gets"),
+    ):
+        for options in ({"spec": spec}, {"gradients": spec}):
+            with pytest.raises(ValueError, match=says):
+                dispatch.all_to_all(x, even, **options)
+    with pytest.raises(ValueError, match="as a matrix of float32, bfloat16 or float16"):
+        dispatch.all_to_all(x.double(), even)
+    with pytest.raises(ValueError, match=r"not as torch\.float64"):
+        dispatch.all_to_all(x, even, gradients=torch.float64)
+    dist.barrier()
+
+
+def what_one_rank_cannot_send_all_refuse(rank: int) -> None:
+    """Each rank in its turn has rows that do not fit: all raise, with what it has, and the next exchange goes well."""
+    ranks = two_ranks.world()
+    x, even = torch.randn(2 * ranks, 64), AllToAllSplits.even(2)
+    spec, other = specs()[0], QuantSpec(quaver.E4M3, (128, 128))
+    wrong: list[tuple[str, Any]] = [
+        ("must add up", lambda spec: dispatch.all_to_all(x[1:], even, spec)),
+        ("must add up", lambda spec: dispatch.all_to_all(x[:0], even, spec)),
+        ("as a matrix of float32", lambda spec: dispatch.all_to_all(x[None], even, spec)),
+        ("as a matrix of float32", lambda spec: dispatch.all_to_all(x.double(), even, spec)),
+        ("width 32", lambda spec: dispatch.all_to_all(x[:, :32].contiguous(), even, spec)),
+        (r"dtype torch\.bfloat16", lambda spec: dispatch.all_to_all(x.bfloat16(), even, spec)),
+        ("scales of their own", lambda spec: dispatch.all_to_all(x, even, other)),
+        ("torch.bfloat16", lambda spec: dispatch.all_to_all(x, even, spec, gradients=torch.bfloat16)),
+    ]
+    for of in range(ranks):
+        for given in (None, spec):
+            for says, call in wrong:
+                with pytest.raises(ValueError, match=f"rank {of}: [^;]*{says}"):
+                    call(given) if rank == of else dispatch.all_to_all(x, even, given)
+                assert dispatch.all_to_all(x, even, given).shape == x.shape
+
+
+CASES = [
+    codes_are_those_of_one_process,
+    gradients_come_back,
+    bytes_on_the_wire,
+    sizes_on_a_device_and_what_is_wrong,
+    what_one_rank_cannot_send_all_refuse,
+]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.ranks
+def test_rows_arrive_as_one_process_has_them(ranks: int, tmp_path: Path) -> None:
+    two_ranks.run(__name__, tmp_path, ranks)
+
+
+if __name__ == "__main__":
+    two_ranks.main(CASES)

@@ -1,0 +1,535 @@
+"""Histories roll with the step that their layers ran in: several models in one loop train as each does alone."""
+
+import copy
+import gc
+import importlib.util
+import itertools
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import quaver.torch as qt
+from quaver import recipes
+from quaver.torch.state.history import roll, scaling_step
+from quaver.torch.state.layer_state import state_of
+from tests.close import assert_bitwise
+
+#: The newest amax alone decides, so that a roll too many or too few is seen in the next factors.
+RECIPE = recipes.delayed(history=3, algorithm="most_recent")
+
+
+def net() -> nn.Sequential:
+    first, second = qt.Linear(16, 16), qt.Linear(16, 16)
+    return nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), second)
+
+
+def with_torchs_checkpoint(model: nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = checkpoint(model, x, use_reentrant=False)
+    return y
+
+
+class Player:
+    """A model in a loop with others: what happens to it is noted, so that it can be repeated without the others."""
+
+    def __init__(
+        self, model: nn.Module, call: Callable[[nn.Module, Tensor], Tensor] = lambda model, x: model(x)
+    ) -> None:
+        self.model, self.before, self.call = model, copy.deepcopy(model), call
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        self.events: list[tuple[str, Any]] = []
+        self.outputs: list[Tensor] = []
+
+    def __call__(self, x: Tensor, entry: int) -> Tensor:
+        """Run forward in the autocast of this number."""
+        number = len(self.outputs)
+        self.events.append(("forward", (x.detach().clone(), entry, torch.is_grad_enabled())))
+        y = self.call(self.model, x)
+        self.outputs.append(y.detach().clone())
+        if y.requires_grad:
+            y.register_hook(lambda g: self.events.append(("backward", (number, g.clone()))))
+        return y
+
+    def step(self) -> None:
+        self.events.append(("step", None))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def forget(self) -> None:
+        """Drop gradients that came on the way to another model."""
+        self.events.append(("forget", None))
+        self.optimizer.zero_grad()
+
+    def assert_as_alone(self) -> None:
+        """The same forwards, backwards and steps of the copy give the same outputs, weights and histories."""
+        model, outputs = self.before, list[Tensor]()
+        with ExitStack() as stack:
+            self._repeat(model, outputs, stack)
+        outputs.clear()
+        gc.collect()
+        roll.roll_all()
+        for name, value in self.model.state_dict().items():
+            assert_bitwise(model.state_dict()[name], value, name)
+
+    def _repeat(self, model: nn.Module, outputs: list[Tensor], stack: ExitStack) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        now = None
+        for kind, group in itertools.groupby(self.events, lambda event: event[0]):
+            events = [told for _, told in group]
+            if kind == "forward":
+                for x, entry, training in events:
+                    if entry != now:
+                        stack.close()
+                        stack.enter_context(torch.set_grad_enabled(training))
+                        stack.enter_context(qt.autocast(RECIPE))
+                        now = entry
+                    outputs.append(self.call(model, x.requires_grad_(training)))
+                    assert_bitwise(outputs[-1], self.outputs[len(outputs) - 1], f"output {len(outputs)}")
+                continue
+            stack.close()
+            now = None
+            if kind == "backward":
+                torch.autograd.backward([outputs[number] for number, _ in events], [g for _, g in events], True)
+            else:
+                if kind == "step":
+                    optimizer.step()
+                if kind != "pause":
+                    optimizer.zero_grad()
+
+
+CALLS = pytest.mark.parametrize(
+    "call", [lambda model, x: model(x), with_torchs_checkpoint], ids=["plain", "checkpoint"]
+)
+
+
+def data(i: int, wild: float = 1.0) -> Tensor:
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(i)) * (1 + i % 3) * wild
+
+
+@CALLS
+def test_a_model_between_its_forward_and_its_backward_is_left_alone(
+    call: Callable[[nn.Module, Tensor], Tensor],
+) -> None:
+    one, other = Player(net(), call), Player(net())
+    for i in range(4):
+        with qt.autocast(RECIPE):
+            y = one(data(i), 2 * i)
+        recorded = one.model[0].history.clone()
+        with qt.autocast(RECIPE):
+            z = other(data(i + 7), 2 * i + 1)
+        assert_bitwise(one.model[0].history, recorded, "the other's autocast rolled it")
+        y.square().sum().backward()
+        z.square().sum().backward()
+        one.step()
+        other.step()
+    for player in (one, other):
+        player.assert_as_alone()
+
+
+def test_a_retained_graph_owes_its_backward() -> None:
+    one, other = Player(net()), Player(net())
+    for i in range(3):
+        with qt.autocast(RECIPE):
+            y = one(data(i), 2 * i)
+        y.sum().backward(retain_graph=True)
+        recorded = one.model[0].history.clone()
+        with qt.autocast(RECIPE):
+            other(data(i), 2 * i + 1).sum().backward()
+        assert_bitwise(one.model[0].history, recorded)
+        one.events.append(("pause", None))
+        y.square().sum().backward()
+        one.step()
+    one.assert_as_alone()
+
+
+@CALLS
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_student_learns_of_a_teacher(inside: bool, call: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    teacher, student = Player(net()), Player(net(), call)
+    for i in range(4):
+        if inside:
+            with qt.autocast(RECIPE):
+                y = student(data(i), 2 * i)
+                with torch.no_grad():
+                    target = teacher(data(i), 2 * i)
+        else:
+            with qt.autocast(RECIPE):
+                y = student(data(i), 2 * i)
+            with torch.no_grad(), qt.autocast(RECIPE):
+                target = teacher(data(i), 2 * i + 1)
+        (y - target).square().mean().backward()
+        student.step()
+    student.assert_as_alone()
+    assert not any("history" in name for name, _ in teacher.model.named_buffers())
+
+
+@CALLS
+def test_two_models_teach_each_other(call: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    """Both have forwards that owe their backward when the other enters its autocast."""
+    players = [Player(net(), call), Player(net(), call)]
+    for i in range(4):
+        outputs = []
+        for number, player in enumerate(players):
+            with qt.autocast(RECIPE):
+                outputs.append(player(data(i), 2 * i + number))
+        for number, player in enumerate(players):
+            (outputs[number] - outputs[1 - number].detach()).square().mean().backward(retain_graph=number == 0)
+            player.step()
+    for player in players:
+        player.assert_as_alone()
+
+
+@CALLS
+@pytest.mark.parametrize("again", [True, False], ids=["a second forward", "the first graph"])
+def test_a_generator_and_a_discriminator(again: bool, call: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    generator, discriminator = Player(net(), call), Player(net(), call)
+    for i in range(4):
+        entry = 3 * i
+        with qt.autocast(RECIPE):
+            generated = generator(data(i), entry)
+        with qt.autocast(RECIPE):
+            loss = discriminator(data(i + 9), entry + 1).mean() - discriminator(generated.detach(), entry + 1).mean()
+        loss.backward()
+        discriminator.step()
+        with qt.autocast(RECIPE):
+            if again:
+                generated = generator(data(i + 5), entry + 2)
+            judged = discriminator(generated, entry + 2)
+        judged.square().mean().backward()
+        generator.step()
+        discriminator.forget()
+    for player in (generator, discriminator):
+        player.assert_as_alone()
+
+
+class Turn(nn.Module):
+    """Where a forward waits for its turn."""
+
+    wait: Callable[[], None] = staticmethod(lambda: None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.wait()
+        return x
+
+
+def train(model: nn.Module, count: int, enter: Callable[[], Any], wait: Callable[[], None] = lambda: None) -> Tensor:
+    """Outputs of a few steps, each of two forwards whose backwards come after both."""
+    optimizer, every_output = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for i in range(count):
+        outputs = []
+        for part in range(2):
+            with enter():
+                outputs.append(model(data(2 * i + part)))
+            wait()
+        for y in outputs:
+            y.square().sum().backward()
+            wait()
+        every_output += [y.detach() for y in outputs]
+        optimizer.step()
+        optimizer.zero_grad()
+        wait()
+    return torch.stack(every_output)
+
+
+@pytest.mark.parametrize("converted", [False, True], ids=["autocast", "converted"])
+def test_two_threads_in_lockstep_train_as_each_alone(converted: bool) -> None:
+    models = [net().insert(3, Turn()) for _ in range(2)]
+    if converted:
+        for model in models:
+            qt.convert(model, RECIPE)
+    alone = [copy.deepcopy(model) for model in models]
+    # One of them runs under autocast whatever the other does.
+    enter = [ExitStack if converted else lambda: qt.autocast(RECIPE), lambda: qt.autocast(RECIPE)]
+    expected = [train(model, 4, each) for model, each in zip(alone, enter, strict=True)]
+    turns, got = threading.Barrier(2, timeout=60), dict[int, Tensor]()
+
+    def others_turn() -> None:
+        turns.wait()
+        turns.wait()
+
+    def work(number: int) -> None:
+        # Each forward, half a forward and backward of one lies between two of the other.
+        models[number][3].wait = others_turn
+        if number == 1:
+            turns.wait()
+        got[number] = train(models[number], 4, enter[number], others_turn)
+        if number == 0:
+            turns.wait()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number in range(2):
+        assert_bitwise(got[number], expected[number])
+
+
+def test_two_converted_models_in_turns_roll_each_its_own() -> None:
+    models = [net(), net()]
+    for model in models:
+        qt.convert(model, RECIPE)
+    alone = [copy.deepcopy(model) for model in models]
+    expected = [train(model, 3, ExitStack) for model in alone]
+    got: list[list[Tensor]] = [[], []]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for i in range(3):
+        outputs: list[list[Tensor]] = [[], []]
+        for part in range(2):
+            for number, model in enumerate(models):
+                outputs[number].append(model(data(2 * i + part)))
+        for number, optimizer in enumerate(optimizers):
+            for y in outputs[number]:
+                y.square().sum().backward()
+            got[number] += [y.detach() for y in outputs[number]]
+            optimizer.step()
+            optimizer.zero_grad()
+    for one, want in zip(got, expected, strict=True):
+        assert_bitwise(torch.stack(one), want)
+
+
+@pytest.mark.parametrize("validates", ["eval", "with gradients"])
+def test_validation_between_micro_batches_changes_nothing(validates: str) -> None:
+    """One whose graph is dropped leaves no backward owed, but its amaxes are a forward's with gradients."""
+    models = [net(), net()]
+    models[1].load_state_dict(models[0].state_dict())
+    other = net()
+    got = []
+    for model, watched in zip(models, (False, True), strict=True):
+
+        def validate(model: nn.Module = model, watched: bool = watched) -> None:
+            if watched and validates == "eval":
+                with torch.no_grad(), qt.autocast(RECIPE):
+                    model.eval()(data(99, 100.0))
+                model.train()
+            elif watched:
+                with qt.autocast(RECIPE):
+                    other(data(99, 100.0))
+
+        got.append(train(model, 3, lambda: qt.autocast(RECIPE), validate))
+    assert_bitwise(got[1], got[0])
+
+
+def test_a_copy_joins_a_step_of_its_own() -> None:
+    model = net()
+    with qt.autocast(RECIPE):
+        y = model(data(0))
+        twin = copy.deepcopy(model)
+    assert state_of(model[0]).step is not None and state_of(twin[0]).step is None
+    with qt.autocast(RECIPE):
+        twin(data(1)).sum().backward()
+    recorded = model[0].history[0].clone()
+    assert recorded[0] > 0 and twin[0].history[-1, 0] == recorded[0]
+    y.sum().backward()
+    assert_bitwise(model[0].history[0, :2], recorded[:2])
+
+
+def test_a_layer_that_two_threads_share_does_not_roll_within_an_autocast() -> None:
+    layer = qt.Linear(16, 16)
+    with qt.autocast(RECIPE):
+        layer(data(0)).sum().backward()
+        before = layer.history[0].clone()
+
+        def elsewhere() -> None:
+            with qt.autocast(RECIPE):
+                layer(torch.zeros(8, 16)).sum().backward()
+
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        assert_bitwise(layer.history[0], before)
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert_bitwise(layer.history[-1], before)
+
+
+def test_forwards_without_a_backward_do_not_hold_memory() -> None:
+    """Neither the steps nor what they owe outlive the layers and their graphs."""
+    model = net()
+    for i in range(5):
+        with qt.autocast(RECIPE):
+            y = model(data(i))
+    step = state_of(model[0]).step
+    assert len(step.pending) == 3
+    del y
+    assert not step.pending
+    with qt.autocast(RECIPE):
+        assert model[0].history[-1, 0] > 0 and model[0].history[0, 0] == 0
+    alive = sum(type(o) is scaling_step.ScalingStep for o in gc.get_objects())
+    for i in range(20):
+        with qt.autocast(RECIPE):
+            net()(data(i))
+    gc.collect()
+    assert sum(type(o) is scaling_step.ScalingStep for o in gc.get_objects()) <= alive + 1
+
+
+def test_torch_tells_whether_a_graph_is_retained() -> None:
+    """By a private name, without which a graph counts as freed."""
+    seen = []
+
+    class Ask(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            seen.append(scaling_step.graph_is_retained())
+            return g
+
+    y = Ask.apply(torch.ones(2, requires_grad=True)).sum()
+    y.backward(retain_graph=True)
+    y.backward()
+    assert seen == [True, False]
+
+
+def test_without_torchs_word_a_graph_counts_as_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C._autograd, "_get_current_graph_task_keep_graph", raising=False)
+    spec = importlib.util.find_spec(scaling_step.__name__)
+    assert spec is not None and spec.loader is not None
+    again = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(again)
+    assert not again.graph_is_retained()
+
+
+def bypassed(model: nn.Module, x: Tensor) -> Tensor:
+    """As PEFT calls a model: its hooks do not run."""
+    y: Tensor = model.forward(x)
+    return y
+
+
+def by_parts(model: Any, x: Tensor) -> Tensor:
+    """As a LightningModule's training_step does."""
+    for part in model:
+        x = part(x)
+    return x
+
+
+def checkpointed(model: nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = checkpoint(by_parts, model, x, use_reentrant=False)
+    return y
+
+
+def scaled(model: nn.Module, call: Callable[[nn.Module, Tensor], Tensor], micro: int) -> list[Tensor]:
+    """Losses of a loop with a GradScaler whose third step overflows, and with validation between steps."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for i in range(6):
+        for part in range(micro):
+            loss = call(model, data(i * micro + part, float("inf") if i == 2 else 1.0)).square().mean()
+            losses.append(loss.detach())
+            scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            losses.append(call(model, data(99, 100.0)).square().mean())
+    return losses
+
+
+@pytest.mark.parametrize("call", [bypassed, by_parts, checkpointed])
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("wrapped", [False, True], ids=["converted", "in a wrapper that was converted"])
+def test_a_model_whose_root_is_not_called_trains_as_one_whose_root_is(
+    call: Callable[[nn.Module, Tensor], Tensor], micro: int, wrapped: bool
+) -> None:
+    models = [net() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        qt.convert(nn.ModuleDict({"m": model}) if wrapped and model is models[1] else model, RECIPE)
+    expected = scaled(models[0], lambda model, x: model(x), micro)
+    got = scaled(models[1], call, micro)
+    assert_bitwise(torch.stack(got), torch.stack(expected))
+    roll.roll_all()
+    for name, value in models[0].state_dict().items():
+        assert_bitwise(models[1].state_dict()[name], value, name)
+
+
+def test_two_models_in_turns_whose_roots_are_not_called_train_as_each_alone() -> None:
+    """The second starts its step between the first's forward and backward, and has its first of two."""
+    models = [net(), net()]
+    for model in models:
+        qt.convert(model, RECIPE)
+    alone = [copy.deepcopy(model) for model in models]
+    expected = [scaled(model, lambda model, x: model(x), 1)[::2] for model in alone]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10) for _ in models]
+    got: list[list[Tensor]] = [[], []]
+    for i in range(6):
+        losses = [bypassed(m, data(i, float("inf") if i == 2 else 1.0)).square().mean() for m in models]
+        for number in (1, 0) if i % 2 else (0, 1):
+            scalers[number].scale(losses[number]).backward()
+            got[number].append(losses[number].detach())
+            scalers[number].step(optimizers[number])
+            scalers[number].update()
+            optimizers[number].zero_grad()
+    for number in range(2):
+        assert_bitwise(torch.stack(got[number]), torch.stack(expected[number]))
+
+
+@pytest.mark.parametrize("keeps", ["its graphs", "a retained graph"])
+def test_a_loop_that_keeps_graphs_alive_rolls_nevertheless(keeps: str) -> None:
+    model, other = net(), net()
+    other.load_state_dict(model.state_dict())
+    qt.convert(model, RECIPE)
+    qt.convert(other, RECIPE)
+    held: list[Tensor] = []
+    for i in range(4):
+        for each, call in ((model, bypassed), (other, lambda model, x: model(x))):
+            loss = call(each, data(i)).square().sum()
+            loss.backward(retain_graph=keeps == "a retained graph")
+            if keeps == "its graphs":
+                held.append(call(each, data(i + 1)))
+            else:
+                held.append(loss)
+            for p in each.parameters():
+                p.grad = None
+    assert model[0].history[1:].any()
+    # A forward that nothing follows joins the step of the next one, or has one of its own: factors follow either way.
+    assert_bitwise(model[0].factor != 0, other[0].factor != 0)
+
+
+def test_a_layer_with_a_recipe_of_its_own_rolls_without_autocast() -> None:
+    layer, other = (qt.Linear(16, 16, recipe=RECIPE) for _ in range(2))
+    other.load_state_dict(layer.state_dict())
+    for i in range(4):
+        y = layer(data(i))
+        with qt.autocast(RECIPE):
+            z = other(data(i))
+        assert_bitwise(y, z)
+        y.square().sum().backward()
+        z.square().sum().backward()
+    assert layer.history[1:].all() and layer.factor.all()
+
+
+def test_a_step_begins_while_another_thread_makes_a_layers_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(layer: nn.Module) -> None:
+        with qt.autocast(RECIPE):
+            layer(torch.ones(2, 16)).sum().backward()
+
+    other, failed = qt.Linear(16, 16), []
+    train(other)
+    register = nn.Module.register_buffer
+
+    def step_of_another() -> None:
+        try:
+            train(other)
+        except Exception as error:
+            failed.append(error)
+
+    def interrupted(self: nn.Module, name: str, *args: Any, **options: Any) -> None:
+        if name == "factor":
+            thread = threading.Thread(target=step_of_another)
+            thread.start()
+            thread.join()
+        register(self, name, *args, **options)
+
+    monkeypatch.setattr(nn.Module, "register_buffer", interrupted)
+    train(qt.Linear(16, 16))
+    assert not failed

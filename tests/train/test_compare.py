@@ -1,0 +1,246 @@
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import time
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quaver.train import checkpoint, data, files, report
+from quaver.train.compare import Comparison, SeedRun, compare_runs, interval_of, paired
+from quaver.train.config import to_toml
+from quaver.train.loop import run_training
+from quaver.train.metrics import read
+from quaver.train.plots import plot_comparison, plot_loss, spread
+from quaver.train.report import time_left
+from tests import forked
+from tests.train.conftest import MakeConfig
+
+
+def made_up(recipe: str, seed: int, offset: float, make_config: MakeConfig, failure: str | None = None) -> SeedRun:
+    records = []
+    for step in range(1, 11):
+        loss = 5 - step / 4 + offset + seed / 10
+        records.append({"step": step, "loss": loss, "tokens_per_second": 100.0 + step, "seconds": step})
+    records.append({"step": 10, "validation_loss": 2.0 + offset + seed / 10, "seconds": 10})
+    return SeedRun(config=make_config(recipe=recipe, seed=seed), records=tuple(records), failure=failure)
+
+
+def test_the_pair_takes_the_seeds_spread_away(make_config: MakeConfig, tmp_path: Path) -> None:
+    runs = [made_up("bf16", seed, 0, make_config) for seed in (0, 1, 2)]
+    runs += [made_up("mxfp8", seed, 0.01 * (seed + 1), make_config) for seed in (0, 1, 2)]
+    row = Comparison(folder=tmp_path, runs=tuple(runs), jobs=1).row("mxfp8")
+    assert row.difference == pytest.approx(0.02) and row.error == pytest.approx(0.01 / math.sqrt(3))
+    assert row.loss == pytest.approx(2.12) and row.seeds == 3
+    assert row.interval == pytest.approx(4.303 * row.error, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("number", "t"), [(2, 12.706), (3, 4.303), (11, 2.228), (16, 2.131), (31, 2.042), (1001, 1.962)]
+)
+def test_an_interval_is_students(number: int, t: float) -> None:
+    assert interval_of(1.0, number) == pytest.approx(t, abs=0.01)
+
+
+def test_a_report_of_two_seeds_has_a_wide_interval_and_says_what_speeds_are(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    runs = [made_up("bf16", seed, 0, make_config) for seed in (0, 1)]
+    runs += [made_up("mxfp8", seed, 0.001 * (seed + 1), make_config) for seed in (0, 1)]
+    text = report.write_report(Comparison(folder=tmp_path, runs=tuple(runs), jobs=1), []).read_text()
+    assert "+0.0015 ± 0.0064" in text and "two seeds say little" in text
+    assert "exact emulation on a CPU" in text
+
+
+def test_the_time_left_is_what_the_steps_so_far_took() -> None:
+    assert time_left(60, 100, 400) == "about 3 min left"
+    assert time_left(10, 100, 400) == "about 30 s left"
+    assert time_left(10, 0, 400) == time_left(10, 400, 400) == ""
+
+
+def test_one_seed_has_no_error() -> None:
+    assert paired([0.5]) == (0.5, None)
+    assert paired([]) == (None, None)
+
+
+def test_a_failed_run_is_named_and_the_others_are_reported(make_config: MakeConfig, tmp_path: Path) -> None:
+    runs = (
+        made_up("bf16", 0, 0, make_config),
+        made_up("mxfp8", 0, 0.1, make_config),
+        made_up("nvfp4", 0, 0, make_config, failure="it ran away"),
+    )
+    comparison = Comparison(folder=tmp_path, runs=runs, jobs=2)
+    picture = plot_comparison(comparison, tmp_path / "compare.png")
+    text = report.write_report(comparison, [picture]).read_text()
+    assert "| mxfp8 | 2.1000 | +0.1000 one seed | +5.00 % |" in text
+    assert "nvfp4 seed 0 failed: it ran away" in text and "| nvfp4" not in text
+    assert "no interval" in text and "compare.png" in text
+
+
+@pytest.mark.parametrize("names", [["bf16"], ["nvfp4"], []])
+def test_pictures_are_made_of_whatever_finished(make_config: MakeConfig, tmp_path: Path, names: list[str]) -> None:
+    runs = tuple(
+        made_up(name, 0, 0.1, make_config, None if name in names else "failed") for name in ("bf16", "nvfp4", "mxfp8")
+    )
+    picture = plot_comparison(Comparison(folder=tmp_path, runs=runs, jobs=1), tmp_path / "compare.png")
+    assert picture.stat().st_size > 10_000 and picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_loss_is_plotted(make_config: MakeConfig, tmp_path: Path) -> None:
+    picture = plot_loss(made_up("bf16", 0, 0, make_config).records, tmp_path / "loss.png", "title", "bf16")
+    assert picture.stat().st_size > 10_000
+
+
+def test_labels_are_moved_apart() -> None:
+    moved = spread([0.0, 0.01, 0.02, 0.9], 0.1)
+    assert all(right - left > 0.0999 for left, right in pairwise(moved))
+    assert moved[3] == 0.9 and moved[0] == pytest.approx(0.04)
+    assert spread([0.5, 0.51, 0.52], 0.1) == pytest.approx([0.41, 0.51, 0.61])
+    crowded = spread([0.5] * 30, 0.1)
+    assert crowded[0] == pytest.approx(0.04) and crowded[-1] == pytest.approx(0.96)
+
+
+@pytest.mark.usefixtures("forked_runs")
+def test_compare_trains_recipes_by_seeds_each_in_its_process(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config("compared", tokens="bpe", vocab=300)
+    comparison = compare_runs(config, ["bf16", "mxfp8"], seeds=2, jobs=2)
+    assert not comparison.failures and len(comparison.runs) == 4
+    assert comparison.row("bf16").difference == 0.0
+    row = comparison.row("mxfp8")
+    assert row.difference is not None and 0 < abs(row.difference) < 0.1 and row.error is not None
+    alone = run_training(make_config("alone", tokens="bpe", vocab=300, recipe="mxfp8", seed=1))
+    assert comparison.finished("mxfp8")[1].losses == alone.losses
+
+    again = compare_runs(config, ["bf16", "mxfp8"], seeds=2, resume=True)
+    assert again.runs == comparison.runs
+    with pytest.raises(ValueError, match="already holds a run"):
+        compare_runs(config, ["bf16", "mxfp8"], seeds=2)
+    with pytest.raises(ValueError, match="has steps = 10, and now it is 20; resume with the same options"):
+        compare_runs(replace(config, steps=20), ["bf16", "mxfp8"], resume=True)
+
+
+@pytest.mark.usefixtures("forked_runs")
+def test_every_run_reads_the_text_that_was_read_first(make_config: MakeConfig, tmp_path: Path, text: Path) -> None:
+    """The comparison's folder lies in the text, as under `--text .`, and the text changes between two runs."""
+    config = make_config(str(text / "runs" / "compared"), steps=1, validate_every=0)
+    folder = Path(config.out)
+    compare_runs(config, ["bf16"])
+    (text / "00.txt").write_text("something else")
+    comparison = compare_runs(config, ["tensorwise"], resume=True)
+    assert not comparison.failures and len(comparison.runs) == 2
+    states = [json.loads((Path(run.config.out) / "step-000001/state.json").read_text()) for run in comparison.runs]
+    assert {state["text"] for state in states} == {comparison.text}
+    assert comparison.text in report.notes(comparison)[0]
+
+    with pytest.raises(ValueError, match="already holds a run; go on with it by --resume"):
+        compare_runs(config, ["bf16"])
+    with pytest.raises(ValueError, match=r"was read with text = .*, and now it is .*; resume with the same options"):
+        compare_runs(replace(config, text=(str(text / "01.txt"),)), ["bf16"], resume=True)
+    (folder / "text.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"bf16-seed0 cannot go on: .* was trained on a text of fingerprint \w+, and"):
+        compare_runs(config, ["bf16"], resume=True)
+
+
+@pytest.mark.parametrize("name", ["compare.png", "report.md", "mxfp8-seed0/loss.png", "mxfp8-seed0/log.txt"])
+def test_a_folder_in_the_place_of_a_file_is_seen_before_any_run(make_config: MakeConfig, name: str) -> None:
+    config = make_config("compared")
+    (Path(config.out) / name).mkdir(parents=True)
+    with pytest.raises(ValueError, match=rf"{name} is a folder, not a file; move it away"):
+        compare_runs(config, ["mxfp8"])
+    assert not list(Path(config.out).glob("bf16*"))
+    shutil.rmtree(Path(config.out) / name)
+    (Path(config.out) / "nvfp4-seed0").touch()
+    with pytest.raises(ValueError, match="nvfp4-seed0 is a file, not a folder; move it away"):
+        compare_runs(config, ["nvfp4"])
+    assert not list(Path(config.out).glob("bf16*"))
+
+
+def test_what_runs_write_is_no_text(make_config: MakeConfig, text: Path) -> None:
+    before = data.load(make_config())
+    first = make_config(str(text / "runs" / "first"), steps=1)
+    run_training(first)
+    after = data.load(make_config(), out=text / "runs" / "second")
+    assert after.fingerprint == before.fingerprint
+    with pytest.raises(ValueError, match="is the folder that this run writes into; give another --out"):
+        data.load(make_config(), out=text)
+
+
+def test_a_frozen_text_that_was_changed_is_refused(make_config: MakeConfig, tmp_path: Path) -> None:
+    read = data.load(make_config())
+    path = tmp_path / "text.safetensors"
+    data.write(path, data.Frozen(read.train, read.validation, "", {"text": ["a"]}))
+    again = data.load(make_config(text=(str(path),)))
+    assert again.fingerprint == read.fingerprint and np.array_equal(again.train, read.train)
+    with pytest.raises(ValueError, match="was made by other tokens than --tokens"):
+        data.load(make_config(text=(str(path),), tokens="bpe"), saved_tokenizer(tmp_path, make_config))
+    whole = path.read_bytes()
+    for place in np.random.default_rng(0).integers(0, 8 * len(whole), 40):
+        flipped = bytearray(whole)
+        flipped[place // 8] ^= 1 << place % 8
+        path.write_bytes(flipped)
+        with pytest.raises(ValueError, match=r"is not (as it was written|a text that quaver compare wrote)"):
+            data.read(path)
+
+
+def saved_tokenizer(folder: Path, make_config: MakeConfig) -> Path:
+    learnt = data.load(make_config(tokens="bpe", vocab=300)).tokenizer
+    assert learnt is not None
+    learnt.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+@pytest.mark.usefixtures("forked_runs")
+def test_no_run_goes_on_when_the_comparison_ends(make_config: MakeConfig) -> None:
+    """Whatever ends it, such as a disk that fills while a report of its own is written."""
+    config = make_config(steps=5000, checkpoint_every=0, validate_every=0)
+    metrics = Path(config.out) / "bf16-seed0" / "metrics.jsonl"
+
+    def fail(runs: object) -> None:
+        if read(metrics):
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        compare_runs(config, ["bf16"], watch=fail)
+    done = read(metrics)[-1]["step"]
+    assert checkpoint.latest(metrics.parent) == metrics.parent / f"step-{done:06d}"
+    with files.held(metrics.parent, "training"):
+        pass
+
+
+def test_a_misspelt_recipe_starts_nothing(make_config: MakeConfig, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="mxfp8"):
+        compare_runs(make_config("none"), ["mxpf8"])
+    for options in ({"seeds": 0}, {"jobs": -1}):
+        with pytest.raises(ValueError, match="it must be at least"):
+            compare_runs(make_config("none"), ["mxfp8"], **options)
+    assert not (tmp_path / "none").exists()
+
+
+def test_ctrl_c_saves_every_run(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config("stopped", steps=5000, checkpoint_every=0, validate_every=0)
+    (tmp_path / "c.toml").write_text(to_toml(config), encoding="utf-8")
+    command = [
+        sys.executable,
+        "-m",
+        "quaver.train",
+        "compare",
+        "--config",
+        str(tmp_path / "c.toml"),
+        "--quiet",
+    ]
+    command += ["--recipes", "bf16,mxfp8", "--jobs", "2"]
+    process = forked.quick.Popen(command, stderr=forked.quick.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    folders = [tmp_path / "stopped" / f"{name}-seed0" for name in ("bf16", "mxfp8")]
+    while not all(read(folder / "metrics.jsonl") for folder in folders):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and b"go on with --resume" in said and b"Traceback" not in said
+    assert all(checkpoint.latest(folder) for folder in folders)

@@ -1,0 +1,211 @@
+"""A rank that is killed, stopped, asleep or NaN is named, in one sentence, in time; what was saved is whole."""
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from quaver.train import checkpoint
+from quaver.train.config import TrainConfig, to_toml
+from quaver.train.loop import run_training
+from quaver.train.metrics import losses, read
+from quaver.train.torch import sharding
+from tests import forked
+from tests.conftest import ROOT
+from tests.train.conftest import MakeConfig
+from tests.train.test_ranks import of_rank
+
+#: Seconds that ranks wait, and that naming may take beyond it.
+TIMEOUT, LATER = 6, 10
+#: And that a start takes at most.
+LONGEST = 240
+#: In which step rank 1 fails, after a checkpoint of step 5.
+FAILS = 7
+
+
+def fail(how: str) -> None:
+    """Have this process fail in a way: in step `FAILS`, in a forward or in a backward, or as it writes a checkpoint."""
+    seen = {"steps": 0}
+
+    def write(*given: Any) -> Any:
+        print(f"fails {time.time()}", flush=True)
+        time.sleep(120)
+
+    if how == "write":
+        sharding.HuggingFaceStorageWriter.write_data = write
+        return
+
+    def forward(module: nn.Module, inputs: Any, output: Any) -> Any:
+        if not type(module).__name__.endswith("Decoder") or not torch.is_grad_enabled():
+            return None
+        seen["steps"] += 1
+        if seen["steps"] != FAILS:
+            return None
+        print(f"fails {time.time()}", flush=True)
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if how == "sleep":
+            time.sleep(120)
+        if how == "raise":
+            raise RuntimeError("the disk of this test is on fire")
+        return {"loss": lambda y: y * torch.nan, "gradient": poisoned}[how](output)
+
+    nn.modules.module.register_module_forward_hook(forward)
+
+
+def poisoned(output: Tensor) -> Tensor:
+    """The output, whose gradient is NaN."""
+    output.register_hook(lambda g: g * torch.nan)
+    return output
+
+
+def main() -> None:
+    """The command line on one rank, which fails as it is told to."""
+    from quaver.train.__main__ import main as command
+
+    how, errors, config = sys.argv[1:]
+    # As torchrun does.
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_ERROR_FILE": errors}
+    if os.environ["RANK"] == "1" and how:
+        fail(how)
+    sys.argv[1:] = ["train", "--config", config, *(["--resume"] if not how else [])]
+    command()
+
+
+class Start:
+    """Two ranks under a store of this process, of which rank 1 fails as it is told to; "" goes on from a checkpoint."""
+
+    def __init__(self, how: str, config: TrainConfig, folder: Path) -> None:
+        self.config, self.asked = config, False
+        self.store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        path = folder / f"{how or 'again'}.toml"
+        path.write_text(to_toml(config), encoding="utf-8")
+        self.errors = [folder / f"{how}-{rank}.json" for rank in range(2)]
+        self.processes = []
+        for rank, errors in enumerate(self.errors):
+            environment = {**os.environ, **of_rank(rank, 2, self.store.port), "OMP_NUM_THREADS": "1"}
+            command = [sys.executable, "-m", "tests.train.test_failing_ranks", how, str(errors), str(path)]
+            pipes = {"stdout": forked.quick.PIPE, "stderr": forked.quick.PIPE}
+            self.processes.append(forked.quick.Popen(command, cwd=ROOT, env=environment, **pipes))
+
+        #: The moment at which the first rank has ended, which it does once it has spoken.
+        self.ended = 0.0
+
+    def going(self, patient: bool) -> bool:
+        """Whether the first rank, or any if patient, is still running."""
+        codes = [each.poll() for each in self.processes]
+        if codes[0] is None and (codes[1] or 0) < 0 and not self.asked:
+            # torchrun asks the others to end once one has died.
+            self.asked = True
+            time.sleep(0.3)
+            self.processes[0].terminate()
+        if codes[0] is not None and not self.ended:
+            self.ended = time.time()
+        return None in (codes if patient else codes[:1])
+
+    def said(self) -> tuple[int | None, str, str]:
+        """The first rank's exit code, what rank 1 printed, and what both said on stderr."""
+        for each in self.processes:
+            if each.poll() is None:
+                os.kill(each.pid, signal.SIGKILL)
+        (_, first), (printed, second) = (each.communicate() for each in self.processes)
+        return self.processes[0].poll(), printed.decode(), f"{first.decode()}\n{second.decode()}"
+
+
+def outcomes(starts: dict[str, Start], patient: bool = True) -> dict[str, tuple[int | None, str, str]]:
+    """What all have said once they have ended, or the first rank of each if not patient."""
+    end = time.monotonic() + LONGEST
+    while time.monotonic() < end:
+        going = [start.going(patient) for start in starts.values()]
+        if not any(going):
+            break
+        time.sleep(0.02)
+    return {how: start.said() for how, start in starts.items()}
+
+
+def check(start: Start, outcome: tuple[int | None, str, str], sentence: str, within: float) -> None:
+    """That the sentence is said once, in time, and the checkpoint of step 5 is whole."""
+    code, printed, said = outcome
+    assert code == 1 and "fails " in printed, said
+    named = [line for line in said.splitlines() if re.search(r"\bstep [67]( \(|:)", line)]
+    assert len(named) == 1 and re.match(sentence, named[0]), said
+    assert start.ended - float(printed.split("fails ")[1].split()[0]) < within, said
+    last = checkpoint.latest(Path(start.config.out))
+    # Every file is compared with its digest.
+    assert last is not None and last.name == "step-000005" and checkpoint.load(last, {}).model
+
+
+def begun(make_config: MakeConfig, folder: Path, ways: Iterable[str], **options: Any) -> dict[str, Start]:
+    """One start for each way to fail, all at the same time."""
+    common: dict[str, Any] = {"recipe": "mxfp8", "dtype": "float32", "batch": 4, "clip": 0.0, **options}
+    return {how: Start(how, make_config(how, **common), folder) for how in ways}
+
+
+QUICK = {
+    "kill": r"rank 1 ended without a word at step [67] \(training\), of memory or a signal perhaps",
+    "loss": "stopped at step 7: the loss is nan; it comes from rank 1; ",
+    "gradient": "stopped at step 7: the gradient's norm is nan; it comes from rank 1; the first gradient",
+}
+SLOW = {
+    "stop": r"rank 1 stopped at step [67] \(training\) and does not answer, while others waited",
+    "sleep": r"rank 1 is furthest behind, at step 7 \(training\), after \d+ collectives, where it has been for ",
+}
+#: What is said of one that writes its part of a checkpoint for too long, behind the steps.
+WRITES = r"rank 1 is furthest behind, at step \d+ \(saving\), after \d+ collectives, where it has been for "
+
+
+@pytest.mark.ranks
+def test_a_rank_that_dies_or_has_a_nan_is_named_and_the_run_goes_on(make_config: MakeConfig, tmp_path: Path) -> None:
+    starts = begun(make_config, tmp_path, [*QUICK, "raise"])
+    seen = outcomes(starts)
+    for how, sentence in QUICK.items():
+        check(starts[how], seen[how], sentence, 10)
+    of_nan, of_stack = (json.loads(starts[how].errors[rank].read_text()) for how, rank in (("loss", 0), ("raise", 1)))
+    assert of_nan["message"].startswith("stopped at step 7: the loss is nan; it comes from rank 1; ")
+    assert "the disk of this test is on fire" in json.dumps(of_stack) and "Traceback" in json.dumps(of_stack)
+
+    killed = starts["kill"].config
+    before = losses(read(Path(killed.out) / "metrics.jsonl"))
+    code, _, said = outcomes({"": Start("", killed, tmp_path)})[""]
+    assert code == 0, said
+    records = read(Path(killed.out) / "metrics.jsonl")
+    after = losses(records)
+    assert {step: after[step] for step in before} == before and len(after) == 10
+    # Half of the batch twice is the same sums.
+    alone = make_config("alone", recipe="mxfp8", dtype="float32", batch=2, accumulate=2, clip=0.0)
+    assert run_training(alone).losses == after
+
+    # What a step of several ranks records, and says.
+    record = next(record for record in records if "loss" in record)
+    assert record["own_seconds_min"] <= record["own_seconds_median"] <= record["own_seconds_max"]
+    assert record["own_seconds_max"] <= record["step_seconds"] and record["slowest_rank"] in (0, 1)
+    assert 0 < record["communication"] < 1 and record["bytes_weights"] > 0 and record["bytes_gradients"] > 0
+    assert re.search(r"step \d+ of 10  loss .*% communication, 0.\d MB a rank, rank [01] slowest", said)
+
+
+@pytest.mark.ranks
+def test_a_rank_that_stands_still_is_named_when_the_others_have_waited(make_config: MakeConfig, tmp_path: Path) -> None:
+    starts = begun(make_config, tmp_path, SLOW, timeout=TIMEOUT)
+    starts |= begun(make_config, tmp_path, ["write"], timeout=TIMEOUT, async_save=True)
+    seen = outcomes(starts, patient=False)
+    for how, sentence in SLOW.items():
+        check(starts[how], seen[how], sentence, TIMEOUT + LATER)
+    # Behind the steps, too, in a group of its own.
+    code, printed, said = seen["write"]
+    assert code == 1 and re.search(WRITES, said) and len(said.strip().splitlines()) < 20, said
+    assert starts["write"].ended - float(printed.split("fails ")[1].split()[0]) < TIMEOUT + LATER, said
+
+
+if __name__ == "__main__":
+    main()

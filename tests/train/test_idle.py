@@ -1,0 +1,98 @@
+"""Every option changes what a run leaves behind, is refused, or is said to have no effect."""
+
+import json
+import warnings
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quaver.train import loop
+from quaver.train.config import TrainConfig
+from quaver.train.loop import run_training
+from tests.train.conftest import MakeConfig
+
+#: Another value of each option.
+OTHER: dict[str, Any] = {
+    **{"recipe": "tensorwise", "model": "nano-gpt2", "text": ("README.md",), "tokens": "bpe", "vocab": 300, "steps": 3},
+    **{"batch": 3, "sequence": 40, "accumulate": 2, "lr": 0.01, "final_lr": 0.5, "warmup": 2, "weight_decay": 0.3},
+    **{"optimizer": "lean", "pp_schedule": "GPipe", "pp_stages": 2},
+    **{"beta1": 0.5, "beta2": 0.5, "clip": 0.1, "seed": 4, "framework": "jax", "dtype": "float32", "device": "cuda"},
+    **{"recompute": "full", "fsdp": 2, "pp": 2, "cp": 2, "cp_how": "ring", "tp": 2, "sp": True, "timeout": 40},
+    **{"loss_chunk": 16, "capture": "step", "threads": 2, "out": "elsewhere", "validate_every": 1, "keep": 1},
+    **{"capacity": 1.5},
+    **{"validation_batches": 3, "checkpoint_every": 1, "async_save": True, "report_to": ("tensorboard",)},
+}
+#: What is seen by other tests: options of speed, memory and place, and the other framework's compiler, which is slow.
+ELSEWHERE = ("threads", "recompute", "loss_chunk", "out", "framework", "report_to", "model")
+
+
+def left_behind(config: TrainConfig) -> Any:
+    """The records but for times, and the names of files; or why it was refused. Beside it what was warned of."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        try:
+            result = run_training(config)
+        except ValueError as error:
+            return str(error), []
+    lines = (result.folder / "metrics.jsonl").read_text().splitlines()
+    times = ("seconds", "tokens_per_second")
+    records = [{key: value for key, value in json.loads(line).items() if key not in times} for line in lines]
+    files = sorted(str(path.relative_to(result.folder)) for path in result.folder.rglob("*"))
+    return (records, files), [str(each.message) for each in seen if "has no effect here" in str(each.message)]
+
+
+def test_an_option_has_an_effect_or_is_said_to_have_none(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    base = make_config(
+        "base", steps=2, warmup=1, batch=2, sequence=16, checkpoint_every=0, validate_every=0, validation_batches=1
+    )
+    expected, said = left_behind(base)
+    assert not said and OTHER.keys() == {field.name for field in fields(TrainConfig)}, "give a new option a value"
+    for name, value in OTHER.items():
+        if name in ELSEWHERE:
+            continue
+        try:
+            config = replace(base, **{"out": str(tmp_path / "runs" / name), name: value})
+        except ValueError:
+            continue  # refused
+        before = expected
+        if name == "keep":
+            before, _ = left_behind(replace(base, out=str(tmp_path / "kept"), checkpoint_every=1))
+            config = replace(config, checkpoint_every=1)
+        left, said = left_behind(config)
+        if left == before:
+            assert len(said) == 1 and said[0].startswith(f"{name} is "), f"{name} has no effect, and nothing says so"
+        else:
+            assert not said, said
+
+
+def test_what_is_said_is_so_where_it_is_said(make_config: MakeConfig) -> None:
+    """Both sides of each row: it comes with the other value alone, and goes where the option has an effect."""
+    config = make_config(steps=4, warmup=1)
+    working: dict[str, tuple[dict[str, Any], int]] = {
+        "vocab": ({"tokens": "bpe"}, 1),
+        "final_lr": ({}, 1),
+        "beta2": ({"optimizer": "lion"}, 1),
+        "capture": ({}, 1),
+        "cp_how": ({"cp": 2}, 2),
+        "async_save": ({}, 2),
+        "timeout": ({}, 2),
+    }
+    resting: dict[str, dict[str, Any]] = {
+        "final_lr": {"warmup": 4},
+        "beta2": {"optimizer": "sgd"},
+        "capture": {"framework": "jax"},
+    }
+    assert loop.IDLE.keys() == working.keys()
+    for name, (options, ranks) in working.items():
+        other = replace(config, **{name: OTHER[name]})
+        assert not [*loop.sentences(replace(other, **options), ranks)], name
+        (said,) = loop.sentences(replace(other, **resting.get(name, {})), 1)
+        assert said.startswith(f"{name} is {OTHER[name]!r}, which has no effect here: "), said
+        assert not [*loop.sentences(replace(config, **resting.get(name, {})), 1)], name
+    frozen = replace(config, vocab=300, tokens="learnt.json", text=("text.safetensors",))
+    assert not [*loop.sentences(frozen, 1)], "a comparison has learnt them"

@@ -1,0 +1,66 @@
+"""What `trained` says is what live tensors take."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from quaver.reference.optimizer_state import PRESETS
+from quaver.train import config as optimizer_name
+from quaver.train import config as recipe_name
+from quaver.train import memory
+from quaver.train.model_config import MODELS
+from quaver.train.torch.learner import TorchLearner
+from tests.train.conftest import MakeConfig
+
+
+def bytes_of(tensors: list[torch.Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", *PRESETS, "lion-lean", "sgd-balanced", "muon-lean"])
+@pytest.mark.parametrize(
+    "recipe", ["bf16", "tensorwise", "mxfp8(weight_2d=True)", "blockwise", "mxfp8 until 50%, bf16"]
+)
+def test_bytes_are_those_of_live_tensors(make_config: MakeConfig, optimizer: str, recipe: str) -> None:
+    check("nano", make_config, optimizer, recipe)
+
+
+@pytest.mark.parametrize("model", ["mixtral-tiny", "mamba2-tiny"])
+@pytest.mark.parametrize("optimizer", ["lean", "exact"])
+@pytest.mark.parametrize("recipe", ["bf16", "tensorwise"])
+def test_bytes_of_stacks_and_of_mixers_are_too(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, model: str, optimizer: str, recipe: str
+) -> None:
+    monkeypatch.setitem(MODELS, model, replace(MODELS[model], layers=1))
+    check(model, make_config, optimizer, recipe)
+
+
+def check(model: str, make_config: MakeConfig, optimizer: str, recipe: str) -> None:
+    config = make_config(model=model, optimizer=optimizer, recipe=recipe, batch=1, sequence=16)
+    first, *later = recipe_name.parts(recipe)
+    learner = TorchLearner(config, first.recipe, 256)
+    learner.step(torch.randint(256, (1, 1, 17)).numpy(), 1e-3)
+    parameters = list(learner.model.parameters())
+    scales = [value for name, value in learner.model.named_buffers() if name.endswith("weight_scale")]
+    own = learner.optimizer
+    gradients = [getattr(p.grad, "contents", None) for p in parameters]
+    gradients = [t for p, g in zip(parameters, gradients, strict=True) for t in (g.codes if g else (p.grad,))]
+    states = [t for state in own.state.values() for name, t in state.items() if name not in ("step", "amax")]
+    expected = memory.trained(MODELS[model], 256, optimizer, first.recipe, config.dtype, codes=not later)
+    assert expected.weight == bytes_of([*parameters, *scales])
+    assert expected.gradient == bytes_of(gradients)
+    assert expected.beside + expected.moments == bytes_of(states)
+
+
+def test_presets_keep_what_they_promise() -> None:
+    """Of 8b's matrices alone, under recipes whose weight codes serve both GEMMs."""
+    from quaver.train.commands.plan import optimizers, plan
+
+    for recipe in ("tensorwise", "blockwise", "mxfp8(weight_2d=True)"):
+        planned = plan("8b", recipe, "h200")
+        number = sum(math.prod(s) for s in memory.projections(MODELS["8b"]).values())
+        held = {name: total / number for name, total in optimizers(planned).items()}
+        assert held[optimizer_name.TORCH] == 16
+        assert held["lean"] <= 5.1 and held["balanced"] <= 7.1 and held["exact"] <= 10.1

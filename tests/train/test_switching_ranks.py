@@ -1,0 +1,94 @@
+"""Ranks change their recipe together: the single process's losses, and those of a run that was resumed."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quaver.recipes.schedule import SMOOTHED
+from quaver.train.config import TrainConfig
+from quaver.train.loop import run_training
+from quaver.train.metrics import read, switches
+from tests.train.conftest import MakeConfig
+from tests.train.test_ranks import DELAYED, PAIR, losses_of, plain, recorded, start
+
+COMMON: dict[str, Any] = {"dtype": "float32", "batch": 4, "final_lr": 1.0, "keep": 0, "clip": 0.0}
+#: Weights travel as codes and then in high precision, the other way round, and in other codes.
+OVER_TIME = {
+    "to-bf16": "mxfp8 until 5, bf16",
+    "from-bf16": "bf16 until 5, mxfp8",
+    "between": "tensorwise until 3, mxfp8 until 70%, bf16",
+}
+
+
+def records_of(config: TrainConfig) -> list[dict[str, Any]]:
+    return read(Path(config.out) / "metrics.jsonl")
+
+
+def begun_at(config: TrainConfig, step: int, **options: Any) -> TrainConfig:
+    """A run in a folder as another one's was after a step."""
+    folder = Path(f"{config.out}-at-{step}")
+    shutil.copytree(config.out, folder)
+    for later in folder.glob("step-*"):
+        if int(later.name[5:]) > step:
+            shutil.rmtree(later)
+    return replace(config, out=str(folder), **options)
+
+
+@pytest.mark.ranks
+def test_ranks_change_their_recipe_as_the_single_process_does(make_config: MakeConfig, tmp_path: Path) -> None:
+    runs = {name: make_config(name, fsdp=2, recipe=text, **COMMON) for name, text in OVER_TIME.items()}
+    between = runs["between"] = replace(runs["between"], checkpoint_every=1)
+    # Its mean loss is below 9 as soon as there is one.
+    steps = SMOOTHED + 3
+    by_loss = make_config("loss", fsdp=2, recipe="mxfp8 until loss<9, bf16", steps=steps, checkpoint_every=1, **COMMON)
+    start([*runs.values(), by_loss], tmp_path / "two", 2)
+    resumed = [begun_at(between, step) for step in (2, 3, 4, 7)]
+    resumed += [begun_at(by_loss, step) for step in (SMOOTHED - 1, SMOOTHED, SMOOTHED + 1)]
+    start(resumed, tmp_path / "resumed", 2)
+
+    for name, config in runs.items():
+        one = plain(config, f"{name}-one", batch=2, accumulate=2)
+        run_training(one)
+        assert losses_of(recorded(one)) == losses_of(recorded(config)), name
+        sent = [record["bytes_weights"] for record in records_of(config) if "loss" in record]
+        as_codes = sent[:5] if name == "to-bf16" else sent[5:] if name == "from-bf16" else sent[:7]
+        high = [size for size in sent if size not in as_codes]
+        assert len(high) == len(sent) - len(as_codes) and max(as_codes) < min(high), f"{name}: {sent}"
+    assert switches(records_of(between)) == {4: 2, 8: 3}
+    assert switches(records_of(by_loss)) == {SMOOTHED + 1: 2}
+    for config in resumed:
+        whole = between if "between" in config.out else by_loss
+        assert recorded(config) == recorded(whole), config.out
+        assert switches(records_of(config)) == switches(records_of(whole))
+
+
+@pytest.mark.ranks
+def test_layers_and_stages_in_parts_go_on_as_from_a_checkpoint(make_config: MakeConfig, tmp_path: Path) -> None:
+    """Under the next recipe alone, which knows nothing of a schedule."""
+    common = COMMON | {"sequence": 64, "model": PAIR, "steps": 6, "checkpoint_every": 2}
+    grid = make_config("grid", fsdp=2, tp=2, sp=True, **common)
+    staged = make_config("staged", fsdp=2, pp=2, **common | {"batch": 2, "accumulate": 2})
+    whole = {grid: ("tensorwise", "mxfp8", "bf16"), staged: (DELAYED, "mxfp8", "bf16")}
+    text = "{} until 2, {} until 4, {}".format
+    runs = [replace(config, recipe=text(*recipes)) for config, recipes in whole.items()]
+    history = {"recipe": text("bf16", DELAYED, "mxfp8"), "checkpoint_every": 3, "out": f"{grid.out}-history"}
+    with_history = replace(grid, **history)
+    start([*runs, with_history], tmp_path / "four", 4)
+    apart = [
+        begun_at(run, step, recipe=recipe, steps=step + 2)
+        for run, recipes in zip(runs, whole.values(), strict=True)
+        for step, recipe in ((2, recipes[1]), (4, recipes[2]))
+    ]
+    resumed = begun_at(with_history, 3)
+    start([*apart, resumed], tmp_path / "apart", 4)
+    assert recorded(resumed) == recorded(with_history)
+    for config in apart:
+        step = int(config.out[-1])
+        run = runs["staged" in config.out]
+        own, of_run = (losses_of(recorded(each)) for each in (config, run))
+        under = [f"step {step + 1}", f"step {step + 2}"]
+        assert [own[name] for name in under] == [of_run[name] for name in under], config.out
+        assert switches(records_of(run)) == {3: 2, 5: 3}
