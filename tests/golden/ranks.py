@@ -213,10 +213,10 @@ for name in ("bf16", "tensorwise", "mxfp8", "nvfp4"):
 
 def exchanged(recipe: str, record: Record, rank: int) -> None:
     """Rows that travel as codes: exact."""
-    splits = find("quaver.torch.parallel", "Splits").even(8)
+    splits = find("quaver.torch.parallel", "AllToAllSplits").even(8)
     spec = recipes.get(recipe).fprop.a
     x = torch.from_numpy(values(16, 96, seed=rank)).requires_grad_()
-    y = find("quaver.torch.parallel", "exchange")(x, splits, spec)
+    y = find("quaver.torch.parallel", "all_to_all")(x, splits, spec)
     y.backward(torch.from_numpy(values(*y.shape, seed=60 + rank)))
     record.exact(y=y, dx=x.grad)
 
@@ -231,7 +231,8 @@ def pipeline(schedule: Any, recipe: str, record: Record, rank: int) -> None:
     fill(whole)
     qt.convert(whole, RECIPES[recipe])
     of_rank = [rank + RANKS * number for number in range(per_rank)]
-    stages = [find("quaver.torch.parallel", "stage")(whole[i], i, len(whole), torch.empty(8, 64)) for i in of_rank]
+    stage = find("quaver.torch.parallel", "pipeline_stage")
+    stages = [stage(whole[i], i, len(whole), torch.empty(8, 64)) for i in of_rank]
     run = schedule(
         stages[0] if per_rank == 1 else stages, n_microbatches=4, loss_fn=lambda y, target: (y - target).square().mean()
     )

@@ -124,7 +124,7 @@ def rows() -> list[Row]:
             )
             for how in hows
         ),
-        Row("`exchange`", sent(), call=send),
+        Row("`all_to_all`", sent(), call=send),
         Row("`ExpertParallel`", test_experts.STEPS, call=divide),
         Row("`quantize_gradients`", test_gradients.TRAINED, test_gradients.LONG),
         Row("stages, backwards in two parts", test_pipeline.SPLIT, test_pipeline.LONG),

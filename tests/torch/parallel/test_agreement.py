@@ -144,7 +144,9 @@ def expert_parallelism(rank: int) -> None:
     moe.requires_grad_(True)
     moe(x).sum().backward()
     rows, splits = torch.ones(4, 64), AllToAllSplits.even(2)
-    refused("differ at exchange: rank 0: width 64; rank 1: width 32", lambda: all_to_all(rows[:, : 64 >> rank], splits))
+    refused(
+        "differ at all_to_all: rank 0: width 64; rank 1: width 32", lambda: all_to_all(rows[:, : 64 >> rank], splits)
+    )
 
 
 def weights_gathered_as_codes(rank: int) -> None:

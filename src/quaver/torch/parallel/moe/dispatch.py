@@ -161,11 +161,11 @@ def all_to_all(
 ) -> Tensor:
     """Rows of other ranks for rows of this one, in codes, and their gradients back the same way.
 
-    `exchange(x, splits, spec)` dispatches tokens, and `exchange(y, splits.back, spec)` combines what became of them.
+    `all_to_all(x, splits, spec)` dispatches tokens; `all_to_all(y, splits.back, spec)` returns their outputs.
 
     Args:
         x: [rows, k] that lie by the rank they go to: float32, bfloat16 or float16, one dtype and k on all ranks.
-        splits: `Splits.of`, or `Splits.even` for a capacity.
+        splits: `AllToAllSplits.of`, or `AllToAllSplits.even` for a capacity.
         spec: how rows travel, as `quantize_rows` takes it; None sends them as they are.
         gradients: how their gradients travel: a spec, a dtype, or None for x's dtype.
         group: process group; None is the default one.
@@ -183,7 +183,7 @@ def all_to_all(
     width = x.shape[1] if x.dim() == 2 else None
     backward = torch.is_grad_enabled() and x.requires_grad
     what = {"width": width, "dtype": x.dtype, "spec": spec, "gradients by": gradients, "gradient": backward}
-    check_agreement("exchange", what, group, error=why)
+    check_agreement("all_to_all", what, group, error=why)
     y: Tensor = _AllToAllFunction.apply(x, splits, spec, x.dtype if gradients is None else gradients, group)
     return y
 

@@ -56,7 +56,7 @@ def why_partial(layer: nn.Module, name: str, x: Tensor) -> str:
         shown.append(f"{type(owner).__name__} {key!r} of shape {list(p.shape)}")
     plan = ", ".join(f'"...{key}": SequenceParallel()' for key in sorted(set(keys)))
     return (
-        f"{name} under Row reads what parameters have made of a part of the features, {'; '.join(sorted(set(shown)))}: "
-        f"each rank's gradient of them would be of its own features or heads. Add {{{plan}}} to the plan, which sums "
-        "them over the ranks, or leave these layers out of it"
+        f"{name} under RowwiseParallel follows parameters that act on this rank's features or heads only: "
+        f"{'; '.join(sorted(set(shown)))}. Their gradients would differ between ranks. Add {{{plan}}} to the plan, "
+        "which sums them over the ranks, or leave these layers out of it"
     )
