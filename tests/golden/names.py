@@ -1,13 +1,15 @@
 """Public names that change, so that the same cases run on this tree and on an earlier commit's.
 
-`names.json` has a table of each module: the present name and the earlier ones, in the order in which they are tried.
-An earlier name is one of the same module, or "module:name". It is data, so that a rename leaves it alone.
+`names.json` has, for each module, the present names with the earlier ones in the order in which they are tried; an
+earlier name is one of the same module, or "module:name". "modules" does the same for whole modules, "arguments" for
+arguments of constructors. "kernels" and "constants" map earlier names in launches.json to present ones.
 """
 
 import importlib
 import inspect
 import json
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 TABLES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("names.json").read_text())
@@ -24,6 +26,16 @@ def find(module: str, name: str) -> Any:
         except (ModuleNotFoundError, AttributeError):
             continue
     raise AttributeError(f"the imported tree has none of {', '.join(places)}")
+
+
+def find_module(name: str) -> ModuleType:
+    """A module by its present name, under the name that the imported tree has for it."""
+    for each in (name, *TABLES["modules"].get(name, ())):
+        try:
+            return importlib.import_module(each)
+        except ModuleNotFoundError:
+            continue
+    raise ModuleNotFoundError(f"the imported tree has no {name}")
 
 
 def parallel(name: str, **arguments: Any) -> Any:

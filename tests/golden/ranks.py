@@ -199,7 +199,7 @@ for how, name in (("ring", "bf16"), ("ring", "mxfp8"), ("gather", "tensorwise"),
 
 
 def experts(recipe: str, record: Record, rank: int) -> None:
-    mixture = qt.MixtureConfig(experts=4, k=2, scores="sigmoid", balance_bias=True, shared=32)
+    mixture = find("quaver.torch", "MixtureConfig")(experts=4, k=2, scores="sigmoid", balance_bias=True, shared=32)
     model = nn.Sequential(qt.MoE(64, 64, mixture, normalization="RMSNorm"))
     fill(model)
     qt.convert(model, RECIPES[recipe])
