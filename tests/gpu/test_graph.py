@@ -14,7 +14,6 @@ import quaver.torch as qt
 from quaver.recipes import RECIPES, get
 from quaver.torch import optim
 from quaver.torch.backends.gpu import launch
-from quaver.torch.cuda_graph import CapturedStep
 from quaver.train.config import TrainConfig
 from quaver.train.torch.learner import TorchLearner
 
@@ -78,12 +77,12 @@ def test_a_loaded_checkpoint_is_what_later_steps_go_on_from() -> None:
 
 
 def test_other_shapes_and_reads_of_the_device_are_sentences() -> None:
-    doubled = CapturedStep(lambda x: x * 2, warm_up=1)
+    doubled = qt.CapturedStep(lambda x: x * 2, warm_up=1)
     x = torch.ones(3, device="cuda")
     assert [doubled(x * n).tolist() for n in (1, 2, 3)] == [[2.0] * 3, [4.0] * 3, [6.0] * 3]
     with pytest.raises(ValueError, match=r"takes torch.float32 \[3\] and is given torch.float32 \[4\]"):
         doubled(torch.ones(4, device="cuda"))
-    reading = CapturedStep(lambda x: x * x.sum().item(), warm_up=1)
+    reading = qt.CapturedStep(lambda x: x * x.sum().item(), warm_up=1)
     reading(x)
     with pytest.raises(RuntimeError, match="read the device on the host"):
         reading(x)
@@ -114,7 +113,7 @@ def test_a_capture_loads_no_kernel_and_gives_the_gradients_of_eager_steps(
         y.float().square().sum().backward()
         return [y.detach(), leaf.grad, layer.weight.grad]  # type: ignore[list-item]
 
-    captured = CapturedStep(lambda x: step(layer, x))
+    captured = qt.CapturedStep(lambda x: step(layer, x))
     for number in range(6):
         torch.manual_seed(number)
         x = torch.randn(tokens, 128, device="cuda").bfloat16()
@@ -183,7 +182,7 @@ def test_captured_steps_of_an_optimizer_are_the_eager_ones(preset: str, rule: An
         return loss.detach()
 
     twins = pair(), pair()
-    captured = CapturedStep(lambda x, rate: step(*twins[0], x, rate))
+    captured = qt.CapturedStep(lambda x, rate: step(*twins[0], x, rate))
     for number in range(STEPS):
         x = torch.randn(64, 256, generator=torch.Generator().manual_seed(number)).cuda()
         x = x * (torch.nan if number == STEPS - 2 else 1.0)
@@ -227,4 +226,4 @@ def test_a_tensor_of_another_device_than_the_steps_is_a_sentence() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
     with pytest.raises(ValueError, match=r"records what runs on cuda:0, and is given a tensor on cuda:1"):
-        CapturedStep(lambda x: x * 2)(torch.ones(3, device="cuda:1"))
+        qt.CapturedStep(lambda x: x * 2)(torch.ones(3, device="cuda:1"))

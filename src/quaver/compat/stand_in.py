@@ -143,7 +143,7 @@ _OFFLOAD = "`torch.autograd.graph.save_on_cpu` keeps what backward needs on the 
 
 #: Names of `transformer_engine.pytorch`; what is not planned has no other way here.
 PYTORCH = {
-    "make_graphed_callables": "`quaver.torch.cuda_graph.CapturedStep` captures a whole step, optimizer too",
+    "make_graphed_callables": "`quaver.torch.CapturedStep` captures a whole step, optimizer too",
     "onnx_export": "`quaver.torch.onnx_export` writes a file",
     "ops": "modules and functions of `quaver.torch`; `torch.compile` joins what is between",
     "newton_schulz": "`quaver.torch.optim.Muon` has it",

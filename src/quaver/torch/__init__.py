@@ -27,6 +27,7 @@ from quaver.torch.conversion.quantized_weights import (
 from quaver.torch.conversion.replace.blocks import Blocks
 from quaver.torch.conversion.report import Report
 from quaver.torch.conversion.weight_gradients import weight_gradients
+from quaver.torch.cuda_graph import CapturedStep
 from quaver.torch.linear.grouped.layer import GroupedLinear, grouped_matmul
 from quaver.torch.linear.linear import Linear
 from quaver.torch.nn.activation import ACTIVATIONS, activate
@@ -58,6 +59,7 @@ __all__ = [
     "ACTIVATIONS",
     "MLP",
     "Blocks",
+    "CapturedStep",
     "CausalConv1d",
     "DotProductAttention",
     "Experts",

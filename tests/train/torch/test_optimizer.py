@@ -6,7 +6,6 @@ import torch
 
 import quaver.torch as qt
 from quaver.recipes import get
-from quaver.torch.cuda_graph import CapturedStep
 from quaver.torch.state import weight_cache
 from quaver.train.config import TrainConfig
 from quaver.train.torch.learner import TorchLearner
@@ -42,7 +41,7 @@ def test_only_a_gpu_captures_a_step() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(ValueError, match="no CUDA device"):
-        CapturedStep(lambda: None)
+        qt.CapturedStep(lambda: None)
     with pytest.raises(ValueError, match="no CUDA device"):
         learner(capture="step")
     with pytest.raises(ValueError, match="did you mean 'step'"):
