@@ -5,6 +5,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import quaver.torch as qt
-from quaver import recipes
+from quaver import E5M2, recipes
 from quaver.torch.backends.cpu import quantize
 from quaver.torch.backends.gpu import capture
 from quaver.torch.numerics.quantized import Quantized
@@ -293,21 +294,27 @@ def test_a_layer_that_is_called_twice_and_a_graph_that_is_retained(
     alike(scenario, counted, 1, monkeypatch)
 
 
-@pytest.mark.parametrize("between", ["another recipe", "alike", "no recipe", "two models", "only"])
+@pytest.mark.parametrize(
+    "between", ["another recipe", "another spec of the input", "alike", "no recipe", "two models", "only"]
+)
 def test_who_takes_what_another_has_quantized(between: str, counted: Counts, monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [qt.Linear(32, 16) for _ in range(3)]
-    e4m3 = recipes.tensorwise(format="e4m3")
+    e4m3, rowwise = recipes.tensorwise(format="e4m3"), recipes.get("rowwise")
+    assert rowwise.fprop.a is not None
+    e5m2 = replace(rowwise.fprop, a=replace(rowwise.fprop.a, format=E5M2))
+    others = {"another recipe": "rowwise", "another spec of the input": replace(rowwise, name="e5m2", fprop=e5m2)}
+    first = "rowwise" if between == "another spec of the input" else "tensorwise"
 
     def scenario() -> list[Tensor]:
         own = copy.deepcopy(layers)
         leaf = inputs().requires_grad_()
         h = leaf * 1.0
-        with qt.autocast("tensorwise"):
+        with qt.autocast(first):
             outputs = [own[0](h)]
-        if between == "another recipe":
-            with qt.autocast("rowwise"):
+        if between in others:
+            with qt.autocast(others[between]):
                 outputs += [own[1](h)]
-            with qt.autocast("tensorwise"):
+            with qt.autocast(first):
                 outputs += [own[2](h)]
         elif between == "alike":
             with qt.autocast(e4m3):
@@ -325,7 +332,14 @@ def test_who_takes_what_another_has_quantized(between: str, counted: Counts, mon
         sum(y.square().sum() for y in outputs if y.requires_grad).backward()
         return [*outputs, leaf.grad, *(t for layer in own for t in state(layer))]
 
-    taken = {"another recipe": 0, "alike": 2, "no recipe": 1, "two models": 2, "only": 0}[between]
+    taken = {
+        "another recipe": 0,
+        "another spec of the input": 0,
+        "alike": 2,
+        "no recipe": 1,
+        "two models": 2,
+        "only": 0,
+    }[between]
     alike(scenario, counted, taken, monkeypatch)
 
 
