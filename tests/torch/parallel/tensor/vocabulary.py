@@ -299,6 +299,22 @@ def hard_logits(rank: int) -> None:
         assert none.isnan() if reduction == "mean" else none == 0
 
 
+def ignored_targets(rank: int) -> None:
+    """The mean over logits' shards is that of the targets that are not ignored, and only they have gradients."""
+    logits = torch.randn(6, WORDS, generator=generator(0))
+    targets = torch.tensor([0, -100, 20, 5, -100, 23])
+    for reduction in ("mean", "sum", "none"):
+        ours = logits.chunk(RANKS, 1)[rank].clone().requires_grad_()
+        theirs = logits.clone().requires_grad_()
+        loss = cross_entropy(ours, targets, mesh(), reduction=reduction)
+        expected = F.cross_entropy(theirs, targets, reduction=reduction)
+        assert_close("loss", loss.detach(), expected.detach(), 1e-6)
+        loss.sum().backward()
+        expected.sum().backward()
+        assert ours.grad is not None and theirs.grad is not None
+        assert_close("gradient", ours.grad, theirs.grad.chunk(RANKS, 1)[rank], 1e-6)
+
+
 def saved_for_backward(rank: int) -> None:
     """The logits themselves, whose memory the gradient may take, and some numbers a token."""
     logits = torch.randn(64, WORDS, generator=generator(0)).bfloat16()
@@ -492,6 +508,7 @@ CASES = [
     no_rank_has_all_logits,
     quantized_heads,
     hard_logits,
+    ignored_targets,
     saved_for_backward,
     as_torch_loss_parallel,
     a_tied_head_stays_tied,
