@@ -1,1 +1,3 @@
-"""The three GEMMs of a linear layer, and the layers made of nothing else; no norm, no activation."""
+"""Linear layers: the three GEMMs, `Linear`, `GroupedLinear`, and weights stored quantized; norms are in
+    `quaver.torch.nn`.
+"""
