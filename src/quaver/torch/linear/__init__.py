@@ -1,3 +1,3 @@
 """Linear layers: the three GEMMs, `Linear`, `GroupedLinear`, and weights stored quantized; norms are in
-    `quaver.torch.nn`.
+`quaver.torch.nn`.
 """

@@ -226,7 +226,7 @@ def _laid_shapes(
 
 def _in_bytes(parts: Sequence[Quantized | None], sizes: OperandBytes) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Concatenate the operands of all groups: codes, scales, factors of two-level scales, and flags for transposed
-        storage.
+    storage.
     """
     data, buffer = (torch.empty(n, dtype=torch.uint8, device="cpu") for n in (sizes.data, sizes.scales))
     scales = buffer.view(dtype_of_scales(sizes.spec))

@@ -1,6 +1,6 @@
 """Autograd function of grouped products: rows from the caller or a `RowInputOp`, times one matrix per group.
 
-    rows = made(x)        y[t] = rows[t] @ weight[e].T + bias[e]        row t belongs to group e
+rows = made(x)        y[t] = rows[t] @ weight[e].T + bias[e]        row t belongs to group e
 """
 
 from collections.abc import Sequence
