@@ -144,7 +144,7 @@ class LinearContext:
 
     @property
     def written(self) -> float:
-        """Cache key for the weight's encode factor: its value on the host, or the version of the factors on a device."""
+        """Cache key of the weight's encode factor: its value on the host, or the version of the device factors."""
         if self.factors is None:
             return 0.0
         return _version(self) if isinstance(self.factors, Tensor) else self.factors[amax.WEIGHT]

@@ -61,7 +61,7 @@ def recipe_of(layer: "Quantizable", compiling: bool) -> Recipe | None:
 
 
 def weight_and_bias(layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """Return weight and bias, ten times faster than `module.__getattr__`; under a parametrization they are attributes."""
+    """Return weight and bias, ten times faster than `module.__getattr__`; parametrized ones are attributes."""
     parameters = layer._parameters
     weight: Tensor = parameters["weight"] if "weight" in parameters else layer.weight  # type: ignore[assignment] # noqa: SIM401
     bias: Tensor | None = parameters["bias"] if "bias" in parameters else layer.bias  # noqa: SIM401

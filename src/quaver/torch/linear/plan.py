@@ -213,7 +213,7 @@ class LinearPlan(NamedTuple):
     step: PlannedLinear | None
 
     def again(self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module) -> Tensor | None:
-        """Run the planned step on an unchecked x [..., k] and return y [..., n], or None if the slow path must run it."""
+        """Run the planned step on an unchecked x [..., k]; return y [..., n], or None for the slow path."""
         step = self.step
         if (
             step is None

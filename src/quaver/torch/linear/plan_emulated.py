@@ -27,7 +27,7 @@ from quaver.torch.state.noise import fresh_count, tensor_ids
 
 
 def noise_of(layer: nn.Module, device: torch.device) -> emulation.StochasticRounding:
-    """Return seed, streams and counter for rounding grad_output and its transpose: `state.noise.draw` without a copy."""
+    """Return the noise for rounding grad_output and its transpose: `state.noise.draw` without a copy."""
     count = layer._buffers.get("count")
     count = fresh_count(layer) if count is None else count
     if count.device != device or count.dtype is not torch.int64:

@@ -329,7 +329,7 @@ class PlannedContext:
         return of_input, of_weight, of_bias
 
     def _of_weight(self, g: Operand, scale: Scale, transposed: tuple[Any, Scale]) -> Tensor:
-        """Run wgrad on the transposed grad_output (grad_output itself if unquantized) and what `transposed` returned."""
+        """Run wgrad on the transposed grad_output (grad_output itself if unquantized) and the saved input."""
         self.entry.window.used = graph_task_id()
         wgrad, (kept, of_kept) = self.step.rows.wgrad, transposed
         return torch.mm(g.t(), _matrix(kept)) if wgrad is None else wgrad(g, scale, kept, of_kept, None)

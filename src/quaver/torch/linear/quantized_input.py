@@ -45,7 +45,7 @@ class InputOp(fused_quantize.QuantizingProducer, Protocol):
         """
 
     def recompute_input(self, saved: Sequence[Any], g: Tensor | None = None) -> tuple[Tensor, tuple[Any, ...] | None]:
-        """Recompute the input bit for bit; also return the result of `backward` for its gradient g if both share work."""
+        """Recompute the input bit for bit; also return the result of `backward` for g if both share work."""
 
     def backward(
         self, g: Tensor, saved: Sequence[Any], decided: int | None = None, needs: Sequence[Any] = ()

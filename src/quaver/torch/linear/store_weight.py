@@ -1,4 +1,4 @@
-"""Create, write, move, save and load weights stored as codes; `quaver.torch.linear.stored_weight` computes with them."""
+"""Create, write, move, save and load weights stored as codes; see `quaver.torch.linear.stored_weight`."""
 
 import threading
 import weakref
@@ -236,7 +236,7 @@ def _keep_initial(layer: nn.Module, value: Tensor) -> None:
 
 
 def adapt(layer: Any, state_dict: Any, prefix: str, errors: list[str]) -> None:
-    """Quantize a high-precision checkpoint for a stored weight; report a quantized checkpoint for an ordinary weight."""
+    """Quantize a high-precision checkpoint for a stored weight; report a quantized one for an ordinary weight."""
     key = prefix + "weight"
     given, spec = state_dict.get(key), layer.__dict__.get("weight_spec")
     if given is None:

@@ -189,7 +189,7 @@ def host_amax(x: Tensor) -> float:
 
 
 def host_factor(amax: float, fmt: Format, power_of_two: bool) -> float:
-    """Return the encode factor of an amax, 1 if that is 0, infinite or NaN; equals `reference.numerics.encode_factor`."""
+    """Return the encode factor of an amax (1 for 0, infinity and NaN), as `reference.numerics.encode_factor`."""
     if not SMALLEST_NORMAL <= amax < math.inf:
         return 1.0
     if power_of_two:

@@ -66,7 +66,7 @@ def empty(buffer: BufferSpec, device: torch.device) -> Tensor:
 
 
 def pattern(buffer: BufferSpec, device: torch.device) -> Tensor:
-    """Return a tensor without memory as argument of `torch.empty_like`, which is a third faster than shape and dtype."""
+    """Return a tensor without memory for `torch.empty_like`, which is a third faster than shape and dtype."""
     with torch.inference_mode(False):
         tensor = empty(buffer, device)
     tensor.untyped_storage().resize_(0)

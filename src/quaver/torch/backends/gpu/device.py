@@ -69,7 +69,7 @@ def asking(name: str) -> Iterator[None]:
 
 
 def architecture(device: torch.device) -> int:
-    """Return the compute capability times ten (80, 86, 89, 90, 100, 120), or that of the recording; 90 without a GPU."""
+    """Return the compute capability times ten (80, 86, 89, ...), or that of the recording; 90 without a GPU."""
     arch = recorded[-1]
     return _architecture(device) if arch is None else arch
 

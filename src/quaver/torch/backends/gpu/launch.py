@@ -266,7 +266,7 @@ class _LoadedKernel(NamedTuple):
 
 
 def _loaded(launch: KernelLaunch, index: int) -> _LoadedKernel:
-    """Return the kernel loaded on the current GPU, which has this index; shapes that compile to the same code share it."""
+    """Return the kernel loaded on GPU `index`, the current one; shapes that compile to the same code share it."""
     key = index, launch.kernel
     loaded = _kernels.get(key)
     if loaded is not None:

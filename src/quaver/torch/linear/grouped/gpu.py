@@ -271,7 +271,7 @@ def _turned(whole: Quantized, groups: int, spec: QuantSpec) -> WeightStack:
 
 
 def _of_dgrad(call: GroupedContext, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the weights for an unquantized dgrad: as they are, or fprop's operand dequantized if the recipe says so."""
+    """Return the weights for an unquantized dgrad, or fprop's operand dequantized if the recipe says so."""
     if not call.recipe.dequantized_backward:
         return _matrices(call, weight, dtype)
     whole = _weights(call, weight, "fprop", spec=call.recipe.fprop.b).whole

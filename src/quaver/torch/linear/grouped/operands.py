@@ -325,7 +325,7 @@ GIVEN = IdentityRows()
 
 @dataclass(frozen=True)
 class PrequantizedRows:
-    """Rows passed by the caller as codes, with the layout to rebuild the operand from tensors; they have no gradient."""
+    """Rows passed by the caller as codes, with the layout to rebuild the operand; they have no gradient."""
 
     layout: tuple[Any, ...]
     recomputes_input: bool = False
