@@ -193,7 +193,7 @@ def _count(count: Tensor | int, device: torch.device) -> Tensor:
 
 
 def halves(word: Tensor | int) -> tuple[int, int]:
-    """Split the low 32 bits as `quaver.kernels.numerics.whole_word` expects, so that all layers share compiled kernels."""
+    """Split the low 32 bits for `quaver.kernels.numerics.whole_word`, so that all layers share compiled kernels."""
     bits = int(word) & 0xFFFFFFFF
     return 2 * (bits & 0xFFFF) + 1, 2 * (bits >> 16) + 1
 

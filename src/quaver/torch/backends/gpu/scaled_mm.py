@@ -278,7 +278,7 @@ def _values(q: Quantized, dtype: torch.dtype) -> Tensor:
 
 
 def rescale(y: Tensor, *scales: Tensor) -> Tensor:
-    """Multiply y by each scale in place, in halves, because one scale alone may overflow where their product does not."""
+    """Multiply y by each scale in place, in halves, because one scale may overflow where the product does not."""
     halves = [_halves(s) for s in scales]
     for part in (0, 1):
         for pair in halves:
