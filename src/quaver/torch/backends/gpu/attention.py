@@ -87,7 +87,7 @@ def backward(
     operands: AttentionOperands, runs: Tensor | None, hidden: Tensor | None, logsumexp: Tensor,
     spec: AttentionSpec, scale: float, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of q, k and v in dtype, and Δ = rowsum(P∘dP), float32 [B, H, Sq]; arguments as in `forward`."""
+    """Return the gradients of q, k and v in dtype, and Δ = rowsum(P∘dP), float32 [B, H, Sq]."""
     seen_by = None if runs is None else _seen_by(runs, operands.k[0].shape[2])
     pairs = [operands.q, operands.k, operands.v, operands.do, operands.qt, operands.kt, operands.dot]
     tensors = [x for pair in pairs for x in pair or (None, None)]

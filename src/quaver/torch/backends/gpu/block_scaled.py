@@ -83,7 +83,7 @@ _mx = LaunchPlanCache(_mx_pass)
 
 
 def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, wanted: RequestedOperands) -> QuantizeLaunch | None:
-    """Plan `by_exponents` for contiguous matrices like x with sides that are multiples of 16; both operands, or None."""
+    """Plan `by_exponents` for contiguous matrices like x, sides multiples of 16; both operands, or None."""
     return None if other is None else _mx_way(without_memory(x), spec, True, True, wanted)
 
 
