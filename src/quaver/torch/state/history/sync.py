@@ -363,7 +363,7 @@ def _gather_keys(layers: Sequence[nn.Module]) -> list[list[LayerKey]]:
 
 
 def _group_with_equal_keys(cache: _Cache, keys_by_rank: Sequence[list[LayerKey]]) -> Any:
-    """Return the group of ranks with the same keys as this one: a process group, None for the default one, or `ALONE`."""
+    """Return the group of ranks with the same keys: a process group, None for the default one, or `ALONE`."""
     if all(keys == keys_by_rank[0] for keys in keys_by_rank):
         return None
     own_rank, group = dist.get_rank(), ALONE
