@@ -86,7 +86,7 @@ def never(*_: object) -> str:
 
 
 def row_by_row(results: Any) -> Any:
-    """Make the results of an operator contiguous, as its fake declares them; torch may return the layout of its input."""
+    """Make the results of an operator contiguous, as its fake declares; torch may return the layout of its input."""
     if isinstance(results, torch.Tensor):
         return results.contiguous()
     return type(results)(result.contiguous() for result in results)
@@ -217,7 +217,7 @@ class Operation(Generic[R]):
         return next(impl for impl in self.impls if impl.name == name)
 
     def explain(self, *args: Any) -> list[tuple[str, str]]:
-        """Return (implementation, "" or reason) pairs in order of preference; the first with "" is the one that runs."""
+        """Return (implementation, "" or reason) pairs in order of preference; the first with "" runs."""
         allowed = {impl.name for impl in self.active}
         return [(i.name, i.reason(*args) if i.name in allowed else "switched off by only()") for i in self.impls]
 

@@ -55,7 +55,7 @@ def is_hidden() -> bool:
 
 
 def unseen(function: Callable[P, T]) -> Callable[P, T]:
-    """Wrap a function so that selective checkpoints see only operations run by `seen` or `shown`; other modes see all."""
+    """Wrap a function so that selective checkpoints see only operations of `seen` or `shown`; other modes see all."""
 
     @functools.wraps(function)
     def run(*args: P.args, **options: P.kwargs) -> T:
