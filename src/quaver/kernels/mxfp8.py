@@ -108,7 +108,7 @@ def each_column(v, BR: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def scaled_row(v, m, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr):
-    """Return rows v [BR, BN] with magnitudes m times the factors of their 1 × 32 blocks, and the codes of the scales."""
+    """Return rows v [BR, BN] with magnitudes m times the factors of their 1 × 32 blocks, and the scale codes."""
     code, e = shared_exponent(across_columns(m, BR, BN), EMAX, TOP_MANTISSA)
     return v * each_column(e, BR, BN), code
 
@@ -207,7 +207,7 @@ def load_codes(
 
 @triton.jit
 def decoded_scale(scale, factor, KIND: tl.constexpr, POWER_OF_TWO: tl.constexpr, INTEGERS: tl.constexpr):
-    """Convert stored scales to float32: unchanged, from E8M0 codes, or from E4M3 codes divided by the tensor's factor."""
+    """Convert stored scales to float32: unchanged, from E8M0 codes, or from E4M3 codes over the tensor's factor."""
     if KIND == "e8m0":
         bits = scale.to(tl.int32)
         bits = tl.where(bits == 0, 0x00400000, tl.where(bits == 255, NAN_BITS, bits << 23))

@@ -14,7 +14,7 @@ NEGATIVE = tl.constexpr(0b1101_0111_1110_1000)
 
 @triton.jit
 def rotate(v):
-    """Rotate sixteen float32 tensors of one shape: signs, butterflies of stride 1, 2, 4 and 8, division by four. Exact."""
+    """Rotate sixteen float32 tensors: signs, butterflies of stride 1, 2, 4 and 8, division by four. Exact."""
     y, out = transposed(v), ()
     for j in tl.static_range(16):
         out += (y[j] * 0.25,)

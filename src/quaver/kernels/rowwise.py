@@ -32,7 +32,7 @@ def factor_and_scale(
     bits, given, at, inside, GIVEN: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr,
 ):  # fmt: skip
-    """Return encode factors and decode scales of blocks with these amax bits, or with the given amaxes at offsets `at`."""
+    """Return encode factors and decode scales of blocks, from these amax bits or the given amaxes at offsets `at`."""
     measured = flushed(bits)
     top = measured
     if GIVEN:

@@ -102,7 +102,7 @@ def load4_as_is(x, r, c, rows, columns, stride, EVEN: tl.constexpr):
 
 @triton.jit
 def store4(q, r, c, rows, stride, c0, c1, c2, c3, EVEN: tl.constexpr):
-    """Store the codes of those rows in row-major order; row length `stride` is a multiple of 16, and padding is zero."""
+    """Store the codes of those rows row-major; the row length `stride` is a multiple of 16, padding is zero."""
     dtype: tl.constexpr = q.dtype.element_ty
     at = q + r[:, None].to(tl.int64) * stride + c[None, :]
     if EVEN:
