@@ -39,7 +39,7 @@ def score_of(z: np.ndarray, scores: str) -> np.ndarray:
 
 
 def probabilities_of(z: np.ndarray, scores: str) -> np.ndarray:
-    """Return one token's scores divided by their sum, float64 [E], computed from logarithms since scores may underflow."""
+    """Return one token's scores divided by their sum, float64 [E], from logarithms since scores may underflow."""
     if scores == "sigmoid":
         log = np.array([min(v, 0.0) - math.log1p(math.exp(-abs(v))) for v in z])
     elif scores == "sqrtsoftplus":
