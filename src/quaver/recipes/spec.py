@@ -309,7 +309,7 @@ class Recipe:
 
     @property
     def kept_input(self) -> QuantSpec | None:
-        """Spec in which the input is saved for backward: wgrad's, or fprop's if dequantized; None for high precision."""
+        """Spec of the input saved for backward: wgrad's, or fprop's if dequantized; None for high precision."""
         return self.fprop.a if self.dequantized_backward and self.wgrad.b is None else self.wgrad.b
 
     def operands(self) -> dict[str, QuantSpec | None]:
