@@ -1,5 +1,4 @@
-"""Training steps captured as a CUDA graph and replayed, so that the host's time does not depend on the number of
-kernels.
+"""Training steps captured as a CUDA graph and replayed, so that host time is independent of the number of kernels.
 
 The first calls are real steps that rehearse the capture: they run eagerly but choose the same code. The next call is
 captured, and all later ones replay it. Each replay quantizes the weights again, rolls histories and advances noise

@@ -1,3 +1,1 @@
-"""Linear layers: the three GEMMs, `Linear`, `GroupedLinear`, and weights stored quantized; norms are in
-`quaver.torch.nn`.
-"""
+"""Linear layers: the three GEMMs, `Linear`, `GroupedLinear`, and weights stored quantized."""

@@ -24,13 +24,13 @@ from quaver.torch.operations.ops import any_autocast_enabled
 from quaver.torch.state import counters
 
 #: Context of a call: setup, context of each layer (None under torch.compile), shape and dtype of their input, and
-#:     dtypes of weights and biases.
+#: dtypes of weights and biases.
 Facts = tuple[LinearSetup, Sequence[Any] | None, tuple[int, ...], torch.dtype, Sequence[torch.dtype], Sequence[Any]]
 
 
 class LinearFunction(torch.autograd.Function):
     """Apply a prologue and linear layers: takes a `LinearSetup`, the prologue's inputs, the weights, and the biases or
-        None.
+    None.
 
     Returns the output [..., n] of each layer, preceded by the layers' input if `setup.return_input`. Saves plain
     tensors only, no wrapper subclasses.
@@ -119,7 +119,7 @@ def _decided(setup: LinearSetup, tensors: Sequence[Any], flat: bool = False) -> 
     """Run planned layers; return the outputs (matrices if `flat`), the tensors to save (weights first), and the facts.
 
     The wgrad operand is always saved, even if the prologue could recompute it: it is small and recomputing costs
-        launches.
+    launches.
     """
     runs, taken, n = setup.runs, setup.taken, len(setup.runs)
     first, weights = runs[0], tensors[taken : taken + n]

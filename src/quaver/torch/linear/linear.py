@@ -55,7 +55,7 @@ def recipe_of(layer: "Quantizable", compiling: bool) -> Recipe | None:
         state.last = recipe
         if recipe is not None and state.serial is None and recipe.stochastic:
             # Needed without gradients too: a reentrant checkpoint enables them only in backward, after autocast has
-            #     ended.
+            # ended.
             assign_number(layer)
     return recipe
 

@@ -75,16 +75,16 @@ class PlannedKernels:
     #: Quantizes the weight: (weight, layer, factors, is_forward) -> cache entry and GEMM operands.
     weight: Callable[[Tensor, nn.Module, Any, bool], tuple[weight_cache.CachedWeight, CachedWeightOperands]]
     #: Quantizes an input and an uncached weight in shared launches: (input, weight, layer, factors) -> operands of the
-    #:     input, cache entry and operands of the weight. None if there is no shared launch.
+    #: input, cache entry and operands of the weight. None if there is no shared launch.
     shared: (
         Callable[[Tensor, Tensor, nn.Module, Any], tuple[Operands, weight_cache.CachedWeight, CachedWeightOperands]]
         | None
     )
     #: Delayed scaling: (layer, x) -> scale factors of this step, or None if the slow path must read them. The result
-    #:     has the fields `factors` (encode factors of input, weight, grad_output in the forward), `of_input` (the
-    #:     input's factor, None if not known on the host) and `version` (changes with the weight's factor), and the
-    #:     methods `note(layer, column, amax)` and `in_backward(layer, g)`, which returns the factors for a backward,
-    #:     when the buffers may have been replaced.
+    #: has the fields `factors` (encode factors of input, weight, grad_output in the forward), `of_input` (the input's
+    #: factor, None if not known on the host) and `version` (changes with the weight's factor), and the methods
+    #: `note(layer, column, amax)` and `in_backward(layer, g)`, which returns the factors for a backward, when the
+    #: buffers may have been replaced.
     factors: Callable[[nn.Module, Tensor], Any]
     fprop: Multiply
     dgrad: Multiply
@@ -95,7 +95,7 @@ class PlannedKernels:
     #: Index of the implementation that prologue operations use together with these kernels.
     implementation: int
     #: Quantizes the transpose in a separate launch: matrix -> operand and scale. None if `input` or `grad_output`
-    #:     writes it.
+    #: writes it.
     transposed_input: Callable[[Tensor], tuple[Tensor, Scale]] | None = None
     transposed_grad_output: Callable[[Tensor], tuple[Operand, Scale]] | None = None
     #: Layout of the weight operands; plans of other shapes may need another layout.

@@ -64,7 +64,7 @@ def outlast(layer: nn.Module) -> None:
 
 def match_state(layer: nn.Module, state_dict: Any, prefix: str, load: object) -> None:
     """Adapt a checkpoint written under any recipe: adopt state that the layer may still need, drop what its recipe does
-        not.
+    not.
 
     A checkpoint without any state (unconverted model, or a stateless recipe) resets the layer's state.
     """

@@ -1,6 +1,4 @@
-"""Recipe context: `autocast` sets the recipe, `recipe_in_force` returns it to a layer, `checkpoint` recomputes under
-it.
-"""
+"""Recipe context: `autocast` sets the recipe, `recipe_in_force` returns it, `checkpoint` recomputes under it."""
 
 import threading
 import warnings
@@ -32,7 +30,7 @@ class _Ambient(threading.local):
     #: True once a compiled layer has run in this thread; such layers do not read the recipe when they run.
     compiled = False
     #: Set while the forward of a pipeline stage runs: maps an autograd function and its `apply` to the function to call
-    #:     instead. Compiled code never reads it.
+    #: instead. Compiled code never reads it.
     split: Callable[[type[torch.autograd.Function], Callable[..., Any]], Callable[..., Any]] | None = None
     #: True if `split` takes weight gradients from autograd, including those of unquantized layers.
     takes_weights = False

@@ -1,7 +1,7 @@
 """Counters of quantization errors: values per operand that saturated, were flushed to zero, or were not finite.
 
 Off by default and then free: quantization only checks `active.counters`. That attribute is process-wide instead of
-    thread-local, because on a GPU backward runs in another thread than forward.
+thread-local, because on a GPU backward runs in another thread than forward.
 """
 
 from collections import defaultdict

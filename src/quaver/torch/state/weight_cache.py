@@ -1,10 +1,10 @@
 """Weight cache: the quantized weight of a layer, reused by the micro-batches of one optimizer step.
 
 Many writes to a weight leave no trace: fused optimizers, collectives, FSDP's all-gathers, aliased memory. So a cache
-    window opens with a forward in gradient mode, and ends with the next step of any optimizer, or when the gradient
-    left by a backward is gone. Within a window the parameter and its version, address and storage must not change.
-    Setting a layer's weight drops its cache; FSDP2 does that at each gather and free. A forward without gradients
-    neither reads nor writes the cache, unless `quaver.torch.frozen` covers its layer.
+window opens with a forward in gradient mode, and ends with the next step of any optimizer, or when the gradient left by
+a backward is gone. Within a window the parameter and its version, address and storage must not change. Setting a
+layer's weight drops its cache; FSDP2 does that at each gather and free. A forward without gradients neither reads nor
+writes the cache, unless `quaver.torch.frozen` covers its layer.
 
 A cache belongs to one layer in one process; it is not copied, pickled or saved in the state dict.
 """

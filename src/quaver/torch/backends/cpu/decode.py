@@ -142,7 +142,7 @@ def _raw(q: Quantized, half: bool, tiny: bool, slot: str, factor: float = 1.0) -
     """Convert codes to a wider dtype in storage order; return the values and the remaining power-of-two factor.
 
     FP8 codes are shifted into the bits of the wider dtype with their sign: E5M2 is the top byte of a float16; E5M2 and
-        E4M3 also fit into a bfloat16, and E4M3 into a float16. Other formats use a table.
+    E4M3 also fit into a bfloat16, and E4M3 into a float16. Other formats use a table.
     """
     data, fmt = q.data, q.spec.format
     if fmt.packed:

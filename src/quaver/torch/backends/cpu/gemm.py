@@ -80,11 +80,10 @@ def libtorch() -> ctypes.CDLL:
 
 # ---- brgemm: float32 = bf16 @ bf16.T, block by block ----
 # torch has no CPU operation with this product: its bf16 GEMM rounds the result to bf16, and the setting that lets
-#     float32 GEMMs use bf16 internally is process-wide. The block that torch's CPU attention is made of does it:
-#     `at::native::cpublas::brgemm` (aten/src/ATen/native/CPUBlas.h), exported by libtorch. It is used if its mangled
-#     name, which encodes its arguments, is found, if the processor has the instructions, and if a test product is
-#     right. Each block runs on one thread; torch's threads share the blocks of a product, and the bits equal those of
-#     one thread.
+# float32 GEMMs use bf16 internally is process-wide. The block that torch's CPU attention is made of does it:
+# `at::native::cpublas::brgemm` (aten/src/ATen/native/CPUBlas.h), exported by libtorch. It is used if its mangled name,
+# which encodes its arguments, is found, if the processor has the instructions, and if a test product is right. Each
+# block runs on one thread; torch's threads share the blocks of a product, and the bits equal those of one thread.
 #
 # libtorch compiles a block of tens of kilobytes for each combination of sizes and strides, and caches it for the life
 # of the thread. So whatever depends on the number of tokens is cut and packed to a few sizes.

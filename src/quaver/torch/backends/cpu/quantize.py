@@ -194,7 +194,7 @@ def host_factor(amax: float, fmt: Format, power_of_two: bool) -> float:
         return 1.0
     if power_of_two:
         # The double quotient is exact up to its last bits, and those cannot reach a power of two from below: only amax
-        #     = fmt.max / 2**p gives one, exactly.
+        # = fmt.max / 2**p gives one, exactly.
         p = math.frexp(fmt.max / amax)[1] - 1
         return (
             2.0**p if -100 < p < FACTOR_EXPONENTS[1] else 2.0 ** min(max(p, FACTOR_EXPONENTS[0]), FACTOR_EXPONENTS[1])

@@ -21,11 +21,11 @@ WIDTHS = 32, 64, 128
 #: Query or key tokens of a program, tokens per step, and warps: forward, dQ, and dK with dV.
 FORWARD, ROWS, COLUMNS = (128, 64, 8), (64, 64, 8), (64, 32, 8)
 #: The same for Δ and dQ with one scale per matrix where tensor cores multiply for warp groups: eight warps sharing 64
-#:     queries would compute half of each product twice. Then for Δ alone on other GPUs, with codes made from bits, and
-#:     with casts.
+#: queries would compute half of each product twice. Then for Δ alone on other GPUs, with codes made from bits, and with
+#: casts.
 OF_GROUPS, SUMS_ON_BITS, SUMS = (64, 64, 4), (64, 32, 4), (64, 64, 4)
 #: The same for dQ if tiles have their own scales and single warps multiply: half as many queries, whose sums need half
-#:     the registers, and no product is computed twice.
+#: the registers, and no product is computed twice.
 OF_SCALES = 32, 64, 8
 #: KiB of shared memory that suffice for two stages of tile loads.
 TWO_STAGES = 160

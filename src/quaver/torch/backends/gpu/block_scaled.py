@@ -1,7 +1,7 @@
 """Quantization on a GPU in narrow blocks, MXFP8 and NVFP4, with scales in the order that Blackwell's GEMMs read.
 
 The operand of the transpose is written separately, in addition or instead: four-bit codes and swizzled scales cannot be
-    read in the other direction.
+read in the other direction.
 """
 
 from collections.abc import Sequence

@@ -6,9 +6,9 @@
 `torch.nn.functional.scaled_grouped_mm` multiplies codes with CUTLASS; supported operands are probed once.
 
 Source: the checks of torch's aten/src/ATen/native/cuda/GroupedBlas.cpp and GroupedMMUtils.h (2.13): compute capability
-    9 or 10, bf16 results, int32 offsets, features multiples of 16, no bias. E4M3 by E4M3 with one scale per row. MXFP8
-    and NVFP4 in builds with FBGEMM_GENAI, with scales swizzled per group, each group's rows padded to 128 and its sums
-    to four blocks. In bf16 fewer than 1024 groups. Not measured on a GPU yet.
+9 or 10, bf16 results, int32 offsets, features multiples of 16, no bias. E4M3 by E4M3 with one scale per row. MXFP8 and
+NVFP4 in builds with FBGEMM_GENAI, with scales swizzled per group, each group's rows padded to 128 and its sums to four
+blocks. In bf16 fewer than 1024 groups. Not measured on a GPU yet.
 """
 
 from dataclasses import replace

@@ -252,7 +252,7 @@ def _start_of(kernel: Any) -> tuple[Callable[..., None], Any, tuple[Any, ...]]:
 #: Triton unload it when the compiled object is freed, even if a launch still has its address.
 _kernels: "dict[Any, _LoadedKernel]" = {}
 #: Lock for compiling and loading a kernel: a second thread would load it again, and the replaced kernel would be
-#:     unloaded under the launches of the first.
+#: unloaded under the launches of the first.
 _loading = Lock()
 
 

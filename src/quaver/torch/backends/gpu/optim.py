@@ -23,7 +23,7 @@ from quaver.torch.backends.gpu.launch_plan import LaunchPlan, LaunchPlanCache, L
 from quaver.torch.backends.gpu.tensorwise import integers
 
 #: Blocks that a program processes at once, and rounds: 16 elements per thread. FEW_BLOCKS is used where each element is
-#:     addressed separately, which needs more registers.
+#: addressed separately, which needs more registers.
 BLOCKS, ROUNDS, WARPS = 32, 8, 4
 FEW_BLOCKS = 8
 #: Maximum number of registers per thread.

@@ -1,7 +1,7 @@
 """Planned quantization of a matrix and its transpose: the launches, and the buffers they write.
 
 Kernels describe both for a shape, before there is a matrix: see `RowColQuantizer`. Two matrices quantized by the same
-    kernels may share launches.
+kernels may share launches.
 """
 
 import math
@@ -47,7 +47,7 @@ def without_memory(x: Tensor) -> Tensor:
 
 
 #: Pairs of kernels: one matrix per launch, and two matrices per launch. Not a dict, because that would hash the kernels
-#:     at import, before `hash_callees_first` can.
+#: at import, before `hash_callees_first` can.
 OF_TWO = (
     (tensorwise.amax, tensorwise.amax_of_two),
     (tensorwise.cast, tensorwise.cast_two),
@@ -335,7 +335,7 @@ class RowColQuantizer:
 _places: dict[Any, tuple[list[Any], list[Any]]] = {}
 
 #: A launch: Triton's launcher (None if interpreted), arguments before the addresses, a function that picks the
-#:     addresses, arguments after them, and the launch as a function of tensors.
+#: addresses, arguments after them, and the launch as a function of tensors.
 Part = tuple[Any, Any, Callable[[Sequence[Any]], tuple[Any, ...]], Any, launch.Run]
 
 

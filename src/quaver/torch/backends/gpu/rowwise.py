@@ -200,7 +200,7 @@ BLOCK = 128
 #: Warps of a program with and without the transpose.
 WARPS, ROW_WARPS = 8, 4
 #: Registers per thread with which three programs that write both operands share a multiprocessor: one computes while
-#:     two load.
+#: two load.
 REGISTERS = 80
 
 

@@ -1,7 +1,7 @@
 """GEMMs by cuBLASLt through `torch.nn.functional.scaled_mm`: which kind supports two specs, and its operand layouts.
 
 Each kind of GEMM is probed once per device, pair of specs, output dtype and class of shapes: a small product is
-    compared with the decoded one. A GEMM that raises or differs is not used, and `explain` says why.
+compared with the decoded one. A GEMM that raises or differs is not used, and `explain` says why.
 
 Source: the checks of torch's aten/src/ATen/native/cuda/ScaledBlas.cpp (2.13); cuBLAS's documentation of cublasLtMatmul.
 """
@@ -160,7 +160,7 @@ def _one(device: torch.device) -> Tensor:
 # launch.
 #
 # Source: cuBLAS's documentation of CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION; torch's notes on numerical
-#     accuracy.
+# accuracy.
 
 #: Oldest compute capability (times ten) with bf16 tensor cores.
 HALF = 80

@@ -1,5 +1,4 @@
-"""Grouped linear layer: y[t] = x[t] @ weight[e].T + bias[e] for rows sorted by group, with operands quantized by a
-    recipe.
+"""Grouped linear layer: y[t] = x[t] @ weight[e].T + bias[e] for rows sorted by group, quantized by a recipe.
 
 `grouped_matmul` is the function and `GroupedLinear` the layer; both run `quaver.torch.linear.grouped.function`. Each
 group has the state that a `Linear` in its place would have.

@@ -95,7 +95,7 @@ class GroupedContext:
     #: Owner of noise and state, or None inside an operator, which receives them as arguments.
     owner: NoiseSource | GroupedProduct | None
     #: Encode factors of input, weight and grad_output of each group in the forward: a list of three numbers per group,
-    #:     or float32 [groups, 3]. None without delayed scaling.
+    #: or float32 [groups, 3]. None without delayed scaling.
     factors: Any = None
     #: Returns the noise of all groups for the name of an operand.
     draw: Callable[[str], GroupedNoise] | None = None
@@ -378,7 +378,7 @@ GROUPED_MATMUL: Operation[Tensor] = Operation(
     parts=ops.MATMUL,
 )
 #: Transposed operands multiplied per group and summed over its tokens: (one, other, dtype, fast_accum) -> [groups, n,
-#:     k].
+#: k].
 GROUPED_SUMS: Operation[Tensor] = Operation(
     "grouped_sums",
     [

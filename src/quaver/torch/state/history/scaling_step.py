@@ -8,13 +8,13 @@ root. If only a part of the model is called outside of autocast, a step ends onc
 forward with gradients begins a new one.
 
 With several ranks the amaxes of a layer are reduced over its process group: that of the last autocast in which it or a
-    layer converted with it ran. Without one, the group consists of the ranks with the same layers (`sync`); pipeline
-    stages have nothing in common. A step of one group does not affect the layers of others. So ranks must run the
-    layers of a group in the same order. Threads that train concurrently need separate groups, as with
-    DistributedDataParallel. Pipeline ranks run stages at different times and synchronize only when they enter autocast.
+layer converted with it ran. Without one, the group consists of the ranks with the same layers (`sync`); pipeline stages
+have nothing in common. A step of one group does not affect the layers of others. So ranks must run the layers of a
+group in the same order. Threads that train concurrently need separate groups, as with DistributedDataParallel. Pipeline
+ranks run stages at different times and synchronize only when they enter autocast.
 
 Compiled layers belong to no step, because compiled code does not run this module: they roll when any thread begins a
-    step.
+step.
 """
 
 import itertools
@@ -251,7 +251,7 @@ def _reduced_over(layer: nn.Module, group: Any) -> bool:
     layers.
 
     Asked for all layers, finished or not: reducing a maximum twice is harmless, and the layers that ran may differ by
-        rank.
+    rank.
     """
     state, step = state_of(layer), _last(layer)
     if state.copied:
