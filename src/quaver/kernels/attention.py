@@ -1,8 +1,9 @@
 """Attention with quantized GEMMs: forward and backward kernels.
 
-The backward has a sweep over keys for dQ and one over queries for dK and dV. It recomputes scores and probabilities from the codes. dS = P (dP - Δ) with Δ = rowsum(P dP), so Δ needs its
-own sweep, and so does an amax of dS beyond a tile: three sweeps with one scale per row or head, two with a scale per
-block that fits a tile. The specification is `quaver.reference.attention`.
+The backward has a sweep over keys for dQ and one over queries for dK and dV. It recomputes scores and probabilities
+from the codes. dS = P (dP - Δ) with Δ = rowsum(P dP), so Δ needs its own sweep, and so does an amax of dS beyond a
+tile: three sweeps with one scale per row or head, two with a scale per block that fits a tile. The specification is
+`quaver.reference.attention`.
 """
 
 import triton
