@@ -173,7 +173,7 @@ class Report:
             lines.append(f"  attention quantized: {_counts(self.attention)}")
         if self.other_attention:
             kinds = ", ".join(f"{n} {kind}" for kind, n in self.other_attention.items())
-            lines.append(f"  attention stays in high precision, being no DotProductAttention: {kinds}")
+            lines.append(f"  attention stays in high precision, because it is not a DotProductAttention: {kinds}")
         return lines
 
     def _rest(self) -> list[str]:
@@ -206,8 +206,8 @@ def _check_signature(entry: Callable[..., Any]) -> None:
     except TypeError as error:
         raise ValueError(
             f"the skip filter {entry!r} takes {signature}; it is called with (name, in_features, out_features, "
-            'recipe), and returns why the layer is left alone, or "" to convert it. torchao\'s filters, of (module, '
-            "fqn), have the opposite sense: they say what to convert"
+            'recipe), and must return the reason to skip the layer, or "" to convert it. torchao\'s filters, of '
+            "(module, fqn), have the opposite sense: they return True for layers to convert"
         ) from error
 
 
@@ -275,8 +275,8 @@ class ConversionRules:
             why = skips(name, in_features, out_features, recipe)
             if not isinstance(why, str):
                 raise ValueError(
-                    f"the skip filter {skips!r} returned {why!r} for {name!r}; it returns why the layer is left alone, "
-                    'or "" to convert it'
+                    f"the skip filter {skips!r} returned {why!r} for {name!r}; it must return the reason to skip the "
+                    'layer, or "" to convert it'
                 )
             if why:
                 return why

@@ -133,14 +133,13 @@ def _check_range(fmt: Format) -> None:
     if steps != int(steps) or fmt.emax < fmt.emin or fmt.max_code > last - fmt.has_nan:
         top = f"below code {last}, which is NaN's" if fmt.has_nan else f"up to code {last}"
         raise ValueError(
-            f"format {fmt.name!r}: max is {fmt.max}, which is none of its normal numbers {top}; give the largest of "
-            "them that is finite"
+            f"format {fmt.name!r}: max is {fmt.max}, which is not one of its normal numbers {top}; give its largest "
+            "finite number"
         )
     if fmt.max > LARGEST or 2.0 ** (fmt.emin - fmt.mantissa_bits) < SMALLEST_STEP:
         raise ValueError(
-            f"format {fmt.name!r} reaches from {2.0 ** (fmt.emin - fmt.mantissa_bits):g} to {fmt.max:g}; formats are "
-            f"multiplied within E5M2's range, {SMALLEST_STEP:g} to {LARGEST:g}: give another bias, the scales make up "
-            "for it"
+            f"format {fmt.name!r} ranges from {2.0 ** (fmt.emin - fmt.mantissa_bits):g} to {fmt.max:g}; GEMMs support "
+            f"the range of E5M2, {SMALLEST_STEP:g} to {LARGEST:g}: give another bias, which the scales compensate"
         )
 
 

@@ -174,9 +174,11 @@ class Schedule:
             ValueError: the step was passed before, or the learning rate or loss that a phase ends by is missing.
         """
         if step <= self._step:
-            raise ValueError(f"the schedule was asked for step {self._step}, and now for {step}; ask for each once")
+            raise ValueError(
+                f"at() was called for step {self._step}, and now for {step}; call it once per step, in order"
+            )
         if self.by_loss and not self._told:
-            raise ValueError(f"the schedule was not told the loss of step {self._step}: call saw(loss) after each step")
+            raise ValueError(f"the loss of step {self._step} is missing: call saw(loss) after each step")
         self._step, self._told = step, False
         if lr is not None:
             self._highest = max(self._highest, float(lr))
@@ -211,7 +213,7 @@ class Schedule:
         part, losses = state.get("part"), state.get("losses")
         numbers = [state.get("step"), state.get("highest_lr"), *(losses if isinstance(losses, Sequence) else [None])]
         if type(part) is not int or not all(isinstance(number, int | float) for number in numbers):
-            raise ValueError(f"the state of a schedule is {shown(dict(state))}, which state_dict did not give")
+            raise ValueError(f"the state of a schedule is {shown(dict(state))}, which is not from state_dict()")
         if not 0 <= part < len(self.parts):
             raise ValueError(f"the state is of part {part + 1}, and {self.text!r} has {len(self.parts)}")
         self.part, self._step, self._told = part, state["step"], True

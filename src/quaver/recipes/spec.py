@@ -55,8 +55,8 @@ class QuantSpec:
         known = FORMATS.get(self.format.name)
         if known is not None and known != self.format:
             raise ValueError(
-                f"QuantSpec.format is {self.format!r}, and quaver has another format of that name, {known!r}; give "
-                "yours a name of its own"
+                f"QuantSpec.format is {self.format!r}, but quaver has another format of that name, {known!r}; give "
+                "your format another name"
             )
         _member("QuantSpec.scale", self.scale, ScaleKind)
         _member("QuantSpec.rounding", self.rounding, Rounding)
@@ -377,8 +377,9 @@ def _check_weight(recipe: Recipe) -> None:
         spec = recipe.operands()[label]
         if spec is not None and spec.rounding != "nearest":
             raise ValueError(
-                f"recipe {recipe.name!r} rounds the weight at random ({label} is {spec}); a weight is quantized once "
-                "for many forwards and so rounded to nearest: leave rounding at random to input and grad_output"
+                f"recipe {recipe.name!r} rounds the weight stochastically ({label} is {spec}); a weight is quantized "
+                "once for many forwards, so it must be rounded to nearest: use stochastic rounding for input and "
+                "grad_output only"
             )
 
 
@@ -390,13 +391,13 @@ def _check_dequantized(recipe: Recipe) -> None:
         return
     if fprop.a is None or (recipe.dgrad.a is not None and recipe.wgrad.a is not None):
         raise ValueError(
-            f"recipe {recipe.name!r} has dequantized_backward=True, which is for a quantized fprop beside a dgrad or "
-            "wgrad that quantizes nothing: make one of them GemmSpec(None, None), or leave it out"
+            f"recipe {recipe.name!r} has dequantized_backward=True, which needs a quantized fprop and an unquantized "
+            "dgrad or wgrad: make one of them GemmSpec(None, None), or leave dequantized_backward out"
         )
     if fprop.a.hadamard:
         raise ValueError(
-            f"recipe {recipe.name!r} has dequantized_backward=True and rotates what fprop consumes: dequantized it is "
-            "still rotated, and gradients would be of other values; leave hadamard out of fprop"
+            f"recipe {recipe.name!r} has dequantized_backward=True and a rotated fprop: the dequantized operand would "
+            "still be rotated, which gives wrong gradients; leave hadamard out of fprop"
         )
 
 
@@ -411,15 +412,15 @@ def _check_history(recipe: Recipe) -> None:
             continue  # an unquantized wgrad reads no scale
         if spec is None or not spec.per_tensor or spec.scale not in ("fp32", "power_of_two") or spec.hadamard:
             raise ValueError(
-                f"recipe {recipe.name!r} scales by a history, which needs one fp32 or power-of-two scale a tensor that "
-                f"is not rotated, but {label} is {spec}; leave out `delayed` or make every operand per tensor"
+                f"recipe {recipe.name!r} uses delayed scaling, which needs one fp32 or power-of-two scale per tensor "
+                f"and no rotation, but {label} is {spec}; leave out `delayed` or make every operand per tensor"
             )
     for one, other in _COLUMNS:
         a, b = operands[one], operands[other]
         if a is not None and b is not None and (a.format, a.scale) != (b.format, b.scale):
             raise ValueError(
-                f"recipe {recipe.name!r} scales by a history, whose one factor serves {one} and {other} alike, but "
-                f"they are {a} and {b}; give both the same format and scale"
+                f"recipe {recipe.name!r} uses delayed scaling, with one factor for both {one} and {other}, but they "
+                f"are {a} and {b}; give both the same format and scale"
             )
 
 

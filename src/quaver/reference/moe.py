@@ -187,11 +187,15 @@ def check_route(
     if scores != "softmax" and softmax_first:
         raise ValueError(f"softmax_first belongs to scores='softmax', and scores are {scores!r}: leave it out")
     if normalize is False and scores == "softmax" and not softmax_first:
-        raise ValueError("a softmax over the chosen experts adds up to 1: leave out normalize, or give softmax_first")
+        raise ValueError(
+            "the softmax over the chosen experts already sums to 1: leave out normalize, or give softmax_first"
+        )
     if bias is not None and bias != (experts,):
         raise ValueError(f"bias is {bias}; give one number for each of the {experts} experts")
     if (groups is None) != (top_groups is None):
-        raise ValueError("groups and top_groups are given together: how many groups there are, and how many are taken")
+        raise ValueError(
+            "give groups and top_groups together: the number of groups, and the number of groups to choose"
+        )
     if groups is None or top_groups is None:
         if best_of_group is not None:
             raise ValueError("best_of_group says how a group is scored; give groups and top_groups too")
@@ -222,9 +226,9 @@ def check_permute(indices: tuple[int, ...], integers: bool, experts: int, pad: i
         )
     _whole(experts=experts, pad=pad, capacity=capacity)
     if experts < 1 or not indices[1]:
-        raise ValueError(f"{experts} experts, of which a token chooses {indices[1]}: give at least one of each")
+        raise ValueError(f"there are {experts} experts and {indices[1]} choices per token: give at least one of each")
     if pad < 1:
-        raise ValueError(f"pad is {pad}: rows are filled up to a multiple of it, 1 leaves them as they are")
+        raise ValueError(f"pad is {pad}: give the number of which each expert's rows are a multiple, 1 for no padding")
     if capacity is not None and capacity < 1:
         raise ValueError(f"a capacity of {capacity} drops every token: give at least 1, or None to drop none")
 
@@ -256,7 +260,12 @@ def check_unpermute(
 def why_not_rows(spec: QuantSpec) -> str:
     """Return why moving rows and quantizing them do not commute under a spec, or ""."""
     if not (spec.per_tensor or spec.block[0] == 1):
-        return f"rows that move have scales of their own or one for all, and {spec} has others: quantize afterwards"
+        return (
+            f"rows can be moved only with one scale per row or per tensor, and {spec} has other blocks: quantize "
+            "after moving them"
+        )
     if spec.rounding != "nearest":
-        return f"noise goes by a row's place, and {spec} rounds at random: quantize after rows are moved"
+        return (
+            f"the noise depends on a row's position, and {spec} rounds stochastically: quantize after moving the rows"
+        )
     return ""

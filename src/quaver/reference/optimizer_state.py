@@ -127,7 +127,7 @@ class StateSpec:
             )
         if CODES[self.code].numbers > 1 and (self.block is None or self.scale != "float32"):
             raise ValueError(
-                f"state code {self.code!r} keeps float32 numbers of blocks; give a block and scale 'float32'"
+                f"state code {self.code!r} stores float32 numbers per block; give a block and scale 'float32'"
             )
         if self.stochastic and (CODES[self.code].kind in ("float32", "float16", "dynamic", "expanded")):
             raise ValueError(f"state code {self.code!r} is rounded to nearest only; leave stochastic out")

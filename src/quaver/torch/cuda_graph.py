@@ -39,11 +39,11 @@ class CapturedStep:
     def __init__(self, step: Callable[..., Any], *, warm_up: int = WARM_UP) -> None:
         if not torch.cuda.is_available():
             raise ValueError(
-                "there is no CUDA device, and only on one can a step be captured; run it uncaptured "
-                "(in the trainer, leave out --capture)"
+                "there is no CUDA device, which capturing a step needs; run the step uncaptured (in the trainer, "
+                "leave out --capture)"
             )
         if warm_up < 1:
-            raise ValueError(f"warm_up is {warm_up}; it takes at least 1 call before everything is in place")
+            raise ValueError(f"warm_up is {warm_up}; at least 1 call must run before the capture")
         self.step = step
         self.warm_up = warm_up
         self.calls = 0
@@ -71,16 +71,16 @@ class CapturedStep:
             other = next((x.device for x in inputs if x.is_cuda and x.device != recorded), None)
             if other is not None:
                 raise ValueError(
-                    f"this CapturedStep records what runs on {recorded}, and is given a tensor on {other}: make it and "
-                    f"call it inside torch.cuda.device({other.index})"
+                    f"this CapturedStep captures on {recorded}, and got a tensor on {other}: create and call it inside "
+                    f"torch.cuda.device({other.index})"
                 )
             self._inputs = tuple(x.clone() for x in inputs)
             return
         known, given = ([(tuple(x.shape), x.dtype) for x in each] for each in (self._inputs, inputs))
         if known != given:
             raise ValueError(
-                f"the captured step takes {described(known)} and is given {described(given)}; "
-                "make another CapturedStep for other shapes"
+                f"the captured step takes {described(known)} and got {described(given)}; create another CapturedStep "
+                "for other shapes"
             )
         for kept, x in zip(self._inputs, inputs, strict=True):
             kept.copy_(x)

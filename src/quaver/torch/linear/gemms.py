@@ -41,9 +41,9 @@ def warn_once_features(layer: nn.Module, weight: Tensor) -> None:
     n, k = weight.shape
     name = layer.__dict__.get("qualified_name") or f"Linear({k} → {n})"
     warnings.warn(
-        f"{name} has a weight [{n}, {k}]: a GEMM of cuBLASLt writes multiples of 16 columns, so its GEMMs that would "
-        "write others run as bf16 GEMMs of decoded operands, exact but slower; pad the features or leave the layer out "
-        "with convert(skip=...)",
+        f"{name} has a weight [{n}, {k}], and cuBLASLt's GEMMs need multiples of 16 output columns: its other GEMMs "
+        "run as bf16 GEMMs of decoded operands, exact but slower; pad the features or leave the layer out with "
+        "convert(skip=...)",
         stacklevel=2,
     )
 

@@ -361,10 +361,9 @@ def refuse_sharded(layer: nn.Module, weight: Tensor) -> None:
     if mesh is not None:
         name = layer.__dict__.get("qualified_name") or type(layer).__name__
         raise ValueError(
-            f"{name} multiplies by a weight that is sharded over {mesh}, and recipes quantize whole ones: put "
-            f"ColwiseParallel() "
-            "or RowwiseParallel() of quaver.torch.parallel in the place of torch's styles, leave the layer out with "
-            "convert(skip=[...]), or wrap it with fully_shard, which gathers it first"
+            f"{name} has a weight that is sharded over {mesh}, and recipes quantize whole weights: use "
+            "ColwiseParallel() or RowwiseParallel() of quaver.torch.parallel instead of torch's styles, leave the "
+            "layer out with convert(skip=[...]), or wrap it with fully_shard, which gathers the weight first"
         )
 
 
@@ -376,9 +375,9 @@ def tell_of_one_rank(layer: nn.Module) -> None:
     if "history" not in _warned and not scaling_step.is_agreed(layer):
         _warned.add("history")
         warnings.warn(
-            "the newest row of delayed scaling's histories is what this rank alone has recorded: call "
-            "quaver.torch.parallel.sync_amax_histories(model) on all ranks before the state dict is taken, or save by "
-            "quaver.torch.parallel.Checkpoint; what goes on from this one may have other scales",
+            "the newest row of delayed scaling's histories contains amaxes of this rank only: call "
+            "quaver.torch.parallel.sync_amax_histories(model) on all ranks before taking the state dict, or save with "
+            "quaver.torch.parallel.Checkpoint; otherwise a run resumed from it may have other scales",
             stacklevel=3,
         )
 
@@ -387,8 +386,8 @@ def _unquantized(layer: Linear, x: Tensor, weight: Tensor, bias: Tensor | None) 
     if x.dtype in stored_weight.CODES:
         name = layer.__dict__.get("qualified_name") or f"Linear({layer.in_features} → {layer.out_features})"
         raise ValueError(
-            f"{name} got a {x.dtype} input: the model casts it to the dtype of this layer's weight, as T5 does before "
-            f"'wo', and the weight exists only in these bits; leave it out, quantize_weights(..., skip=[{name!r}])"
+            f"{name} got a {x.dtype} input: the model casts it to the dtype of this layer's weight, as T5 does "
+            f"before 'wo', and the weight is stored as codes; leave it out, quantize_weights(..., skip=[{name!r}])"
         )
     if "float64" not in _warned:
         _warned.add("float64")
@@ -446,7 +445,7 @@ def divide(layer: Linear, parameters_split: Split) -> list[str]:
     if sum(rows) != layer.out_features:
         raise ValueError(f"parameters_split has {sum(rows)} rows and the weight {layer.out_features}")
     if layer.weight_spec is not None:
-        raise ValueError("a weight that exists only as codes is one parameter: leave parameters_split out")
+        raise ValueError("a weight that is stored as codes is one parameter: leave parameters_split out")
     for kind in ("weight", "bias"):
         whole = layer._parameters.pop(kind)
         for name, part in zip(names, (None,) * len(names) if whole is None else whole.split(rows), strict=True):

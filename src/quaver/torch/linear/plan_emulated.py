@@ -89,7 +89,7 @@ def reason_unsupported(recipe: Recipe, device: torch.device) -> str:
     }
     drawn = [name for name, specs in list(pairs.items())[:2] if any(s and s.rounding != "nearest" for s in specs)]
     if drawn:
-        return f"no kernel rounds {' and '.join(drawn)} at random to bf16 values"
+        return f"no kernel rounds {' and '.join(drawn)} stochastically to bf16 values"
     lacking = [f"{name} by {a} and {b}" for name, (a, b) in pairs.items() if kernels(a, b) is None]
     return f"no kernel writes bf16 values of {', '.join(lacking)}" if lacking else ""
 

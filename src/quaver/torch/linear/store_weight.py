@@ -25,12 +25,12 @@ ABOUT = ("weight_spec", "weight_dtype", "keep_initial", "versions")
 #: Attribute of a parameter that a layer no longer uses: name of the function that replaced it.
 REPLACED = "quaver_replaced_by"
 #: Part of the error message for formats whose codes cannot be a parameter.
-NO_DTYPE = f"for whose codes torch has no dtype; weights that exist only as codes are {', '.join(CODE_DTYPES)}"
+NO_DTYPE = f"for whose codes torch has no dtype; weights can be stored as codes in {', '.join(CODE_DTYPES)}"
 
 
 #: Warning for a PEFT method applied to codes without `quaver.integrations.peft.over_codes`.
 ADAPTED = (
-    "PEFT puts an adapter of its own over weights that exist only as codes: it trains, and cannot be merged into them. "
+    "PEFT adds an adapter of its own to weights that are stored as codes: it trains, but cannot be merged into them. "
     "For LoRA call get_peft_model(model, quaver.integrations.peft.over_codes(config)); for another method call "
     "quaver.torch.dequantize_weights(model) first"
 )
@@ -197,8 +197,8 @@ def write(layer: Any, value: Tensor) -> None:
     """
     if value.shape != shape_of(layer):
         raise ValueError(
-            f"{type(layer).__name__}({layer.in_features} → {layer.out_features}) was given a weight of shape "
-            f"{tuple(value.shape)}; it is {shape_of(layer)}"
+            f"{type(layer).__name__}({layer.in_features} → {layer.out_features}) got a weight of shape "
+            f"{tuple(value.shape)}; it must be {shape_of(layer)}"
         )
     spec = layer.__dict__.get("weight_spec")
     if spec is None:
@@ -271,8 +271,9 @@ def _refuse_others(layer: nn.Linear, state_dict: Any, prefix: str, errors: list[
         given = state_dict.get(prefix + name)
         if dtype is not None and given is not None and given.dtype is not dtype:
             errors.append(
-                f"{prefix}{name} is {given.dtype} in the checkpoint and {dtype} here, as another recipe has it; "
-                "make the model under quantized_init of that one, or call quantize_weights(model, that recipe)"
+                f"{prefix}{name} is {given.dtype} in the checkpoint and {dtype} here, because it was quantized by "
+                "another recipe; make the model under quantized_init of that recipe, or call quantize_weights(model, "
+                "that recipe)"
             )
             state_dict.pop(prefix + name)
 
@@ -290,8 +291,8 @@ def decode(layer: Any, state_dict: Any, prefix: str, decoded: dict[nn.Module, Te
     mesh = getattr(weight, "device_mesh", None)
     if mesh is not None:
         raise ValueError(
-            f"{prefix}weight is codes that are sharded over {mesh}; take the state dict before sharding "
-            "the model, or keep weights in high precision"
+            f"{prefix}weight is stored as codes sharded over {mesh}; take the state dict before sharding the model, or "
+            "keep weights in high precision"
         )
     if layer not in decoded:
         with torch.no_grad():
@@ -458,6 +459,6 @@ def _refuse_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) 
         for p in group["params"]:
             if p.grad is not None and (divided(p) is not None or (p.dtype in CODES and id(p) in owners)):
                 raise ValueError(
-                    f"{type(optimizer).__name__} was given a weight that exists only in eight bits and would write to "
-                    "its codes; let it step a high-precision copy, and call layer.set_weight(copy) after that"
+                    f"{type(optimizer).__name__} got a weight that is stored as codes and would write to the codes; "
+                    "let it step a high-precision copy, and call layer.set_weight(copy) after that"
                 )

@@ -50,8 +50,8 @@ def check_uncast(layer: nn.Module, weight: Tensor) -> None:
     if not are_codes(weight):
         name = layer.__dict__.get("qualified_name") or type(layer).__name__
         raise ValueError(
-            f"{name}: the weight exists only as codes, {layer.weight_spec}, and came as {weight.dtype}: codes were "
-            "cast as if they were numbers, as fully_shard does under MixedPrecisionPolicy(param_dtype=...). Call "
+            f"{name}: the weight is stored as codes, {layer.weight_spec}, but came as {weight.dtype}: the codes "
+            "were cast as if they were numbers, as fully_shard does under MixedPrecisionPolicy(param_dtype=...). Call "
             "quaver.torch.parallel.gather_quantized(model) before fully_shard, or leave param_dtype out"
         )
 
@@ -287,7 +287,7 @@ def check_gradient(weight: Tensor) -> None:
 
 
 FOUR_BITS = (
-    "a weight that exists only in four bits takes no gradient, two codes share an element: freeze it with "
+    "a weight that is stored in four bits has no gradient, because two codes share an element: freeze it with "
     "weight.requires_grad_(False), or dequantize_weights(model) to train it"
 )
 COMPILED_GRADIENT = (

@@ -210,7 +210,7 @@ class Operation(Generic[R]):
 
     def _refuse(self, *args: Any) -> NoReturn:
         reasons = "; ".join(f"{name}: {why}" for name, why in self.explain(*args))
-        raise Unsupported(f"no implementation of {self.name} takes this call. {reasons}")
+        raise Unsupported(f"no implementation of {self.name} supports this call. {reasons}")
 
     def named(self, name: str) -> Implementation:
         """Return the implementation of this name."""

@@ -112,8 +112,8 @@ class autocast(ContextDecorator):
 
 
 NOTHING_RAN = (
-    "no quantizable layer ran inside autocast({}), so it quantized nothing; it reaches quaver.torch's layers: "
-    "call quaver.torch.convert(model, recipe) first, or make the model of quaver.torch.Linear"
+    "no quantizable layer ran inside autocast({}), so nothing was quantized; autocast applies to quaver.torch's "
+    "layers: call quaver.torch.convert(model, recipe) first, or build the model from quaver.torch.Linear"
 )
 
 
@@ -146,8 +146,8 @@ def _resolve(recipe: str | Recipe) -> Recipe:
             return recipe
         if "(" in recipe:
             raise ValueError(
-                f"torch.compile cannot read the options in {recipe!r}; build the recipe outside of what is compiled, "
-                "recipe = quaver.recipes.get(text), and give autocast(recipe)"
+                f"torch.compile cannot parse the options in {recipe!r}; build the recipe outside of the compiled "
+                "function, recipe = quaver.recipes.get(text), and pass autocast(recipe)"
             )
     return recipes.get(recipe)
 

@@ -387,6 +387,6 @@ def quantized_again(layer: nn.Module, weight: Tensor) -> None:
         rows, columns = weight.shape[-2:]
         warnings.warn(
             f"a {type(layer).__name__}({columns} → {rows}) has quantized the same weight in {FORWARDS} forwards "
-            "without gradients; run them inside `with quaver.torch.frozen(model):`, which quantizes it once",
+            "without gradients; run them inside `with quaver.torch.frozen(model):`, which quantizes it only once",
             stacklevel=2,
         )

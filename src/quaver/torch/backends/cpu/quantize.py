@@ -84,8 +84,8 @@ def reason(x: Tensor, spec: QuantSpec, *_: object) -> str:
     if not x.is_cpu:
         return "the tensor is not on a CPU"
     if spec.format.name not in FLOAT8 or spec.hadamard or spec.rounding != "nearest" or spec.scale == "unit":
-        return "it is for nearest rounding to FP8 with one level of scales"
-    return "it holds one scale a tensor as a float32" if spec.per_tensor and spec.scale == "e8m0" else ""
+        return "it supports only rounding to nearest to FP8 with one level of scales"
+    return "its per-tensor scales are float32, not E8M0" if spec.per_tensor and spec.scale == "e8m0" else ""
 
 
 def quantize(x: Tensor, spec: QuantSpec, amax: Given = None, factor: Given = None, noise: object = None) -> Quantized:
@@ -331,7 +331,7 @@ def reason_two_level(x: Tensor, spec: QuantSpec, *_: object) -> str:
     if not x.is_cpu:
         return "the tensor is not on a CPU"
     if not spec.two_level or spec.block[1] != 16:
-        return "it is for E2M1 with two levels of scales in blocks of 16"
+        return "it supports only E2M1 with two-level scales in blocks of 16"
     return ""
 
 
@@ -407,7 +407,7 @@ def reason_e8m0(x: Tensor, spec: QuantSpec, *_: object) -> str:
     if not x.is_cpu:
         return "the tensor is not on a CPU"
     if spec.scale != "e8m0" or spec.hadamard or spec.rounding != "nearest" or spec.format.bits > 6:
-        return "it is for nearest rounding to six bits or fewer with E8M0 scales"
+        return "it supports only rounding to nearest to six bits or fewer with E8M0 scales"
     return "" if spec.block[0] == 1 and spec.block[1] is not None else "it is for blocks along rows"
 
 

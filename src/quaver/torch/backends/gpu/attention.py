@@ -54,11 +54,11 @@ def reason(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> str:
     """Return why the kernels do not support q [B, H, Sq, D], k [B, G, Sk, D] and v [B, G, Sk, Dv], or ""."""
     for one in (spec.input, spec.grad_output):
         if not one.power_of_two:
-            return f"its tiles hold scales that are powers of two, not those of {one}"
+            return f"its tiles support power-of-two scales only, not those of {one}"
         if one.block[1] not in (None, *WIDTHS):
-            return f"it takes blocks of {WIDTHS} elements, of rows or of heads, not of {one.block[1]}"
+            return f"it supports blocks of {WIDTHS} elements, whole rows and whole heads, not {one.block[1]}"
     if q.shape[3] not in FEATURES or v.shape[3] not in FEATURES:
-        return f"it takes heads of {FEATURES} features, not of {q.shape[3]} and {v.shape[3]}"
+        return f"it supports heads of {FEATURES} features, not {q.shape[3]} and {v.shape[3]}"
     if not min(q.numel(), k.numel(), v.numel()):
         return "there is nothing to attend"
     if q.shape[:2].numel() > SECOND_AXIS or max(q.shape[2], k.shape[2]) * max(FEATURES) >= 2**31:

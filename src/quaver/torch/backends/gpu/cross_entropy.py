@@ -109,7 +109,7 @@ def column_sum_reason(g: Tensor, dtype: torch.dtype) -> str:
         return f"its kernel is for float32, bfloat16 and float16, not {other.pop()}"
     if not g.numel():
         return "there is nothing to sum"
-    return f"a side of {max(g.shape)} elements is more than it counts" if max(g.shape) > 2**30 else ""
+    return f"a side of {max(g.shape)} elements is too long for its kernel" if max(g.shape) > 2**30 else ""
 
 
 def column_sum(x: Tensor, dtype: torch.dtype) -> Tensor:

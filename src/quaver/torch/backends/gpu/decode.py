@@ -32,7 +32,7 @@ def reason(q: Quantized, dtype: torch.dtype, outer: bool = True) -> str:
     if dtype not in DTYPES:
         return f"values are decoded to bfloat16 or float32, not to {dtype}"
     if not holds(q.spec, dtype, outer):
-        return f"bfloat16 does not hold the values of {q.spec} times its scales; decode to float32"
+        return f"bfloat16 cannot represent the values of {q.spec} times its scales; decode to float32"
     if not (q.spec.format.packed or q.spec.format.name in FLOAT8):
         return f"its kernel decodes FP8 and E2M1, not {q.spec.format}"
     width = q.lying_block[1]

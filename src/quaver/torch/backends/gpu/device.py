@@ -124,9 +124,9 @@ def _off_a_gpu(device: torch.device, what: str) -> str:
 @cache
 def _why_no_fp8(arch: int) -> str:
     if torch.version.hip is not None:
-        return "this is ROCm; the kernels and FP8 GEMMs are NVIDIA's"
+        return "this is ROCm; the kernels and FP8 GEMMs need an NVIDIA GPU"
     if arch < FP8_GEMMS:
-        return f"compute capability {_capability(arch)} has no FP8 GEMMs, which take 8.9 (Ada), 9.0 (Hopper) or newer"
+        return f"compute capability {_capability(arch)} has no FP8 GEMMs, which need 8.9 (Ada), 9.0 (Hopper) or newer"
     return ""
 
 
@@ -137,8 +137,8 @@ def _why_too_old(arch: int) -> str:
         return _why_no_fp8(arch)
     if arch < KERNELS:
         return (
-            f"compute capability {_capability(arch)} is below 8.0 (Ampere), which the kernels take; "
-            "the same numbers are computed in plain torch operations"
+            f"compute capability {_capability(arch)} is below 8.0 (Ampere), which the kernels need; the same numbers "
+            "are computed by plain torch operations"
         )
     return ""
 
@@ -166,8 +166,8 @@ def why_no_triton() -> str:
         return f"triton {triton.__version__} is older than {_dotted(TRITON[0])}, the first that the kernels work with"
     if version > TRITON[1]:
         warnings.warn(
-            f"triton {triton.__version__} is newer than {_dotted(TRITON[1])}, the last that the kernels are checked "
-            "with; with quaver.torch.only('reference') nothing depends on it",
+            f"triton {triton.__version__} is newer than {_dotted(TRITON[1])}, the last tested version; "
+            "quaver.torch.only('reference') does not depend on it",
             stacklevel=2,
         )
     return ""

@@ -110,13 +110,13 @@ def _why_not_bf16(a: Any, b: Any, dtype: torch.dtype, *sides: int) -> str:
     if arch // 10 not in MAJORS:
         return f"torch multiplies groups in bf16 on compute capabilities 9 and 10, and this GPU is sm_{arch}"
     if dtype is not torch.bfloat16:
-        return f"it writes bfloat16, and the result is to be {dtype}"
+        return f"it writes bfloat16, and the result must be {dtype}"
     for spec in (a.spec, b.spec):
         if not (spec.power_of_two or spec.scale == "two_level"):
             return f"scales of {spec} are no powers of two, and the result would be rounded before them"
     *features, groups = sides[0], *sides[2:], sides[1]
     if any(side % 8 for side in (*features, b.shape[1] if isinstance(b, Quantized) else 8)):
-        return "its features are multiples of 8"
+        return "its features must be multiples of 8"
     if groups > MOST_GROUPS or not groups:
         return f"it takes from 1 to {MOST_GROUPS} groups, not {groups}"
     return "there is nothing to add up" if 0 in (*a.shape, *b.shape) else ""
@@ -320,7 +320,7 @@ def _why_not(a: QuantSpec, b: QuantSpec, device: torch.device, n: int, dtype: to
         where = " and ".join(map(str, KINDS[name].majors))
         return f"torch multiplies groups of {a} by {b} on compute capability {where}, and this GPU is sm_{arch}"
     if dtype is not torch.bfloat16:
-        return f"it writes bfloat16, and the result is to be {dtype}"
+        return f"it writes bfloat16, and the result must be {dtype}"
     return f"the output has {n} columns; it takes multiples of 16" if n % 16 else ""
 
 
@@ -523,7 +523,7 @@ def _why_not_high(a: Tensor, b: Tensor, groups: int, dtype: torch.dtype) -> str:
         return "there is nothing to add up"
     if not 0 < groups <= MOST_GROUPS:
         return f"it takes from 1 to {MOST_GROUPS} groups, not {groups}"
-    return "" if in_lines(a) and in_lines(b) else "its rows begin at multiples of 16 bytes"
+    return "" if in_lines(a) and in_lines(b) else "its rows must begin at multiples of 16 bytes"
 
 
 def high_matmul(x: Tensor, w: Tensor, offsets: GroupOffsets, dtype: torch.dtype, bias: Tensor | None) -> Tensor:

@@ -214,7 +214,7 @@ def _compiled(launch: KernelLaunch, tensors: Sequence[Tensor | None], numbers: S
     devices = sorted({str(t.device) for t in tensors if t is not None})
     if len(devices) > 1:
         # Kernels get raw addresses: one of another device would be invalid, or memory of another tensor.
-        raise RuntimeError(f"{launch.fn.__name__} is given tensors on {' and '.join(devices)}; move them to one device")
+        raise RuntimeError(f"{launch.fn.__name__} got tensors on {' and '.join(devices)}; move them to one device")
     index, current, stream_of, entering = card(next(t.device for t in tensors if t is not None))
     with entering(index):
         _, start, function, middle = _loaded(launch, index)

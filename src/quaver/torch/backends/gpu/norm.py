@@ -254,16 +254,16 @@ def reason(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *_: bool) -> s
 
 def _reason(x: Tensor, cos: Tensor, sin: Tensor) -> str:
     if x.dtype not in DTYPES_rope or cos.dtype is not torch.float32 or sin.dtype is not torch.float32:
-        return "it turns float32, bfloat16 and float16 by tables in float32"
+        return "it rotates float32, bfloat16 and float16 by float32 tables"
     if x.dim() not in (3, 4) or x.numel() == 0 or x.shape[-1] > WIDEST_ROPE or x.shape[:-2].numel() >= 2**31:
-        return f"it takes [B, S, H, D] and [T, H, D], not empty, with D up to {WIDEST_ROPE} and fewer than 2^31 tokens"
+        return f"it supports nonempty [B, S, H, D] and [T, H, D] with D up to {WIDEST_ROPE} and fewer than 2^31 tokens"
     if cos.shape != sin.shape or cos.stride() != sin.stride() or cos.dim() > x.dim() or cos.dim() < 2:
-        return "cosines and sines are not laid out alike"
+        return "cosines and sines have different shapes or strides"
     if cos.shape[-2] != 1 or cos.shape[-1] % 2 or cos.shape[-1] > x.shape[-1] or cos.stride(-1) != 1:
-        return "the tables are not of one angle a pair, the same for all heads"
+        return "the tables do not have one angle per pair, the same for all heads"
     shared = zip(reversed(cos.shape[:-2]), reversed(x.shape[:-2]), strict=False)
     if x.stride(-1) != 1 or any(of_table not in (1, of_x) for of_table, of_x in shared):
-        return "features are not next to each other, or the tables do not fit the tokens"
+        return "features are not contiguous, or the tables do not fit the tokens"
     return ""
 
 

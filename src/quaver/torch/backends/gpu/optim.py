@@ -310,8 +310,8 @@ class OptimizerLaunches:
         """
         if not alike or self._table is None:
             raise RuntimeError(
-                "an optimizer's step is captured that steps other parameters, or others so, than the step before: take "
-                "one step as it will be captured first, as CapturedStep does"
+                "the captured optimizer step has other parameters or settings than the step before: first take one "
+                "step exactly as it will be captured, as CapturedStep does"
             )
         host, table = _host(words), torch.empty_like(self._table)
         if self._pinned is not None:

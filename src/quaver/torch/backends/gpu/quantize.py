@@ -146,7 +146,7 @@ def reason(x: Tensor, spec: QuantSpec, *_: object) -> str:
     if x.dtype not in READ:
         return f"its kernels read float32, bfloat16 and float16, not {x.dtype}"
     if x.shape and max(x.shape) > LONGEST_SIDE:
-        return f"a side of {max(x.shape)} elements is more than its kernels count"
+        return f"a side of {max(x.shape)} elements is too long for its kernels"
     return "" if family_of(spec, None) else f"it has no kernel for {spec}"
 
 

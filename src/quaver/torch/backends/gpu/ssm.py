@@ -47,10 +47,10 @@ def reason(
     if weight.shape[1] > TAPS:
         return f"its kernels take {TAPS} taps at most, not {weight.shape[1]}"
     if activation not in KINDS or KINDS[activation].gated:
-        return f"its kernels know no {activation!r} of one tensor"
+        return f"its kernels have no activation {activation!r} of a single tensor"
     if not x.numel():
         return "there is nothing to convolve"
-    return "there are more tokens than kernels count" if x.shape[0] * x.shape[1] >= 2**31 else ""
+    return "there are too many tokens for its kernels" if x.shape[0] * x.shape[1] >= 2**31 else ""
 
 
 def reason_backward(g: Tensor, *given: Any) -> str:
@@ -226,15 +226,15 @@ def reason_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tenso
     if x.dtype not in DTYPES or dt.dtype not in DTYPES:
         return f"its kernels read float32, bfloat16 and float16, not {x.dtype} and {dt.dtype}"
     if x.shape[-1] > HEAD or B.shape[-1] > STATE:
-        return f"heads of {x.shape[-1]} features and states of {B.shape[-1]} are more than lie in registers"
+        return f"heads of {x.shape[-1]} features and states of {B.shape[-1]} do not fit into registers"
     if D is not None and D.dim() == 2:
-        return "its kernels skip by one number a head"
+        return "its kernels support only one D per head"
     if x.dtype is torch.float32 and max(x.shape[-1], B.shape[-1]) > NARROW_FLOAT32:
-        return f"products of float32 take registers for {NARROW_FLOAT32} features, not {max(x.shape[-1], B.shape[-1])}"
+        return f"its float32 kernels support up to {NARROW_FLOAT32} features, not {max(x.shape[-1], B.shape[-1])}"
     if not x.numel() or not B.numel():
         return "there is nothing to scan"
     if x.shape[0] * x.shape[1] * max(x.shape[2] * x.shape[3], 1) >= 2**40 or x.shape[2] > 65535:
-        return "there are more tokens or heads than a grid counts"
+        return "there are too many tokens or heads for a grid"
     return ""
 
 

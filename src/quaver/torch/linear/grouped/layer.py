@@ -93,8 +93,8 @@ def grouped_matmul(
     check(x, weight, offsets, bias, in_force)
     if in_force is not None and in_force.delayed is not None:
         raise ValueError(
-            f"recipe {in_force} scales by a history, which a function has no place for; use "
-            "quaver.torch.GroupedLinear, or 'tensorwise' or 'rowwise'"
+            f"recipe {in_force} uses delayed scaling, and a function has no scaling history; use "
+            "quaver.torch.GroupedLinear, or the recipe 'tensorwise' or 'rowwise'"
         )
     return multiply(NoiseSource(seed, name, count), x, weight, bias, offsets, in_force)
 
@@ -219,7 +219,7 @@ def check_codes(x: Quantized, recipe: Recipe | None) -> None:
         )
     if spec.block[0] not in (1, None):
         raise ValueError(
-            f"x is quantized as {spec}, whose blocks may have rows of several groups: give x.dequantize(), or take a "
+            f"x is quantized as {spec}, whose blocks may span rows of several groups: pass x.dequantize(), or use a "
             "recipe with blocks of one row"
         )
 

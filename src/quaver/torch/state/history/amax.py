@@ -79,7 +79,7 @@ def prepare(layer: nn.Module, recipe: Recipe) -> None:
     if history is None or factor is None or history.shape[-2] != length:
         if history is not None and not is_tracing():
             warnings.warn(
-                f"a layer's history of {history.shape[-2]} steps makes room for one of {length}, which starts fresh",
+                f"a layer's history of {history.shape[-2]} steps is replaced by an empty one of {length} steps",
                 stacklevel=4,
             )
         where, each = device_of(layer), (len(state.members),) if state.members else ()

@@ -66,9 +66,9 @@ def refuse_join() -> None:
     config = getattr(wrapper, "_join_config", None)
     if config is not None and config.enable:
         raise ValueError(
-            "delayed scaling reduces maxima over all ranks in each step, and within DistributedDataParallel.join() a "
-            "rank without data does not: give all ranks as many batches, or take a recipe without histories, such as "
-            "'tensorwise'"
+            "delayed scaling reduces amaxes over all ranks in each step, but within DistributedDataParallel.join() a "
+            "rank without data does not take part: give all ranks the same number of batches, or use a recipe without "
+            "histories, such as 'tensorwise'"
         )
 
 

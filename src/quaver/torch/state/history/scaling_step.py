@@ -382,8 +382,8 @@ def refuse_stage(layer: nn.Module) -> None:
     stage = state_of(layer).stage
     if stage is not None:
         raise ValueError(
-            f"stage {stage} of a pipeline ran under delayed scaling outside of autocast: nothing tells its "
-            "micro-batches from steps; enter quaver.torch.autocast(recipe) around schedule.step(...) on all ranks"
+            f"stage {stage} of a pipeline ran under delayed scaling outside of autocast, where micro-batches cannot be "
+            "distinguished from steps; enter quaver.torch.autocast(recipe) around schedule.step(...) on all ranks"
         )
 
 

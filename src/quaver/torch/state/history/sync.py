@@ -169,8 +169,8 @@ def exchange(
                 dist.all_reduce(header, dist.ReduceOp.MAX, group)
             except RuntimeError as failed:
                 raise RuntimeError(
-                    f"this rank came to {where} and waited for the others in vain ({failed}): one of them has ended, "
-                    "or makes other calls, so see its error, and call it on all ranks alike"
+                    f"this rank waited at {where} for the other ranks ({failed}): one of them has ended or makes other "
+                    "calls; see its error, and make the call on all ranks"
                 ) from failed
     largest, negated_smallest, any_flag = header.tolist()
     if largest == -negated_smallest:
