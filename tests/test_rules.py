@@ -93,5 +93,5 @@ def test_skip_of_something_else_is_a_sentence(entry: object) -> None:
 
 
 def test_a_filter_that_says_no_reason_is_a_sentence() -> None:
-    with pytest.raises(ValueError, match="returned True for 'a'; it returns why"):
+    with pytest.raises(ValueError, match="returned True for 'a'; it must return the reason"):
         ConversionRules("mxfp8", lambda *_: True).refused("a", 8, 8, get("mxfp8"))  # type: ignore[arg-type, return-value]

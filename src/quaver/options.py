@@ -1,4 +1,4 @@
-"""Constructors with many options: a dataclass has them, and the constructor takes what the dataclass does.
+"""Constructors with many options: a dataclass defines them, and the constructor accepts its fields.
 
     @dataclass(frozen=True)
     class MLPOptions(NormOptions):
@@ -11,9 +11,9 @@
 
     MLP(768, bias=False)
 
-help(), editors and type checkers show the dataclass's fields as the constructor's arguments, and what several layers
-take alike is written once, in a dataclass that theirs inherit. Where the arguments are another library's, and many, the
-constructor's own `def` has several of them a line, and `spreads` adds what it takes as others do.
+help(), editors and type checkers show the dataclass's fields as the constructor's arguments, and options that several
+layers share are written once, in a base dataclass. For constructors with many arguments of another library, written out
+in `def`, `spreads` adds the fields of a record.
 """
 
 import inspect
@@ -29,15 +29,14 @@ R = TypeVar("R")
 M = TypeVar("M")
 C = TypeVar("C", bound=Callable[..., Any])
 
-#: What Flax gives every linen module as arguments.
+#: Arguments that Flax adds to every linen module.
 FLAX = ("parent", "name")
 
 
 def takes(record: Callable[P, R]) -> Callable[[Callable[[Any, R], None]], Callable[Concatenate[Any, P], None]]:
-    """Decorate an `__init__` of one record with this: it is called with the record's own arguments.
+    """Decorate an `__init__` that takes one record so that it accepts the record's own arguments.
 
-    Raises, when it is called:
-        TypeError: an argument that the record has not, with the nearest that it has, or one that is missing.
+    The decorated constructor raises TypeError for an unknown argument, suggesting the nearest, and for a missing one.
     """
 
     def decorate(init: Callable[[Any, R], None]) -> Callable[Concatenate[Any, P], None]:
@@ -51,9 +50,10 @@ def takes(record: Callable[P, R]) -> Callable[[Callable[[Any, R], None]], Callab
 
 
 def suggests(module: type[M]) -> type[M]:
-    """Decorate a class that is its own record, as Flax's linen modules are: a wrong argument is told as by `takes`.
+    """Decorate a class that is its own record, such as a Flax linen module: wrong arguments raise as with `takes`.
 
-    What Flax adds behind the class's own, `parent` and `name`, is given by name: a value too many lands in neither.
+    The arguments that Flax appends, `parent` and `name`, must be passed by name, so that a surplus value cannot become
+    one.
     """
     construct: Any = module
     last = inspect.Parameter.KEYWORD_ONLY
@@ -63,18 +63,18 @@ def suggests(module: type[M]) -> type[M]:
 
 
 def checks(init: C) -> C:
-    """Decorate an `__init__`, or another method, whose arguments are written out: a wrong one is told as by `takes`."""
+    """Decorate an `__init__` or another method with explicit arguments: wrong arguments raise as with `takes`."""
     checked: C = _checked(init, inspect.Signature(list(inspect.signature(init).parameters.values())[1:]))
     return checked
 
 
 def spreads(record: Callable[..., Any], without: Sequence[str] = ()) -> Callable[[C], C]:
-    """Decorate an `__init__` that takes `**others` with this: they are what a record takes by name, and are told and
-    shown as its own.
+    """Decorate an `__init__` that takes `**others`: they are a record's keyword arguments, checked and shown as its
+    own.
 
     Args:
-        record: a class or a function; options that the constructor has itself are its own.
-        without: of the record's, which it does not take.
+        record: a class or a function; options that the constructor has itself take precedence.
+        without: options of the record that the constructor does not accept.
     """
 
     def decorate(init: C) -> C:
@@ -89,18 +89,18 @@ def spreads(record: Callable[..., Any], without: Sequence[str] = ()) -> Callable
 
 
 def shared(record: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the given options that a record takes, too."""
+    """Return the given options that a record accepts too."""
     known = inspect.signature(record).parameters
     return {name: value for name, value in given.items() if name in known}
 
 
 def pick(record: type, source: Any) -> dict[str, Any]:
-    """The values that a module, or another record, has for a record's fields: what the record's layer is made with."""
+    """Return the values of a record's fields read from a module or another record, as arguments for a new layer."""
     return {field.name: getattr(source, field.name) for field in fields(record)}
 
 
 def _checked(init: Any, known: inspect.Signature) -> Any:
-    """A method that looks at its arguments first, and shows them as its signature and its type hints."""
+    """Wrap a method to check its arguments first, and to show them as its signature and type hints."""
 
     @wraps(init)
     def checked(self: Any, /, *args: Any, **options: Any) -> Any:

@@ -1,9 +1,10 @@
-"""Which layers are not worth quantizing: filters for the `skip=` of every front end's `convert`.
+"""Filters for the `skip=` of every front end's `convert`: layers that are not worth quantizing.
 
     qt.convert(model, "rowwise", skip=quaver.rules.unprofitable("h100"))
     qt.convert(model, "rowwise", skip=["lm_head", quaver.rules.auto_filter_small_kn("rowwise")])
 
-A filter is called with a layer's name, its features and the recipe that it would get, and says why to leave it alone.
+A filter is called with a layer's name, its features and the recipe that it would get, and returns the reason to skip
+it.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ __all__ = ["SkipFilter", "auto_filter_small_kn", "unprofitable"]
 
 
 def __dir__() -> list[str]:
-    """The public names alone."""
+    """Return only the public names."""
     return sorted(__all__)
 
 
@@ -47,15 +48,16 @@ class _Unprofitable:
 def unprofitable(
     gpu: str | Gpu, *, tokens: int = 8192, recipe: str | Recipe | None = None, least: float = 1.0
 ) -> SkipFilter:
-    """Leave alone what `quaver.costs.ledger` predicts to be slower than bf16 on this GPU.
+    """Skip layers that `quaver.costs.ledger` predicts to be slower than bf16 on this GPU.
 
     Args:
-        gpu: a name from `quaver.costs.hardware.GPUS`, or a Gpu with rates of your own.
-        tokens: how many tokens the layer sees at a time.
-        recipe: the prediction is for this recipe; None takes the one that the layer would get.
-        least: the speed-up over bf16 that a layer must be predicted to reach.
+        gpu: a name from `quaver.costs.hardware.GPUS`, or a Gpu with your own rates.
+        tokens: number of tokens that the layer processes at a time.
+        recipe: recipe of the prediction; None uses the one that the layer would get.
+        least: minimum predicted speed-up over bf16.
+
     Raises:
-        ValueError: an unknown GPU or recipe, or numbers that make no sense.
+        ValueError: the GPU or recipe is unknown, or a number is invalid.
     """
     if not isinstance(tokens, int) or tokens < 1:
         raise ValueError(f"tokens is {tokens!r}; give how many tokens a layer sees at a time, 1 or more")
@@ -64,7 +66,7 @@ def unprofitable(
     return _Unprofitable(hardware.get(gpu), tokens, None if recipe is None else recipes.get(recipe), least)
 
 
-#: torchao's thresholds by its recipe, of (K, N) = (in, out) features (float8_linear_utils.py).
+#: torchao's thresholds by recipe, for (K, N) = (in, out) features (float8_linear_utils.py).
 SMALL_KN: dict[str, Callable[[int, int], bool]] = {
     "tensorwise": lambda k, n: k <= 4096 and n <= 1024,
     "rowwise": lambda k, n: n <= 2048 or k <= 1024 or (n <= 4096 and k <= 2048),
@@ -85,10 +87,11 @@ class _SmallKn:
 
 
 def auto_filter_small_kn(recipe: str) -> SkipFilter:
-    """Leave alone what torchao's filter of this name leaves alone: fixed thresholds, whatever the GPU and the tokens.
+    """Skip layers that torchao's filter of this name skips: fixed thresholds, independent of GPU and tokens.
 
     Args:
-        recipe: whose thresholds, "tensorwise" or "rowwise".
+        recipe: recipe of the thresholds, "tensorwise" or "rowwise".
+
     Raises:
         ValueError: torchao has no thresholds for this recipe.
     """

@@ -154,17 +154,20 @@ def _own(**changes: object) -> Format:
 
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "one operand rotated": (lambda: GemmSpec(ROTATED, LINE), "rotates both operands or neither"),
-    "a weight at random": (lambda: Recipe("mine", GemmSpec(LINE, NOISY), HIGH, HIGH), "rounds the weight at random"),
+    "a weight at random": (
+        lambda: Recipe("mine", GemmSpec(LINE, NOISY), HIGH, HIGH),
+        "rounds the weight stochastically",
+    ),
     "a gemm that is none": (lambda: Recipe("mine", LINE, HIGH, HIGH), "has fprop=.*give a GemmSpec"),  # type: ignore[arg-type]
     "a history of two formats": (
         lambda: Recipe("mine", TENSOR, TENSOR, GemmSpec(QuantSpec(E4M3), QuantSpec(E5M2)), delayed=Delayed()),
-        "one factor serves fprop.a and wgrad.b",
+        "one factor for both fprop.a and wgrad.b",
     ),
     "a history of rotated operands": (
         lambda: Recipe(
             "mine", *[GemmSpec(*[dataclasses.replace(QuantSpec(E4M3), hadamard=True)] * 2)] * 3, delayed=Delayed()
         ),
-        "not rotated",
+        "no rotation",
     ),
     "quantized backward, dequantized": (
         lambda: Recipe("mine", TENSOR, TENSOR, TENSOR, dequantized_backward=True),
@@ -186,7 +189,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "bits that do not add up": (lambda: _own(bits=7), r"the sum of both and of the sign \(8 here\)"),
     "nine bits": (lambda: _own(bits=9, mantissa_bits=5), "at most 8"),
     "no mantissa": (lambda: _own(bits=4, mantissa_bits=0), "at least one of each"),
-    "a maximum off the grid": (lambda: _own(max=15.3), "none of its normal numbers below code 127"),
+    "a maximum off the grid": (lambda: _own(max=15.3), "not one of its normal numbers below code 127"),
     "a maximum in NaN's place": (lambda: _own(max=31.0), "which is NaN's"),
     "a range beyond E5M2's": (lambda: _own(bias=-12, max=15.5 * 2**15), "give another bias"),
     "a half bias": (lambda: _own(bias=2.5), "bias is 2.5; give a whole number"),

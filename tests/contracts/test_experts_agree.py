@@ -150,5 +150,5 @@ def test_the_same_is_refused() -> None:
         qj.unpermute(x, np.zeros(6, np.int32), 2, np.zeros((3, 3), np.float32))
     with pytest.raises(TypeError, match="logits is a list"):
         qj.route([[1.0]], 1)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="rounds at random"):
+    with pytest.raises(ValueError, match="rounds stochastically"):
         qj.permute(qj.quantize(x, SPECS["nvfp4.dgrad.a"]), np.zeros((3, 2), np.int32), 8)

@@ -80,7 +80,7 @@ def test_other_shapes_and_reads_of_the_device_are_sentences() -> None:
     doubled = qt.CapturedStep(lambda x: x * 2, warm_up=1)
     x = torch.ones(3, device="cuda")
     assert [doubled(x * n).tolist() for n in (1, 2, 3)] == [[2.0] * 3, [4.0] * 3, [6.0] * 3]
-    with pytest.raises(ValueError, match=r"takes torch.float32 \[3\] and is given torch.float32 \[4\]"):
+    with pytest.raises(ValueError, match=r"takes torch.float32 \[3\] and got torch.float32 \[4\]"):
         doubled(torch.ones(4, device="cuda"))
     reading = qt.CapturedStep(lambda x: x * x.sum().item(), warm_up=1)
     reading(x)
@@ -225,5 +225,5 @@ def test_threads_that_load_kernels_at_once_get_the_results_of_one() -> None:
 def test_a_tensor_of_another_device_than_the_steps_is_a_sentence() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
-    with pytest.raises(ValueError, match=r"records what runs on cuda:0, and is given a tensor on cuda:1"):
+    with pytest.raises(ValueError, match=r"captures on cuda:0, and got a tensor on cuda:1"):
         qt.CapturedStep(lambda x: x * 2)(torch.ones(3, device="cuda:1"))

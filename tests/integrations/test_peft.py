@@ -264,7 +264,7 @@ def test_an_adapter_of_pefts_own_over_codes_says_before_it_trains_what_merges(
         assert_bitwise(loss_of(again.merge_and_unload(), 7), loss_of(other.merge_and_unload(), 7))
 
 
-@pytest.mark.filterwarnings("error:PEFT puts")
+@pytest.mark.filterwarnings("error:PEFT adds")
 def test_over_codes_and_weights_in_high_precision_warn_of_nothing() -> None:
     converted, decoded = tiny("llama"), stored("mxfp8")
     qt.convert(converted, "mxfp8")

@@ -92,7 +92,7 @@ def test_threads_that_want_a_kernel_at_once_load_it_once(monkeypatch: pytest.Mon
 
 def test_tensors_on_two_devices_are_refused_by_name() -> None:
     tensors = (torch.empty(4, 64), torch.empty(1, device="meta"), torch.zeros(4, dtype=torch.int32))
-    with pytest.raises(RuntimeError, match="amax is given tensors on cpu and meta; move them to one device"):
+    with pytest.raises(RuntimeError, match="amax got tensors on cpu and meta; move them to one device"):
         launch._compiled(described(4, 64, 64), tensors, ())
 
 

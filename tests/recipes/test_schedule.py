@@ -108,10 +108,10 @@ def test_what_a_part_ends_by_must_be_given() -> None:
         recipes.schedule("nvfp4 until lr<10%, bf16", peak=1.0).at(1)
     schedule = recipes.schedule("nvfp4 until loss<2, bf16")
     schedule.at(1)
-    with pytest.raises(ValueError, match=r"not told the loss of step 1: call saw\(loss\) after each step"):
+    with pytest.raises(ValueError, match=r"the loss of step 1 is missing: call saw\(loss\) after each step"):
         schedule.at(2)
     schedule.saw(3.0)
-    with pytest.raises(ValueError, match="was asked for step 1, and now for 1; ask for each once"):
+    with pytest.raises(ValueError, match="called for step 1, and now for 1; call it once per step"):
         schedule.at(1)
 
 

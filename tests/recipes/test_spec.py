@@ -41,8 +41,8 @@ REFUSED: list[tuple[Callable[[], object], tuple[str, ...]]] = [
     (lambda: Delayed(length=1.5), ("1.5", "history=1")),  # type: ignore[arg-type]
     (lambda: Delayed(margin=0.5), ("margin", "0.5", "whole")),  # type: ignore[arg-type]
     (lambda: Delayed(algorithm="mean"), ("algorithm", "'mean'", "max", "most_recent")),  # type: ignore[arg-type]
-    (lambda: delayed_recipe(GemmSpec(E4M3_TENSOR, E4M3_ROW)), ("'mine'", "fprop.b", "e4m3[1x*]", "history")),
-    (lambda: delayed_recipe(HIGH), ("'mine'", "fprop.a", "None", "history")),
+    (lambda: delayed_recipe(GemmSpec(E4M3_TENSOR, E4M3_ROW)), ("'mine'", "fprop.b", "e4m3[1x*]", "delayed scaling")),
+    (lambda: delayed_recipe(HIGH), ("'mine'", "fprop.a", "None", "delayed scaling")),
 ]
 
 

@@ -1,6 +1,6 @@
-"""Activations, plain and gated, forward with the eight bits that the next GEMM reads, and backward.
+"""Activations, plain and gated: forward with the codes that the next GEMM reads, and backward.
 
-A kernel is told which by two functions of `quaver.kernels.activation`. Four rows at a time, as
+Each activation is passed to the kernels as a pair of functions of this module. Rows are processed four at a time, as in
 `quaver.kernels.tensorwise`.
 """
 
@@ -26,12 +26,12 @@ from quaver.kernels.numerics import (
 )
 from quaver.kernels.tensorwise import load4, store4, store_transposed
 
-# ---- activation ------------------------------------------------------------------------------------------
+# ---- kernels ----
 
 
 @triton.jit
 def factor_of(value, limit, CLAMPED: tl.constexpr):
-    """What the gate's function is multiplied by: the value, or (CLAMPED) the value held within ±limit, plus 1."""
+    """Return the factor of the gate's function: the value, or (CLAMPED) the value clamped to ±limit, plus 1."""
     if CLAMPED:
         return tl.where(value > limit, limit, tl.where(value < -limit, -limit, value)) + 1.0
     return value
@@ -39,7 +39,7 @@ def factor_of(value, limit, CLAMPED: tl.constexpr):
 
 @triton.jit
 def gated(x, value, limit, alpha, dtype: tl.constexpr, F: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr):
-    """The result of one activation, rounded to dtype."""
+    """Compute one activation, rounded to dtype."""
     y = F(x, limit, alpha)
     if GATED:
         y = y * factor_of(value, limit, CLAMPED)
@@ -54,15 +54,16 @@ def activate(
     F: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, MODE: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, INTEGERS: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
-    """gate [rows, columns], and value of the same shape (GATED), to y in gate's dtype unless None.
+    """Apply an activation to gate [rows, columns], and value of the same shape (GATED); write y in gate's dtype unless
+    None.
 
-    MODE, of what is quantized, which is y as rounded to its dtype: "none"; "amax": top float32 [1], its amax;
-        "tensor": by `factor`, as it lies to q and transposed to qt as int32, either of them None, with scale and top.
-    q_stride, qt_lines: bytes of a row of q, 16 of them in a row of qt; the ends of rows beyond y are zeros.
-    limit, alpha: the formula's, if it takes any. CODES: the format of q and qt.
+    MODE, the quantization of y after rounding to its dtype: "none"; "amax": top float32 [1], its amax;
+        "tensor": by `factor`, row-major to q and transposed to qt as int32, either of them None, with scale and top.
+    q_stride, qt_lines: bytes of a row of q, and 16-byte lines of a row of qt; padding is zero.
+    limit, alpha: parameters of the formula, if it has any. CODES: format of q and qt.
     work: int32 [2] of zeros, left as zeros.
-    Bounded: relative RMS 1e-6 of float64, for normally distributed x, before y's rounding.
-    Exact: q, qt, scale and top, given y.
+    For normally distributed x the relative RMS error is at most 1e-6 against float64, before y's rounding. Given y, the
+    values q, qt, scale and top are exact.
     """
     r = tl.program_id(0) * BM + 4 * tl.arange(0, BM // 4)
     c = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -106,10 +107,11 @@ def activate_blocks(
     POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr,
     INTEGERS: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
-    """As `activate`, quantized in blocks of BLOCK columns, which divides BN; or, MODE "row" and BN >= columns, by rows.
+    """Run `activate` with quantization in blocks of BLOCK columns, which divides BN; or by rows (MODE "row", BN >=
+    columns).
 
     scale: MODE "row": float32 [rows]; "blocks": that of block j of row i at j · scale_stride + i; "e8m0": exponents in
-        the order of `quaver.kernels.norm.swizzled`.
+    the order of `quaver.kernels.norm.swizzled`.
     """
     r = tl.program_id(0) * BM + tl.arange(0, BM)
     c = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -148,7 +150,7 @@ def activate_blocks(
 
 @triton.jit
 def value_gradient(g, x, b, limit, alpha, F: tl.constexpr, CLAMPED: tl.constexpr):
-    """The gradient of value b, beside gate x."""
+    """Return the gradient of value b with gate x."""
     y = F(x, limit, alpha) * g
     if CLAMPED:
         y = y * tl.where(tl.abs(b) > limit, 0.0, 1.0)
@@ -162,9 +164,10 @@ def activate_backward(
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
     F: tl.constexpr, B: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr,
 ):  # fmt: skip
-    """grad [rows, columns] to the gradients of gate and value (GATED) in gate's dtype; B is F's backward.
+    """Compute the gradients of gate and value (GATED) in gate's dtype from grad [rows, columns]; B is the backward of
+    F.
 
-    Bounded, as `activate`.
+    Precision as in `activate`.
     """
     r = tl.program_id(0) * BM + tl.arange(0, BM)
     c = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -180,26 +183,25 @@ def activate_backward(
     store_tile(of_gate, first, r, c, rows, columns, of_gate_stride, EVEN)
 
 
-# ---- formulas --------------------------------------------------------------------------------------------
-# The functions behind the activations, float32 in and out, each with what it does to a gradient.
+# ---- formulas of the activations in float32, each with its backward ----
+# All take (x, limit, alpha), of which most use x only; a backward also takes the gradient, first. sigmoid(2 u) replaces
+# (1 + tanh(u)) / 2, which loses digits where tanh is near -1. NaN gives NaN.
 #
-# Every one takes (x, limit, alpha), of which most need x alone; a backward takes the gradient before. sigmoid(2 u)
-# stands for (1 + tanh(u)) / 2, which keeps its digits where tanh is near -1. NaN gives NaN.
-#
-# They are written for few instructions, since an activation waits for these before it waits for memory: the exponential
-# of 2, whose argument needs no product and whose subnormal results are zeros; a reciprocal as the square of an inverse
-# root, two instructions where a division takes eight; products and sums in one rounding (`tl.fma`). What each rounds to
-# is bounded, not exact; `tests/kernels/test_formulas.py` measures it over all bf16 values.
+# They are written for few instructions, because these kernels are limited by arithmetic before memory. The exponential
+# is base 2, which needs no product and flushes subnormal results to zero. A reciprocal is the square of an inverse
+# root, two instructions instead of eight for a division. Products and sums use `tl.fma`. The rounding is bounded, not
+# exact; `tests/kernels/test_formulas.py` measures it over all bf16 values.
 
-#: What turns an exponential of e into one of 2.
+#: Converts an exponent of e to one of 2.
 _LOG2E = tl.constexpr(1.4426950408889634)
-#: Of gelu's tanh form: -2 sqrt(2 / pi) log2(e), and that times its cubic term 0.044715; of its slope, in powers of e.
+#: Constants of gelu's tanh form: -2 sqrt(2 / pi) log2(e), and that times its cubic coefficient 0.044715; the same for
+#: its derivative, to base e.
 _LINEAR, _CUBIC = tl.constexpr(-2.302208198144325), tl.constexpr(-0.10294323958002349)
 _SLOPE, _SLOPE_CUBIC = tl.constexpr(1.5957691216057308), tl.constexpr(0.21406444881780076)
-#: The normal density: its height, and log2 of what it falls by.
+#: The normal density: its maximum, and the coefficient of x² in the exponent of 2.
 _DENSITY, _FALL = tl.constexpr(0.3989422804014327), tl.constexpr(-0.7213475204444817)
 _QUICK = tl.constexpr(1.702)
-#: From here on x is its own gelu.
+#: From this x on, gelu(x) = x.
 _FAR = tl.constexpr(1024.0)
 
 
@@ -215,7 +217,7 @@ def linear_backward(g, x, limit, alpha):
 
 @triton.jit
 def inverse_root(z):
-    """1 / sqrt(1 + 2**z), whose square is the sigmoid of -z ln 2: 0 where 2**z is infinite, never an infinity."""
+    """Return 1 / sqrt(1 + 2**z), whose square is sigmoid(-z ln 2); 0 if 2**z overflows, never infinite."""
     return tl.rsqrt(1.0 + tl.exp2(z))
 
 
@@ -262,10 +264,10 @@ def gelu_backward(g, x, limit, alpha):
 
 @triton.jit
 def beyond(a):
-    """The normal distribution's probability beyond a, from 0 up, as 2 to a polynomial.
+    """Return the normal distribution's probability beyond a >= 0, as 2 to a polynomial.
 
-    Within 7e-6 of it up to 5.6, where it is 1e-8; from there on a small number that falls. The polynomial is a minimax
-    fit of log2, by linear programming over 600 points, of which those below 2 weigh twice.
+    Within 7e-6 of it up to 5.6, where it is 1e-8; from there on a small decreasing number. The polynomial is a minimax
+    fit of log2, by linear programming over 600 points, with double weight below 2.
     """
     p = tl.fma(a, -1.7114185766331502e-06, 5.934539876761846e-05)
     p = tl.fma(p, a, -0.0009145903750322759)
@@ -278,7 +280,8 @@ def beyond(a):
 
 @triton.jit
 def gelu_exact(x, limit, alpha):
-    # x less what lies beyond it, or 0 less that: an infinity is held, which times that 0 would be NaN.
+    # max(x, 0) - a P(X > a) with a = |x|. x is clamped at `_FAR`, because infinity times a probability of 0 would be
+    # NaN.
     a = tl.abs(tl.minimum(x, _FAR, propagate_nan=tl.PropagateNan.ALL))
     return tl.fma(-a, beyond(a), tl.maximum(x, 0.0))
 
@@ -326,7 +329,7 @@ def squared_relu_backward(g, x, limit, alpha):
 
 @triton.jit
 def clamped_silu(x, limit, alpha):
-    """min(x, limit) sigmoid(alpha min(x, limit))."""
+    """Return min(x, limit) sigmoid(alpha min(x, limit))."""
     held = tl.where(x > limit, limit, x)
     r = inverse_root(held * (alpha * -_LOG2E))
     return held * r * r

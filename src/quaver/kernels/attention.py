@@ -1,8 +1,9 @@
-"""The backward pass of attention with quantized products: a sweep over keys for dQ, one over queries for dK and dV.
+"""Attention with quantized GEMMs: forward and backward kernels.
 
-Scores and probabilities are made again from the codes. dS = P (dP - Δ) with Δ = rowsum(P dP), so Δ takes a sweep of its
-own, and so does an amax that reaches beyond a tile: three sweeps where a scale serves a row or a head, two where it
-serves a block that a tile holds. The specification is `quaver.reference.attention`.
+The backward has a sweep over keys for dQ and one over queries for dK and dV. It recomputes scores and probabilities
+from the codes. dS = P (dP - Δ) with Δ = rowsum(P dP), so Δ needs its own sweep, and so does an amax of dS beyond a
+tile: three sweeps with one scale per row or head, two with a scale per block that fits a tile. The specification is
+`quaver.reference.attention`.
 """
 
 import triton
@@ -11,20 +12,17 @@ import triton.language as tl
 from quaver.kernels.mxfp8 import decoded_scale
 from quaver.kernels.numerics import decode_scale, decoded, encode, encode_factor, magnitude_bits
 
-# ---- tiles -----------------------------------------------------------------------------------------------
-# Tiles of attention's operands: eight bits times their scales, and scores' gradients rounded to such.
-#
-# A scale is a power of two, so bfloat16 holds code × scale exactly: products of two such tiles are those of the
-# operands, summed in float32, whatever the block of a scale is. Where one scale serves a whole matrix, tiles are codes
-# alone, as float16, which holds both formats and takes a sixth of the instructions; products are multiplied by the
-# scales.
+# ---- tiles of operands: codes times scales, and quantization of scores' gradients ----
+# A scale is a power of two, so bfloat16 represents code × scale exactly: products of two such tiles are those of the
+# operands, summed in float32, whatever the block. With one scale per matrix, tiles are the codes alone as float16,
+# which represents both formats and needs a sixth of the instructions; the products are multiplied by the scales.
 
-#: What probabilities are multiplied by before they are rounded, as `quaver.recipes.spec.PROBABILITY_FACTOR`.
+#: Factor of probabilities before they are rounded, `quaver.recipes.spec.PROBABILITY_FACTOR`.
 FACTOR = tl.constexpr(256.0)
-#: Its inverse, which the scales of what probabilities multiply take: in sums it would leave less of float32's range.
-#: No scale is below 2^-100, so that codes times such a scale are bfloat16 still.
+#: Its inverse, multiplied into the scales of the other operand; applied to sums it would reduce float32's range. Scales
+#: are at least 2^-100, so codes times such a scale are still representable in bfloat16.
 INVERSE = tl.constexpr(1 / 256.0)
-#: The width of a block that is a whole row or matrix: wider than any tile.
+#: Block width that stands for a whole row or matrix: wider than any tile.
 UNBOUNDED = tl.constexpr(1 << 30)
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -34,7 +32,7 @@ def _times(
     codes, stored, R: tl.constexpr, C: tl.constexpr, NB: tl.constexpr, CODES: tl.constexpr, INTEGERS: tl.constexpr,
     BY: tl.constexpr,
 ):  # fmt: skip
-    """bfloat16 [R, C]: codes [R, C] of a format times scales [R, NB] as they are stored, times BY, a power of two."""
+    """Return bfloat16 [R, C]: codes [R, C] of a format times stored scales [R, NB], times BY, a power of two."""
     x = decoded(codes.to(tl.uint8, bitcast=True), CODES, INTEGERS)
     if stored.dtype == tl.uint8:
         s = decoded_scale(stored, None, "e8m0", True, INTEGERS)
@@ -47,7 +45,7 @@ def _times(
 
 @triton.jit
 def half(codes, dtype: tl.constexpr, INTEGERS: tl.constexpr):
-    """The values of FP8 codes, uint8, in float16. Exact; NaN stays NaN."""
+    """Return the values of FP8 codes, uint8, in float16. Exact; NaN is preserved."""
     if INTEGERS != 2:
         x = codes.to(dtype, bitcast=True).to(tl.float16)
     elif dtype == tl.float8e5:
@@ -55,7 +53,8 @@ def half(codes, dtype: tl.constexpr, INTEGERS: tl.constexpr):
     else:
         wide = codes.to(tl.uint16)
         magnitude = wide & 0x7F
-        # Exponent and mantissa in their places, where subnormals are such too, and the bias of float16 for E4M3's.
+        # Exponent and mantissa at their float16 positions, where subnormals remain subnormal, then corrected for the
+        # bias.
         x = ((magnitude << 7) | ((wide & 0x80) << 8)).to(tl.float16, bitcast=True) * 256.0
         x = tl.where(magnitude == 0x7F, float("nan"), x)
     return x
@@ -67,8 +66,11 @@ def rows_of(
     R: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, CODES: tl.constexpr, INTEGERS: tl.constexpr,
     HALF: tl.constexpr = False, BY: tl.constexpr = 1.0,
 ):  # fmt: skip
-    """bfloat16 [R, D]: rows from `first` of an operand [rows, D] with scales [rows, blocks], times BY, a power of two;
-    blocks 0: one scale for all. HALF: float16, the codes alone."""
+    """Load rows from `first` of an operand [rows, D] with scales [rows, blocks] as bfloat16 [R, D], times BY, a power
+    of two.
+
+    blocks 0: one scale for all. HALF: float16, the codes without scales.
+    """
     NB: tl.constexpr = D // WIDTH if WIDTH < D else 1
     r = first + tl.arange(0, R)[:, None]
     x = tl.load(codes + r * D + tl.arange(0, D)[None, :], mask=r < rows, other=0.0)
@@ -86,7 +88,7 @@ def columns_of(
     C: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, CODES: tl.constexpr, INTEGERS: tl.constexpr,
     BY: tl.constexpr,
 ):  # fmt: skip
-    """bfloat16 [C, D]: columns from `first` of an operand [D, columns] with scales [D, blocks], times BY."""
+    """Load columns from `first` of an operand [D, columns] with scales [D, blocks] as bfloat16 [C, D], times BY."""
     NB: tl.constexpr = C // WIDTH if WIDTH < C else 1
     d, c = tl.arange(0, D)[:, None], first + tl.arange(0, C)[None, :]
     x = tl.load(codes + d * columns + c, mask=c < columns, other=0.0)
@@ -101,8 +103,11 @@ def along_tokens(
     C: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, CODES: tl.constexpr, INTEGERS: tl.constexpr,
     TURNED: tl.constexpr, HALF: tl.constexpr = False, BY: tl.constexpr = 1.0,
 ):  # fmt: skip
-    """bfloat16 [C, D] of C tokens, what a sum over tokens takes: of an operand [D, tokens] where TURNED, else of
-    [tokens, D]; HALF and BY as `rows_of` has them."""
+    """Load C tokens as bfloat16 [C, D] for a sum over tokens, from [D, tokens] if TURNED (stored transposed), else
+    [tokens, D].
+
+    HALF and BY as in `rows_of`.
+    """
     if TURNED:
         x = columns_of(codes, scales, first, tokens, blocks, C, D, WIDTH, CODES, INTEGERS, BY)
     else:
@@ -112,8 +117,10 @@ def along_tokens(
 
 @triton.jit
 def run_of(runs, i, tokens, others):
-    """The first of the `others` that tokens i see, or are seen by, and one past the last; none outside of the tokens.
-    runs: int32 [2, tokens], or None for all."""
+    """Return the first of the `others` that tokens i attend to (or are attended by), and one past the last.
+
+    runs: int32 [2, tokens], or None for all. Tokens out of range get an empty run.
+    """
     if runs is None:
         first, last = i * 0, tl.where(i < tokens, others, 0)
     else:
@@ -124,8 +131,11 @@ def run_of(runs, i, tokens, others):
 
 @triton.jit
 def visible(first, last, hidden, i, j, query_stride, key_stride):
-    """Whether queries i, who see keys from `first` up to `last`, see keys j; all broadcast against each other.
-    hidden: not 0 where they do not, or None."""
+    """Return True where queries i, which attend to keys `first` up to `last`, attend to keys j; all arguments
+    broadcast.
+
+    hidden: nonzero where they do not, or None.
+    """
     seen = (j >= first) & (j < last)
     if hidden is not None:
         at = hidden + i.to(tl.int64) * query_stride + j.to(tl.int64) * key_stride
@@ -135,14 +145,14 @@ def visible(first, last, hidden, i, j, query_stride, key_stride):
 
 @triton.jit
 def shift_of(logsumexp, i, queries):
-    """The logarithms to base 2 of the softmax's sums, 0 where a query sees nothing: -inf less -inf would be NaN."""
+    """Return the base-2 logsumexp of queries, 0 where a query attends to nothing (-inf - -inf would be NaN)."""
     total = (tl.load(logsumexp + i, mask=i < queries, other=0.0) * LOG2_E).to(tl.float32)
     return tl.where(total == float("-inf"), 0.0, total)
 
 
 @triton.jit
 def probability_codes(p, INTEGERS: tl.constexpr, HALF: tl.constexpr = False):
-    """bfloat16, or float16 if HALF: probabilities float32 in E4M3, times `FACTOR`."""
+    """Round float32 probabilities to E4M3 and return them times `FACTOR`, as bfloat16, or float16 if HALF."""
     codes = encode(p * FACTOR, tl.float8e4nv, INTEGERS)
     if HALF:
         p = half(codes, tl.float8e4nv, INTEGERS)
@@ -156,7 +166,7 @@ def rounded(
     x, bits, dtype: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr,
     INTEGERS: tl.constexpr,
 ):  # fmt: skip
-    """float32: x quantized by the bits of amaxes, which broadcast to it."""
+    """Quantize x with amaxes given by their bits, which broadcast to it, and return the float32 values."""
     e = encode_factor(bits, True, EMAX, TOP_MANTISSA, MAX)
     return decoded(encode(x * e, dtype, INTEGERS), dtype, INTEGERS) * decode_scale(bits, e, True)
 
@@ -166,18 +176,18 @@ def rounded_in_blocks(
     x, R: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, dtype: tl.constexpr, EMAX: tl.constexpr,
     TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr, INTEGERS: tl.constexpr,
 ):  # fmt: skip
-    """float32 [R, C]: x in blocks of WIDTH neighbours in a row, each by its own amax."""
+    """Quantize x in blocks of WIDTH neighbours of a row, each with its own amax; return float32 values [R, C]."""
     runs = tl.reshape(x, [R, C // WIDTH, WIDTH])
     bits = tl.max(magnitude_bits(runs), 2)[:, :, None]
     return tl.reshape(rounded(runs, bits, dtype, EMAX, TOP_MANTISSA, MAX, INTEGERS), [R, C])
 
 
-# ---- backward --------------------------------------------------------------------------------------------
+# ---- backward ----
 
 
 @triton.jit
 def _both(left, right, x, y, shift, seen, scale, of_dp=1.0, HALF: tl.constexpr = False):
-    """P and dP, float32, 0 where not seen: of left rightᵀ times scale and of x yᵀ, if HALF times of_dp."""
+    """Return P and dP, float32, 0 where not visible, from left rightᵀ times scale and x yᵀ (times of_dp if HALF)."""
     s = tl.dot(left, tl.trans(right)) * scale
     p = tl.where(seen, tl.exp2(s - shift), 0.0)
     dp = tl.dot(x, tl.trans(y))
@@ -196,21 +206,20 @@ def attention_rows(
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     dtype: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr, INTEGERS: tl.constexpr,
 ):  # fmt: skip
-    """BM queries (axis 0) of one head of one batch (axis 1): Δ, the amax of dS, and dQ = dS k.
+    """Compute Δ, the amax of dS, and dQ = dS k for BM queries (axis 0) of one head of one batch (axis 1).
 
     Args:
         q, k, v, do: codes [B, H, queries, D], [B, G, keys, D], [B, G, keys, DV] and [B, H, queries, DV]; scales, heads,
-            runs and hidden as `forward.attention` takes them. GRAD_WIDTH, dtype: the blocks and format of do and of dS.
-        HALF: one scale serves each matrix of q, k, v, do and dS.
-        kt: k as it is, or, TURNED, codes [B, G, D, keys].
-        delta, shift: float32 [B, H, queries]; written where SUMS: Δ and logsumexp to base 2, 0 where nothing is seen.
-            Else delta is read.
-        amax_values: int32 [B, H]: bits of the amax of each head's dS, None where its scales are finer; raised where
-        SUMS, else
-            read.
-        dq: [B, H, queries, D], `dq_*` apart; written where GRADIENT.
-        scale, slope: what makes exponents to base 2 of scores, and what dS k is multiplied by.
-    Bounded: as forward; dS near a tie may be rounded to its other side.
+            runs and hidden as in `attention`. GRAD_WIDTH, dtype: blocks and format of do and of dS.
+        HALF: True if one scale serves each matrix of q, k, v, do and dS.
+        kt: same as k, or, if TURNED (stored transposed), codes [B, G, D, keys].
+        delta, shift: float32 [B, H, queries]; written if SUMS: Δ, and logsumexp to base 2, 0 where nothing is visible.
+            Otherwise delta is read.
+        amax_values: int32 [B, H]: amax bits of each head's dS, None if its scales are finer; raised if SUMS, else read.
+        dq: [B, H, queries, D] with strides `dq_*`; written if GRADIENT.
+        scale, slope: factor from scores to base-2 exponents, and factor of dS k.
+
+    Precision as in forward; values of dS near a tie may be rounded the other way.
     """
     start_m, head = tl.program_id(0) * BM, tl.program_id(1).to(tl.int64)
     b = head // heads
@@ -261,7 +270,7 @@ def attention_rows(
         if HALF:
             e = encode_factor(top, True, EMAX, TOP_MANTISSA, MAX)
             slope = slope * of_k * decode_scale(top, e, True)
-    # Keys whose dS shares scales, and with them a sweep for their amax; a block within a tile needs none.
+    # Keys whose dS share scales need a sweep for their amax; a block within a tile needs none.
     SPANS: tl.constexpr = GRAD_WIDTH > BN and SUMS
     if SPANS and GRAD_WIDTH < UNBOUNDED:
         span = GRAD_WIDTH
@@ -313,15 +322,16 @@ def attention_columns(
     GRAD_WIDTH: tl.constexpr, GRAD_TRANSPOSED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     dtype: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr, INTEGERS: tl.constexpr,
 ):  # fmt: skip
-    """BN keys (axis 0) of one group of one batch (axis 1): dK = dSᵀ q and dV = Pᵀ dO, summed over the group's heads.
+    """Compute dK = dSᵀ q and dV = Pᵀ dO for BN keys (axis 0) of one group of one batch (axis 1), summed over its heads.
 
     Args:
-        qt: q as it is, or, TURNED, codes [B, H, D, queries]; dot: do, or, GRAD_TURNED, codes [B, H, DV, queries].
-        seen_by: int32 [2, keys]: the first query that sees a key, and one past the last; None: all.
-        amax_values: bits of the amax of each head's dS, or None.
-        dk, dv: [B, G, keys, D] and [B, G, keys, DV], `dk_*` and `dv_*` apart.
-        The rest is as `attention_rows` takes it, or as it left it.
-    Bounded: as there.
+        qt: same as q, or, if TURNED (stored transposed), codes [B, H, D, queries]; dot: same as do, or, if
+            GRAD_TRANSPOSED, codes [B, H, DV, queries].
+        seen_by: int32 [2, keys]: the first query that attends to a key, and one past the last; None: all.
+        amax_values: amax bits of each head's dS, or None.
+        dk, dv: [B, G, keys, D] and [B, G, keys, DV] with strides `dk_*` and `dv_*`.
+
+    The other arguments are those of `attention_rows`, or written by it. Same precision.
     """
     start_n, group = tl.program_id(0) * BN, tl.program_id(1).to(tl.int64)
     groups = heads // shared
@@ -335,7 +345,7 @@ def attention_columns(
     start, stop = run_of(seen_by, j, keys, queries)
     start, stop = tl.min(start, 0), tl.max(stop, 0)
     j = j[:, None]
-    # Queries whose dS shares scales, and with them a sweep for their amax; a block within a tile needs none.
+    # Queries whose dS share scales need a sweep for their amax; a block within a tile needs none.
     SPANS: tl.constexpr = GRAD_WIDTH > BM and amax_values is None
     if SPANS and GRAD_WIDTH < UNBOUNDED:
         span = GRAD_WIDTH
@@ -344,7 +354,8 @@ def attention_columns(
         span = (stop + BM) // BM * BM
         start = start // BM * BM
     dx, dy = tl.zeros([BN, D], tl.float32), tl.zeros([BN, DV], tl.float32)
-    # What P multiplies has P's factor taken off; a dP of that has it put back, in the rounding that Δ is taken off by.
+    # The operand of P is divided by P's factor; a dP from that operand is multiplied by it again, in the same rounding
+    # that subtracts Δ.
     BY: tl.constexpr = 1.0 if GRAD_TRANSPOSED else INVERSE
     for member in range(shared):
         h = g * shared + member
@@ -409,12 +420,10 @@ def attention_columns(
     tl.store(at, dy.to(dv.dtype.element_ty), mask=j < keys)
 
 
-# ---- forward ---------------------------------------------------------------------------------------------
-# The forward pass of attention with quantized products.
-#
-# Keys are swept twice: first for the softmax's sums, then for the probabilities, which are rounded as they are once the
-# sum is known. A single sweep would have to round exp(score - the largest so far), which is another number. The
-# specification is `quaver.reference.attention`; the sweep over tiles is that of Dao, arXiv:2307.08691.
+# ---- forward ----
+# Keys are swept twice: first for the softmax's sums, then for the probabilities, which are rounded once the sum is
+# known. A single sweep would have to round exp(score - running maximum), which is a different number. The specification
+# is `quaver.reference.attention`; the sweep over tiles is that of Dao, arXiv:2307.08691.
 
 
 @triton.jit
@@ -425,20 +434,23 @@ def attention(
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, CODES: tl.constexpr, TURNED: tl.constexpr,
     HALF: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, INTEGERS: tl.constexpr,
 ):  # fmt: skip
-    """BM queries (axis 0) of one head of one batch (axis 1).
+    """Compute attention for BM queries (axis 0) of one head of one batch (axis 1).
 
     Args:
-        q, k, v: codes [B, H, queries, D], [B, G, keys, D] and [B, G, keys, DV], or, TURNED, [B, G, DV, keys]; H is
-            `heads`, and `shared` of them share a group.
-        CODES: the format of q, k and v.
-        HALF: one scale serves each matrix of q, k and v.
+        q, k, v: codes [B, H, queries, D], [B, G, keys, D] and [B, G, keys, DV], or, if TURNED (stored transposed), [B,
+            G, DV, keys]; H is `heads`, and `shared` of them share a group.
+        CODES: format of q, k and v.
+        HALF: True if one scale serves each matrix of q, k and v.
         q_scale, k_scale, v_scale: in blocks of WIDTH along a row, `*_blocks` of them; 0: one for the matrix.
-        runs: int32 [2, queries]: the first key that a query sees, and one past the last; None: all. Neither falls.
-        hidden: uint8, not 0 where a query does not see a key, `hidden_*` apart; None: nothing more.
-        sinks: float32 [H], logits of one more column of the softmax; None: none.
-        out: [B, H, queries, DV], `out_*` apart. logsumexp: float64 [B, H, queries], -inf where nothing is seen.
-        scale: of the scores, times log2(e).
-    Bounded: scores, softmax and sums are float32; a probability near a tie may be rounded to its other side.
+        runs: int32 [2, queries]: the first key that a query attends to, and one past the last, both nondecreasing;
+            None: all.
+        hidden: uint8, nonzero where a query does not attend to a key, strides `hidden_*`; None: no further mask.
+        sinks: float32 [H], logits of an extra column of the softmax; None: none.
+        out: [B, H, queries, DV] with strides `out_*`. logsumexp: float64 [B, H, queries], -inf where nothing is
+            visible.
+        scale: factor of the scores, times log2(e).
+
+    Scores, softmax and sums are float32; a probability near a tie may be rounded the other way.
     """
     start_m, head = tl.program_id(0) * BM, tl.program_id(1).to(tl.int64)
     b = head // heads

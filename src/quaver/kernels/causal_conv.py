@@ -1,7 +1,7 @@
-"""The causal convolution of each channel over its last few tokens, and its activation: forward, and back in two passes.
+"""Causal convolution of each channel over its last few tokens, with activation: forward, and backward in two passes.
 
-A kernel is told the activation by functions of `quaver.kernels.activation`. Taps are read beside tokens, which come
-from memory once and from a cache for each tap more. The specification is `quaver.torch.nn.ssm.causal_conv`.
+The activation is passed as functions of `quaver.kernels.activation`. Tokens are read from memory once, and from a cache
+for each further tap. The specification is `quaver.torch.nn.ssm.causal_conv`.
 """
 
 import triton
@@ -15,9 +15,9 @@ def tokens_before(
     x, initial, start, before, sequence, length, c, channels, stride,
     BACK: tl.constexpr, K: tl.constexpr, BL: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The token BACK places before each of a tile, float32 [BL, BC]: of its sequence, else of what came before that.
+    """Load the token BACK positions before each of a tile, float32 [BL, BC], from its sequence or its initial state.
 
-    initial: [sequences, K - 1, channels], or None, which is zeros.
+    initial: [sequences, K - 1, channels], or None for zeros.
     """
     r = tl.arange(0, BL)
     at = before + r - BACK
@@ -41,7 +41,7 @@ def convolved(
     x, weight, bias, initial, start, before, sequence, length, c, channels, stride,
     K: tl.constexpr, BL: tl.constexpr, BC: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """What the activation is taken of, float32 [BL, BC]."""
+    """Return the input of the activation, float32 [BL, BC]."""
     z = tl.zeros([BL, BC], tl.float32)
     for k in tl.static_range(K):
         tap = tl.load(weight + c * K + k, mask=c < channels, other=0.0).to(tl.float32)
@@ -60,13 +60,14 @@ def causal_conv1d(
     channels, stride, per, tokens,
     BL: tl.constexpr, BC: tl.constexpr, K: tl.constexpr, F: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """BL tokens of one sequence (axis 0) and BC channels (axis 1) of x [tokens, channels], to y, contiguous.
+    """Convolve BL tokens of one sequence (axis 0) and BC channels (axis 1) of x [tokens, channels] into contiguous y.
 
     Args:
-        x: tokens `stride` apart. weight: [channels, K]. bias: [channels] or None.
-        initial: [sequences, K - 1, channels], the tokens before the first of each, or None.
-        table, per, tokens: as of `quaver.kernels.ssm.place_of`.
-    Bounded: relative RMS 1e-6 of float64 before y's rounding.
+        x: token stride `stride`. weight: [channels, K]. bias: [channels] or None.
+        initial: [sequences, K - 1, channels], the tokens before the first of each sequence, or None.
+        table, per, tokens: as in `quaver.kernels.ssm.place_of`.
+
+    The relative RMS error is at most 1e-6 against float64, before y's rounding.
     """
     start, rest, before, sequence = place_of(table, tl.program_id(0), per, tokens, BL)
     length = tl.minimum(rest, BL)
@@ -82,13 +83,14 @@ def causal_conv1d_backward(
     channels, g_stride, stride, per, tokens,
     BL: tl.constexpr, BC: tl.constexpr, K: tl.constexpr, F: tl.constexpr, B: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of what the activation is taken of, and what a tile adds to those of the taps and of the bias.
+    """Compute the gradient of the activation's input, and a tile's share of the gradients of taps and bias.
 
     Args:
-        g: of y, tokens `g_stride` apart. dz: float32 [tokens, channels].
-        sums: float32 [tiles, K + 1, channels], the last row the bias's.
-        B: the backward of F.
-    Bounded, as `causal_conv1d`.
+        g: gradient of y, token stride `g_stride`. dz: float32 [tokens, channels].
+        sums: float32 [tiles, K + 1, channels], the last row for the bias.
+        B: backward of F.
+
+    Precision as in `causal_conv1d`.
     """
     start, rest, before, sequence = place_of(table, tl.program_id(0), per, tokens, BL)
     length = tl.minimum(rest, BL)
@@ -98,7 +100,7 @@ def causal_conv1d_backward(
     grad = tile(g + first, start, length, channels - first, g_stride, BL, BC, EVEN).to(tl.float32)
     of_z = B(grad, z, 0.0, 0.0)
     if not EVEN:
-        # What is no token's may be NaN beside an infinite bias.
+        # Padding may be NaN with an infinite bias.
         of_z = tl.where((tl.arange(0, BL) < length)[:, None], of_z, 0.0)
     write_tile(dz + first, of_z, start, length, channels - first, channels, BL, BC, EVEN)
     row = sums + tl.program_id(0).to(tl.int64) * (K + 1) * channels + c
@@ -115,9 +117,10 @@ def later_gradients(
     dz, weight, start, first, rest, c, channels,
     K: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of BR tokens, the one at `start` standing at `first`, by way of those from itself on: [BR, BC].
+    """Return the input gradients of BR tokens, [BR, BC], from the gradients dz of the following K tokens.
 
-    first: 0, or below for what came before a sequence. rest: tokens of the sequence from `start` on.
+    The token at `start` has index 0; the first computed token has index `first`: 0, or below for the initial state.
+    rest: tokens of the sequence from `start` on.
     """
     at = first + tl.arange(0, BR)
     total = tl.zeros([BR, BC], tl.float32)
@@ -136,10 +139,10 @@ def causal_conv1d_backward_input(
     channels, per, tokens,
     BL: tl.constexpr, BC: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of x [tokens, channels], contiguous, and of `initial` or None, of dz as above.
+    """Compute the gradients of x [tokens, channels], contiguous, and of `initial` or None, from dz.
 
-    BK: K - 1 or more. The gradients of what comes before a sequence without tokens stay as they are.
-    Bounded, as `causal_conv1d`.
+    BK: at least K - 1. Gradients of the initial state of a sequence without tokens are not written. Precision as in
+    `causal_conv1d`.
     """
     start, rest, before, sequence = place_of(table, tl.program_id(0), per, tokens, BL)
     first = tl.program_id(1) * BC

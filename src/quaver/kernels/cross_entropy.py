@@ -1,30 +1,32 @@
-"""Cross entropy of rows of logits: one pass over a row for the loss, another for the gradient in its place.
+"""Cross entropy of rows of logits: one pass over a row for the loss, another that overwrites it with the gradient.
 
-The running maximum and sum of a softmax over blocks are Milakov and Gimelshein's (2018, arXiv:1805.02867); writing the
-gradient where the logits were is Liger Kernel's idea (arXiv:2410.10989).
+Also sums over rows. The online softmax over blocks is that of Milakov and Gimelshein (2018, arXiv:1805.02867);
+overwriting the logits by the gradient is Liger Kernel's idea (arXiv:2410.10989).
 """
 
 import triton
 import triton.language as tl
 
-# ---- cross entropy ---------------------------------------------------------------------------------------
+# ---- cross entropy ----
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def _exp(x):
-    """e to x in two instructions, where `tl.exp` takes five: subnormal results are zeros."""
+    """Return e to x in two instructions, where `tl.exp` takes five; subnormal results become zero."""
     return tl.exp2(x * _LOG2E)
 
 
 @triton.jit
 def _load(at, c, columns, buffer, cap, CAP: tl.constexpr, MASKED: tl.constexpr):
-    """(float32 logits after the soft cap, (1 - tanh) / 2 of the tanh in it) at columns c; -infinity outside the row."""
+    """Load columns c; return float32 logits after the soft cap, and (1 - tanh) / 2 of its tanh; -infinity outside the
+    row.
+    """
     v = tl.load(at + c, mask=c < buffer, other=0.0).to(tl.float32) if MASKED else tl.load(at + c).to(tl.float32)
     r = v
     if CAP:
-        # tanh by one exponential, which overflows to the right limit; a reciprocal as the square of an inverse root.
+        # tanh by one exponential, which overflows to the right limit; the reciprocal is the square of an inverse root.
         r = tl.rsqrt(tl.exp2(v * (2.0 * _LOG2E / cap)) + 1.0)
         r = r * r
         v = tl.fma(r, -2.0 * cap, cap)
@@ -35,10 +37,10 @@ def _load(at, c, columns, buffer, cap, CAP: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def _first(at, c, m, s, total, columns, buffer, cap, CAP: tl.constexpr, SMOOTHING: tl.constexpr, MASKED: tl.constexpr):
-    """The running maximum, sum of exponentials below it, and parts of the logits' mean, with one block more."""
+    """Update the running maximum, the sum of exponentials relative to it, and the logits' mean by one block."""
     v, _ = _load(at, c, columns, buffer, cap, CAP, MASKED)
     top = tl.maximum(m, tl.max(v, 0))
-    # Nothing but -infinity so far: any finite number will do.
+    # Only -infinity so far: any finite number will do.
     base = tl.where(top == float("-inf"), 0.0, top)
     s = s * _exp(m - base) + tl.sum(_exp(v - base), 0)
     if SMOOTHING:
@@ -48,7 +50,7 @@ def _first(at, c, m, s, total, columns, buffer, cap, CAP: tl.constexpr, SMOOTHIN
 
 @triton.jit
 def _second(at, c, m, log_s, rise, even, columns, buffer, cap, CAP: tl.constexpr, MASKED: tl.constexpr):
-    """The gradient of one block in place of its logits, as if the target were in none."""
+    """Overwrite the logits of one block by their gradient, as if it did not contain the target."""
     v, r = _load(at, c, columns, buffer, cap, CAP, MASKED)
     d = _gradient(v, r, m, log_s, rise, even, CAP).to(at.dtype.element_ty)
     if MASKED:
@@ -59,7 +61,7 @@ def _second(at, c, m, log_s, rise, even, columns, buffer, cap, CAP: tl.constexpr
 
 @triton.jit
 def _gradient(v, r, m, log_s, rise, less, CAP: tl.constexpr):
-    """rise times the softmax of v, and less: times the derivative of the soft cap."""
+    """Return rise times the softmax of v, minus less, times the derivative of the soft cap."""
     d = tl.fma(tl.exp2(tl.fma(v - m, _LOG2E, log_s * -_LOG2E)), rise, -less)
     if CAP:
         # 1 - tanh squared.
@@ -74,12 +76,13 @@ def cross_entropy(
     BLOCK: tl.constexpr, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, CAP: tl.constexpr,
     GRADIENT: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """One row a program: logits [rows, columns], rows `stride` apart, targets int64 [rows] to losses float32 [rows].
+    """Compute losses float32 [rows] of logits [rows, columns] with row stride `stride` and targets int64 [rows]; one
+    row each.
 
-    room: columns, or more where rows end in memory that is free to be overwritten, in whole 16 bytes for wide accesses.
-    GRADIENT: the loss's derivative replaces the logits, times weights float32 [rows] where they are given. A target
-    that is `ignore` has loss and gradient 0, one outside the row NaN. RAGGED: BLOCK does not divide columns.
-    Bounded: relative 1e-6 of float64 for the loss.
+    buffer: columns, or more if the memory after a row may be overwritten, a multiple of 16 bytes for wide accesses.
+    GRADIENT: overwrite the logits by the loss's gradient, times weights float32 [rows] if given. A target equal to
+    `ignore` has loss and gradient 0, one out of range NaN. RAGGED: BLOCK does not divide columns. The relative error of
+    the loss is at most 1e-6 against float64.
     """
     row = tl.program_id(0).to(tl.int64)
     at = logits + row * stride
@@ -92,7 +95,7 @@ def cross_entropy(
                 tl.store(at + start + c, tl.zeros((BLOCK,), at.dtype.element_ty), mask=start + c < buffer)
     else:
         known = (target >= 0) & (target < columns)
-        # Read before anything is overwritten: the reductions below hold the threads together.
+        # Read before anything is overwritten: the reductions below synchronize the threads.
         right, r = _load(at, tl.where(known, target, 0), columns, buffer, cap, CAP, False)
         own = right
         right = tl.where(known, right, float("nan"))
@@ -103,7 +106,7 @@ def cross_entropy(
             total = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, columns, BLOCK):
             m, s, total = _first(at, start + c, m, s, total, columns, buffer, cap, CAP, SMOOTHING, RAGGED)
-        # m + log_s is the logarithm of the sum; apart they lose nothing where logits are large.
+        # m + log_s is the logarithm of the sum; separate terms are accurate for large logits.
         log_s = tl.log(s)
         loss = (m - right) + log_s
         if SMOOTHING:
@@ -122,14 +125,13 @@ def cross_entropy(
             rise *= scale
             for start in range(0, columns, BLOCK):
                 _second(at, start + c, m, log_s, rise, even, columns, buffer, cap, CAP, RAGGED)
-            # The target's is written last, so that no other logit is compared with it.
+            # The target's gradient is written last, which saves comparing every column with the target.
             d = _gradient(own, r, m, log_s, rise, even + scale * (1.0 - smoothing), CAP)
             tl.debug_barrier()
             tl.store(at + target, d.to(at.dtype.element_ty), mask=known)
 
 
-# ---- column sum ------------------------------------------------------------------------------------------
-# Sums over rows, such as the partial sums of another kernel's programs: deterministic, always in the same order.
+# ---- column sums: deterministic sums over rows, such as partial sums of another kernel ----
 
 
 @triton.jit
@@ -137,11 +139,11 @@ def column_sums(
     x, out, second, rows, columns, stride, rows_each, split,
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """x [rows, columns] to out [programs along 1, columns]: program j sums rows_each rows from j · rows_each on.
+    """Sum x [rows, columns] to out [programs along axis 1, columns]: program j sums rows_each rows from j · rows_each
+    on.
 
-    rows_each: a multiple of BM. out is float32 where a second pass follows, else of any dtype, rounded once.
-    second: None; or of any dtype: columns from `split` on go there, and no second pass follows.
-    Bounded: a float32 sum in a fixed order.
+    rows_each: a multiple of BM. out is float32 if a second pass follows, else of any dtype, rounded once. second: None,
+    or of any dtype: receives the columns from `split` on; no second pass follows. Float32 sums in a fixed order.
     """
     c = tl.program_id(0) * BN + tl.arange(0, BN)
     begin = tl.program_id(1) * rows_each

@@ -1,6 +1,6 @@
-"""Blocks that share a power of two: a matrix to the bf16 values of its codes, in any format, by one pass.
+"""Emulation kernels: round a matrix to the bf16 values of its codes in one pass, and finish or group products.
 
-A bf16 GEMM reads either operand in either direction, so the transpose's values lie as the matrix lies.
+A bf16 GEMM reads either operand in either direction, so the transpose's values keep the layout of the matrix.
 """
 
 import triton
@@ -37,22 +37,20 @@ from quaver.kernels.nvfp4 import (
     tensor_factor,
 )
 
-# ---- values ----------------------------------------------------------------------------------------------
-# What values of codes are on the way to a bf16 GEMM: rounded to a format, without codes.
+# ---- rounding to the values of a format, without codes ----
 
-#: The sign's bit, and bf16's largest number.
+#: The sign bit, and bf16's largest number.
 SIGN, LARGEST = tl.constexpr(-0x7FFFFFFF - 1), tl.constexpr(3.3895313892515355e38)
 
 
 @triton.jit
 def rounded(y, MANTISSA: tl.constexpr, EMIN: tl.constexpr):
-    """The magnitude of float32 y, within a format's range, as the nearest of its values, ties to even; of what is not
-    finite anything.
+    """Round the magnitude of float32 y, within a format's range, to nearest even; arbitrary if y is not finite.
 
     MANTISSA: bits of the format's mantissa. EMIN: exponent of its smallest normal number.
     """
-    # A number whose ulp is the format's step where y lies: adding it rounds to the step. The bits are y's, not |y|'s,
-    # which would be made for them first.
+    # A number whose ulp is the format's step at y: adding it rounds to the step. Uses the bits of y instead of |y|,
+    # which would have to be computed first.
     exponent = tl.maximum(y.to(tl.int32, bitcast=True) & 0x7F800000, (EMIN + 127) << 23)
     magic = (exponent + ((23 - MANTISSA) << 23)).to(tl.float32, bitcast=True)
     return (tl.abs(y) + magic) - magic
@@ -60,18 +58,18 @@ def rounded(y, MANTISSA: tl.constexpr, EMIN: tl.constexpr):
 
 @triton.jit
 def signed(v, y):
-    """v, not negative, with the sign of y."""
+    """Return nonnegative v with the sign of y."""
     bits = v.to(tl.int32, bitcast=True) | (y.to(tl.int32, bitcast=True) & SIGN)
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def inverse(e):
-    """1 / e of a power of two from 2**-126 to 2**126, by its exponent."""
+    """Return 1 / e of a power of two from 2**-126 to 2**126, by its exponent field."""
     return (0x7F000000 - e.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
 
 
-# ---- blocks ----------------------------------------------------------------------------------------------
+# ---- blocks with power-of-two scales ----
 
 
 @triton.jit
@@ -82,12 +80,12 @@ def values_of_blocks(
     WIDTH: tl.constexpr, SQUARE: tl.constexpr, CODES: tl.constexpr, INTEGERS: tl.constexpr,
     MANTISSA: tl.constexpr, EMIN: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr,
 ):  # fmt: skip
-    """x [rows, columns] to what its codes stand for, bf16 of the same shape; each result may be None.
+    """Round x [rows, columns] to the values of its codes, bf16 of the same shape; each result may be None.
 
-    along: in blocks of WIDTH columns of a row, or WIDTH by WIDTH if SQUARE. down: in blocks of WIDTH rows of a column.
-    codes: FP8 codes of the same, of a format CODES that holds the values, and scales: uint8 exponents [blocks of rows,
-    columns], 255 for a block that is not finite. Exact, but that 2**128,
-    which bf16 has not, becomes its largest number.
+    along: in blocks of WIDTH columns of a row, or WIDTH × WIDTH if SQUARE. down: in blocks of WIDTH rows of a column.
+    codes: FP8 codes of the same values, in a format CODES that can represent them, with scales: uint8 exponents [blocks
+    of rows, columns], 255 for a block that is not finite. Exact, except that 2**128, which bf16 cannot represent,
+    becomes its largest number.
     """
     pm, pn = tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0)
     r = pm * BM + tl.arange(0, BM)
@@ -102,7 +100,7 @@ def values_of_blocks(
         _, e = shared_exponent(top, EMAX, TOP_MANTISSA)
         s = decode_scale(top, e, True)
         y = tl.reshape(v, [BM, BN // WIDTH, WIDTH]) * e[:, :, None]
-        # What is beyond bf16 is held here, by a factor of two: one that is too large for float32 holds nothing.
+        # Overflow of bf16 is clamped here, by a bound; a bound that itself overflows float32 clamps nothing.
         z = tl.minimum(rounded(y, MANTISSA, EMIN), (e * LARGEST)[:, :, None]) * s[:, :, None]
         z = tl.reshape(signed(z, y), [BM, BN]).to(tl.bfloat16)
         store_tile(along, z, r, c, rows, columns, columns, EVEN)
@@ -129,7 +127,7 @@ def kept_values_of_blocks(
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, TALL: tl.constexpr, WIDTH: tl.constexpr,
     CODES: tl.constexpr, INTEGERS: tl.constexpr,
 ):  # fmt: skip
-    """The codes and scales that `values_of_blocks` writes to its `down`, bf16 [rows, columns]. Exact."""
+    """Decode codes and scales written by `values_of_blocks` to its `down`, bf16 [rows, columns]. Exact."""
     pm, pn = tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0)
     r = pm * BM + tl.arange(0, BM)
     c = pn * BN + tl.arange(0, BN)
@@ -147,13 +145,12 @@ def kept_values_of_blocks(
     store_tile(out, held(tl.reshape(v, [BM, BN]), tl.bfloat16), r, c, rows, columns, columns, EVEN)
 
 
-# ---- fold ------------------------------------------------------------------------------------------------
-# What is left to do to a product in float32: scales that no operand took in, a bias, one rounding.
+# ---- finishing float32 products: scales, bias and one rounding ----
 
 
 @triton.jit
 def halves(scale):
-    """Two factors of about the same size, the first a power of two; NaN in the second."""
+    """Split a scale into two factors of similar size, the first a power of two; NaN goes to the second."""
     field = (((scale.to(tl.int32, bitcast=True) >> 23) & 0xFF) + 127) >> 1
     first = (field << 23).to(tl.float32, bitcast=True)
     return first, scale * ((254 - field) << 23).to(tl.float32, bitcast=True)
@@ -165,11 +162,11 @@ def fold(
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, TALL: tl.constexpr,
     ONE_ROW: tl.constexpr, ONE_COLUMN: tl.constexpr,
 ):  # fmt: skip
-    """y [rows, columns] float32 times a scale for each row and each column, plus a bias [columns], in out's dtype.
+    """Multiply y [rows, columns] float32 by a scale per row and per column, add a bias [columns], in out's dtype.
 
-    of_rows, of_columns: float32 [rows] and [columns], or [1] if ONE_ROW and ONE_COLUMN, or None. In halves, since one
-    scale may take a value out of the range where both do not. Exact but for the bias's sum and the rounding of each
-    product of scales that are no powers of two.
+    of_rows, of_columns: float32 [rows] and [columns], or [1] if ONE_ROW and ONE_COLUMN, or None. Scales are applied in
+    halves, because one scale may overflow where the product does not. Exact except for the sum with the bias and the
+    rounding of products with scales that are no powers of two.
     """
     pm, pn = tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0)
     r = pm * BM + tl.arange(0, BM)
@@ -192,8 +189,7 @@ def fold(
 
 @triton.jit
 def round_two(a, b, a_out, b_out, size_a, size_b, first, B: tl.constexpr, EVEN: tl.constexpr):
-    """Two products in float32, flat, each to its result's dtype: the `first` programs take a, the others b. Exact: one
-    rounding."""
+    """Round two flat float32 products to their results' dtypes: the `first` programs process a, the others b."""
     p = tl.program_id(0)
     if p < first:
         round_block(a, a_out, p, size_a, B, EVEN)
@@ -210,11 +206,9 @@ def round_block(x, out, p, size, B: tl.constexpr, EVEN: tl.constexpr):
         tl.store(out + at, tl.load(x + at, mask=at < size).to(out.dtype.element_ty), mask=at < size)
 
 
-# ---- groups ----------------------------------------------------------------------------------------------
-# Products of rows that lie group by group, each group by a matrix of its own, and sums over each group's rows.
-#
-# A program finds its group by the groups' ends, which lie on the device, so the host need not know how many rows each
-# has. There are as many programs as any distribution of the rows may need.
+# ---- grouped products, and sums over each group's rows ----
+# A program finds its group by the groups' ends on the device, so the host need not know the sizes of groups. The grid
+# suffices for any distribution of rows.
 
 
 @triton.jit
@@ -223,12 +217,13 @@ def multiply_groups(
     groups, n, k, x_stride, w_stride,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """y[r] = x[r] @ w[g].T for row r of group g, times scales of rows and of the group's columns, plus its bias.
+    """Compute y[r] = x[r] @ w[g].T for row r of group g, times scales of rows and of the group's columns, plus its
+    bias.
 
-    x: [rows, k]; w: [groups · n, k], both bf16 or both float32. of_rows: float32 [rows]; of_columns: float32
-    [groups · n]; bias: [groups · n]; each may be None. ends: int32 [groups]. y: [rows, n], not written for rows of no
-    group. BM rows and BN columns of one group a program; EVEN: k is a multiple of BK and n of BN.
-    Bounded: products exact, sums in float32, one rounding.
+    x: [rows, k]; w: [groups · n, k], both bf16 or both float32. of_rows: float32 [rows]; of_columns: float32 [groups ·
+    n]; bias: [groups · n]; each may be None. ends: int32 [groups]. y: [rows, n], not written for rows of no group. A
+    program computes BM rows and BN columns of one group; EVEN: k is a multiple of BK and n of BN. Products are exact,
+    sums are float32, and the result is rounded once.
     """
     tile, pn = tl.program_id(0), tl.program_id(1)
     first, last, group, start, tiles = 0, 0, -1, 0, 0
@@ -244,7 +239,7 @@ def multiply_groups(
     if group >= 0:
         r = first + tl.arange(0, BM)
         c = pn * BN + tl.arange(0, BN)
-        # A group's last rows are read again in place of the next one's.
+        # Beyond a group's end its last row is read again instead of the next group's rows.
         held = tl.minimum(r, last - 1)
         column = tl.cast(group, tl.int64) * n + c
         xs = x + held.to(tl.int64)[:, None] * x_stride
@@ -275,12 +270,12 @@ def sum_groups(
     m, n, x_stride, w_stride,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """y[g] = x[:, slots of g] @ w[:, slots of g].T, times scales of the group's rows and columns.
+    """Compute y[g] = x[:, slots of g] @ w[:, slots of g].T, times scales of the group's rows and columns.
 
-    x: [m, slots]; w: [n, slots], both bf16 or both float32. of_rows: float32 [groups, m]; of_columns: float32
-    [groups, n]; each may be None. ends: int32 [groups]. y: [groups, m, n], zeros for a group without slots. BM rows and
-    BN columns of one group a program; EVEN: m is a multiple of BM, n of BN, and each group's slots of BK.
-    Bounded: products exact, sums in float32, one rounding.
+    x: [m, slots]; w: [n, slots], both bf16 or both float32. of_rows: float32 [groups, m]; of_columns: float32 [groups,
+    n]; each may be None. ends: int32 [groups]. y: [groups, m, n], zeros for a group without slots. A program computes
+    BM rows and BN columns of one group; EVEN: m is a multiple of BM, n of BN, and each group's slots of BK. Products
+    are exact, sums are float32, and the result is rounded once.
     """
     pm, pn, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(ends + tl.maximum(group - 1, 0))
@@ -292,7 +287,7 @@ def sum_groups(
     ws = w + c.to(tl.int64)[None, :] * w_stride
     sums = tl.zeros([BM, BN], tl.float32)
     if EVEN:
-        # Groups begin where blocks do: loads of sixteen bytes.
+        # Groups begin at block boundaries, which allows 16-byte loads.
         for block in range(start // BK, end // BK):
             i = block * BK + tl.arange(0, BK)
             sums = tl.dot(tl.load(xs + i[None, :]), tl.load(ws + i[:, None]), sums, input_precision="ieee")
@@ -310,10 +305,9 @@ def sum_groups(
     tl.store(at, sums.to(y.dtype.element_ty), (r < m)[:, None] & (c < n)[None, :])
 
 
-# ---- two level -------------------------------------------------------------------------------------------
-# Blocks of sixteen with an E4M3 scale and a power of two for the tensor: a matrix to the bf16 values of its codes.
-#
-# Two bits of an E2M1 value by four of an E4M3 scale are six, so bf16 holds the product, and a power of two moves it.
+# ---- two-level scales: values of blocks of 16 with E4M3 scales and a power-of-two tensor factor ----
+# The 2 bits of an E2M1 value times the 4 of an E4M3 scale give 6, so bf16 can represent the product, and a power of two
+# only changes its exponent.
 
 
 @triton.jit
@@ -322,11 +316,10 @@ def amaxes(
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, TALL: tl.constexpr,
     FIRST: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
-    """The amax of x [rows, columns], and that of x after the rotation of groups of sixteen rows; each may be None.
+    """Compute the amax of x [rows, columns], and that after rotating groups of sixteen rows; each may be None. Exact.
 
-    top, turned_top: float32 [1]. work: int32 [4] of zeros, left as zeros. count int64 [2], or None: how often an
-    operand and its transpose were rounded at random; it goes to drawn and moves on, each of them if FIRST and SECOND.
-    Exact.
+    top, transposed_top: float32 [1]. work: int32 [4] of zeros, left as zeros. count int64 [2], or None: noise counts of
+    an operand and its transpose, copied to drawn; FIRST and SECOND advance them.
     """
     down, right = tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0)
     g = down * (BM // 16) + tl.arange(0, BM // 16)
@@ -344,7 +337,7 @@ def amaxes(
 
 @triton.jit
 def move_on(count, drawn, FIRST: tl.constexpr, SECOND: tl.constexpr):
-    """Two counts, int64, to drawn by the first program, which adds one to each that is wanted."""
+    """Let the first program copy two int64 counts to drawn, and increment each one that is requested."""
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         first, second = tl.load(count), tl.load(count + 1)
         tl.store(drawn, first)
@@ -357,7 +350,7 @@ def move_on(count, drawn, FIRST: tl.constexpr, SECOND: tl.constexpr):
 
 @triton.jit
 def level(top):
-    """The tensor's factor from its amax, float32 [1], and its reciprocal, NaN where the amax is not finite."""
+    """Return the tensor factor from its amax, float32 [1], and its reciprocal, NaN if the amax is not finite."""
     bits = flushed(tl.load(top).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     big = tensor_factor(bits, True)
     small = tl.where(bits < INFINITY_BITS, inverse(big).to(tl.int32, bitcast=True), NAN_BITS)
@@ -369,12 +362,14 @@ def values_of(
     v, bits, big, small, place, tensor_id, count, seed_low, seed_high,
     STOCHASTIC: tl.constexpr, FOUR: tl.constexpr, INTEGERS: tl.constexpr,
 ):  # fmt: skip
-    """Sixteen tensors, elements of blocks with amaxes of these bits, to the bf16 values of their codes; FOUR: the
-    tensors are four times what is meant."""
+    """Round blocks given as sixteen tensors with these amax bits to the bf16 values of their codes.
+
+    FOUR: the tensors are four times too large.
+    """
     scale, e = block_scale(bits, big, True, INTEGERS)
     s = decoded(scale, tl.float8e4nv, INTEGERS) * small
     TIMES: tl.constexpr = 4.0 if FOUR else 1.0
-    # What is beyond 6 is held here, and what is beyond bf16. NaN is the scale's.
+    # Clamp beyond 6 and beyond bf16. NaN comes from the scale.
     most = tl.minimum(e * LARGEST, 6.0 * TIMES)
     place = (place >> 2) + (bits >> 31)
     out = ()
@@ -383,7 +378,7 @@ def values_of(
             words = philox(place + i, tensor_id, tl.load(count), seed_low, seed_high)
             for j in tl.static_range(4):
                 x = v[4 * i + j]
-                # An exponent and a mantissa bit in their places, of a number that is 2**126 times too small.
+                # Exponent and mantissa bits at their positions, of a number that is 2**126 times too small.
                 code = (stochastic(flush(x) * e, words[j]) >> 6) & 0x01C00000
                 z = code.to(tl.float32, bitcast=True) * (2.0**126)
                 out += (signed(tl.minimum(z, most) * s, x).to(tl.bfloat16),)  # type: ignore[assignment]
@@ -397,7 +392,7 @@ def values_of(
 
 @triton.jit
 def join8(v, FIRST: tl.constexpr, BM: tl.constexpr, BG: tl.constexpr):
-    """Eight tensors [BM, BG], from v[FIRST] on, to one [BM, BG, 8]."""
+    """Join eight tensors [BM, BG], from v[FIRST] on, to one [BM, BG, 8]."""
     even = tl.join(tl.join(v[FIRST], v[FIRST + 4]), tl.join(v[FIRST + 2], v[FIRST + 6]))
     odd = tl.join(tl.join(v[FIRST + 1], v[FIRST + 5]), tl.join(v[FIRST + 3], v[FIRST + 7]))
     return tl.reshape(tl.join(tl.reshape(even, [BM, BG, 4]), tl.reshape(odd, [BM, BG, 4])), [BM, BG, 8])
@@ -410,15 +405,13 @@ def values_in_two_levels(
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, TALL: tl.constexpr, SQUARE: tl.constexpr,
     HADAMARD: tl.constexpr, STOCHASTIC: tl.constexpr, TRANSPOSED_STOCHASTIC: tl.constexpr, INTEGERS: tl.constexpr,
 ):  # fmt: skip
-    """x [rows, columns] to what its codes stand for, bf16 of the same shape; each result may be None. rows are whole
-    blocks.
+    """Round x [rows, columns] to the values of its codes, bf16 of the same shape; each result may be None.
 
-    along: in blocks of sixteen columns of a row, or sixteen by sixteen if SQUARE, by the amax `top`, float32 [1]. down:
-    in blocks of sixteen rows of a column, rotated first if HADAMARD, by `transposed_top`. codes: of the same, eight an
-    int32, two int32 a block [blocks, 2, columns], and scales: E4M3 codes [blocks, columns], and one place more: the
-    tensor's part as an E8M0 code. drawn: counts of both for random words. a0 … seed3: halves of the tensors' ids and
-    of the seed, for `whole_word`. Exact, but that what is beyond bf16 becomes
-    its largest number.
+    rows are whole blocks. along: in blocks of sixteen columns of a row, or 16 × 16 if SQUARE, with the amax `top`,
+    float32 [1]. down: in blocks of sixteen rows of a column, rotated first if HADAMARD, with `transposed_top`. codes:
+    codes of the same values, eight per int32, two int32 per block [blocks, 2, columns]; scales: E4M3 codes [blocks,
+    columns], and one more element: the tensor factor as an E8M0 code. drawn: noise counts of both. a0 … seed3: halves
+    of the tensor ids and of the seed, for `whole_word`. Exact, except that overflow of bf16 becomes its largest number.
     """
     pm, pn = tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0)
     low, high = whole_word(seed0, seed1), whole_word(seed2, seed3)
@@ -492,7 +485,7 @@ def kept_values_in_two_levels(
     codes, scales, out, rows, columns,
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, TALL: tl.constexpr, INTEGERS: tl.constexpr,
 ):  # fmt: skip
-    """The codes and scales that `values_in_two_levels` writes to its `down`, bf16 [rows, columns]. Exact."""
+    """Decode codes and scales written by `values_in_two_levels` to its `down`, bf16 [rows, columns]. Exact."""
     pm, pn = tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0)
     g = pm * (BM // 16) + tl.arange(0, BM // 16)
     c = pn * BN + tl.arange(0, BN)

@@ -1,7 +1,7 @@
-"""Eight bits with an exponent byte for 32 elements along k, or for 32 × 32, of a matrix and of its transpose.
+"""MXFP8: FP8 codes with an E8M0 scale per 32 elements along k or per 32 × 32, for a matrix and its transpose.
 
-A block of 128 × 128 elements has one tile of 512 scales, whichever way it lies: zeros beyond the data give the zeros
-that fill a tile.
+Also decodes FP8, MXFP8 and NVFP4 operands. A block of 128 × 128 elements has one tile of 512 scales in either
+direction; zeros beyond the data give the zeros that pad a tile.
 """
 
 import triton
@@ -22,14 +22,14 @@ from quaver.kernels.numerics import (
 )
 from quaver.kernels.tensorwise import load4, store4, store_transposed
 
-# ---- mxfp8 -----------------------------------------------------------------------------------------------
+# ---- MXFP8 ----
 
 
 @triton.jit
 def block_at(p, down, right, stride, BM: tl.constexpr, BN: tl.constexpr, NEAR: tl.constexpr):
-    """Pointers to the elements of a block [BM, BN] of a matrix at p; NEAR: offsets in it fit 32 bits.
+    """Return pointers to a block [BM, BN] of a matrix at p; NEAR: offsets within the block fit 32 bits.
 
-    The columns come first, so that what lies side by side in a row shares an address.
+    Columns are added first, so that adjacent elements of a row share an address computation.
     """
     line = tl.arange(0, BM)[:, None]
     if NEAR:
@@ -47,10 +47,11 @@ def mxfp8_rows(
     NEAR: tl.constexpr, SQUARE: tl.constexpr,
     EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, INTEGERS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """x [rows, columns] to q of the same shape and s4, swizzled bytes, in blocks of 1 × 32; SQUARE: of 32 × 32.
+    """Quantize x [rows, columns] to q of the same shape and swizzled scales s4, in blocks of 1 × 32, or 32 × 32 if
+    SQUARE.
 
-    s4: as int32. q_stride: bytes of a row of q; the end of a row beyond x is zeros. across: tiles of scales side by
-    side. dtype: of the codes. Exact.
+    s4: scale bytes as int32. q_stride: bytes of a row of q; padding is zero. across: tiles of scales side by side.
+    dtype: of the codes. Exact.
     """
     down, right = tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0)
     r = down * BM + tl.arange(0, BM)
@@ -68,9 +69,9 @@ def mxfp8_rows(
     code, e = shared_exponent(top, EMAX, TOP_MANTISSA)
     if SQUARE and not EVEN:
         code = tl.where(r[:, None] < rows, code, 0)
-    # Whole tiles: of their places only that of the first depends on where the block lies.
+    # Whole tiles: only the offset of the first depends on the position of the block.
     tile = ((down * (BM // 128)).to(tl.int64) * across + right * (BN // 128)) * 128
-    # The four blocks of a row in a tile are neighbours there: one word, so that no byte changes threads.
+    # The four blocks of a row in a tile are adjacent: one word, so that no byte changes threads.
     word = tl.sum(tl.reshape(code, [BM, BN // 128, 4]) << 8 * tl.arange(0, 4)[None, None, :], 2)
     tl.store(s4 + tile + swizzled(tl.arange(0, BM), 4 * tl.arange(0, BN // 128), across) // 4, word)
     codes = tl.reshape(encode(v * e[:, :, None], dtype, INTEGERS), [BM, BN]).to(q.dtype.element_ty, bitcast=True)
@@ -83,31 +84,31 @@ def mxfp8_rows(
 
 @triton.jit
 def across_rows(v, BR: tl.constexpr, BN: tl.constexpr):
-    """Magnitudes [BR, BN], each of four rows, to the largest of 8 × 4 rows: [BR / 8, BN]."""
+    """Reduce magnitudes [BR, BN], each of four rows, to the maximum of 8 × 4 rows: [BR / 8, BN]."""
     return tl.max(tl.reshape(v, [BR // 8, 8, BN]), 1)
 
 
 @triton.jit
 def across_columns(v, BR: tl.constexpr, BN: tl.constexpr):
-    """[BR, BN] to the largest of 32 columns: [BR, BN / 32]."""
+    """Reduce [BR, BN] to the maximum of 32 columns: [BR, BN / 32]."""
     return tl.max(tl.reshape(v, [BR, BN // 32, 32]), 2)
 
 
 @triton.jit
 def each_row(v, BR: tl.constexpr, BK: tl.constexpr):
-    """What 32 rows share [BR / 8, BK] to each four of them: [BR, BK]."""
+    """Expand values shared by 32 rows [BR / 8, BK] to each four of them: [BR, BK]."""
     return tl.reshape(tl.broadcast_to(v[:, None, :], [BR // 8, 8, BK]), [BR, BK])
 
 
 @triton.jit
 def each_column(v, BR: tl.constexpr, BN: tl.constexpr):
-    """What 32 columns share [BR, BN / 32] to each of them: [BR, BN]."""
+    """Expand values shared by 32 columns [BR, BN / 32] to each of them: [BR, BN]."""
     return tl.reshape(tl.broadcast_to(v[:, :, None], [BR, BN // 32, 32]), [BR, BN])
 
 
 @triton.jit
 def scaled_row(v, m, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr):
-    """Rows v [BR, BN] with magnitudes m times the factors of their blocks of 1 × 32, and those blocks' codes."""
+    """Return rows v [BR, BN] with magnitudes m times the factors of their 1 × 32 blocks, and the scale codes."""
     code, e = shared_exponent(across_columns(m, BR, BN), EMAX, TOP_MANTISSA)
     return v * each_column(e, BR, BN), code
 
@@ -120,10 +121,11 @@ def mxfp8_columns(
     ROWS: tl.constexpr, SQUARE: tl.constexpr,
     EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, INTEGERS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """The transpose of x [rows, columns] to qt as int32 and st, in blocks of 32 rows of x; x itself too if ROWS.
+    """Quantize the transpose of x [rows, columns] to qt as int32 and st, in blocks of 32 rows of x; if ROWS also x
+    itself.
 
-    SQUARE: blocks are of 32 × 32, so that both have the same codes. q, across: as in `mxfp8_rows`. s: swizzled bytes;
-    st, across_t: the same of the transpose. qt_stride4: int32 of a row of qt. dtype: of the codes. Exact.
+    SQUARE: blocks are 32 × 32, so that both have the same codes. q, across: as in `mxfp8_rows`. s: swizzled bytes; st,
+    across_t: the same of the transpose. qt_stride4: int32 per row of qt. dtype: of the codes. Exact.
     """
     down, right = tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0)
     BR: tl.constexpr = BM // 4
@@ -169,15 +171,14 @@ def mxfp8_columns(
         tl.store(s + swizzled(r + 3, blocks_right, across), s3.to(tl.uint8))
 
 
-# ---- decode ----------------------------------------------------------------------------------------------
-# Codes and scales back to values, for operands that no GEMM of the device takes as they are.
+# ---- decode: codes and scales to values, for operands without a native GEMM ----
 
 
 @triton.jit
 def e2m1(code):
-    """The values of E2M1 codes 0 … 15, int32 to float32."""
+    """Return the float32 values of E2M1 codes 0 … 15, int32."""
     m = code & 7
-    # 0 and a half, or an exponent and a mantissa bit in their places.
+    # 0 and 1/2, or exponent and mantissa bits at their positions.
     bits = tl.where(m < 2, m * 0x3F000000, (m << 22) + (126 << 23))
     return (bits | ((code & 8) << 28)).to(tl.float32, bitcast=True)
 
@@ -187,7 +188,7 @@ def load_codes(
     q, r, c, columns, rows, stride,
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, CODES: tl.constexpr, INTEGERS: tl.constexpr,
 ):  # fmt: skip
-    """float32 [BM, BN]: eight-bit codes, or four-bit ones of which two share a byte (CODES None)."""
+    """Load float32 values [BM, BN] of eight-bit codes, or of four-bit codes, two per byte (CODES None)."""
     PAIRS: tl.constexpr = CODES is None
     at = q + r[:, None].to(tl.int64) * stride + c[None, :]
     if EVEN:
@@ -206,7 +207,7 @@ def load_codes(
 
 @triton.jit
 def decoded_scale(scale, factor, KIND: tl.constexpr, POWER_OF_TWO: tl.constexpr, INTEGERS: tl.constexpr):
-    """Stored scales to float32: as they are, or from E8M0 codes, or from E4M3 codes, over the tensor's factor."""
+    """Convert stored scales to float32: unchanged, from E8M0 codes, or from E4M3 codes over the tensor's factor."""
     if KIND == "e8m0":
         bits = scale.to(tl.int32)
         bits = tl.where(bits == 0, 0x00400000, tl.where(bits == 255, NAN_BITS, bits << 23))
@@ -234,12 +235,12 @@ def decode(
     KIND: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, SWIZZLED: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     CODES: tl.constexpr, INTEGERS: tl.constexpr,
 ):  # fmt: skip
-    """q [rows, columns] times its scales to out of the same shape, in out's dtype; both as they lie.
+    """Write q [rows, columns] times its scales to out of the same shape, in out's dtype; both in storage order.
 
-    scale: None leaves it out; of blocks of BR × BC, 0 being the whole axis, `scale_stride` and `scale_step` apart along
-    the axes, or SWIZZLED, `across` tiles side by side. factor float32 [1]: of two-level scales, None leaves it out.
-    KIND: "float32", "e8m0", "two_level". CODES: the format of q; None: E2M1, two in a byte. A NaN scale makes its block
-    NaN. Exact where out's dtype holds the products; what is beyond it becomes its largest number.
+    scale: None to omit it; of blocks of BR × BC (0: the whole axis) with strides `scale_stride` and `scale_step`, or
+    SWIZZLED with `across` tiles side by side. factor float32 [1]: of two-level scales, or None to omit it. KIND:
+    "float32", "e8m0", "two_level". CODES: format of q; None: E2M1, two per byte. A NaN scale makes its block NaN. Exact
+    if out's dtype can represent the products; overflow becomes its largest number.
     """
     down, right = tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0)
     r = down * BM + tl.arange(0, BM)

@@ -1,8 +1,8 @@
-"""LayerNorm, RMSNorm and L2 over rows; one pass writes them and the codes that a quantized GEMM reads.
+"""LayerNorm, RMSNorm and L2 normalization of rows; one pass writes the output and the codes for a quantized GEMM.
 
-One program takes many rows, so that gamma is read once and few programs meet over an amax. A row lies in registers;
-what is wider goes through `quaver.kernels.norm`. Threads hold VECTOR neighbours whatever is written, so that
-rows are summed in one order and an output has the same bits with and without its codes.
+One program processes many rows, so that gamma is read once and few programs combine their amaxes. A row is kept in
+registers; wider rows use `wide_norm`. Threads hold VECTOR adjacent elements in every mode, so that rows are summed in
+the same order, and an output has the same bits with and without codes.
 """
 
 import triton
@@ -20,16 +20,16 @@ from quaver.kernels.numerics import (
     widened,
 )
 
-# ---- norm ------------------------------------------------------------------------------------------------
+# ---- rows in registers ----
 
-#: The widest row beside which beta is held in registers as gamma is: beside wider ones a multiprocessor would have room
-#: for two programs, which wait for memory at the same time.
+#: Widest row for which beta is kept in registers like gamma; with wider ones a multiprocessor would run only two
+#: programs, which wait for memory at the same time.
 BETA_HELD = tl.constexpr(2048)
 
 
 @triton.jit
 def load_row(x, row, c, columns, stride, EVEN: tl.constexpr):
-    """float32 [BN], zeros beyond the row."""
+    """Load a row as float32 [BN], zeros beyond its end."""
     at = x + row * stride.to(tl.int64) + c
     if EVEN:
         return widened(tl.load(at))
@@ -38,7 +38,7 @@ def load_row(x, row, c, columns, stride, EVEN: tl.constexpr):
 
 @triton.jit
 def load_parameter(p, c, columns, EVEN: tl.constexpr):
-    """float32 [BN], zeros beyond it."""
+    """Load a parameter as float32 [BN], zeros beyond its end."""
     if EVEN:
         return widened(tl.load(p + c))
     return widened(tl.load(p + c, mask=c < columns, other=0.0))
@@ -55,7 +55,8 @@ def store_row(y, value, row, c, columns, stride, EVEN: tl.constexpr):
 
 @triton.jit
 def swizzled(row, block, row_blocks):
-    """Where GEMMs look for the scale of a row's block; `row_blocks`: blocks of a row, rounded up to 4.
+    """Return the offset of the scale of a row's block in the order of GEMMs; row_blocks: blocks of a row, rounded up to
+    4.
 
     Source: NVIDIA, cuBLAS, "1D Block Scaling Factors Layout".
     """
@@ -71,18 +72,20 @@ def norm(
     MODE: tl.constexpr, BLOCK: tl.constexpr, POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr,
     MAX: tl.constexpr, INTEGERS: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
-    """x [rows, columns <= BN] normalized: y in x's dtype unless None, and the statistics mean, inverse float32 [rows].
+    """Normalize x [rows, columns <= BN]; write y in x's dtype unless None, and the statistics mean, inverse float32
+    [rows].
 
     gamma, beta: [columns] or None; HELD in registers (beta up to `BETA_HELD` columns) or read for each row.
     share: 1 / columns, or 1 for a sum of squares.
-    MODE, of what is quantized, which is y as rounded to its dtype:
-        "none"; "amax": top float32 [1], its amax; "tensor": q by `factor`, with its scale and its top;
-        "row": q and scale [rows]; "blocks": q and the scales of blocks of BLOCK columns, where block j of row i lies at
-        j · scale_stride + i; "e8m0": q and their exponents in the order of `swizzled`.
-    q's rows are q_stride bytes, zeros beyond x's. CODES: the format of q. work: int32 [2] of zeros, left as zeros.
-    Bounded: relative RMS 1e-6 of float64 before the rounding to y's dtype. Exact: q, scale and top, given y.
+    MODE, the quantization of y after rounding to its dtype:
+        "none"; "amax": top float32 [1], its amax; "tensor": q by `factor`, with its scale and top;
+        "row": q and scale [rows]; "blocks": q and scales of blocks of BLOCK columns, with that of block j of row i at j
+        · scale_stride + i; "e8m0": q and exponents in the order of `swizzled`.
+    q's rows are q_stride bytes, padded with zeros. CODES: format of q. work: int32 [2] of zeros, left as zeros.
+    The relative RMS error is at most 1e-6 against float64 before rounding to y's dtype. Given y, the values q, scale
+    and top are exact.
     """
-    # Neighbours that a thread holds.
+    # log2 of the adjacent elements per thread.
     HALVINGS: tl.constexpr = (VECTOR > 1) + (VECTOR > 2) + (VECTOR > 4)
     first = tl.program_id(0)
     c = tl.max_contiguous(tl.arange(0, BN), VECTOR)
@@ -118,7 +121,7 @@ def norm(
         if MODE != "none":
             v = rounded.to(tl.float32)
             if not EVEN:
-                # 0 · NaN is NaN, also where there is no column.
+                # 0 · NaN is NaN, also beyond the last column.
                 v = tl.where(c < columns, v, 0.0)
         if MODE == "amax" or MODE == "tensor":
             m = tl.maximum(m, magnitude_bits(v))
@@ -131,7 +134,7 @@ def norm(
             if MODE == "blocks":
                 bits = tl.max(tl.reshape(largest_of_runs(v, HALVINGS), (BN // BLOCK, BLOCK >> HALVINGS)), 1)
             else:
-                # Bytes of scales change threads.
+                # Bytes of scales change threads, so `largest_of_runs` must not be used.
                 bits = tl.max(magnitude_bits(grid), 1)
             block = tl.arange(0, BN // BLOCK)
             there = block * BLOCK < columns
@@ -157,11 +160,12 @@ def norm_backward(
     grad, x, gamma, mean, inverse, dx, partial, rows, columns, grad_stride, stride, width, programs, share,
     BN: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr, CENTRED: tl.constexpr, BETA: tl.constexpr,
 ):  # fmt: skip
-    """grad and x [rows, columns <= BN] to dx in x's dtype, and what each program adds to the parameters' gradients.
+    """Compute dx in x's dtype from grad and x [rows, columns <= BN], and each program's share of the parameters'
+    gradients.
 
     dx = inverse · (grad gamma - mean(grad gamma) - x̂ mean(grad gamma x̂)), x̂ = (x - mean) inverse.
-    partial: float32 [programs, width] or None: of gamma, and from column width / 2 on of beta (if BETA).
-    Bounded, as `norm`.
+    partial: float32 [programs, width] or None: of gamma, and from column width / 2 on of beta (if BETA). Precision as
+    in `norm`.
     """
     first = tl.program_id(0)
     c = tl.max_contiguous(tl.arange(0, BN), VECTOR)
@@ -194,9 +198,7 @@ def norm_backward(
             tl.store(at + width // 2, of_beta, mask=c < columns)
 
 
-# ---- wide norm -------------------------------------------------------------------------------------------
-# `quaver.kernels.norm` for rows that do not fit registers: a few passes over a row, block by block, in the
-# cache.
+# ---- wide rows that do not fit registers: several passes block by block, in the cache ----
 
 
 @triton.jit
@@ -206,9 +208,10 @@ def wide_norm(
     BN: tl.constexpr, STEPS: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr, CENTRED: tl.constexpr,
     MODE: tl.constexpr, POWER_OF_TWO: tl.constexpr, INTEGERS: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
-    """`quaver.kernels.norm.norm` over any number of columns; MODE "none", "amax" or "tensor".
+    """Run `norm` for any number of columns; MODE "none", "amax" or "tensor".
 
-    STEPS: blocks of BN that a row has, known where statistics are taken, so that all of them are loaded at once.
+    STEPS: number of BN blocks of a row, a constant where statistics are computed, so that all blocks are loaded at
+    once.
     """
     first = tl.program_id(0)
     m = tl.zeros([BN], tl.float32)
@@ -249,7 +252,7 @@ def wide_norm(
                 v = rounded.to(tl.float32)
                 if not EVEN:
                     v = tl.where(c < columns, v, 0.0)
-                # Keeps NaN; no bytes change threads here (triton-lang/triton#11111).
+                # Preserves NaN; safe here, because no bytes change threads (triton-lang/triton#11111).
                 m = tl.maximum(m, tl.abs(v), propagate_nan=tl.PropagateNan.ALL)
             if q is not None:
                 codes = encode(v * e, CODES, INTEGERS).to(q.dtype.element_ty, bitcast=True)
@@ -263,9 +266,9 @@ def wide_norm_backward(
     grad, x, gamma, mean, inverse, dx, partial, rows, columns, grad_stride, stride, width, programs, share,
     BN: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr, CENTRED: tl.constexpr, BETA: tl.constexpr,
 ):  # fmt: skip
-    """`quaver.kernels.norm.norm_backward` over any number of columns.
+    """Run `norm_backward` for any number of columns.
 
-    A program adds to its own row of `partial`, which holds zeros; no other program touches that row.
+    A program accumulates in its own row of `partial`, which is zero at first; no other program touches that row.
     """
     first = tl.program_id(0)
     own = partial

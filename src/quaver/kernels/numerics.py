@@ -1,17 +1,20 @@
-"""The 16-point rotation of `quaver.reference.numerics` on sixteen tensors, each with one element of every group."""
+"""Building blocks of kernels: rotation, amaxes, scale factors, FP8 codes, Philox noise, swizzled scales and tiles.
+
+The numbers equal those of `quaver.reference.numerics`.
+"""
 
 import triton
 import triton.language as tl
 
-# ---- hadamard --------------------------------------------------------------------------------------------
+# ---- Hadamard rotation on sixteen tensors, each with one element of every group ----
 
-#: Bit j is set where element j changes its sign.
+#: Bit j is set if element j changes its sign.
 NEGATIVE = tl.constexpr(0b1101_0111_1110_1000)
 
 
 @triton.jit
 def rotate(v):
-    """Sixteen float32 tensors of one shape, rotated: signs, butterflies of stride 1, 2, 4 and 8, a quarter. Exact."""
+    """Rotate sixteen float32 tensors: signs, butterflies of stride 1, 2, 4 and 8, division by four. Exact."""
     y, out = transposed(v), ()
     for j in tl.static_range(16):
         out += (y[j] * 0.25,)
@@ -20,11 +23,11 @@ def rotate(v):
 
 @triton.jit
 def transposed(v):
-    """Four times what `rotate` gives, for those who need the quarter once in a block: signs and butterflies. Exact."""
+    """Rotate without the division by four, for callers that apply it once per block: signs and butterflies. Exact."""
     y = ()
     for j in tl.static_range(16):
         if (NEGATIVE >> j) & 1:
-            # Not -v, which is 0 - v here and loses the sign of a zero.
+            # Not -v, which is compiled to 0 - v and loses the sign of zero.
             y += (v[j] * -1.0,)
         else:
             y += (v[j],)
@@ -36,7 +39,7 @@ def transposed(v):
 
 @triton.jit
 def butterflies(y, STRIDE: tl.constexpr):
-    """a + b and a - b of elements that lie STRIDE apart."""
+    """Return a + b and a - b for elements STRIDE apart."""
     out = ()
     for j in tl.static_range(16):
         if (j // STRIDE) % 2 == 0:
@@ -46,24 +49,22 @@ def butterflies(y, STRIDE: tl.constexpr):
     return out
 
 
-# ---- numbers ---------------------------------------------------------------------------------------------
-# Amaxes, factors and codes on the bits of float32: `scaling` and `rounding` of `quaver.reference` inside a kernel.
-#
-# A format arrives as compile-time numbers: MANTISSA bits, EMAX (exponent of its maximum) and TOP_MANTISSA (the 23 bits
-# after that maximum's leading one), as `quaver.recipes.formats.Format` has them.
+# ---- amaxes, factors and codes on the bits of float32 ----
+# A format is passed as compile-time numbers: MANTISSA bits, EMAX (exponent of its maximum) and TOP_MANTISSA (the 23
+# bits after that maximum's leading one), as in `quaver.recipes.formats.Format`.
 
 INFINITY_BITS = tl.constexpr(0x7F800000)
 SMALLEST_NORMAL_BITS = tl.constexpr(0x00800000)
 NAN_BITS = tl.constexpr(0x7FC00000)
 #: Bounds of the exponent of an encode factor.
 LOWEST, HIGHEST = tl.constexpr(-126), tl.constexpr(100)
-#: float32's bias of an exponent over E4M3's, as a factor.
+#: Difference of the exponent biases of float32 and E4M3, as a factor.
 E4M3_BIAS = tl.constexpr(2.0**120)
 
 
 @triton.jit
 def widened(v):
-    """Loaded values as float32. bf16 is widened by its bits, which takes one instruction less for every pair."""
+    """Convert loaded values to float32; bf16 by its bits, which saves an instruction per pair."""
     if v.dtype == tl.bfloat16:
         return (v.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     return v.to(tl.float32)
@@ -71,8 +72,11 @@ def widened(v):
 
 @triton.jit
 def held(v, dtype: tl.constexpr):
-    """Values of codes times their scales, float32, in a dtype that holds them, bf16 or float32: exact, but that what is
-    beyond the dtype becomes its largest number. NaN stays."""
+    """Convert float32 values of codes times scales to bf16 or float32; exact, except that overflow becomes the largest
+    number.
+
+    NaN is preserved.
+    """
     bits = v.to(tl.int32, bitcast=True)
     beyond = (bits & 0x7FFFFFFF) == INFINITY_BITS
     below: tl.constexpr = 0x10000 if dtype == tl.bfloat16 else 1
@@ -81,16 +85,16 @@ def held(v, dtype: tl.constexpr):
 
 @triton.jit
 def magnitude_bits(x):
-    """The bits of |float32 x| as int32: they order as NaN > infinity > finite."""
+    """Return the bits of |x| for float32 x as int32; they are ordered NaN > infinity > finite."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def largest_of_runs(v, HALVINGS: tl.constexpr):
-    """`magnitude_bits` of the largest of every 2**HALVINGS neighbours of float32 v, flat.
+    """Return `magnitude_bits` of the maximum of every 2**HALVINGS neighbours of float32 v, flattened.
 
-    The maximum of floats takes magnitudes and keeps NaN at no cost; that of integers would need a bit cleared in each.
-    Not in a kernel where bytes change threads, which it may garble (triton-lang/triton#11111).
+    A float maximum takes magnitudes and preserves NaN at no cost; an integer maximum would need a bit cleared in each
+    element. Do not use it in a kernel where bytes change threads, which it may garble (triton-lang/triton#11111).
     """
     v = tl.abs(v)
     for _ in tl.static_range(HALVINGS):
@@ -101,13 +105,15 @@ def largest_of_runs(v, HALVINGS: tl.constexpr):
 
 @triton.jit
 def flushed(bits):
-    """An amax whose exponent field is 0 counts as 0."""
+    """Return amax bits with subnormals set to 0."""
     return tl.where(bits < SMALLEST_NORMAL_BITS, 0, bits)
 
 
 @triton.jit
 def exponent(bits, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr):
-    """The largest p in bounds with amax × 2**p within the format, from amax's bits; 0 where amax is 0 or not finite."""
+    """Return the largest p in bounds with amax × 2**p within the format, from amax's bits; 0 if amax is 0 or not
+    finite.
+    """
     p = (EMAX + 127) - ((bits + (0x7FFFFF - TOP_MANTISSA)) >> 23)
     p = tl.minimum(tl.maximum(p, LOWEST), HIGHEST)
     return tl.where((bits >= SMALLEST_NORMAL_BITS) & (bits < INFINITY_BITS), p, 0)
@@ -115,21 +121,21 @@ def exponent(bits, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr):
 
 @triton.jit
 def power_of_two(p):
-    """float32 2**p for p in [-126, 127]."""
+    """Return float32 2**p for p in [-126, 127]."""
     return ((p + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def shared_exponent(bits, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr):
-    """From the bits of an amax the E8M0 code of its scale, int32, and its encode factor 2**(127 - code).
+    """Return the E8M0 code of a scale, int32, and its encode factor 2**(127 - code), from the bits of an amax.
 
-    Code 0 for an amax of 0 (subnormals are), and 255 for one that is not finite, both with the factor 1: subnormals are
-    far below half the smallest code, so all become zeros of their signs.
+    An amax of 0 (or subnormal) gives code 0, one that is not finite gives 255; both have factor 1. Subnormals are far
+    below half the smallest code, so all become zeros of their signs.
     """
-    # The exponent stays in its place among the bits. None takes a factor below 2**-126, so one bound is enough.
+    # The exponent stays at its bit position. No amax gives a factor below 2**-126, so one bound suffices.
     low: tl.constexpr = ((127 - HIGHEST + EMAX) << 23) - 0x7FFFFF + TOP_MANTISSA
     place = (tl.maximum(bits, low) + (0x7FFFFF - TOP_MANTISSA - (EMAX << 23))) & 0x7F800000
-    # One comparison finds both kinds of amax without a factor; their own exponent fields, 0 and 255, are the codes.
+    # One comparison finds both kinds of amax without a factor; their exponent fields, 0 and 255, are the codes.
     usable = (bits - SMALLEST_NORMAL_BITS).to(tl.uint32, bitcast=True) < INFINITY_BITS - SMALLEST_NORMAL_BITS
     code = tl.where(usable, place, bits) >> 23
     return code, tl.where(usable, (254 << 23) - place, 0x3F800000).to(tl.float32, bitcast=True)
@@ -137,7 +143,7 @@ def shared_exponent(bits, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr):
 
 @triton.jit
 def encode_factor(bits, POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr):
-    """What data are multiplied by, from the bits of their amax; 1 where it is 0 or not finite."""
+    """Return the encode factor from the bits of an amax; 1 if it is 0 or not finite."""
     if POWER_OF_TWO:
         _, e = shared_exponent(bits, EMAX, TOP_MANTISSA)
     else:
@@ -151,9 +157,9 @@ def encode_factor(bits, POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr, TOP_MANT
 
 @triton.jit
 def decode_scale(bits, e, POWER_OF_TWO: tl.constexpr):
-    """1 / e, or NaN where the amax with these bits is not finite."""
+    """Return 1 / e, or NaN if the amax with these bits is not finite."""
     if POWER_OF_TWO:
-        # 2**-p by its exponent field: a division is dear, and not IEEE's on a GPU.
+        # 2**-p by its exponent field, because a division is expensive and not IEEE on a GPU.
         inverse = 0x7F000000 - e.to(tl.int32, bitcast=True)
     else:
         inverse = tl.div_rn(e * 0.0 + 1.0, e).to(tl.int32, bitcast=True)
@@ -162,13 +168,13 @@ def decode_scale(bits, e, POWER_OF_TWO: tl.constexpr):
 
 @triton.jit
 def encode(y, dtype: tl.constexpr, INTEGERS: tl.constexpr):
-    """float32 to FP8 codes, uint8: nearest, ties to even, saturating, infinities too; NaN stays NaN.
+    """Encode float32 as FP8 codes, uint8: nearest even, saturating (infinities too); NaN is preserved.
 
-    The cast saturates by itself; a clamp beside a transposed store is miscompiled (triton-lang/triton#11111). On sm_89
-    triton 3.6 casts by way of a truncated float16 (triton-lang/triton#11753): there INTEGERS, 1, rounds on the bits.
-    Before it there is no E4M3 (triton-lang/triton#8929): with INTEGERS 2 no FP8 dtype is named.
+    The cast saturates by itself; a clamp next to a transposed store is miscompiled (triton-lang/triton#11111). On sm_89
+    Triton 3.6 casts through a truncated float16 (triton-lang/triton#11753), so INTEGERS = 1 rounds on the bits. Older
+    GPUs have no E4M3 (triton-lang/triton#8929), so INTEGERS = 2 uses no FP8 dtype.
     """
-    # A branch is compiled only under `if` and `else`: what follows a return is, too.
+    # Only branches of `if` and `else` are skipped by the compiler; code after a return is compiled too.
     if not INTEGERS:
         code = y.to(dtype).to(tl.uint8, bitcast=True)
     elif dtype == tl.float8e5:
@@ -182,7 +188,7 @@ def encode(y, dtype: tl.constexpr, INTEGERS: tl.constexpr):
 
 @triton.jit
 def encode4(y0, y1, y2, y3, dtype: tl.constexpr, INTEGERS: tl.constexpr):
-    """`encode` of four rows."""
+    """Run `encode` on four rows."""
     c0, c1 = encode(y0, dtype, INTEGERS), encode(y1, dtype, INTEGERS)
     c2, c3 = encode(y2, dtype, INTEGERS), encode(y3, dtype, INTEGERS)
     return c0, c1, c2, c3
@@ -190,8 +196,9 @@ def encode4(y0, y1, y2, y3, dtype: tl.constexpr, INTEGERS: tl.constexpr):
 
 @triton.jit
 def _to_odd_half(y):
-    """float16 of y, rounded to odd: what was cut off shows in the last bit, so that a second rounding, to E4M3, is the
-    only one. Below 2**-14, where float16 has fewer bits, E4M3 is 0; beyond its largest value, saturated.
+    """Convert y to float16, rounded to odd, so that the following rounding to E4M3 is the only one.
+
+    Below 2**-14, where float16 has fewer bits, E4M3 is 0; above float16's maximum it saturates.
 
     Source: Boldo and Melquiond, "Emulation of a FMA and correctly rounded sums: proved algorithms using rounding to
     odd", IEEE Transactions on Computers 57 (2008).
@@ -218,7 +225,7 @@ def _encode_on_bits(y, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX_CODE: tl.
 
 @triton.jit
 def decoded(code, dtype: tl.constexpr, INTEGERS: tl.constexpr):
-    """FP8 codes, uint8, to float32; INTEGERS as in `encode`. Exact. NaN stays NaN."""
+    """Decode FP8 codes, uint8, to float32; INTEGERS as in `encode`. Exact; NaN is preserved."""
     if INTEGERS != 2:
         value = code.to(dtype, bitcast=True).to(tl.float32)
     elif dtype == tl.float8e5:
@@ -226,7 +233,8 @@ def decoded(code, dtype: tl.constexpr, INTEGERS: tl.constexpr):
         value = (code.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
     else:
         bits = code.to(tl.int32)
-        # Exponent and mantissa in their places of a float32, where subnormals are such too, and its bias for E4M3's.
+        # Exponent and mantissa at their float32 positions, where subnormals remain subnormal, then corrected for the
+        # bias.
         scaled = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * E4M3_BIAS
         wide = tl.where((bits & 0x7F) == 0x7F, NAN_BITS, scaled.to(tl.int32, bitcast=True))
         value = (wide | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True)
@@ -235,7 +243,7 @@ def decoded(code, dtype: tl.constexpr, INTEGERS: tl.constexpr):
 
 @triton.jit
 def largest_bits4(x0, x1, x2, x3):
-    """The larger `magnitude_bits` of four rows, element by element."""
+    """Return the elementwise maximum of `magnitude_bits` of four rows."""
     return tl.maximum(
         tl.maximum(magnitude_bits(x0), magnitude_bits(x1)), tl.maximum(magnitude_bits(x2), magnitude_bits(x3))
     )
@@ -243,16 +251,19 @@ def largest_bits4(x0, x1, x2, x3):
 
 @triton.jit
 def pack4(c0, c1, c2, c3):
-    """Four uint8 codes to an int32, the first in the lowest byte: rows that lie side by side once transposed."""
+    """Pack four uint8 codes into an int32, the first in the lowest byte; after transposition they are adjacent in a
+    row.
+    """
     low = c0.to(tl.int32) | (c1.to(tl.int32) << 8)
     return low | (c2.to(tl.int32) << 16) | (c3.to(tl.int32) << 24)
 
 
 @triton.jit
 def packed_codes(y0, y1, y2, y3, c0, c1, c2, c3, dtype: tl.constexpr, INTEGERS: tl.constexpr):
-    """Codes of four rows, y as c, to an int32, the first row in the lowest byte.
+    """Pack the codes of four rows into an int32, the first row in the lowest byte; y are the scaled rows, c their
+    codes.
 
-    Casting once more in pairs of rows takes fewer instructions than picking the bytes of pairs of columns apart.
+    Casting pairs of rows again takes fewer instructions than separating the bytes of pairs of columns.
     """
     if INTEGERS:
         return pack4(c0, c1, c2, c3)
@@ -263,7 +274,7 @@ def packed_codes(y0, y1, y2, y3, c0, c1, c2, c3, dtype: tl.constexpr, INTEGERS: 
 
 @triton.jit
 def meet(work, bits, programs):
-    """Every program of a launch brings the bits of an amax; returns (whether this is the last one, the largest).
+    """Combine the amax bits of all programs of a launch; return (True in the last program to finish, the maximum).
 
     work: int32 [2], zero before and zero again after.
     """
@@ -272,7 +283,7 @@ def meet(work, bits, programs):
     top = bits
     if last:
         top = tl.load(work, volatile=True)
-        # No warp may read what another warp has cleared already.
+        # All warps must have read before one clears it.
         tl.debug_barrier()
         tl.store(work, 0)
         tl.store(work + 1, 0)
@@ -281,8 +292,11 @@ def meet(work, bits, programs):
 
 @triton.jit
 def note_amax(work, bits, programs, top, scale, e, SCALES: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """The last program of a launch writes the largest of all their amaxes, given by its bits; SCALES: the decode scale
-    of factor e too. work: as `meet` takes it."""
+    """Let the last program of a launch store the maximum of all amax bits in top; if SCALES also the decode scale of
+    factor e.
+
+    work: as in `meet`.
+    """
     last, largest = meet(work, bits, programs)
     if last:
         tl.store(top, largest.to(tl.float32, bitcast=True))
@@ -290,35 +304,35 @@ def note_amax(work, bits, programs, top, scale, e, SCALES: tl.constexpr, POWER_O
             tl.store(scale, decode_scale(largest, e, POWER_OF_TWO))
 
 
-# ---- philox ----------------------------------------------------------------------------------------------
-# Philox4x32-10 inside a kernel: the words of `quaver.reference.numerics`, whose constants these are.
-#
+# ---- Philox4x32-10 and two-word Philox, with the words of `quaver.reference.numerics` ----
 # Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 
 M0, M1 = tl.constexpr(0xD2511F53), tl.constexpr(0xCD9E8D57)
-#: Of Philox of two words.
+#: Multiplier of two-word Philox.
 M2 = tl.constexpr(0xD256D193)
 W0, W1 = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
 
 
 @triton.jit
 def product(a, m: tl.constexpr):
-    """High and low word of uint32 a times m; a GPU computes both by one instruction."""
+    """Return the high and low word of uint32 a times m; a GPU computes both by one instruction."""
     wide = a.to(tl.uint64) * m
     return (wide >> 32).to(tl.uint32), wide.to(tl.uint32)
 
 
 @triton.jit
 def whole_word(low, high):
-    """uint32 of its halves h, each of which comes as 2 h + 1: odd and small, so that no number is compiled apart."""
+    """Return the uint32 of two halves h, each passed as 2 h + 1: odd and small, so that no value triggers a
+    specialization.
+    """
     return (low.to(tl.uint32) >> 1) | ((high.to(tl.uint32) >> 1) << 16)
 
 
 @triton.jit
 def philox(g, tensor_id, count, seed_low, seed_high):
-    """The four words of counters g, int64 of any shape: uint32 each.
+    """Return the four Philox words, uint32, for counters g, int64 of any shape. Exact.
 
-    tensor_id, seed_low, seed_high: 32 bits in an integer; count: any integer, of which the low 32 bits count. Exact.
+    tensor_id, seed_low, seed_high: 32 bits in an integer; count: any integer, of which the low 32 bits are used.
     """
     c0, c1 = g.to(tl.uint32), (g >> 32).to(tl.uint32)
     c2 = tl.zeros_like(c0) + tensor_id.to(tl.uint32)
@@ -335,9 +349,9 @@ def philox(g, tensor_id, count, seed_low, seed_high):
 
 @triton.jit
 def philox_of_two(g, upper, key):
-    """The two words of counters g, int64 of any shape: uint32 each.
+    """Return the two words of two-word Philox, uint32, for counters g, int64 of any shape. Exact.
 
-    upper: uint32 that the counters' upper words are changed by; key: uint32. Exact.
+    upper: uint32 xored into the counters' upper words; key: uint32.
     """
     c0, c1 = g.to(tl.uint32), (g >> 32).to(tl.uint32) ^ upper
     for _ in tl.static_range(10):
@@ -347,31 +361,28 @@ def philox_of_two(g, upper, key):
     return c0, c1
 
 
-# ---- swizzle ---------------------------------------------------------------------------------------------
-# Where the GEMMs of Blackwell look for the scales of narrow blocks: the order 32_4_4.
-#
+# ---- swizzle: the scale order 32_4_4 of Blackwell's GEMMs for narrow blocks ----
 # Source: NVIDIA cuBLAS documentation, "1D block scaling factors layout".
 
 
 @triton.jit
 def swizzled(row, block, across):
-    """The byte in which the scale of an operand's row [BM] and block of k [BK] lies: [BM, BK].
+    """Return the byte offsets [BM, BK] of the scales of an operand's rows [BM] and blocks of k [BK].
 
-    Tiles of 128 rows and 4 blocks are 512 bytes each, `across` of them side by side; in a tile the rows r, r + 32,
-    r + 64 and r + 96 are neighbours.
+    Tiles of 128 rows and 4 blocks are 512 bytes each, `across` of them side by side; in a tile the rows r, r + 32, r +
+    64 and r + 96 are adjacent.
     """
     tile = (row // 128).to(tl.int64)[:, None] * across + (block // 4)[None, :]
     inside = ((row % 32) * 16 + (row % 128) // 32 * 4)[:, None] + (block % 4)[None, :]
     return tile * 512 + inside
 
 
-# ---- tiles -----------------------------------------------------------------------------------------------
-# Tiles of a matrix that lies row by row; EVEN: no tile reaches over its edges.
+# ---- tiles of a row-major matrix; EVEN: no tile crosses its edges ----
 
 
 @triton.jit
 def load_tile(x, r, c, rows, columns, stride, EVEN: tl.constexpr):
-    """Rows r and columns c of x [rows, columns], whose rows are `stride` apart: float32 [BM, BN], zero outside x."""
+    """Load rows r and columns c of x [rows, columns] with row stride `stride` as float32 [BM, BN], zero outside x."""
     at = x + r[:, None].to(tl.int64) * stride + c[None, :]
     if EVEN:
         return widened(tl.load(at))
@@ -380,7 +391,7 @@ def load_tile(x, r, c, rows, columns, stride, EVEN: tl.constexpr):
 
 @triton.jit
 def store_tile(y, v, r, c, rows, columns, stride, EVEN: tl.constexpr):
-    """v [BM, BN] to the same place of y; nothing is written outside."""
+    """Store v [BM, BN] at rows r and columns c of y; nothing is written outside."""
     at = y + r[:, None].to(tl.int64) * stride + c[None, :]
     if EVEN:
         tl.store(at, v)

@@ -1,7 +1,7 @@
-"""Four bits with an E4M3 scale for 16 elements along k, or for 16 × 16, and one factor for the tensor.
+"""NVFP4: four-bit codes with an E4M3 scale per 16 elements along k or per 16 × 16, and one factor per tensor.
 
 The sixteen elements of a block are sixteen tensors here, so that its amax, its rotation and its two int32 of codes stay
-within a thread, whichever way x lies.
+within a thread, whatever the storage order of x.
 """
 
 import triton
@@ -24,7 +24,7 @@ from quaver.kernels.numerics import (
     whole_word,
 )
 
-#: What a tensor factor brings the largest element to: 2688 = 1.3125 × 2**11.
+#: Magnitude to which the tensor factor scales the largest element: 2688 = 1.3125 × 2**11.
 LARGEST_DECODED = tl.constexpr(2688.0)
 SIXTH = tl.constexpr(1 / 6)
 SMALLEST_NORMAL = tl.constexpr(2.0**-126)
@@ -32,7 +32,9 @@ SMALLEST_NORMAL = tl.constexpr(2.0**-126)
 
 @triton.jit
 def tensor_factor(bits, POWER_OF_TWO: tl.constexpr):
-    """The first level of the scales from the bits of the tensor's amax; 1 where it is 0 or not finite."""
+    """Return the tensor factor (first level of the scales) from the bits of the tensor's amax; 1 if it is 0 or not
+    finite.
+    """
     if POWER_OF_TWO:
         p = (11 + 127) - ((bits + (0x7FFFFF - 0x280000)) >> 23)
         p = tl.minimum(tl.maximum(p, -117), 100)
@@ -44,9 +46,9 @@ def tensor_factor(bits, POWER_OF_TWO: tl.constexpr):
 
 @triton.jit
 def reciprocal(scale):
-    """1 / scale of positive E4M3 values, correctly rounded; not a number for 0.
+    """Return 1 / scale of positive E4M3 values, correctly rounded; NaN for 0.
 
-    A step of Newton's squares the error of a rough reciprocal, and none of the eight mantissas has one that lies within
+    A Newton step squares the error of a rough reciprocal, and none of the eight mantissas has a reciprocal within
     2**-30 of a tie.
     """
     root = tl.rsqrt(scale)
@@ -56,11 +58,11 @@ def reciprocal(scale):
 
 @triton.jit
 def block_scale(bits, big, POWER_OF_TWO: tl.constexpr, INTEGERS: tl.constexpr):
-    """From the bits of a block's amax and the tensor's factor: the scale's E4M3 code, uint8, and the encode factor.
+    """Return the scale's E4M3 code, uint8, and the encode factor of a block, from its amax bits and the tensor factor.
 
-    A factor that is no POWER_OF_TWO takes Transformer Engine's order, 1 / (scale × (1 / factor)).
+    Unless POWER_OF_TWO, operations are in Transformer Engine's order, 1 / (scale × (1 / factor)).
     """
-    # A power of two is at most 2**100, by which subnormals stay far below half the smallest code.
+    # A power-of-two factor is at most 2**100, so subnormals stay far below half the smallest code.
     amax = bits if POWER_OF_TWO else flushed(bits)
     code = encode(amax.to(tl.float32, bitcast=True) * (big * SIXTH), tl.float8e4nv, INTEGERS)
     scale = decoded(code, tl.float8e4nv, INTEGERS)
@@ -76,9 +78,9 @@ def block_scale(bits, big, POWER_OF_TWO: tl.constexpr, INTEGERS: tl.constexpr):
 
 @triton.jit
 def nearest(y, TIMES: tl.constexpr):
-    """The E2M1 code of |y| / TIMES plus NEAREST_BIAS, int32: nearest, ties to even, saturating; 7 of a NaN."""
-    # A code is the least of three lines, 2 a, a + 2 and a / 2 + 4, and of 7. Each is added to a number whose ulp is 1,
-    # in one rounding, which is a code's; rounding keeps the order, and so do the bits of positive numbers.
+    """Return the E2M1 code of |y| / TIMES plus NEAREST_BIAS, int32: nearest even, saturating; 7 for NaN."""
+    # A code is the minimum of three lines, 2 a, a + 2 and a / 2 + 4, and of 7. Each is added to a number whose ulp is
+    # 1, which rounds it once, to a code. Rounding preserves the order, and so do the bits of positive numbers.
     a = tl.abs(y)
     below_2 = tl.fma(a, 2.0 / TIMES, 12582912.0).to(tl.int32, bitcast=True)
     below_4 = tl.fma(a, 1.0 / TIMES, 12582914.0).to(tl.int32, bitcast=True)
@@ -88,29 +90,31 @@ def nearest(y, TIMES: tl.constexpr):
 
 @triton.jit
 def stochastic(y, word):
-    """The E2M1 code of |y| in bits 28 to 30 of a uint32: up where a word's upper 24 bits are below the fraction."""
-    # In units of 2**-24 of a step of the code, rounded up to an integer. Of the same three lines the least, four bits
-    # further up; adding all that a word leaves of 2**24 - 1 carries over where the fraction is larger than the word.
+    """Return the E2M1 code of |y| in bits 28 to 30 of a uint32, rounded up if the word's upper 24 bits are below the
+    fraction.
+    """
+    # In units of 2**-24 of a code's step, rounded up to an integer: the minimum of the same three lines, shifted by
+    # four bits. Adding 2**24 - 1 minus the word carries over if the fraction is larger than the word.
     a = tl.minimum(tl.abs(y), 6.0)
     steps = tl.ceil(a * 33554432.0).to(tl.int32).to(tl.uint32, bitcast=True)
     least = tl.minimum(tl.minimum(steps << 4, (steps << 3) + 0x20000000), (steps << 2) + 0x40000000)
     return least + ((word ^ 0xFFFFFFFF) >> 4)
 
 
-#: Codes are larger by this until they are packed: it is subtracted from eight of them at once.
+#: Bias of codes until they are packed, subtracted from eight of them at once.
 NEAREST_BIAS = tl.constexpr(0x4B400000)
 
 
 @triton.jit
 def flush(v):
-    """Subnormals to zeros."""
+    """Flush subnormals to zero."""
     return tl.where(tl.abs(v) < SMALLEST_NORMAL, 0.0, v)
 
 
 @triton.jit
 def largest(v):
-    """The bits of the largest magnitude of sixteen."""
-    # Of those that are not negative one maximum finds the largest bits, of all another those of the negative ones.
+    """Return the bits of the largest magnitude of sixteen tensors."""
+    # The signed maximum finds the largest bits of nonnegative numbers, the unsigned maximum those of negative ones.
     top = v[0].to(tl.int32, bitcast=True)
     far = v[0].to(tl.uint32, bitcast=True)
     for j in tl.static_range(1, 16):
@@ -121,13 +125,13 @@ def largest(v):
 
 @triton.jit
 def quarter(bits):
-    """Bits of an amax of what `transposed` gives to those of what `rotate` gives."""
+    """Convert amax bits of `transposed` results to those of `rotate` results (divide by four)."""
     return (bits.to(tl.float32, bitcast=True) * 0.25).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def rotation(v, FOUR: tl.constexpr):
-    """`rotate` of sixteen tensors and the bits of their largest magnitude; FOUR: the tensors four times as large."""
+    """Rotate sixteen tensors and return the bits of their amax; FOUR: the returned tensors are four times too large."""
     if FOUR:
         v = transposed(v)
         bits = quarter(largest(v))
@@ -139,7 +143,7 @@ def rotation(v, FOUR: tl.constexpr):
 
 @triton.jit
 def pack(word, y, code):
-    """Shift a word's codes and signs up by one element, y, whose biased code this is."""
+    """Shift the codes and signs of a word up by one element, and add y with its biased code."""
     codes, signs = word
     sign = y.to(tl.uint32, bitcast=True) >> 28
     return (codes << 4) + code, (signs << 4) | sign
@@ -147,7 +151,7 @@ def pack(word, y, code):
 
 @triton.jit
 def finish(word, bits):
-    """Eight packed codes of blocks whose amaxes have these bits: int32. Where a block holds a NaN all are +6."""
+    """Return eight packed codes, int32; all are +6 if the block contains a NaN (by its amax bits)."""
     codes, signs = word
     off: tl.constexpr = (NEAREST_BIAS * 0x11111111) % 2**32
     both = (codes.to(tl.uint32, bitcast=True) - off) | (signs & 0x88888888)
@@ -159,9 +163,9 @@ def quantized(
     v, bits, big, place, tensor_id, count, seed_low, seed_high,
     STOCHASTIC: tl.constexpr, FOUR: tl.constexpr, POWER_OF_TWO: tl.constexpr, INTEGERS: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of sixteen tensors with amaxes of these bits to their scales' codes and two int32 of codes.
+    """Return scale codes and two int32 of codes for blocks given as sixteen tensors with these amax bits.
 
-    FOUR: the tensors are four times what is meant. Not where STOCHASTIC, when subnormals count as zeros.
+    FOUR: the tensors are four times too large. Not with STOCHASTIC, where subnormals count as zeros.
     """
     scale, e = block_scale(bits, big, POWER_OF_TWO, INTEGERS)
     place = (place >> 2) + (bits >> 31)
@@ -188,7 +192,7 @@ def quantized(
 
 @triton.jit
 def widen(v):
-    """To float32. bf16 by its bits: a compiler takes two instructions for half of them otherwise."""
+    """Convert to float32; bf16 by its bits, because the compiler uses two instructions for half of them otherwise."""
     if v.dtype == tl.bfloat16:
         y = (v.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -198,7 +202,7 @@ def widen(v):
 
 @triton.jit
 def split8(v, BM: tl.constexpr, BG: tl.constexpr):
-    """[BM, BG, 8] to eight [BM, BG]."""
+    """Split [BM, BG, 8] into eight [BM, BG]."""
     even, odd = tl.split(tl.reshape(v, [BM, BG, 4, 2]))
     v04, v26 = tl.split(tl.reshape(even, [BM, BG, 2, 2]))
     v15, v37 = tl.split(tl.reshape(odd, [BM, BG, 2, 2]))
@@ -211,7 +215,7 @@ def split8(v, BM: tl.constexpr, BG: tl.constexpr):
 
 @triton.jit
 def load_along(x, r, g, rows, columns, stride, BM: tl.constexpr, BG: tl.constexpr, EVEN: tl.constexpr):
-    """Sixteen float32 [BM, BG]: elements of the groups g of sixteen columns, in rows r."""
+    """Load groups g of sixteen columns in rows r, as sixteen float32 [BM, BG]."""
     line = x + r[:, None, None].to(tl.int64) * stride
     v = ()
     for half in tl.static_range(2):
@@ -226,7 +230,7 @@ def load_along(x, r, g, rows, columns, stride, BM: tl.constexpr, BG: tl.constexp
 
 @triton.jit
 def load_down(x, g, c, rows, columns, stride, EVEN: tl.constexpr, WHOLE: tl.constexpr = False):
-    """Sixteen float32 [BG, BN]: elements of the groups g of sixteen rows, in columns c. WHOLE: no group ends early."""
+    """Load groups g of sixteen rows in columns c, as sixteen float32 [BG, BN]. WHOLE: no group ends early."""
     v = ()
     first = x + (16 * g)[:, None].to(tl.int64) * stride + c[None, :]
     for j in tl.static_range(16):
@@ -245,9 +249,10 @@ def rotated_amax(
     x, out, work, rows, columns, stride, programs,
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, TALL: tl.constexpr, DOWN: tl.constexpr,
 ):  # fmt: skip
-    """The amax of x [rows, columns] after the rotation of groups of sixteen columns, or rows if DOWN: float32 [1].
+    """Compute the amax of x [rows, columns] after rotating groups of sixteen columns, or rows if DOWN: float32 [1].
+    Exact.
 
-    work: int32 [2] of zeros, left as zeros. Exact.
+    work: int32 [2] of zeros, left as zeros.
     """
     down, right = tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0)
     if DOWN:
@@ -264,8 +269,11 @@ def rotated_amax(
 
 @triton.jit
 def tensor_level(top, factor, writes, INVERSE: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """The tensor's factor from its amax, float32 [1]; the program that `writes` stores it, or its reciprocal if
-    INVERSE, NaN where the amax is not finite."""
+    """Return the tensor factor from its amax, float32 [1]; the program that `writes` stores it, or its reciprocal if
+    INVERSE.
+
+    The stored value is NaN if the amax is not finite.
+    """
     bits = flushed(tl.load(top).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     big = tensor_factor(bits, POWER_OF_TWO)
     if writes:
@@ -276,7 +284,7 @@ def tensor_level(top, factor, writes, INVERSE: tl.constexpr, POWER_OF_TWO: tl.co
 
 @triton.jit
 def inside(g, words, k):
-    """Which of the codes of the two int32 of groups g lie before column k: a mask of bits for each."""
+    """Mask the codes in the two int32 of groups g that are at or after column k."""
     first = tl.minimum(tl.maximum(k - 16 * g, 0), 16)
     low, high = tl.minimum(first, 8), tl.maximum(first - 8, 0)
     return words[0] & whole(low), words[1] & whole(high)
@@ -284,7 +292,7 @@ def inside(g, words, k):
 
 @triton.jit
 def whole(n):
-    """The lowest n codes of an int32, n at most 8."""
+    """Return a mask of the lowest n codes of an int32, n at most 8."""
     return tl.where(n == 8, -1, (1 << (4 * n)) - 1)
 
 
@@ -296,7 +304,7 @@ def block_along(
     POWER_OF_TWO: tl.constexpr, SQUARE: tl.constexpr,
     HADAMARD: tl.constexpr, STOCHASTIC: tl.constexpr, INTEGERS: tl.constexpr,
 ):  # fmt: skip
-    """What the program of block (down, right) does for `nvfp4_along`; INVERSE: factor is its reciprocal."""
+    """Run the program of block (down, right) of `nvfp4_along`; INVERSE: store the reciprocal of the factor."""
     BG: tl.constexpr = BN // 16
     r = down * BM + tl.arange(0, BM)
     g = right * BG + tl.arange(0, BG)
@@ -337,7 +345,7 @@ def block_down(
     POWER_OF_TWO: tl.constexpr, SQUARE: tl.constexpr,
     HADAMARD: tl.constexpr, STOCHASTIC: tl.constexpr, INTEGERS: tl.constexpr,
 ):  # fmt: skip
-    """What the program of block (down, right) does for `nvfp4_down`; INVERSE: factor is its reciprocal."""
+    """Run the program of block (down, right) of `nvfp4_down`; INVERSE: store the reciprocal of the factor."""
     BG: tl.constexpr = BM // 16
     g = down * BG + tl.arange(0, BG)
     c = right * BN + tl.arange(0, BN)
@@ -378,12 +386,13 @@ def nvfp4_along(
     POWER_OF_TWO: tl.constexpr, SQUARE: tl.constexpr,
     HADAMARD: tl.constexpr, STOCHASTIC: tl.constexpr, INTEGERS: tl.constexpr,
 ):  # fmt: skip
-    """x [rows, columns] in blocks of 1 × 16 (SQUARE: 16 × 16) to q, eight codes an int32, and s, swizzled E4M3 codes.
+    """Quantize x [rows, columns] in blocks of 1 × 16 (SQUARE: 16 × 16) to q, eight codes per int32, and swizzled E4M3
+    scales s.
 
-    top float32 [1]: the tensor's amax. factor float32 [1] is written: the tensor's factor. count int64 [1]: of
-    STOCHASTIC. k: codes of a row, `columns` or that rounded up to 16 (HADAMARD), and a multiple of 4 where STOCHASTIC.
-    q_stride4: int32 of a row of q, which ends in zeros. across: tiles of s side by side. id0 … seed3: halves of the
-    tensor's id and of the seed, the low ones first, for `whole_word`. Exact.
+    top float32 [1]: amax of the tensor. factor float32 [1]: receives the tensor factor. count int64 [1]: noise count if
+    STOCHASTIC. k: codes of a row, `columns` or that rounded up to 16 (HADAMARD), a multiple of 4 if STOCHASTIC.
+    q_stride4: int32 per row of q; padding is zero. across: tiles of s side by side. id0 … seed3: halves of the tensor
+    id and of the seed, low ones first, for `whole_word`. Exact.
     """
     down, right = tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0)
     block_along(
@@ -401,7 +410,9 @@ def nvfp4_down(
     POWER_OF_TWO: tl.constexpr, SQUARE: tl.constexpr,
     HADAMARD: tl.constexpr, STOCHASTIC: tl.constexpr, INTEGERS: tl.constexpr,
 ):  # fmt: skip
-    """The transpose of x [rows, columns], as `nvfp4_along` of it: blocks of 16 rows of x, k codes for `rows`. Exact."""
+    """Quantize the transpose of x [rows, columns] like `nvfp4_along`: blocks of 16 rows of x, k codes for `rows`.
+    Exact.
+    """
     down, right = tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0)
     block_down(
         x, qt, st, factor, top, count, down, right, rows, columns, stride, k, qt_stride4, across,
@@ -419,14 +430,16 @@ def nvfp4_both(
     POWER_OF_TWO: tl.constexpr, STOCHASTIC: tl.constexpr,
     HADAMARD: tl.constexpr, TRANSPOSED_STOCHASTIC: tl.constexpr, INTEGERS: tl.constexpr,
 ):  # fmt: skip
-    """x [rows, columns], whose rows lie one after the other, as `nvfp4_along` writes it, by the `first` programs; its
-    transpose as `nvfp4_down`, HADAMARD and TURNED_STOCHASTIC, by the others. Both in lines; sides are multiples of 16.
+    """Quantize contiguous x [rows, columns] as `nvfp4_along` in the `first` programs, and its transpose as
+    `nvfp4_down`.
 
-    inverse, turned_inverse float32 [1]: reciprocals of the tensors' factors, NaN where the amax is not finite. drawn
-    int64 [2]: counts of both. a0 … seed3: halves of both ids and of the seed. BM, BN; BM_2, BN_2: of both. Exact.
+    The transpose uses HADAMARD and TRANSPOSED_STOCHASTIC. Blocks are 1 × 16; sides are multiples of 16. inverse,
+    transposed_inverse float32 [1]: receive the reciprocals of the tensor factors, NaN if the amax is not finite. drawn
+    int64 [2]: noise counts of both. a0 … seed3: halves of both ids and of the seed. BM, BN; BM_2, BN_2: block sizes of
+    both. Exact.
     """
     p = tl.program_id(0)
-    # Rows of codes are whole sixteens of bytes, and so a compiler knows it.
+    # Written so that the compiler knows that rows of codes are multiples of 16 bytes.
     if p < first:
         across = tl.cdiv(columns, BN)
         block_along(

@@ -1,7 +1,7 @@
-"""Rotary positions: queries and keys turned by one launch, there or back, and values that stand beside them copied.
+"""Rotary positions: rotate queries and keys forward or back in one launch, and copy the values stored beside them.
 
-A pair of features (a, b) becomes (a cos - b sin, b cos + a sin). Launched with products and sums kept apart, it gives
-the bits of the plain formula. Source: Su et al. 2021, arXiv:2104.09864.
+A pair of features (a, b) becomes (a cos - b sin, b cos + a sin). Launched without floating-point fusion, it gives the
+bits of the plain formula. Source: Su et al. 2021, arXiv:2104.09864.
 """
 
 import triton
@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def _pair(a, b, c, s, BACK: tl.constexpr):
-    # Triton's -s is 0 - s, which is another zero where s is one.
+    # Triton's -s is 0 - s, which loses the sign of zero.
     if BACK:
         return a * c + b * s, b * c - a * s
     return a * c - b * s, b * c + a * s
@@ -22,7 +22,9 @@ def _turn(
     HALF: tl.constexpr, REST: tl.constexpr, BH: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
     INTERLEAVED: tl.constexpr, BACK: tl.constexpr, EVEN: tl.constexpr, FAR: tl.constexpr, COPY: tl.constexpr = False,
 ):  # fmt: skip
-    """BH heads of one token: x, its heads `head_stride` apart, to y, contiguous; c, s float32 [1, BD]; COPY: as is."""
+    """Rotate BH heads of one token from x (head stride `head_stride`) to contiguous y; c, s float32 [1, BD]; COPY: only
+    copy.
+    """
     WIDTH: tl.constexpr = 2 * HALF + REST
     h = first + tl.arange(0, BH)
     row = x + (h[:, None].to(tl.int64) if FAR else h[:, None]) * head_stride
@@ -73,14 +75,13 @@ def rope(
     INTERLEAVED: tl.constexpr, BACK: tl.constexpr, EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr,
     FAR: tl.constexpr,
 ):  # fmt: skip
-    """One token (axis 0) and BH of its heads (axis 1), those of q [outer, inner, q_heads, D] first, then those of k,
-    then as many of v, which do not turn; k and v may be None.
+    """Rotate one token (axis 0) and BH of its heads (axis 1): first heads of q [outer, inner, q_heads, D], then of k.
 
-    cos, sin: float32, 2 HALF values a token, as `quaver.torch.nn.attention.rope` makes them: each angle at
-    both places of its pair, a sine negative at the first. *_outer, *_inner, *_head: strides, 0 where tokens share;
-    *_row: of a result's tokens, whose heads are contiguous. D = 2 HALF + REST; BD, BR: powers of two not below HALF and
-    REST; EVEN: whole blocks of heads, and BD = HALF.
-    FAR: the last head begins 2**31 elements after the first, or more. Exact.
+    Then as many heads of v are copied; k and v may be None. cos, sin: float32, 2 HALF values per token, as
+    `quaver.torch.nn.attention.rope` creates them: each angle at both positions of its pair, with the sine negated at
+    the first. *_outer, *_inner, *_head: strides, 0 if tokens share; *_row: token stride of a result, whose heads are
+    contiguous. D = 2 HALF + REST; BD, BR: powers of two at least HALF and REST; EVEN: whole blocks of heads, and BD =
+    HALF. FAR: the last head begins 2**31 or more elements after the first. Exact.
     """
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)

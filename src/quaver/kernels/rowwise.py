@@ -1,7 +1,7 @@
-"""Eight bits with a scale for each row, and for each column: the rows of the transpose.
+"""FP8 with one scale per row, per 128 elements of a row or per 128 × 128 square; for a matrix and its transpose.
 
-A row's amax is known once the row has been read, a column's when the whole matrix has been. So the kernel for rows
-takes the columns' amaxes on the way, and a second one writes the transpose.
+A row's amax is known after reading the row, a column's only after reading the whole matrix. So the row kernel measures
+the columns' amaxes too, and a second kernel writes the transpose.
 """
 
 import triton
@@ -22,11 +22,9 @@ from quaver.kernels.numerics import (
 )
 from quaver.kernels.tensorwise import load4, store4, store_transposed
 
-# ---- blockwise -------------------------------------------------------------------------------------------
-# Eight bits with a scale for each run of 128 in a row, or each square of 128 by 128, and its transpose from one read.
-#
-# A run of the transpose is a column of a square, so a program that holds a square has all that both directions need.
-# Source: DeepSeek-V3 technical report (arXiv:2412.19437), section 3.3.
+# ---- one scale per 128 elements of a row, or per 128 × 128 square, and the transpose from the same read ----
+# A 1 × 128 block of the transpose is a column of a square, so a program that holds a square has the data for both
+# directions. Source: DeepSeek-V3 technical report (arXiv:2412.19437), section 3.3.
 
 
 @triton.jit
@@ -34,7 +32,7 @@ def factor_and_scale(
     bits, given, at, inside, GIVEN: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr,
 ):  # fmt: skip
-    """Of blocks whose amaxes have these bits, or are given and lie at `at`: the encode factors and decode scales."""
+    """Return encode factors and decode scales of blocks, from these amax bits or the given amaxes at offsets `at`."""
     measured = flushed(bits)
     top = measured
     if GIVEN:
@@ -51,12 +49,13 @@ def blockwise(
     GIVEN: tl.constexpr, TALL: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr, INTEGERS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """x [rows, columns] in runs of BN to q (ROWS), its transpose in runs of BM to qt as int32 (COLUMNS).
+    """Quantize x [rows, columns] in 1 × BN blocks to q (ROWS), and its transpose in 1 × BM blocks to qt as int32
+    (COLUMNS).
 
-    scale [blocks, rows], `scale_stride` apart, turned_scale [blocks, columns]: float32, blocks along the first axis.
-    given: amaxes, GIVEN for one of the two directions, as its scales lie. TALL: rows are the grid's first axis.
-    With both directions x is read again for each, from the first-level cache: registers hold no more than it as read.
-    Exact. A block whose amax is not finite has factor 1 and scale NaN.
+    scale [blocks, rows] with stride `scale_stride`, transposed_scale [blocks, columns]: float32, blocks along the first
+    axis. given: amaxes for one of the two directions (GIVEN), in the layout of its scales. TALL: rows are the grid's
+    first axis. With both directions x is read again for each, from the L1 cache, because registers hold only x as
+    loaded. Exact. A block whose amax is not finite has factor 1 and scale NaN.
     """
     pm = tl.program_id(0 if TALL else 1)
     pn = tl.program_id(1 if TALL else 0)
@@ -98,7 +97,7 @@ def blockwise(
 
 @triton.jit
 def packed_four(x0, x1, x2, x3, e, dtype: tl.constexpr, INTEGERS: tl.constexpr):
-    """The codes of four rows times e, packed to an int32."""
+    """Return the packed codes of four rows times e, as int32."""
     y0, y1, y2, y3 = x0 * e, x1 * e, x2 * e, x3 * e
     c0, c1, c2, c3 = encode4(y0, y1, y2, y3, dtype, INTEGERS)
     return packed_codes(y0, y1, y2, y3, c0, c1, c2, c3, dtype, INTEGERS)
@@ -112,10 +111,10 @@ def squares(
     GIVEN: tl.constexpr, TALL: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr, INTEGERS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """x [rows, columns] in squares of BM = BN, and its transpose, as `blockwise` does.
+    """Quantize x [rows, columns] in squares of BM = BN, and its transpose, otherwise as `blockwise`.
 
-    scale [blocks of rows, blocks of columns], rows `scale_stride` apart; turned_scale its transpose. given lies as
-    scale, or as turned_scale where that alone is written.
+    scale [blocks of rows, blocks of columns] with row stride `scale_stride`; transposed_scale is its transpose. given
+    has the layout of scale, or of transposed_scale if only that is written.
     """
     pm = tl.program_id(0 if TALL else 1)
     pn = tl.program_id(1 if TALL else 0)
@@ -138,7 +137,7 @@ def squares(
         store_transposed(qt, pm * (BM // 4) + tl.arange(0, BM // 4), c, columns, 4 * qt_lines, packed, EVEN)
 
 
-# ---- rowwise ---------------------------------------------------------------------------------------------
+# ---- one scale per row ----
 
 
 @triton.jit
@@ -148,7 +147,7 @@ def rows_at(
     GIVEN: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr, INTEGERS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """What program p does for `rowwise`."""
+    """Run program p of `rowwise`."""
     c = tl.arange(0, BN)
     largest = tl.zeros([BN], tl.int32)
     for step in range(STEPS):
@@ -158,7 +157,7 @@ def rows_at(
             m = magnitude_bits(v)
             largest = tl.maximum(largest, tl.max(m, 0))
         else:
-            # A thread holds 16 side by side, of which 8 leave the shortest code with masks too.
+            # A thread holds 16 adjacent elements; runs of 8 give the shortest code, also with masks.
             m = tl.reshape(largest_of_runs(v, 3), [BM, BN // 8])
         e, s = factor_and_scale(tl.max(m, 1), given, r, r < rows, GIVEN, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
         tl.store(scale + r, s, mask=r < rows)
@@ -176,11 +175,12 @@ def rowwise(
     GIVEN: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr, INTEGERS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """x [rows, columns], a row in registers, to q and scale float32 [rows]; one read. BN holds q_stride columns.
+    """Quantize x [rows, columns] by rows kept in registers to q and scale float32 [rows]; one read. BN covers q_stride
+    columns.
 
-    tops (if TOPS): int32 [columns], zero before, the bits of the columns' amaxes after; a maximum does not depend on
-    the order. given (if GIVEN): float32 [rows], amaxes that go before those measured. A program takes BM rows, STEPS
-    times. Exact.
+    amax_values (if AMAX_VALUES): int32 [columns], zero before, bits of the columns' amaxes after; a maximum does not
+    depend on the order. given (if GIVEN): float32 [rows], amaxes that override the measured ones. A program processes
+    BM rows, STEPS times. Exact.
     """
     rows_at(
         tl.program_id(0), x, q, scale, amax_values, given, rows, columns, stride, q_stride,
@@ -197,7 +197,7 @@ def rowwise_two(
     GIVEN: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr, INTEGERS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """`rowwise` of two matrices: the `first` programs take x, the others x_2. Exact."""
+    """Run `rowwise` on two matrices: the `first` programs process x, the others x_2. Exact."""
     p = tl.program_id(0)
     if p < first:
         rows_at(
@@ -218,7 +218,7 @@ def long_rowwise(
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, GIVEN: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr, INTEGERS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """`rowwise` for rows that no program holds: they are read twice, the second time from a cache."""
+    """Run `rowwise` for rows too long for registers; they are read twice, the second time from a cache."""
     r = tl.program_id(0) * BM + tl.arange(0, BM)
     inside = r < rows
     m = tl.zeros([BM, BN], tl.int32)
@@ -239,7 +239,7 @@ def column_amax(
     x, amax_values, rows, columns, stride,
     BM: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr, TALL: tl.constexpr,
 ):  # fmt: skip
-    """The bits of the amax of each column of x [rows, columns] to tops int32 [columns], zero before; as `rowwise`."""
+    """Compute the amax bits of each column of x [rows, columns] into amax_values int32 [columns], zero before."""
     pm = tl.program_id(0 if TALL else 1)
     c = tl.program_id(1 if TALL else 0) * BN + tl.arange(0, BN)
     largest = tl.zeros([BM, BN], tl.int32)
@@ -256,7 +256,7 @@ def columns_at(
     POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr,
     INTEGERS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """What the program of block (pm, pn) does for `columnwise`."""
+    """Run the program of block (pm, pn) of `columnwise`."""
     r = pm * BM + 4 * tl.arange(0, BM // 4)
     c = pn * BN + tl.arange(0, BN)
     x0, x1, x2, x3 = load4(x, r, c, rows, columns, stride, EVEN)
@@ -265,7 +265,7 @@ def columns_at(
     e, s = factor_and_scale(bits, given, c, inside, GIVEN, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
     if pm == 0:
         tl.store(scale + c, s, mask=inside)
-    # Once each program of these columns has read their amaxes, the last one leaves zeros to the next launch.
+    # The last program to read the amaxes of these columns zeroes them for the next launch.
     tl.debug_barrier()
     readers = amax_values + columns + pn
     if tl.atomic_add(readers, 1, sem="acq_rel") == down - 1:
@@ -283,10 +283,12 @@ def columnwise(
     POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr,
     INTEGERS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """x [rows, columns] with a scale for each column to its transpose qt as int32, and scale float32 [columns].
+    """Quantize x [rows, columns] with one scale per column to its transpose qt as int32, and scale float32 [columns].
+    Exact.
 
-    tops: int32 [columns], the bits of the columns' amaxes, and behind them a zero for each program across; zeros after.
-    given (if GIVEN): float32 [columns] that go before those amaxes. down: programs that read the same columns. Exact.
+    amax_values: int32 [columns], bits of the columns' amaxes, followed by a zero counter per column of programs; all
+    zero after. given (if GIVEN): float32 [columns], amaxes that override them. down: number of programs that read the
+    same columns.
     """
     columns_at(
         tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0),
@@ -303,7 +305,7 @@ def columnwise_two(
     POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr,
     INTEGERS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """`columnwise` of two matrices: the `first` programs take x, the others x_2. Exact."""
+    """Run `columnwise` on two matrices: the `first` programs process x, the others x_2. Exact."""
     p = tl.program_id(0)
     if p < first:
         across = tl.cdiv(columns, BN)

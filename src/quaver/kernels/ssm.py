@@ -1,33 +1,31 @@
-"""The backward pass of the scan inside of chunks: of pairs of tokens, then of x, then of B and C.
+"""Chunked scan of a state space: steps, states of chunks, outputs, and the backward pass.
 
-All matrices over two tokens lie with the earlier one along rows. The specification is
+Matrices over pairs of tokens have the earlier token along rows. The specification is
 `quaver.torch.nn.ssm.chunked_scan`.
 """
 
 import triton
 import triton.language as tl
 
-# ---- steps -----------------------------------------------------------------------------------------------
-# Steps of a scan and the sums of their exponents inside a chunk; and back, the gradients of what they are made of.
-#
-# A sum of exponents is float64, parted into a multiple of 2^-8 (`high`) and a rest (`low`), float32 both: the
-# difference of two sums is the difference of their high parts, which is exact, and of their low parts. All three lie as
-# [chunks, heads, BL]. The specification is `quaver.torch.nn.ssm.chunked_scan`.
+# ---- steps of a scan, cumulative sums of their exponents inside a chunk, and gradients ----
+# A sum of exponents is float64, split into a multiple of 2^-8 (`high`) and a rest (`low`), both float32. The difference
+# of two sums is the difference of their high parts, which is exact, plus that of their low parts. All three have the
+# layout [chunks, heads, BL].
 
-#: Exponents of one token are held within: exp of what lies beyond is 0 or infinite in float32.
+#: Bound of the exponent of one token; exp beyond it is 0 or infinite in float32.
 BOUND = tl.constexpr(128.0)
-#: The multiples, and how many make 1.
+#: The grid 2^-8 of `high`, and its inverse.
 GRID, TO_GRID = tl.constexpr(0.00390625), tl.constexpr(256.0)
-#: Above it softplus is its argument, as torch has it.
+#: Above it softplus is the identity, as in torch.
 STRAIGHT = tl.constexpr(20.0)
 
 
 @triton.jit
 def place_of(table, c, per, tokens, BL: tl.constexpr):
-    """Of chunk c: where it begins among all tokens, tokens of its sequence from there on and before, and which that is.
+    """Return the start of chunk c among all tokens, its sequence's tokens from there on and before, and its sequence.
 
-    table: int32 [chunks, 4] of these; None where sequences have `tokens` each, in `per` chunks.
-    Returns: int64, int32, int32 and int64.
+    table: int32 [chunks, 4] of these; None if all sequences have `tokens` tokens in `per` chunks. Returns int64, int32,
+    int32 and int64.
     """
     if table is None:
         sequence = c // per
@@ -44,14 +42,14 @@ def place_of(table, c, per, tokens, BL: tl.constexpr):
 
 @triton.jit
 def chunk_of(table, c, per, tokens, BL: tl.constexpr):
-    """Where chunk c begins among the tokens, int64, and how many it has."""
+    """Return the start of chunk c among the tokens, int64, and its number of tokens."""
     start, rest, _, _ = place_of(table, c, per, tokens, BL)
     return start, tl.minimum(rest, BL)
 
 
 @triton.jit
 def tile(p, start, length, columns, stride, BR: tl.constexpr, BC: tl.constexpr, EVEN: tl.constexpr):
-    """Rows [BR, BC] from `start` on, zeros beyond `length` rows and `columns`."""
+    """Load rows [BR, BC] from `start` on, zeros beyond `length` rows and `columns`."""
     r, c = tl.arange(0, BR)[:, None], tl.arange(0, BC)[None, :]
     at = p + (start + r) * stride + c
     if EVEN:
@@ -71,23 +69,23 @@ def write_tile(p, value, start, length, columns, stride, BR: tl.constexpr, BC: t
 
 @triton.jit
 def softplus(x):
-    """log(1 + exp(x)): the logarithm of the rounded 1 + u, times u over what 1 was raised by."""
+    """Return log(1 + exp(x)): the logarithm of the rounded 1 + u, times u over the rounded increase."""
     u = tl.exp(x)
     raised = 1.0 + u
-    # A u that 1 does not feel is its own logarithm.
+    # If 1 + u rounds to 1, the result is u.
     short = tl.where(raised == 1.0, u, tl.log(raised) * (u / (raised - 1.0)))
     return tl.where(x > STRAIGHT, x, short)
 
 
 @triton.jit
 def held(x, least, most):
-    """x within bounds; comparisons with NaN are false, and it stays."""
+    """Clamp x to bounds; NaN is preserved, because comparisons with it are false."""
     return tl.where(x < least, least, tl.where(x > most, most, x))
 
 
 @triton.jit
 def unheld(dt, bias, h, heads, SOFTPLUS: tl.constexpr):
-    """What is held within the limit, float32 [BL, BH], and what softplus was taken of."""
+    """Return the step before clamping, float32 [BL, BH], and the argument of softplus."""
     before = dt.to(tl.float32)
     if bias is not None:
         before += tl.load(bias + h, mask=h < heads, other=0.0).to(tl.float32)[None, :]
@@ -102,10 +100,11 @@ def steps(
     heads, dt_stride, per, tokens, least, most,
     BL: tl.constexpr, BH: tl.constexpr, SOFTPLUS: tl.constexpr,
 ):  # fmt: skip
-    """dt [tokens, heads] to the steps of a chunk (axis 0) and BH heads (axis 1), and the sums of A times them.
+    """Compute the steps of a chunk (axis 0) and BH heads (axis 1) from dt [tokens, heads], and the sums of A times
+    them.
 
-    bias: [heads] or None. A: float32 [heads]. least, most: of a step.
-    Bounded: a step within 1e-6 of float64; the sums within 2^-33 of those of the float32 exponents.
+    bias: [heads] or None. A: float32 [heads]. least, most: bounds of a step. A step is within 1e-6 of float64; the sums
+    are within 2^-33 of those of the float32 exponents.
     """
     c = tl.program_id(0)
     h = tl.program_id(1) * BH + tl.arange(0, BH)
@@ -131,19 +130,19 @@ def steps_backward(
     heads, dt_stride, per, tokens, width, parts, chunks, least, most,
     BL: tl.constexpr, BH: tl.constexpr, SOFTPLUS: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of dt [tokens, heads], contiguous, and what a chunk adds to those of A, of the bias and of D.
+    """Compute the gradients of dt [tokens, heads], contiguous, and a chunk's share of those of A, of the bias and of D.
 
     Args:
-        inside: float32 [chunks, heads, BL], of each exponent by way of the chunk's own tokens.
-        entered: float32 [parts, chunks, heads, BL], to be summed: of each token by way of the state that enters.
-        left: float32 [chunks, heads, BL], of each token by way of what it adds to the state that leaves.
-        through: float32 [parts, chunks, heads], to be summed: of the state that goes through.
-        direct: float32 [chunks, heads, BL], of the steps by way of their x.
-        skipped: float32 [chunks, heads], what the chunk adds to D's gradient, or None.
-        sums: float32 [chunks, width], 2 heads wide or, with `skipped`, 3.
-    The exponent of token j decays what comes before it on the way to what comes at it and after: outputs from j on and
-    additions before j.
-    Bounded, as `steps`.
+        inside: float32 [chunks, heads, BL], gradient of each exponent through the chunk's own tokens.
+        entered: float32 [parts, chunks, heads, BL], to be summed: of each token through the state entering the chunk.
+        left: float32 [chunks, heads, BL], of each token through its contribution to the state leaving the chunk.
+        through: float32 [parts, chunks, heads], to be summed: of the state that passes through the chunk.
+        direct: float32 [chunks, heads, BL], of the steps through their x.
+        skipped: float32 [chunks, heads], the chunk's share of D's gradient, or None.
+        sums: float32 [chunks, width], 2 heads wide, or 3 with `skipped`.
+
+    The exponent of token j decays earlier contributions on their way to token j and later: outputs from j on, and
+    contributions before j. Precision as in `steps`.
     """
     c = tl.program_id(0)
     h = tl.program_id(1) * BH + tl.arange(0, BH)
@@ -182,17 +181,14 @@ def steps_backward(
         tl.store(out + 2 * heads, tl.load(skipped + lane, mask=h < heads, other=0.0), mask=h < heads)
 
 
-# ---- scan ------------------------------------------------------------------------------------------------
-# The scan inside of chunks: outputs of the chunk's own tokens by products of matrices, and of the state that enters.
-#
-# The specification is `quaver.torch.nn.ssm.chunked_scan`.
+# ---- outputs of chunks: from the chunk's own tokens by matrix products, and from the entering state ----
 
 
 @triton.jit
 def decays_between(high, low, lane, LATER_ROWS: tl.constexpr, BL: tl.constexpr):
-    """exp of the sum at the later token less that at the earlier, [BL, BL], 0 where the later one is earlier.
+    """Return exp of the sum at the later token minus that at the earlier, [BL, BL], 0 for pairs in the wrong order.
 
-    LATER_ROWS: whether rows are the later tokens, or columns.
+    LATER_ROWS: True if rows are the later tokens.
     """
     i = tl.arange(0, BL)
     large, small = tl.load(high + lane + i), tl.load(low + lane + i)
@@ -207,7 +203,7 @@ def decays_between(high, low, lane, LATER_ROWS: tl.constexpr, BL: tl.constexpr):
 
 @triton.jit
 def state_of(states, lane, dim, size, columns, BP: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr):
-    """[BP, BN] of one chunk and head, zeros beyond `columns`."""
+    """Load the state [BP, BN] of one chunk and head, zeros beyond `columns`."""
     p, n = tl.arange(0, BP)[:, None], tl.arange(0, BN)[None, :]
     at = states + (lane * dim + p) * size + n
     if EVEN:
@@ -221,12 +217,13 @@ def chunk_scan(
     heads, shared, each, dim, size, x_stride, b_stride, c_stride, per, tokens,
     BL: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The outputs of one chunk (axis 0) and `each` heads of one group (axis 1).
+    """Compute the outputs of one chunk (axis 0) and `each` heads of one group (axis 1).
 
     Args:
-        x: [tokens, heads, dim]; b, c_rows: [tokens, groups, size]; tokens `*_stride` apart, `shared` heads a group.
-        D: [heads] or None. states: [chunks, heads, dim, size], those that enter. y: [tokens, heads, dim].
-    Bounded: products and sums are float32; what is multiplied is rounded to x's dtype.
+        x: [tokens, heads, dim]; b, c_rows: [tokens, groups, size]; token strides `*_stride`, `shared` heads per group.
+        D: [heads] or None. states: [chunks, heads, dim, size], the entering states. y: [tokens, heads, dim].
+
+    Products and sums are float32; operands of products are rounded to x's dtype.
     """
     c = tl.program_id(0)
     first = tl.program_id(1) * each
@@ -251,7 +248,7 @@ def chunk_scan(
         write_tile(y + h.to(tl.int64) * dim, out, start, length, dim, heads * dim, BL, BP, EVEN)
 
 
-# ---- backward --------------------------------------------------------------------------------------------
+# ---- backward inside chunks: pairs of tokens, then x, then B and C ----
 
 
 @triton.jit
@@ -259,7 +256,7 @@ def products_of(
     b, c_rows, group, start, length, size, b_stride, c_stride,
     BL: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """B_s · C_l of a chunk's tokens, float32 [s, l]."""
+    """Return B_s · C_l of a chunk's tokens, float32 [s, l]."""
     earlier = tile(b + group, start, length, size, b_stride, BL, BN, EVEN)
     later = tile(c_rows + group, start, length, size, c_stride, BL, BN, EVEN)
     return tl.dot(earlier, tl.trans(later), input_precision="ieee")
@@ -267,7 +264,7 @@ def products_of(
 
 @triton.jit
 def remaining(high, low, own, BL: tl.constexpr):
-    """What is left at the end of a chunk of each of its tokens, [BL]."""
+    """Return the decay from each token to the end of the chunk, [BL]."""
     i = own + tl.arange(0, BL)
     last = own + BL - 1
     return tl.exp((tl.load(high + last) - tl.load(high + i)) + (tl.load(low + last) - tl.load(low + i)))
@@ -279,13 +276,14 @@ def chunk_scan_backward_pairs(
     heads, shared, each, dim, size, g_stride, x_stride, b_stride, c_stride, per, tokens,
     BL: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """What goes by way of pairs of tokens of one chunk (axis 0), for `each` heads of a group (axis 1).
+    """Compute gradients through pairs of tokens of one chunk (axis 0), for `each` heads of a group (axis 1).
 
     Args:
-        g: of y, tokens `g_stride` apart; x, b, c_rows, step, high, low as of `scan.chunk_scan`.
+        g: gradient of y, token stride `g_stride`; x, b, c_rows, step, high, low as in `chunk_scan`.
         of_products: float32 [chunks, heads / each, BL, BL], gradients of B_s · C_l, summed over these heads.
-        inside: float32 [chunks, heads, BL], of exponents, as `steps.steps_backward` takes it.
-    Bounded, as `scan.chunk_scan`.
+        inside: float32 [chunks, heads, BL], gradients of exponents, as `steps_backward` takes them.
+
+    Precision as in `chunk_scan`.
     """
     c = tl.program_id(0)
     first = tl.program_id(1) * each
@@ -305,7 +303,7 @@ def chunk_scan_backward_pairs(
         of_pair = of_pair * decays_between(high, low, own, False, BL) * tl.load(step + own + i)[:, None]
         total += of_pair
         apart = tl.where(later, of_pair * products, 0.0)
-        # [s, j]: over l ≥ j, and of those s < j. A difference of sums over rows and columns would lose the small ones.
+        # [s, j]: summed over l ≥ j, then over s < j. A difference of row and column sums would lose the small ones.
         summed = tl.dot(apart.to(value.dtype), from_here_on, input_precision="ieee")
         tl.store(inside + own + i, tl.sum(tl.where(later, summed, 0.0), 0))
     square = i[:, None] * BL + i[None, :]
@@ -319,14 +317,15 @@ def chunk_scan_backward(
     heads, shared, each, dim, size, g_stride, x_stride, b_stride, c_stride, per, tokens,
     BL: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of x [tokens, heads, dim], contiguous, of one chunk (axis 0) and `each` heads of a group (axis 1).
+    """Compute the gradients of x [tokens, heads, dim], contiguous, of one chunk (axis 0) and `each` heads of a group
+    (axis 1).
 
     Args:
         D: [heads] or None.
-        leaving: [chunks, heads, dim, size], gradients of the states that leave.
-        left, direct: float32 [chunks, heads, BL] and skipped [chunks, heads] or None, as `steps.steps_backward` takes
-            them.
-    Bounded, as `scan.chunk_scan`.
+        leaving: [chunks, heads, dim, size], gradients of the leaving states.
+        left, direct: float32 [chunks, heads, BL], and skipped [chunks, heads] or None, as `steps_backward` takes them.
+
+    Precision as in `chunk_scan`.
     """
     c = tl.program_id(0)
     first = tl.program_id(1) * each
@@ -361,15 +360,17 @@ def chunk_scan_backward_rows(
     heads, shared, each, dim, size, g_stride, x_stride, b_stride, c_stride, per, tokens, chunks, count,
     BL: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """What `each` heads of a group (axis 1) add to gradients of B and C of a chunk (axis 0), BN features (axis 2).
+    """Compute the share of `each` heads of a group (axis 1) in the gradients of B and C of a chunk (axis 0), BN
+    features (axis 2).
 
     Args:
-        entering, leaving: [chunks, heads, dim, size]: states that enter, and gradients of those that leave.
-        of_products: as `chunk_scan_backward_pairs` left it, for as many heads.
+        entering, leaving: [chunks, heads, dim, size]: entering states, and gradients of leaving states.
+        of_products: written by `chunk_scan_backward_pairs` for the same number of heads.
         db, dc: [shared / each, count, groups, size].
-        entered, through: float32 [size / BN, chunks, heads, BL] and [size / BN, chunks, heads], as
-            `steps.steps_backward` takes them.
-    Bounded, as `scan.chunk_scan`.
+        entered, through: float32 [size / BN, chunks, heads, BL] and [size / BN, chunks, heads], as `steps_backward`
+            takes them.
+
+    Precision as in `chunk_scan`.
     """
     c = tl.program_id(0)
     first = tl.program_id(1) * each
@@ -411,10 +412,7 @@ def chunk_scan_backward_rows(
     write_tile(dc + group, of_c, share + start, length, size - n, groups * size, BL, BN, EVEN)
 
 
-# ---- states ----------------------------------------------------------------------------------------------
-# What a chunk adds to its state, and states from chunk to chunk: there, and back as gradients.
-#
-# The specification is `quaver.torch.nn.ssm.chunked_scan`.
+# ---- states: contributions of chunks, and states from chunk to chunk, forward and as gradients ----
 
 
 @triton.jit
@@ -423,15 +421,16 @@ def chunk_states(
     heads, shared, dim, size, value_stride, row_stride, per, tokens,
     BL: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, INTO: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Σ_l w_l values_l ⊗ rows_l of one chunk (axis 0) and head (axis 1), BN features of rows (axis 2).
+    """Compute Σ_l w_l values_l ⊗ rows_l of one chunk (axis 0) and head (axis 1), BN features of rows (axis 2).
 
     Args:
-        values: [tokens, heads, dim], tokens `value_stride` apart. rows: [tokens, groups, size], `row_stride` apart;
-            `shared` heads have a group.
+        values: [tokens, heads, dim] with token stride `value_stride`. rows: [tokens, groups, size] with `row_stride`;
+            `shared` heads per group.
         out: float32 [chunks, heads, dim, size].
-        INTO: False: w is the step times what is left of a token at the end of the chunk; True: what is left at a token
-            of what enters the chunk, for gradients.
-    Bounded: sums are float32; values are rounded to their dtype once they are weighed.
+        INTO: False: w is the step times the decay from the token to the end of the chunk. True: w is the decay from the
+            start of the chunk to the token, for gradients.
+
+    Sums are float32; weighted values are rounded to their dtype.
     """
     c, h = tl.program_id(0), tl.program_id(1)
     n = tl.program_id(2) * BN
@@ -448,7 +447,7 @@ def chunk_states(
     b = tile(rows + (h // shared).to(tl.int64) * size + n, start, length, size - n, row_stride, BL, BN, EVEN)
     weighed = (x.to(tl.float32) * weight[:, None]).to(x.dtype)
     if not EVEN:
-        # An infinite weight of a row that is not there.
+        # Padding rows may have an infinite weight.
         weighed = tl.where(i[:, None] < length, weighed, 0.0)
     added = tl.dot(tl.trans(weighed), b, input_precision="ieee")
     p, m = tl.arange(0, BP)[:, None], tl.arange(0, BN)[None, :]
@@ -465,14 +464,17 @@ def pass_states(
     heads, numbers, per,
     BL: tl.constexpr, BLOCK: tl.constexpr, BACK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The states that enter the chunks of one sequence and head (axis 0), BLOCK of their `numbers` (axis 1).
+    """Compute the states entering the chunks of one sequence and head (axis 0), BLOCK of their `numbers` elements (axis
+    1).
 
     Args:
-        added: float32 [chunks, heads, numbers], by each chunk. first: float32 [sequences, heads, numbers], or None.
-        states: as added, in the dtype that products read. last: float32, of the sequence.
-        ranges: int32 [sequences + 1], the chunks of each sequence; None where each has `per`.
-        BACK: from the last chunk to the first: of what each chunk adds to the gradient of the state that enters it, the
-            gradients of the states that leave; first is that of the last state, last that of the first.
+        added: float32 [chunks, heads, numbers], contribution of each chunk. first: float32 [sequences, heads, numbers],
+            or None.
+        states: same shape as added, in the dtype that products read. last: float32, final state of each sequence.
+        ranges: int32 [sequences + 1], the chunks of each sequence; None if each has `per`.
+        BACK: True for gradients, from the last chunk to the first: added are contributions to the gradient of entering
+            states, states the gradients of leaving states; first is the gradient of the final state, last that of the
+            initial state.
     """
     sequence = tl.program_id(0) // heads
     h = tl.program_id(0) - sequence * heads

@@ -1,4 +1,4 @@
-"""The largest magnitude of a tensor, or of each of two in one launch."""
+"""One scale per tensor: amax, FP8 cast of a matrix and its transpose, transposition of codes, and history rolls."""
 
 import triton
 import triton.language as tl
@@ -24,7 +24,7 @@ from quaver.kernels.numerics import (
     widened,
 )
 
-# ---- amax ------------------------------------------------------------------------------------------------
+# ---- amax ----
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def block_amax(
     pm, pn, x, out, work, rows, columns, stride, programs,
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """What the program of block (pm, pn) does for `amax`."""
+    """Run the program of block (pm, pn) of `amax`."""
     r = pm * BM + tl.arange(0, BM)
     c = pn * BN + tl.arange(0, BN)
     bits = flushed(tl.max(magnitude_bits(load_tile(x, r, c, rows, columns, stride, EVEN)), None))
@@ -44,10 +44,11 @@ def amax(
     x, out, work, rows, columns, stride, programs,
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, TALL: tl.constexpr,
 ):  # fmt: skip
-    """x [rows, columns], its rows `stride` apart, to out float32 [1]; one pass and no initialization.
+    """Compute the amax of x [rows, columns] with row stride `stride` into out float32 [1], in one pass without
+    initialization.
 
-    work: int32 [2] of zeros, left as zeros. TALL: rows are the grid's first axis.
-    Exact: the bits of |x|, NaN above infinity, subnormals 0.
+    work: int32 [2] of zeros, left as zeros. TALL: rows are the grid's first axis. Exact: the bits of |x|, NaN above
+    infinity, subnormals 0.
     """
     pm, pn = tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0)
     block_amax(pm, pn, x, out, work, rows, columns, stride, programs, BM, BN, EVEN)
@@ -58,7 +59,7 @@ def amax_of_two(
     x, out, work, x_2, out_2, work_2, rows, columns, stride, programs, rows_2, columns_2, stride_2, programs_2, first,
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, BM_2: tl.constexpr, EVEN_2: tl.constexpr,
 ):  # fmt: skip
-    """`amax` of two matrices: the `first` programs take x, the others x_2. Exact."""
+    """Compute `amax` of two matrices: the `first` programs process x, the others x_2. Exact."""
     p = tl.program_id(0)
     if p < first:
         across = tl.cdiv(columns, BN)
@@ -71,20 +72,19 @@ def amax_of_two(
         )
 
 
-# ---- cast ------------------------------------------------------------------------------------------------
-# Eight bits with one scale for the tensor, and its transpose from the same read.
+# ---- cast: FP8 with one scale per tensor, and its transpose from the same read ----
 
 
 @triton.jit
 def load4(x, r, c, rows, columns, stride, EVEN: tl.constexpr):
-    """Four consecutive rows from each row of r [BM / 4], columns c: float32 [BM / 4, BN] each, zero outside x."""
+    """Load four consecutive rows from each row of r [BM / 4], columns c: four float32 [BM / 4, BN], zero outside x."""
     x0, x1, x2, x3 = load4_as_is(x, r, c, rows, columns, stride, EVEN)
     return widened(x0), widened(x1), widened(x2), widened(x3)
 
 
 @triton.jit
 def load4_as_is(x, r, c, rows, columns, stride, EVEN: tl.constexpr):
-    """`load4` in x's own dtype."""
+    """Run `load4` in x's own dtype."""
     at = x + r[:, None].to(tl.int64) * stride + c[None, :]
     if EVEN:
         x0 = tl.load(at)
@@ -102,7 +102,7 @@ def load4_as_is(x, r, c, rows, columns, stride, EVEN: tl.constexpr):
 
 @triton.jit
 def store4(q, r, c, rows, stride, c0, c1, c2, c3, EVEN: tl.constexpr):
-    """The codes of those rows as they lie. Rows are `stride` long, a multiple of 16: what lies past x is zero."""
+    """Store the codes of those rows row-major; the row length `stride` is a multiple of 16, padding is zero."""
     dtype: tl.constexpr = q.dtype.element_ty
     at = q + r[:, None].to(tl.int64) * stride + c[None, :]
     if EVEN:
@@ -120,9 +120,10 @@ def store4(q, r, c, rows, stride, c0, c1, c2, c3, EVEN: tl.constexpr):
 
 @triton.jit
 def store_transposed(qt, r4, c, columns, stride4, packed, EVEN: tl.constexpr):
-    """The codes of four rows, packed [BM / 4, BN], into the transpose, whose rows are `stride4` int32 long.
+    """Store the packed codes of four rows [BM / 4, BN] to the transpose, whose row stride is `stride4` int32.
 
-    r4 [BM / 4]: the row of each packed one, by fours: derived from r, a compiler no longer sees that they lie together.
+    r4 [BM / 4]: row of each packed element, divided by four. Derived from r, the compiler would no longer see that they
+    are contiguous.
     """
     transposed = tl.trans(packed)  # [BN, BM / 4]
     store_tile(qt, transposed, c, r4, columns, stride4, stride4, EVEN)
@@ -132,7 +133,7 @@ def store_transposed(qt, r4, c, columns, stride4, packed, EVEN: tl.constexpr):
 def keep_newest(newest, bits):
     """Raise a history's newest amax to this one, unless it is not finite."""
     if bits < INFINITY_BITS:
-        # A history holds no NaN, so that magnitudes order as their bits.
+        # A history has no NaN, so magnitudes are ordered like their bits.
         before = tl.load(newest).to(tl.int32, bitcast=True)
         tl.store(newest, tl.maximum(before, bits).to(tl.float32, bitcast=True))
 
@@ -146,7 +147,7 @@ def cast_block(
     SUMS: tl.constexpr, POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr,
     INTEGERS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """What the program of block (pm, pn) does for `cast`."""
+    """Run the program of block (pm, pn) of `cast`."""
     r = pm * BM + 4 * tl.arange(0, BM // 4)
     c = pn * BN + tl.arange(0, BN)
     x0, x1, x2, x3 = load4(x, r, c, rows, columns, stride, EVEN)
@@ -202,15 +203,18 @@ def cast(
     SUMS: tl.constexpr, POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr,
     INTEGERS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """x [rows, columns] to q of the same shape (ROWS), its transpose qt as int32 (COLUMNS), and scale float32 [1].
+    """Cast x [rows, columns] to q of the same shape (ROWS) and to its transpose qt as int32 (COLUMNS), scale float32
+    [1].
 
-    MEASURED: top float32 [1] is the amax. Otherwise the amax `given` goes before it (GIVEN), or factor is set; top is
-    written: the amax of x, taken on the way. factor (if FACTOR) goes before what an amax implies unless it is 0.
-    newest (if NEWEST): the newest entry of a history, which notes the amax where that is finite.
-    partial (if SUMS): float32 [blocks of BM rows, columns], the sums of x, unscaled, over the rows of each block.
-    q_stride, qt_lines: bytes of a row of q, 16 of them in a row of qt; the ends of rows beyond x are zeros.
-    work: int32 [2] of zeros, left as zeros; programs: how many share it. TALL: rows are the grid's first axis.
-    Exact; sums Bounded: of float32 in a fixed order.
+    MEASURED: top float32 [1] is the amax. Otherwise the scale follows from the amax `given` (GIVEN), or from factor,
+    and top is written with the amax of x, measured in the same pass. factor (if FACTOR) overrides the factor of an amax
+    unless it is 0.
+    newest (if NEWEST): newest entry of a history, raised to the amax if that is finite.
+    partial (if SUMS): float32 [blocks of BM rows, columns], sums of the unscaled x over the rows of each block.
+    q_stride, qt_lines: bytes of a row of q, and 16-byte lines of a row of qt; the padding of rows is zero.
+    work: int32 [2] of zeros, left as zeros; programs: number of programs that share it. TALL: rows are the grid's first
+    axis.
+    Codes and scale are exact; sums are float32 in a fixed order.
     """
     cast_block(
         tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0),
@@ -233,7 +237,7 @@ def cast_two(
     TOP_MANTISSA_2: tl.constexpr, MAX_2: tl.constexpr, INTEGERS: tl.constexpr,
     dtype: tl.constexpr, dtype_2: tl.constexpr,
 ):  # fmt: skip
-    """`cast` of two matrices: the `first` programs take x, the others x_2. Exact; sums as `cast`'s."""
+    """Run `cast` on two matrices: the `first` programs process x, the others x_2."""
     p = tl.program_id(0)
     if p < first:
         across = tl.cdiv(columns, BN)
@@ -255,8 +259,7 @@ def cast_two(
         )  # fmt: skip
 
 
-# ---- transpose -------------------------------------------------------------------------------------------
-# Eight-bit codes to their transpose, four bytes at a time in both memories.
+# ---- transpose of eight-bit codes, four bytes at a time on both sides ----
 
 
 @triton.jit
@@ -264,10 +267,11 @@ def transpose(
     q, qt, rows, columns, q_lines, qt_lines,
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, TALL: tl.constexpr,
 ):  # fmt: skip
-    """Codes [rows, columns] to [columns, rows], each as int32, rows q_lines and qt_lines times 16 bytes
-    long, so that a compiler sees how wide it may read and write.
+    """Transpose codes [rows, columns] to [columns, rows], each as int32, with rows of q_lines and qt_lines times 16
+    bytes.
 
-    What ends the rows of the transpose is zero. Squares of 4 by 4 bytes are turned in registers, in two rounds.
+    The line counts let the compiler use wide loads and stores. The padding of the transpose's rows is zero. Squares of
+    4 × 4 bytes are transposed in registers, in two rounds.
     """
     pm = tl.program_id(0 if TALL else 1)
     pn = tl.program_id(1 if TALL else 0)
@@ -287,30 +291,27 @@ def transpose(
 
 @triton.jit
 def shuffled(a, b):
-    """The even bytes of two int32, a's and b's in turn, and the odd ones."""
+    """Return the even bytes of two int32, of a and b alternately, and the odd ones."""
     even = (a & 0x00FF00FF) | ((b & 0x00FF00FF) << 8)
     odd = ((a >> 8) & 0x00FF00FF) | (b & -0xFF0100)
     return even, odd
 
 
-# ---- roll ------------------------------------------------------------------------------------------------
-# Delayed scaling's state of a whole model in one launch, and one amax noted in it.
-#
-# A table of addresses says where the histories and factors lie, so that they may be buffers of their layers and move
-# with them. Source of the scheme: Transformer Engine's delayed scaling; the numbers are
-# `quaver.reference.operations`'s.
+# ---- roll: delayed-scaling state of a whole model in one launch ----
+# A table holds the addresses of histories and factors, so that they can remain buffers of their layers. Source of the
+# scheme: Transformer Engine's delayed scaling; the numbers are those of `quaver.reference.operations`.
 
 
 @triton.jit
 def _factor(
     bits, margin, POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr
 ):
-    """The encode factor of a window whose amax has these bits, times 2**-margin, held within bounds."""
+    """Return the encode factor of a window whose amax has these bits, times 2**-margin, clamped to bounds."""
     if POWER_OF_TWO:
         p = exponent(bits, EMAX, TOP_MANTISSA) - margin
         return power_of_two(tl.minimum(tl.maximum(p, LOWEST), HIGHEST))
     e = encode_factor(bits, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX).to(tl.int32, bitcast=True)
-    # The margin moves the exponent field; what would leave it becomes the smallest normal number or the largest.
+    # The margin changes the exponent field; overflow becomes the largest normal number, underflow the smallest.
     field = (e >> 23) - margin
     moved = tl.where(field > 254, INFINITY_BITS - 1, (field << 23) | (e & 0x7FFFFF))
     return tl.where(field < 1, SMALLEST_NORMAL_BITS, moved).to(tl.float32, bitcast=True)
@@ -324,12 +325,12 @@ def roll(
     POWER1: tl.constexpr, EMAX1: tl.constexpr, TOP1: tl.constexpr, MAX1: tl.constexpr,
     POWER2: tl.constexpr, EMAX2: tl.constexpr, TOP2: tl.constexpr, MAX2: tl.constexpr,
 ):  # fmt: skip
-    """One layer (axis 0) and one of its three columns (axis 1) a program.
+    """Roll one history column (axis 1) of one layer (axis 0) per program. Exact.
 
-    table: int64 [layers, 2], the addresses of history float32 [length, 3] and factor float32 [3], contiguous.
-    factors: float32 [layers, 3], a copy of all factors as they then are.
-    step, column_step: from a value of a history to the next of its column, and to the next column. BLOCK ≥ length.
-    LARGEST: the factor follows the largest of the window, else the newest. Exact.
+    table: int64 [layers, 2], addresses of history float32 [length, 3] and factor float32 [3], contiguous.
+    factors: float32 [layers, 3], receives a copy of all new factors.
+    step, column_step: distance of consecutive values of a column, and of columns. BLOCK ≥ length.
+    LARGEST: the factor follows from the maximum of the window, else from the newest value.
     """
     layer = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1)
@@ -339,7 +340,7 @@ def roll(
     e = tl.load(factor)
     if newest > 0.0:
         i = tl.arange(0, BLOCK)
-        # One place down: row i takes row i + 1, the last one what row 0 recorded, and row 0 nothing.
+        # Shift by one: row i takes row i + 1, the last row takes what row 0 has recorded, and row 0 becomes 0.
         following = tl.load(history + (i + 1) * step, mask=i + 1 < length, other=0.0)
         top = magnitude_bits(newest)
         if LARGEST:
@@ -350,7 +351,7 @@ def roll(
         e2 = _factor(bits, margin, POWER2, EMAX2, TOP2, MAX2)
         e = tl.where(column == 0, e0, tl.where(column == 1, e1, e2))
         rolled = tl.where(i == length - 1, newest, following)
-        # All threads have read before one writes.
+        # All threads must have read before one writes.
         tl.debug_barrier()
         tl.store(history + i * step, tl.where(i == 0, 0.0, rolled), mask=i < length)
         tl.store(factor, e)
@@ -359,7 +360,7 @@ def roll(
 
 @triton.jit
 def note(history, top, at):
-    """history[at] = the larger of itself and top, both float32; infinities and NaN are not noted. One program."""
+    """Set history[at] to the maximum of itself and top, both float32, ignoring infinities and NaN. One program."""
     bits = magnitude_bits(tl.load(top))
     here = history + at
     known = tl.load(here)

@@ -1,7 +1,7 @@
-"""The recipes, one file each, and the table `RECIPES` that all else is parametrized over; no code of a framework.
+"""Recipes: functions of their options that return a `Recipe`, and the table `RECIPES` of them by name.
 
-Each is a function of its options that returns a `Recipe`; its name as a string, with or without options, is
-taken wherever a recipe is: "mxfp8", "delayed(history=16)".
+Wherever a recipe is expected, its name is accepted as a string, with or without options: "mxfp8",
+"delayed(history=16)". Nothing here depends on a framework.
 """
 
 from collections.abc import Callable
@@ -24,20 +24,17 @@ from quaver.recipes.spec import (
 )
 from quaver.recipes.text import parse, suggest
 
-# ---- bf16 ------------------------------------------------------------------------------------------------
-# No quantization at all: the baseline that every other recipe is compared with.
+# ---- bf16: no quantization, the baseline of all comparisons ----
 
 
 @recipe
 def bf16() -> Recipe:
-    """Every GEMM in the precision of its operands."""
+    """Run every GEMM in the precision of its operands."""
     high = GemmSpec(None, None)
     return Recipe("bf16", high, high, high)
 
 
-# ---- blockwise -------------------------------------------------------------------------------------------
-# Scales for 1×128 of the activations and gradients and 128×128 of the weights.
-#
+# ---- blockwise ----
 # Source: DeepSeek-V3 technical report, arXiv:2412.19437, section 3.3.
 
 
@@ -46,8 +43,8 @@ def blockwise(*, power_of_two: bool = True, attention: bool = False) -> Recipe:
     """E4M3 everywhere; 1×128 blocks, 128×128 for weights, whose transpose is reused.
 
     Args:
-        power_of_two: False scales by 448 / amax.
-        attention: quantize attention too, q, k, v and the gradients in 1×128 blocks along the axis that is summed.
+        power_of_two: True for power-of-two scales; False scales by 448 / amax.
+        attention: True to quantize attention too: q, k, v and the gradients in 1×128 blocks along the contraction axis.
     """
     kind = float32_scale(power_of_two)
     line = QuantSpec(E4M3, (1, 128), kind)
@@ -56,12 +53,11 @@ def blockwise(*, power_of_two: bool = True, attention: bool = False) -> Recipe:
     return Recipe("blockwise", fprop, fprop, wgrad, attention=attention_spec(attention, line, line))
 
 
-# ---- tensorwise ------------------------------------------------------------------------------------------
-# One scale a tensor, measured as the tensor comes (current scaling).
+# ---- tensorwise: one scale per tensor, from its own amax (current scaling) ----
 
 
 def per_tensor_gemms(format: str, power_of_two: bool, fast_accum: bool) -> tuple[GemmSpec, GemmSpec, GemmSpec]:
-    """fprop, dgrad and wgrad with one scale a tensor, gradients in E5M2 (hybrid) or E4M3."""
+    """Return the specs of fprop, dgrad and wgrad with one scale per tensor, gradients in E5M2 (hybrid) or E4M3."""
     if format not in ("hybrid", "e4m3"):
         raise ValueError(f"format is {format!r}; give 'hybrid' (gradients in E5M2) or 'e4m3' (everything in E4M3)")
     scale = float32_scale(power_of_two)
@@ -75,22 +71,21 @@ def per_tensor_gemms(format: str, power_of_two: bool, fast_accum: bool) -> tuple
 def tensorwise(
     *, format: str = "hybrid", power_of_two: bool = True, fast_accum: bool = True, attention: bool = False
 ) -> Recipe:
-    """E4M3 with E5M2 gradients, one power-of-two scale a tensor.
+    """E4M3 with E5M2 gradients, one power-of-two scale per tensor.
 
     Args:
         format: "hybrid" (gradients in E5M2) or "e4m3" (gradients in E4M3 too).
-        power_of_two: False scales by format.max / amax, as Transformer Engine and torchao do by default.
-        fast_accum: let fprop accumulate faster where the hardware offers it.
-        attention: quantize attention too, with one scale for each operand of each head.
+        power_of_two: True for power-of-two scales; False scales by format.max / amax, as Transformer Engine and torchao
+            do by default.
+        fast_accum: True to let fprop accumulate faster where the hardware offers it.
+        attention: True to quantize attention too, with one scale for each operand of each head.
     """
     fprop, dgrad, wgrad = per_tensor_gemms(format, power_of_two, fast_accum)
     return Recipe("tensorwise", fprop, dgrad, wgrad, attention=attention_spec(attention, fprop.a, dgrad.a))
 
 
-# ---- delayed ---------------------------------------------------------------------------------------------
-# One scale a tensor, taken from the amaxes of earlier steps (delayed scaling).
-#
-# Source: Micikevicius et al. 2022, arXiv:2209.05433; the window and its rules are Transformer Engine's.
+# ---- delayed: one scale per tensor, from the amaxes of earlier steps (delayed scaling) ----
+# Source: Micikevicius et al. 2022, arXiv:2209.05433; window and rules are those of Transformer Engine.
 
 
 @recipe
@@ -107,13 +102,14 @@ def delayed(
     """E4M3 with E5M2 gradients, scaled by the largest amax of the last `history` steps.
 
     Args:
-        margin: halve the encode factor this many times, as room for growth.
-        history: steps of amax that are kept.
-        algorithm: "max" of the window or its "most_recent" value.
+        margin: number of times to halve the encode factor, as headroom for growing amaxes.
+        history: number of steps in the scaling history.
+        algorithm: "max" of the history or its "most_recent" value.
         format: "hybrid" (gradients in E5M2) or "e4m3" (gradients in E4M3 too).
-        power_of_two: False scales by format.max / amax.
-        fast_accum: let fprop accumulate faster where the hardware offers it.
-        attention: quantize attention too; it keeps no history: each operand of each head is scaled by its own amax.
+        power_of_two: True for power-of-two scales; False scales by format.max / amax.
+        fast_accum: True to let fprop accumulate faster where the hardware offers it.
+        attention: True to quantize attention too; it has no history, and each operand of each head is scaled by its own
+            amax.
     """
     state = Delayed(length=history, margin=margin, algorithm=algorithm)
     fprop, dgrad, wgrad = per_tensor_gemms(format, power_of_two, fast_accum)
@@ -121,12 +117,10 @@ def delayed(
     return Recipe("delayed", fprop, dgrad, wgrad, delayed=state, attention=quantized_attention)
 
 
-# ---- mxfp8 -----------------------------------------------------------------------------------------------
-# OCP microscaling: 32 elements along k share a power of two, stored in one byte.
-#
+# ---- mxfp8: OCP microscaling, 32 elements along k share a power of two ----
 # Source: OCP Microscaling Formats 1.0; scales are rounded up so that nothing saturates (NVIDIA, arXiv:2506.08027).
 
-#: 32 elements along k share an exponent byte.
+#: E4M3 with an exponent byte per 32 elements along k.
 LINE = QuantSpec(E4M3, (1, 32), "e8m0")
 
 
@@ -135,8 +129,8 @@ def mxfp8(*, weight_2d: bool = False, attention: bool = False) -> Recipe:
     """E4M3 everywhere, E8M0 scales in 1×32 blocks.
 
     Args:
-        weight_2d: scale weights in 32×32 blocks, so that one copy serves fprop and dgrad.
-        attention: quantize attention too, in 1×32 blocks along the axis that is summed.
+        weight_2d: True to scale weights in 32×32 blocks, so that one copy serves fprop and dgrad.
+        attention: True to quantize attention too, in 1×32 blocks along the contraction axis.
     """
     flags(weight_2d=weight_2d)
     weight = QuantSpec(E4M3, (32, 32), "e8m0") if weight_2d else LINE
@@ -144,14 +138,11 @@ def mxfp8(*, weight_2d: bool = False, attention: bool = False) -> Recipe:
     return Recipe("mxfp8", fprop, fprop, wgrad, attention=attention_spec(attention, LINE, LINE))
 
 
-# ---- mxfp4 -----------------------------------------------------------------------------------------------
-# OCP microscaling in four bits: 32 elements along k share a power of two, stored in one byte.
+# ---- mxfp4: OCP microscaling in four bits ----
+# torch and XLA have native GEMMs for NVFP4 but not for MXFP4, so it is computed by emulation.
 #
-# torch and XLA multiply NVFP4 natively and not this, so it is computed by emulation.
-#
-# Source: OCP Microscaling Formats 1.0; scales are rounded up so that nothing saturates, as in `mxfp8`. The idea to
-# round gradients at random and to rotate the operands of backward is Tseng et al.'s, "Training LLMs with MXFP4",
-# arXiv:2502.20586.
+# Source: OCP Microscaling Formats 1.0; scales are rounded up so that nothing saturates, as in `mxfp8`. Stochastic
+# rounding of gradients and rotation of backward operands: Tseng et al., "Training LLMs with MXFP4", arXiv:2502.20586.
 
 MXFP8_LINE = LINE
 
@@ -161,9 +152,9 @@ def mxfp4(*, stochastic_rounding: bool = False, hadamard: bool = False, attentio
     """E2M1 everywhere, E8M0 scales in 1×32 blocks.
 
     Args:
-        stochastic_rounding: round grad_output at random, so that its mean survives.
-        hadamard: rotate groups of 16 along k of all operands of dgrad and wgrad, which spreads outliers.
-        attention: quantize attention too, in eight bits as `mxfp8` does it.
+        stochastic_rounding: True to round grad_output stochastically, which keeps its mean.
+        hadamard: True to rotate groups of 16 along k of all operands of dgrad and wgrad, which spreads outliers.
+        attention: True to quantize attention too, in eight bits as in `mxfp8`.
     """
     flags(stochastic_rounding=stochastic_rounding, hadamard=hadamard)
     line = QuantSpec(E2M1, (1, 32), "e8m0")
@@ -173,10 +164,8 @@ def mxfp4(*, stochastic_rounding: bool = False, hadamard: bool = False, attentio
     return Recipe("mxfp4", fprop, backward, backward, attention=attention_spec(attention, MXFP8_LINE, MXFP8_LINE))
 
 
-# ---- mxfp6 -----------------------------------------------------------------------------------------------
-# OCP microscaling in six bits: 32 elements along k share a power of two, stored in one byte.
-#
-# No GEMM that torch or XLA offers takes six bits, so this recipe is computed by emulation: a code is stored in a byte.
+# ---- mxfp6: OCP microscaling in six bits ----
+# torch and XLA have no six-bit GEMM, so it is computed by emulation, with a code per byte.
 #
 # Source: OCP Microscaling Formats 1.0; Rouhani et al., "Microscaling Data Formats for Deep Learning", arXiv:2310.10537,
 # which trains in E3M2. Scales are rounded up so that nothing saturates, as in `mxfp8`.
@@ -193,7 +182,7 @@ def mxfp6(*, format: str = "hybrid", attention: bool = False) -> Recipe:
 
     Args:
         format: "hybrid" (gradients in E3M2, the rest in E2M3), or "e2m3" or "e3m2" for all.
-        attention: quantize attention too, in eight bits as `mxfp8` does it.
+        attention: True to quantize attention too, in eight bits as in `mxfp8`.
     """
     if not isinstance(format, str) or format not in FORMATS:
         raise ValueError(f"format is {format!r}; give 'hybrid' (gradients in E3M2, the rest in E2M3), 'e2m3' or 'e3m2'")
@@ -202,9 +191,7 @@ def mxfp6(*, format: str = "hybrid", attention: bool = False) -> Recipe:
     return Recipe("mxfp6", fprop, backward, backward, attention=attention_spec(attention, MXFP8_LINE, MXFP8_LINE))
 
 
-# ---- nvfp4 -----------------------------------------------------------------------------------------------
-# Four bits: E2M1 with an E4M3 scale for 16 elements and one factor for the tensor.
-#
+# ---- nvfp4: E2M1 with an E4M3 scale per 16 elements and one factor per tensor ----
 # Source: NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv:2509.25149.
 
 MXFP8_LINE = LINE
@@ -222,12 +209,12 @@ def nvfp4(
     """E2M1 everywhere; 1×16 blocks, 16×16 for weights; stochastic gradients; both wgrad operands rotated.
 
     Args:
-        stochastic_rounding: round grad_output at random, so that its mean survives.
-        hadamard: rotate groups of 16 tokens of both wgrad operands, which spreads outliers.
-        weight_2d: scale weights in 16×16 blocks, so that forward and backward see the same weight.
-        power_of_two: False takes 2688 / amax as the tensor's factor, as Transformer Engine does.
-        attention: quantize attention too, in eight bits as `mxfp8` does it: E4M3 in 1×32 blocks, rounded to nearest.
-            Four bits, noise and rotation stay with the linear layers.
+        stochastic_rounding: True to round grad_output stochastically, which keeps its mean.
+        hadamard: True to rotate groups of 16 tokens of both wgrad operands, which spreads outliers.
+        weight_2d: True to scale weights in 16×16 blocks, so that forward and backward use the same weight.
+        power_of_two: True for a power-of-two tensor factor; False uses 2688 / amax, as Transformer Engine does.
+        attention: True to quantize attention too, in eight bits as in `mxfp8`: E4M3 in 1×32 blocks, rounded to nearest.
+            Four bits, stochastic rounding and rotation apply to linear layers only.
     """
     flags(stochastic_rounding=stochastic_rounding, hadamard=hadamard, weight_2d=weight_2d, power_of_two=power_of_two)
     kind: ScaleKind = "two_level" if power_of_two else "two_level_fp32"
@@ -241,20 +228,18 @@ def nvfp4(
     return Recipe("nvfp4", fprop, dgrad, wgrad, attention=quantized_attention)
 
 
-# ---- rowwise ---------------------------------------------------------------------------------------------
-# One scale a row of each operand, so that a huge token or channel spoils only itself.
-#
+# ---- rowwise: one scale per row of each operand, so that an outlier affects only its own row ----
 # Source: torchao.float8's recipes "rowwise" and "rowwise_with_gw_hp" (github.com/pytorch/ao).
 
 
 @recipe
 def rowwise(*, power_of_two: bool = True, fast_accum: bool = True, attention: bool = False) -> Recipe:
-    """E4M3 everywhere, a scale for each row along the axis that the GEMM sums over.
+    """E4M3 everywhere, one scale per row along the contraction axis.
 
     Args:
-        power_of_two: False scales by 448 / amax.
-        fast_accum: let fprop accumulate faster where the hardware offers it.
-        attention: quantize attention too, with a scale for each row of each operand.
+        power_of_two: True for power-of-two scales; False scales by 448 / amax.
+        fast_accum: True to let fprop accumulate faster where the hardware offers it.
+        attention: True to quantize attention too, with one scale per row of each operand.
     """
     row = QuantSpec(E4M3, (1, None), float32_scale(power_of_two))
     flags(fast_accum=fast_accum)
@@ -265,19 +250,19 @@ def rowwise(*, power_of_two: bool = True, fast_accum: bool = True, attention: bo
 
 @recipe
 def rowwise_bf16_wgrad(*, power_of_two: bool = True, fast_accum: bool = True, attention: bool = False) -> Recipe:
-    """As `rowwise`, with the weight per tensor in dgrad and the whole weight gradient in high precision.
+    """`rowwise`, but with the weight scaled per tensor in dgrad, and wgrad in high precision.
 
     Args:
-        power_of_two: False scales by 448 / amax.
-        fast_accum: let fprop accumulate faster where the hardware offers it.
-        attention: quantize attention too, with a scale for each row of each operand.
+        power_of_two: True for power-of-two scales; False scales by 448 / amax.
+        fast_accum: True to let fprop accumulate faster where the hardware offers it.
+        attention: True to quantize attention too, with one scale per row of each operand.
     """
     whole = rowwise(power_of_two=power_of_two, fast_accum=fast_accum, attention=attention)
     dgrad = GemmSpec(whole.dgrad.a, QuantSpec(E4M3, scale=float32_scale(power_of_two)))
     return replace(whole, name="rowwise_bf16_wgrad", dgrad=dgrad, wgrad=GemmSpec(None, None))
 
 
-# ---- recipes ---------------------------------------------------------------------------------------------
+# ---- table ----
 
 RECIPES: dict[str, Callable[..., Recipe]] = {
     "bf16": bf16,
@@ -294,13 +279,14 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
 
 
 def get(recipe: str | Recipe, **options: Any) -> Recipe:
-    """The recipe of this name with these options, or the recipe given.
+    """Return the recipe with this name and these options; a Recipe is returned unchanged.
 
     Args:
         recipe: a name from `RECIPES`, a name with options as text, such as "delayed(history=16)", or a Recipe.
-        options: of the recipe function; only with a name.
+        options: options of the recipe function; only with a name.
+
     Raises:
-        ValueError: unknown name or option, the message names the nearest; or text of another form.
+        ValueError: unknown name or option (the message suggests the nearest), or text of another form.
     """
     if isinstance(recipe, Recipe):
         if options:
@@ -320,25 +306,27 @@ def get(recipe: str | Recipe, **options: Any) -> Recipe:
 
 
 def schedule(text: str, *, steps: int | None = None, peak: float | None = None) -> Schedule:
-    """Recipes over a run, as `nvfp4 until 85%, bf16`: `quaver.recipes.schedule` has the grammar.
+    """Return a schedule of recipes over a run, such as `nvfp4 until 85%, bf16`; the grammar is in
+    `quaver.recipes.schedule`.
 
         schedule = quaver.recipes.schedule("nvfp4 until 85%, bf16", steps=1000)
-        recipe = schedule.at(step)  # before each step, with lr= where a part ends by it
-        schedule.saw(loss)  # after each, where a part ends by it
+        recipe = schedule.at(step)  # before each step, with lr= if a phase ends by learning rate
+        schedule.saw(loss)  # after each step, if a phase ends by loss
 
     Args:
-        text: parts with commas between, each but the last with its end: `until STEP`, `until SHARE%` (of the steps),
-            `until loss<NATS` (the mean of the last 20 steps) or `until lr<SHARE%` (of the peak, after the warm-up).
-            A recipe alone is in force all the time.
-        steps: of the run in all; needed for shares of it.
-        peak: the highest learning rate; needed for ends by learning rate.
+        text: phases separated by commas, each but the last with its end: `until STEP`, `until SHARE%` (of the steps),
+            `until loss<NATS` (mean of the last 20 steps) or `until lr<SHARE%` (of the peak, after the warm-up). A
+            single recipe applies all the time.
+        steps: total number of steps; needed for shares of it.
+        peak: highest learning rate; needed for ends by learning rate.
+
     Raises:
-        ValueError: the text cannot be read, needs what was not given, or has a part without a step.
+        ValueError: the text cannot be read, needs a missing argument, or has a phase without a step.
     """
     return Schedule(read(text, get), steps=steps, peak=peak)
 
 
-# Written out, because type checkers do not run code: a recipe that is missing here is an error under mypy --strict.
+# Written out for type checkers, which do not run code: a missing recipe is an error under mypy --strict.
 __all__ = [
     "RECIPES",
     "bf16",
@@ -357,5 +345,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """The public names alone."""
+    """Return only the public names."""
     return sorted(__all__)

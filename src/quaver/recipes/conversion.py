@@ -1,4 +1,4 @@
-"""What a front end's `convert` decides about each layer of a model, and how it reports it."""
+"""Rules by which `convert` selects the recipe of each layer, and its report."""
 
 import inspect
 from collections import Counter
@@ -10,46 +10,44 @@ from typing import Any, Protocol
 from quaver.recipes.spec import Recipe
 from quaver.recipes.text import html_lines, html_table, suggest
 
-# ---- rules -----------------------------------------------------------------------------------------------
-# Which module gets which recipe: patterns on names and sizes, the first match wins.
-#
-# Sources for the idea that unused rules are reported: google/qwix `qconfig.py`.
+# ---- rules: patterns on names and sizes; the first match wins ----
+# Reporting unused rules is an idea of google/qwix `qconfig.py`.
 
 
 class SkipFilter(Protocol):
-    """Decides by a layer's name, sizes and recipe whether `convert` leaves it alone."""
+    """Function of a layer's name, sizes and recipe that decides if `convert` skips the layer."""
 
     def __call__(self, name: str, in_features: int, out_features: int, recipe: Recipe) -> str:
-        """Why this layer shall not get this recipe, or ""."""
+        """Return the reason to skip this layer, or "" to convert it."""
 
 
-#: What `convert` takes as skip: patterns of names and filters, or one filter.
+#: Type of the argument `skip` of `convert`: name patterns and filters, or one filter.
 Skip = Iterable[str | SkipFilter] | SkipFilter
 
 
 def matches(pattern: str, name: str) -> bool:
-    """True if an fnmatch pattern fits the full name, or any suffix of it that starts after a dot."""
+    """Return True if an fnmatch pattern matches the full name, or any suffix of it that starts after a dot."""
     parts = name.split(".")
     return any(fnmatchcase(".".join(parts[i:]), pattern) for i in range(len(parts)))
 
 
 def names_a_module(pattern: str) -> bool:
-    """True if the last part of a pattern says more than that there is one, as that of "*" and "layers.*" does not."""
+    """Return True if the last part of a pattern is specific, unlike that of "*" or "layers.*"."""
     return pattern.rpartition(".")[2].strip("*?") != ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleRule:
-    """One line of `Rules`: a name, and optionally sizes, that a module must have."""
+    """One line of `Rules`: a name pattern, and optionally sizes, that a module must match."""
 
-    #: fnmatch pattern on the module's name.
+    #: fnmatch pattern for the module's name.
     pattern: str = "*"
     #: Recipe, its name, or None to leave the module untouched.
     recipe: Recipe | str | None
-    #: The smallest feature sizes that match.
+    #: Smallest feature sizes that match.
     min_in_features: int = 0
     min_out_features: int = 0
-    #: Both feature sizes must be multiples of this.
+    #: Number of which both feature sizes must be multiples.
     multiple_of: int = 1
 
     def __post_init__(self) -> None:
@@ -81,7 +79,7 @@ class Rules:
     """An ordered list of rules.
 
     Args:
-        rules: {pattern: recipe, name or None}, or an iterable of `Rule` for patterns with sizes.
+        rules: {pattern: recipe, name or None}, or an iterable of `ModuleRule` for patterns with sizes.
     """
 
     def __init__(self, rules: Mapping[str, Recipe | str | None] | Iterable[ModuleRule]) -> None:
@@ -100,47 +98,47 @@ class Rules:
         return f"Rules({', '.join(f'{str(rule)!r}: {rule.recipe}' for rule in self.rules)})"
 
     def match(self, name: str, in_features: int, out_features: int) -> ModuleRule | None:
-        """The first rule that fits, or None."""
+        """Return the first rule that matches, or None."""
         return next((r for r in self.rules if r.fits(name, in_features, out_features)), None)
 
 
-# ---- conversion ------------------------------------------------------------------------------------------
+# ---- conversion ----
 
 
 @dataclass
 class Report:
-    """What `convert` did, and why it left the rest alone."""
+    """Result of `convert`: converted layers, and reasons for the skipped ones."""
 
-    #: Name of each converted layer, and its recipe.
+    #: Recipe of each converted layer, by name.
     converted: dict[str, Recipe] = field(default_factory=dict)
-    #: Name of each linear layer left alone, and the reason.
+    #: Reason for each skipped linear layer, by name.
     skipped: dict[str, str] = field(default_factory=dict)
-    #: Patterns, of rules and of skip, that matched nothing, or only what an earlier one took.
+    #: Patterns of rules and skip that matched nothing, or only layers taken by an earlier one.
     unused: list[str] = field(default_factory=list)
-    #: How many modules of other classes hold a matrix of their own, such as embeddings and transformers' Conv1D.
+    #: Number of modules of other classes with a matrix of their own, such as embeddings and transformers' Conv1D.
     others: dict[str, int] = field(default_factory=dict)
-    #: What the front end converts, in a word.
+    #: Class that the front end converts.
     kind: str = "nn.Linear"
-    #: Name of each attention whose products a recipe quantizes, and the recipe.
+    #: Recipe of each attention with quantized GEMMs, by name.
     attention: dict[str, Recipe] = field(default_factory=dict)
-    #: Attention that a recipe would quantize and `convert` cannot reach: how many modules of each other class.
+    #: Number of attention modules, by class, that a recipe would quantize but `convert` cannot reach.
     other_attention: dict[str, int] = field(default_factory=dict)
-    #: How many parameters that GEMMs read were converted, were left alone by the caller's choice (skip, rules), and
-    #: were not reached. The torch front end counts them.
+    #: Parameters read by GEMMs that were converted, skipped by the caller's choice (skip, rules), and not reached.
+    #: Counted by the torch front end.
     converted_parameters: int = 0
     chosen_parameters: int = 0
     unreached_parameters: int = 0
-    #: How many those of output heads have, which stay in high precision unless they are asked for.
+    #: Parameters of output heads, which stay in high precision unless requested.
     head_parameters: int = 0
 
     @property
     def share(self) -> float:
-        """The converted part of the parameters that GEMMs read, a head that was not asked for apart; 0 without any."""
+        """Converted share of the parameters that GEMMs read, not counting an unrequested head; 0 without any."""
         return self.converted_parameters / max(1, self._gemm_parameters)
 
     @property
     def reaches_little(self) -> bool:
-        """Whether `convert` did not reach most of the parameters that its caller did not choose to leave alone."""
+        """True if `convert` did not reach most of the parameters that the caller did not choose to skip."""
         return self.unreached_parameters > self.converted_parameters
 
     @property
@@ -164,7 +162,7 @@ class Report:
         return html + html_lines(self._rest())
 
     def _done(self) -> list[str]:
-        """What was quantized."""
+        """Lines about quantized layers."""
         lines = [f"converted {_counts(self.converted)}"]
         if self._gemm_parameters:
             left = f"{self.chosen_parameters:,} left alone by choice, {self.unreached_parameters:,} not reached"
@@ -175,18 +173,18 @@ class Report:
             lines.append(f"  attention quantized: {_counts(self.attention)}")
         if self.other_attention:
             kinds = ", ".join(f"{n} {kind}" for kind, n in self.other_attention.items())
-            lines.append(f"  attention stays in high precision, being no DotProductAttention: {kinds}")
+            lines.append(f"  attention stays in high precision, because it is not a DotProductAttention: {kinds}")
         return lines
 
     def _rest(self) -> list[str]:
-        """What no rule could reach, and which rules reached nothing."""
+        """Lines about modules that no rule could reach, and about unused rules."""
         lines = []
         if self.others:
             lines.append(f"  not {self.kind}: " + ", ".join(f"{n} {kind}" for kind, n in self.others.items()))
         return lines + [f"  matched nothing: {pattern}{self._nearest(pattern)}" for pattern in self.unused]
 
     def _nearest(self, pattern: str) -> str:
-        """A hint for a misspelt pattern: the nearest part of a layer's name."""
+        """Return a hint for a misspelt pattern: the nearest part of a layer's name."""
         word = pattern.partition(" (")[0].rpartition(".")[2]
         hint = suggest(word, {part: None for name in (*self.converted, *self.skipped) for part in name.split(".")})
         return f"; {hint}" if hint.startswith("did you mean") and repr(word) not in hint else ""
@@ -198,29 +196,30 @@ def _counts(recipes: Mapping[str, Recipe]) -> str:
 
 
 def _check_signature(entry: Callable[..., Any]) -> None:
-    """Raise the ValueError of a filter that does not take what `convert` gives it, as torchao's do not."""
+    """Raise ValueError if a filter does not accept the arguments that `convert` passes, as those of torchao."""
     try:
         signature = inspect.signature(entry)
     except (TypeError, ValueError):
-        return  # It does not tell.
+        return  # no signature available
     try:
         signature.bind("name", 1, 1, None)
     except TypeError as error:
         raise ValueError(
             f"the skip filter {entry!r} takes {signature}; it is called with (name, in_features, out_features, "
-            'recipe), and returns why the layer is left alone, or "" to convert it. torchao\'s filters, of (module, '
-            "fqn), have the opposite sense: they say what to convert"
+            'recipe), and must return the reason to skip the layer, or "" to convert it. torchao\'s filters, of '
+            "(module, fqn), have the opposite sense: they return True for layers to convert"
         ) from error
 
 
 class ConversionRules:
-    """Rules and patterns to skip, and which of them decided something.
+    """Rules and skip patterns, with a record of which were used.
 
     Args:
-        recipe: a recipe or its name for all, or `Rules`, or the dict that `Rules` takes.
-        skip: patterns of names to leave alone, and filters (`quaver.recipes.conversion.SkipFilter`).
+        recipe: a recipe or its name for all layers, or `Rules`, or the dict that `Rules` takes.
+        skip: name patterns to skip, and filters (`quaver.recipes.conversion.SkipFilter`).
+
     Raises:
-        ValueError: skip is a string, or holds what is neither a pattern nor a filter of these four arguments.
+        ValueError: skip is a string, or contains something other than patterns and filters of these four arguments.
     """
 
     def __init__(self, recipe: str | Recipe | Rules | Mapping[str, Recipe | str | None], skip: Skip) -> None:
@@ -246,7 +245,7 @@ class ConversionRules:
         self._used: set[str | ModuleRule] = set()
 
     def decide(self, names: Sequence[str], in_features: int, out_features: int) -> tuple[ModuleRule | None, str]:
-        """The first rule that fits any of a layer's names, and "", or why `convert` leaves the layer alone."""
+        """Return (first rule that matches any of a layer's names, ""), or (rule or None, reason to skip the layer)."""
         skipped = self.skips(names)
         if skipped:
             return None, skipped
@@ -258,7 +257,7 @@ class ConversionRules:
         return rule, f"rule {str(rule)!r} leaves it untouched" if rule.recipe is None else ""
 
     def skips(self, names: Sequence[str]) -> str:
-        """The pattern that leaves alone what has any of these names, in words, or ""."""
+        """Return a text with the pattern that skips any of these names, or ""."""
         for pattern in self.skip:
             if any(matches(pattern, name) for name in names):
                 self._used.add(pattern)
@@ -266,18 +265,18 @@ class ConversionRules:
         return ""
 
     def leaves(self, name: str, in_features: int, out_features: int) -> bool:
-        """Whether rules or patterns leave alone a module that is not asked about otherwise: it counts as no use."""
+        """Return True if rules or patterns skip a module; does not count as a use of the rule."""
         rule = self.rules.match(name, in_features, out_features)
         return any(matches(pattern, name) for pattern in self.skip) or rule is None or rule.recipe is None
 
     def refused(self, name: str, in_features: int, out_features: int, recipe: Recipe) -> str:
-        """Why a filter leaves alone a linear layer that would get this recipe, or ""."""
+        """Return a filter's reason to skip a linear layer that would get this recipe, or ""."""
         for skips in self.filters:
             why = skips(name, in_features, out_features, recipe)
             if not isinstance(why, str):
                 raise ValueError(
-                    f"the skip filter {skips!r} returned {why!r} for {name!r}; it returns why the layer is left alone, "
-                    'or "" to convert it'
+                    f"the skip filter {skips!r} returned {why!r} for {name!r}; it must return the reason to skip the "
+                    'layer, or "" to convert it'
                 )
             if why:
                 return why
@@ -289,7 +288,7 @@ class ConversionRules:
         return [str(p) for p in (*self.skip, *self.rules.rules) if p not in self._used]
 
     def unknown(self, names: Iterable[str]) -> list[str]:
-        """Patterns, of rules and of skip, that fit none of these names."""
+        """Return the patterns of rules and skip that match none of these names."""
         patterns = {p for p in self.skip if p not in self._used}
         patterns |= {rule.pattern for rule in self.rules.rules if rule not in self._used}
         names = list(names) if patterns else []

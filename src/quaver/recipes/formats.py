@@ -1,4 +1,4 @@
-"""Number formats as data: one `Format` each, and the table `FORMATS`.
+"""Number formats as data: the class `Format`, and the table `FORMATS`.
 
 Sources: OCP 8-bit Floating Point Specification 1.0 (E4M3, E5M2); OCP Microscaling Formats 1.0 (E3M2, E2M3, E2M1, E8M0).
 """
@@ -7,10 +7,10 @@ import math
 import re
 from dataclasses import dataclass, field
 
-#: What a signed format lies within: E5M2's range. Scales are folded into values before they are multiplied in float32,
-#: and no product of two of them may leave it.
+#: Range of signed formats, that of E5M2. Scales are multiplied into values before the float32 product, and no product
+#: of two may overflow or underflow.
 SMALLEST_STEP, LARGEST = 2.0**-16, 2.0**16
-#: What a bias lies within: float32's own.
+#: Largest exponent bias, that of float32.
 WIDEST_BIAS = 127
 
 
@@ -18,26 +18,26 @@ WIDEST_BIAS = 127
 class Format:
     """A small floating-point format: sign, exponent, mantissa from the highest bit down.
 
-    The largest magnitude is finite and saturates; no format here stores an infinity that Quaver would produce. A format
-    of one's own is a constant of this class, and is computed by emulation: one byte holds one of its codes.
+    The largest magnitude is finite and saturates; Quaver never produces a stored infinity. Custom formats are constants
+    of this class and are computed by emulation, with a code per byte.
 
     Raises:
-        ValueError: fields that contradict each other, or a range wider than E5M2's.
+        ValueError: fields contradict each other, or the range is wider than E5M2's.
     """
 
-    #: Lower-case name: the key in `FORMATS`, and how a spec is printed.
+    #: Lower-case name: key in `FORMATS`, and printed in specs.
     name: str
-    #: Bits of one code, the sign included where there is one: at most 8.
+    #: Bits of one code, including the sign if there is one: at most 8.
     bits: int
     exponent_bits: int
     mantissa_bits: int
     bias: int
     #: Largest finite magnitude, a value of the format.
     max: float
-    #: Whether the format can store NaN, in codes above the largest number's. A format that cannot stores its largest
+    #: True if the format can store NaN, in codes above that of the largest number. Other formats store the largest
     #: number instead.
     has_nan: bool = True
-    #: Whether it has a sign (scale formats have none).
+    #: True if the format has a sign (scale formats have none).
     signed: bool = True
     #: Exponent of the smallest normal number: 2**emin.
     emin: int = field(init=False, repr=False, compare=False)
@@ -45,7 +45,7 @@ class Format:
     emax: int = field(init=False, repr=False, compare=False)
     #: The 23 mantissa bits of `max` as a float32.
     max_mantissa: int = field(init=False, repr=False, compare=False)
-    #: Whether two codes share a byte: those of E2M1's numbers do.
+    #: True if two codes share a byte, as with E2M1.
     packed: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -65,18 +65,18 @@ class Format:
 
     @property
     def stored_bits(self) -> int:
-        """What a code takes in memory: formats of five to seven bits take a byte."""
+        """Bits of a code in memory; formats of five to seven bits use a byte."""
         return 4 if self.packed else 8
 
     @property
     def max_code(self) -> int:
-        """The code of `max`."""
+        """Code of `max`."""
         fraction = self.max_mantissa >> (23 - self.mantissa_bits)
         return ((self.emax + self.bias) << self.mantissa_bits) + fraction
 
     @property
     def text(self) -> str:
-        """The name of a format in `FORMATS`, else the name and the numbers; `parse` reads both."""
+        """Name of a format in `FORMATS`, else the name and the numbers; `parse` reads both."""
         if FORMATS.get(self.name) == self:
             return self.name
         nan = "nan" if self.has_nan else "finite"
@@ -84,7 +84,7 @@ class Format:
 
     @staticmethod
     def parse(text: str) -> "Format":
-        """The signed format that `text` wrote."""
+        """Return the signed format written as `text`."""
         name, _, numbers = text.rstrip(")").partition("(")
         if not numbers:
             return FORMATS[name]
@@ -133,14 +133,13 @@ def _check_range(fmt: Format) -> None:
     if steps != int(steps) or fmt.emax < fmt.emin or fmt.max_code > last - fmt.has_nan:
         top = f"below code {last}, which is NaN's" if fmt.has_nan else f"up to code {last}"
         raise ValueError(
-            f"format {fmt.name!r}: max is {fmt.max}, which is none of its normal numbers {top}; give the largest of "
-            "them that is finite"
+            f"format {fmt.name!r}: max is {fmt.max}, which is not one of its normal numbers {top}; give its largest "
+            "finite number"
         )
     if fmt.max > LARGEST or 2.0 ** (fmt.emin - fmt.mantissa_bits) < SMALLEST_STEP:
         raise ValueError(
-            f"format {fmt.name!r} reaches from {2.0 ** (fmt.emin - fmt.mantissa_bits):g} to {fmt.max:g}; formats are "
-            f"multiplied within E5M2's range, {SMALLEST_STEP:g} to {LARGEST:g}: give another bias, the scales make up "
-            "for it"
+            f"format {fmt.name!r} ranges from {2.0 ** (fmt.emin - fmt.mantissa_bits):g} to {fmt.max:g}; GEMMs support "
+            f"the range of E5M2, {SMALLEST_STEP:g} to {LARGEST:g}: give another bias, which the scales compensate"
         )
 
 
@@ -151,7 +150,7 @@ E5M2 = Format(name="e5m2", bits=8, exponent_bits=5, mantissa_bits=2, bias=15, ma
 E3M2 = Format(name="e3m2", bits=6, exponent_bits=3, mantissa_bits=2, bias=3, max=28.0, has_nan=False)
 E2M3 = Format(name="e2m3", bits=6, exponent_bits=2, mantissa_bits=3, bias=1, max=7.5, has_nan=False)
 E2M1 = Format(name="e2m1", bits=4, exponent_bits=2, mantissa_bits=1, bias=1, max=6.0, has_nan=False)
-#: Scales only: code c is 2**(c - 127), 255 is NaN.
+#: For scales only: code c is 2**(c - 127), 255 is NaN.
 E8M0 = Format(name="e8m0", bits=8, exponent_bits=8, mantissa_bits=0, bias=127, max=2.0**127, signed=False)
 
 FORMATS.update((f.name, f) for f in (E4M3, E5M2, E3M2, E2M3, E2M1, E8M0))

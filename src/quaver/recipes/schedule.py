@@ -1,18 +1,18 @@
-"""Precision over time: which recipe is in force at each step of a run, by step, share, loss or learning rate.
+"""Schedules: the recipe of each step of a run, with phases ending by step, share of steps, loss or learning rate.
 
     schedule = {recipe " until " end ","} recipe
     end      = STEP | SHARE "%" | "loss<" NATS | "lr<" SHARE "%"
     recipe   = NAME | NAME "(" option "=" value {"," option "=" value} ")"
 
-`nvfp4 until 85%, bf16` trains 85 % of the steps in NVFP4 and the rest in bf16. A part's end is one of:
+`nvfp4 until 85%, bf16` trains 85 % of the steps in NVFP4 and the rest in bf16. A phase ends in one of these ways:
 
     until 1000      step 1000 is its last; steps count from 1, over the whole run
-    until 85%       of the run's steps, rounded down, is its last
+    until 85%       this share of the run's steps, rounded down, is its last step
     until loss<1.9  the mean of the training losses of the last `SMOOTHED` steps is below 1.9
-    until lr<10%    the learning rate has fallen below 10 % of its peak; a warm-up, which rises to that, does not count
+    until lr<10%    the learning rate has fallen below 10 % of its peak; the warm-up does not count
 
-Source: a precision that follows the learning rate is the idea of github.com/Azure/MS-AMP, issue 99; the switch to bf16
-for the last part of a training in NVFP4 is arXiv:2509.25149's.
+Source: following the learning rate is the idea of github.com/Azure/MS-AMP, issue 99; switching to bf16 for the last
+part of an NVFP4 training is that of arXiv:2509.25149.
 """
 
 import math
@@ -26,11 +26,11 @@ from typing import Any
 from quaver.recipes.spec import Recipe
 from quaver.recipes.text import end_of, pieces, shown
 
-#: Steps over whose losses `loss<` takes the mean; before there are as many, no part ends by its loss.
+#: Number of steps over which `loss<` averages; no phase ends by its loss before that many steps.
 SMOOTHED = 20
-#: Parts of a schedule.
+#: Maximum number of phases.
 MOST = 100
-#: By the kind of an end, how it is written.
+#: Syntax of each kind of end.
 FORMS = {
     "step": re.compile(r"([0-9]{1,18})"),
     "share": re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?%"),
@@ -42,17 +42,17 @@ ENDS = "until STEP, until SHARE%, until loss<NATS or until lr<SHARE%"
 
 @dataclass(frozen=True)
 class ScheduleEnd:
-    """Where a part of a schedule ends."""
+    """End of a phase of a schedule."""
 
-    #: A name of `FORMS`.
+    #: Key of `FORMS`.
     kind: str
-    #: A step, nats, or a share, of the run's steps or of the peak of the learning rate.
+    #: A step, nats, or a share of the run's steps or of the peak learning rate.
     value: Fraction
-    #: As it was written, without `until`.
+    #: Text as written, without `until`.
     text: str
 
     def last(self, steps: int | None) -> int | None:
-        """The part's last step where that is known before the run; None where loss or learning rate decide."""
+        """Return the phase's last step if it is known before the run; None if loss or learning rate decide."""
         if self.kind == "step":
             return int(self.value)
         return math.floor(self.value * steps) if self.kind == "share" and steps is not None else None
@@ -60,20 +60,22 @@ class ScheduleEnd:
 
 @dataclass(frozen=True)
 class SchedulePhase:
-    """One recipe of a schedule, and where it ends; the last one has no end."""
+    """One recipe of a schedule and its end; the last phase has no end."""
 
     recipe: Recipe
-    #: As it was written.
+    #: Text as written.
     text: str
     end: ScheduleEnd | None = None
 
 
 def read(text: str, find: Callable[[str], Recipe]) -> tuple[SchedulePhase, ...]:
-    """The parts of a schedule's text; a recipe alone is a schedule of one part.
+    """Parse the phases of a schedule; a single recipe is a schedule of one phase.
 
     Args:
-        find: gives the recipe of a text.
-    Raises: ValueError that says what to write.
+        find: returns the recipe of a text.
+
+    Raises:
+        ValueError: the text cannot be read; the message says what to write.
     """
     every = pieces(text)
     if len(every) > MOST:
@@ -98,7 +100,7 @@ def read(text: str, find: Callable[[str], Recipe]) -> tuple[SchedulePhase, ...]:
 
 
 def end_from(said: str, text: str) -> ScheduleEnd:
-    """What stands behind `until`. Raises: ValueError if that is no end."""
+    """Parse the text after `until`. Raises ValueError if it is not an end."""
     for kind, form in FORMS.items():
         if written := form.fullmatch(said):
             value = Fraction(written[1])
@@ -113,7 +115,7 @@ def end_from(said: str, text: str) -> ScheduleEnd:
 
 
 class Schedule:
-    """Says which recipe is in force, step by step; `quaver.recipes.schedule` makes one of a text.
+    """Recipe of each step of a run; `quaver.recipes.schedule` creates one from text.
 
         schedule = quaver.recipes.schedule("nvfp4 until loss<1.9, bf16")
         for step in range(1, steps + 1):
@@ -121,57 +123,62 @@ class Schedule:
                 loss = ...
             schedule.saw(loss.item())
 
-    A part that has ended does not come back; one whose end lies behind it when its turn comes is left out.
+    A finished phase does not come back; one whose end has already passed is skipped. The result depends only on the
+    arguments of `at` and `saw`, so ranks that pass the same values get the same recipes.
 
     Args:
-        parts: in order.
-        steps: of the run in all; needed for shares of it.
-        peak: the highest learning rate; needed for ends by learning rate.
+        parts: phases in order.
+        steps: total number of steps; needed for shares of it.
+        peak: highest learning rate; needed for ends by learning rate.
+
     Raises:
-        ValueError: a part needs what was not given, or would have no step.
+        ValueError: a phase needs a missing argument, or would have no step.
+
     Attributes:
-        part: the index of the part in force.
-    Exact: what it says is a function of what it was told; ranks that are told the same say the same.
+        part: index of the current phase.
     """
 
     def __init__(self, parts: Sequence[SchedulePhase], *, steps: int | None = None, peak: float | None = None) -> None:
         self.parts, self.steps, self.peak = tuple(parts), steps, peak
         _check(self.parts, steps, peak)
         self.part = 0
-        #: The step that was asked for last, and whether its loss was told.
+        #: Last step passed to `at`, and whether its loss was passed to `saw`.
         self._step, self._told = 0, True
-        #: The highest learning rate so far, and the losses of the last steps.
+        #: Highest learning rate so far, and the losses of the last steps.
         self._highest = 0.0
         self._losses: tuple[float, ...] = ()
 
     @property
     def recipe(self) -> Recipe:
-        """The one in force."""
+        """Current recipe."""
         return self.parts[self.part].recipe
 
     @property
     def by_loss(self) -> bool:
-        """Whether a part ends by its loss: then `saw` is called once a step, on all ranks with one number."""
+        """True if a phase ends by loss; then call `saw` once per step, on all ranks with the same number."""
         return any(part.end is not None and part.end.kind == "loss" for part in self.parts)
 
     @property
     def text(self) -> str:
-        """The schedule as it is written."""
+        """The schedule as text."""
         return ", ".join(p.text if p.end is None else f"{p.text} until {p.end.text}" for p in self.parts)
 
     def at(self, step: int, *, lr: float | None = None) -> Recipe:
-        """The recipe of a step; ask once for each, in their order, before its forward.
+        """Return the recipe of a step; call it once per step, in order, before the forward.
 
         Args:
             step: counted from 1.
-            lr: this step's learning rate; needed where a part ends by it.
+            lr: learning rate of this step; needed if a phase ends by it.
+
         Raises:
-            ValueError: the step was asked for, or what a part ends by was not told.
+            ValueError: the step was passed before, or the learning rate or loss that a phase ends by is missing.
         """
         if step <= self._step:
-            raise ValueError(f"the schedule was asked for step {self._step}, and now for {step}; ask for each once")
+            raise ValueError(
+                f"at() was called for step {self._step}, and now for {step}; call it once per step, in order"
+            )
         if self.by_loss and not self._told:
-            raise ValueError(f"the schedule was not told the loss of step {self._step}: call saw(loss) after each step")
+            raise ValueError(f"the loss of step {self._step} is missing: call saw(loss) after each step")
         self._step, self._told = step, False
         if lr is not None:
             self._highest = max(self._highest, float(lr))
@@ -180,7 +187,7 @@ class Schedule:
         return self.recipe
 
     def saw(self, loss: float) -> None:
-        """Tell the training loss of the step that was asked for last, in nats."""
+        """Pass the training loss, in nats, of the last step passed to `at`."""
         self._told = True
         if self.by_loss:
             self._losses = (*self._losses, float(loss))[-SMOOTHED:]
@@ -198,15 +205,15 @@ class Schedule:
         return lr < bound <= self._highest
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` goes on from after a step, in numbers that JSON keeps."""
+        """Return the state after a step for `load_state_dict`, as numbers that JSON preserves."""
         return {"part": self.part, "step": self._step, "highest_lr": self._highest, "losses": list(self._losses)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave. Raises: ValueError if that is another schedule's, or no state of one."""
+        """Restore a state from `state_dict`. Raises ValueError if it is not a state of this schedule."""
         part, losses = state.get("part"), state.get("losses")
         numbers = [state.get("step"), state.get("highest_lr"), *(losses if isinstance(losses, Sequence) else [None])]
         if type(part) is not int or not all(isinstance(number, int | float) for number in numbers):
-            raise ValueError(f"the state of a schedule is {shown(dict(state))}, which state_dict did not give")
+            raise ValueError(f"the state of a schedule is {shown(dict(state))}, which is not from state_dict()")
         if not 0 <= part < len(self.parts):
             raise ValueError(f"the state is of part {part + 1}, and {self.text!r} has {len(self.parts)}")
         self.part, self._step, self._told = part, state["step"], True
@@ -214,7 +221,7 @@ class Schedule:
 
 
 def _check(parts: Sequence[SchedulePhase], steps: int | None, peak: float | None) -> None:
-    """Raise a ValueError where a part would have no step, or needs what was not given."""
+    """Raise ValueError if a phase would have no step, or needs a missing argument."""
     before, of_before = 0, ""
     for part, after in pairwise(parts):
         end = part.end

@@ -1,12 +1,12 @@
-"""What to do to each operand of each GEMM: frozen, hashable data without a framework in it.
+"""Specs of quantized operands, GEMMs and recipes: frozen, hashable data that depends on no framework.
 
-A linear layer is three GEMMs of two operands each, every one written NT, `y[m, n] = a[m, k] @ b[n, k].T`:
+A linear layer is three GEMMs of two operands each, all in NT layout, `y[m, n] = a[m, k] @ b[n, k].T`:
 
     fprop   output      [T, N] = input         [T, K] @ weight   [N, K].T
     dgrad   grad_input  [T, K] = grad_output   [T, N] @ weight.T [K, N].T
     wgrad   grad_weight [N, K] = grad_output.T [N, T] @ input.T  [K, T].T
 
-A `Recipe` says how each of the six is quantized. Nothing subclasses it, and no code asks for its name.
+A `Recipe` says how each of the six is quantized. It has no subclasses, and no code depends on its name.
 """
 
 import inspect
@@ -18,35 +18,35 @@ from typing import Literal, NamedTuple, ParamSpec, get_args
 from quaver.recipes.formats import E4M3, E5M2, FORMATS, Format
 from quaver.recipes.text import html_lines, html_table, suggest
 
-# ---- spec ------------------------------------------------------------------------------------------------
+# ---- specs ----
 
-#: fp32: the encode factor is format.max / amax, correctly rounded. power_of_two: the largest power of two that does not
-#: saturate. e8m0: the same power, stored as an exponent byte. two_level: an E4M3 scale a block and a power of two for
-#: the tensor (two_level_fp32: a correctly rounded tensor factor). unit: always 1, nothing is measured.
+#: fp32: encode factor format.max / amax, correctly rounded. power_of_two: the largest power of two that does not
+#: saturate. e8m0: the same power, stored as an exponent byte. two_level: an E4M3 scale per block and a power of two per
+#: tensor (two_level_fp32: a correctly rounded tensor factor). unit: always 1, nothing is measured.
 ScaleKind = Literal["fp32", "power_of_two", "e8m0", "two_level", "two_level_fp32", "unit"]
 Rounding = Literal["nearest", "stochastic"]
-#: Elements that share a scale, (rows, k); None is the whole axis. A last, partial block is a block of its own.
+#: Elements that share a scale, (rows, k); None is the whole axis. A partial block at the end has its own scale.
 Block = tuple[int | None, int | None]
 
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """How one GEMM operand [rows, k] is quantized, k being the axis that the GEMM sums over."""
+    """Quantization of one GEMM operand [rows, k]; k is the contraction axis."""
 
     format: Format
     block: Block = (None, None)
     scale: ScaleKind = "power_of_two"
     rounding: Rounding = "nearest"
-    #: Rotate groups of 16 along k before anything else (k is padded with zeros to a multiple of 16).
+    #: True to rotate groups of 16 along k first (k is padded with zeros to a multiple of 16).
     hadamard: bool = False
     two_level: bool = field(init=False, repr=False, compare=False)
-    #: One scale for the whole operand.
+    #: True if one scale serves the whole operand.
     per_tensor: bool = field(init=False, repr=False, compare=False)
-    #: Every decode scale is a power of two, so rescaling by it is exact.
+    #: True if every decode scale is a power of two, so that rescaling is exact.
     power_of_two: bool = field(init=False, repr=False, compare=False)
-    #: Quantizing the transpose gives the transpose of the quantized operand.
+    #: True if quantizing the transpose gives the transpose of the quantized operand.
     transposable: bool = field(init=False, repr=False, compare=False)
-    #: The spec in a line, which `parse` reads.
+    #: The spec as one line of text, which `parse` reads.
     text: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -55,8 +55,8 @@ class QuantSpec:
         known = FORMATS.get(self.format.name)
         if known is not None and known != self.format:
             raise ValueError(
-                f"QuantSpec.format is {self.format!r}, and quaver has another format of that name, {known!r}; give "
-                "yours a name of its own"
+                f"QuantSpec.format is {self.format!r}, but quaver has another format of that name, {known!r}; give "
+                "your format another name"
             )
         _member("QuantSpec.scale", self.scale, ScaleKind)
         _member("QuantSpec.rounding", self.rounding, Rounding)
@@ -73,7 +73,8 @@ class QuantSpec:
                 f"two-level scales are for e2m1 in finite blocks, not for {self.format} in {self.block}; "
                 "use scale='power_of_two'"
             )
-        # Plain attributes: a compiler that builds a spec within a graph cannot trace the lock of a cached property.
+        # Plain attributes, because torch.compile cannot trace the lock of a cached property if a spec is built within a
+        # graph.
         derived = {
             "two_level": two_level,
             "per_tensor": self.block == (None, None),
@@ -85,16 +86,16 @@ class QuantSpec:
             object.__setattr__(self, name, value)
 
     def __hash__(self) -> int:
-        # Keys of kernels' launches hold specs, and a text remembers its hash.
+        # Launch caches use specs as keys, and a str caches its hash.
         return hash(self.text)
 
     def blocks(self, rows: int, k: int) -> tuple[int, int]:
-        """Shape of the scales of an operand [rows, k]; k is counted after the Hadamard's padding."""
+        """Return the shape of the scales of an operand [rows, k], with k after the padding of the Hadamard rotation."""
         br, bk = self.block
         return (1 if br is None else -(-rows // br), 1 if bk is None else -(-k // bk))
 
     def padded(self, k: int) -> int:
-        """Columns that are stored for k columns given."""
+        """Return the number of stored columns for k columns."""
         return -(-k // 16) * 16 if self.hadamard else k
 
     def __str__(self) -> str:
@@ -106,7 +107,7 @@ class QuantSpec:
     @staticmethod
     @cache
     def parse(text: str) -> "QuantSpec":
-        """The spec that `str` wrote: compiled graphs carry specs as text."""
+        """Parse the text of a spec; compiled graphs pass specs as text."""
         head, scale, *options = text.split(":")
         name, _, block = head.rstrip("]").partition("[")
         rows, k = (None if b == "*" else int(b) for b in block.split("x"))
@@ -122,12 +123,12 @@ def _text(spec: QuantSpec) -> str:
 
 @dataclass(frozen=True)
 class GemmSpec:
-    """The two operands of one NT GEMM; None keeps an operand in high precision."""
+    """The two operands of one NT GEMM; None leaves an operand in high precision."""
 
     a: QuantSpec | None
     b: QuantSpec | None
-    #: True lets the hardware accumulate faster and coarser where it offers that (Hopper and Ada keep 13 bits).
-    #: Emulation ignores it.
+    #: True to let the hardware accumulate faster and less precisely where it can (Hopper and Ada keep 13 bits). Ignored
+    #: by emulation.
     fast_accum: bool = False
 
     def __post_init__(self) -> None:
@@ -149,34 +150,34 @@ class GemmSpec:
 
 
 def reusable(have: QuantSpec | None, want: QuantSpec | None) -> bool:
-    """True if the transpose of an operand quantized by `have` is exactly the operand quantized by `want`."""
+    """Return True if the transpose of an operand quantized by `have` equals the operand quantized by `want`."""
     return have is not None and have == want and have.transposable
 
 
 class OperandReuse(NamedTuple):
-    """Which quantized operand of one GEMM serves another, transposed."""
+    """Flags for quantized operands of one GEMM whose transpose serves another GEMM."""
 
-    #: fprop's input serves wgrad: its codes are what backward keeps.
+    #: True if fprop's input serves wgrad: backward saves its codes.
     input: bool
-    #: fprop's weight serves dgrad.
+    #: True if fprop's weight serves dgrad.
     weight: bool
-    #: dgrad's grad_output serves wgrad.
+    #: True if dgrad's grad_output serves wgrad.
     grad_output: bool
 
 
-#: Steps that a history may hold, 12 MB a layer, and how often a factor may be halved.
+#: Longest history in steps (12 MB per layer), and largest margin.
 LONGEST_HISTORY, WIDEST_MARGIN = 1_000_000, 512
 
 
 @dataclass(frozen=True, kw_only=True)
 class Delayed:
-    """Scale by the past: each tensor's encode factor comes from the amaxes of earlier steps."""
+    """Delayed scaling: each tensor's encode factor comes from the amaxes of earlier steps."""
 
-    #: Steps of amax that are kept.
+    #: Number of steps in the history.
     length: int = 1024
-    #: Halve the factor this many times, as room for growth.
+    #: Number of times to halve the encode factor, as headroom for growing amaxes.
     margin: int = 0
-    #: "max" of the window, or its "most_recent" value.
+    #: "max" of the history, or its "most_recent" value.
     algorithm: Literal["max", "most_recent"] = "max"
 
     def __post_init__(self) -> None:
@@ -201,14 +202,14 @@ class Delayed:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """How the operands of attention's products are quantized, each (batch, head) a matrix [rows, k] of its own.
+    """Quantization of attention's operands, each (batch, head) being a matrix [rows, k] of its own.
 
-    Probabilities need no spec: they lie in [0, 1] and are E4M3 times the fixed factor `PROBABILITY_FACTOR`.
+    Probabilities need no spec: they are in [0, 1] and are stored as E4M3 times the fixed factor `PROBABILITY_FACTOR`.
     """
 
-    #: q, k and v, and their transposes in backward.
+    #: Spec of q, k and v, and of their transposes in backward.
     input: QuantSpec
-    #: The gradient of the output, that of the scores, and their transposes.
+    #: Spec of the gradients of output and scores, and of their transposes.
     grad_output: QuantSpec
 
     def __post_init__(self) -> None:
@@ -227,34 +228,34 @@ class AttentionSpec:
                 )
 
 
-#: What probabilities are multiplied by before they are rounded to E4M3.
+#: Factor of probabilities before they are rounded to E4M3.
 PROBABILITY_FACTOR = 256.0
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the three GEMMs of a linear layer are quantized, and the products of attention if `attention` is given."""
+    """Quantization of the three GEMMs of a linear layer, and of attention if `attention` is given."""
 
     name: str
     fprop: GemmSpec
     dgrad: GemmSpec
     wgrad: GemmSpec
-    #: Where the scales come from a history; None measures every tensor as it comes (current scaling).
+    #: Delayed scaling from a history, or None to measure every tensor (current scaling).
     delayed: Delayed | None = None
-    #: How attention's products are quantized; None leaves them in high precision.
+    #: Quantization of attention, or None for high precision.
     attention: AttentionSpec | None = None
-    #: What dgrad and wgrad multiply where they quantize nothing: the weight and the input themselves, or if this is
-    #: True what fprop consumed of them, dequantized, so that backward differentiates what forward computed.
+    #: Operands of dgrad and wgrad where those are unquantized: False uses the weight and the input themselves; True
+    #: uses fprop's operands dequantized, so that backward differentiates exactly what forward computed.
     dequantized_backward: bool = False
 
     #: True if any operand is quantized.
     quantizes: bool = field(init=False, repr=False, compare=False)
-    #: What backward may reuse.
+    #: Operands that backward reuses.
     plan: OperandReuse = field(init=False, repr=False, compare=False)
-    #: True if any operand is rounded at random; its layer then counts the quantizations.
+    #: True if any operand is rounded stochastically; its layer then counts quantizations.
     stochastic: bool = field(init=False, repr=False, compare=False)
-    #: The recipe in a line that no other recipe has. It remembers its hash: that of a table of tables takes longer than
-    #: a small GEMM.
+    #: The recipe as one unique line of text. Its hash is cached, unlike that of nested dataclasses, which would take
+    #: longer than a small GEMM.
     text: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -292,7 +293,7 @@ class Recipe:
         return hash(self.text)
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        # Made again where it is unpickled: another process hashes strings otherwise.
+        # Rebuilt when unpickled, because another process hashes strings differently.
         fields = self.delayed, self.attention, self.dequantized_backward
         return Recipe, (self.name, self.fprop, self.dgrad, self.wgrad, *fields)
 
@@ -302,24 +303,24 @@ class Recipe:
 
     @property
     def history_specs(self) -> tuple[QuantSpec, QuantSpec, QuantSpec]:
-        """The specs behind the three columns of a delayed recipe's history: input, weight, grad_output."""
+        """Specs of the three columns of a delayed recipe's history: input, weight, grad_output."""
         assert self.fprop.a is not None and self.fprop.b is not None and self.dgrad.a is not None
         return self.fprop.a, self.fprop.b, self.dgrad.a
 
     @property
     def kept_input(self) -> QuantSpec | None:
-        """How backward keeps the input: quantized as wgrad reads it, or dequantized fprop; None keeps it as it is."""
+        """Spec of the input saved for backward: wgrad's, or fprop's if dequantized; None for high precision."""
         return self.fprop.a if self.dequantized_backward and self.wgrad.b is None else self.wgrad.b
 
     def operands(self) -> dict[str, QuantSpec | None]:
-        """The table of six, by "gemm.operand"."""
+        """Return the six operands' specs by "gemm.operand"."""
         return {f"{name}.{side}": getattr(gemm, side) for name, gemm in self.gemms.items() for side in "ab"}
 
     def __str__(self) -> str:
         return self.name
 
     def __repr__(self) -> str:
-        """One line that tells two different recipes apart: `Recipe(mxfp8: fprop, dgrad, wgrad e4m3[1x32]:e8m0)`."""
+        """Return one line that distinguishes any two recipes: `Recipe(mxfp8: fprop, dgrad, wgrad e4m3[1x32]:e8m0)`."""
         by_text: dict[str, list[str]] = {}
         for name, gemm in self.gemms.items():
             by_text.setdefault(_gemm_text(gemm), []).append(name)
@@ -332,7 +333,7 @@ class Recipe:
         return table + html_lines(self._options())
 
     def _options(self) -> list[str]:
-        """What a recipe says beyond its GEMMs."""
+        """Return texts of the options beyond the GEMMs."""
         history, products = self.delayed, self.attention
         texts = []
         if history is not None:
@@ -345,10 +346,10 @@ class Recipe:
 
 
 def _fields_text(recipe: Recipe) -> str:
-    """All that two recipes of one name may differ in; a compiler follows how it is written."""
+    """Return all fields in which two recipes of one name may differ; written so that a compiler can trace it."""
     texts = []
     for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad):
-        # Both operands or neither.
+        # Both operands are quantized, or neither.
         texts.append("" if gemm.a is None or gemm.b is None else f"{gemm.a.text} {gemm.b.text}")
         texts.append(" fast;" if gemm.fast_accum else ";")
     history, products = recipe.delayed, recipe.attention
@@ -361,12 +362,12 @@ def _fields_text(recipe: Recipe) -> str:
     return "".join(texts)
 
 
-#: What stands for an operand that no recipe quantizes.
+#: Text for an unquantized operand.
 HIGH = "high precision"
 
 
 def _gemm_text(gemm: GemmSpec) -> str:
-    """The two operands in a line, an operand named once where both are the same."""
+    """Return both operands in one line, named once if they are equal."""
     operands = dict.fromkeys(str(spec or HIGH) for spec in (gemm.a, gemm.b))
     return " @ ".join(operands) + " fast" * gemm.fast_accum
 
@@ -376,8 +377,9 @@ def _check_weight(recipe: Recipe) -> None:
         spec = recipe.operands()[label]
         if spec is not None and spec.rounding != "nearest":
             raise ValueError(
-                f"recipe {recipe.name!r} rounds the weight at random ({label} is {spec}); a weight is quantized once "
-                "for many forwards and so rounded to nearest: leave rounding at random to input and grad_output"
+                f"recipe {recipe.name!r} rounds the weight stochastically ({label} is {spec}); a weight is quantized "
+                "once for many forwards, so it must be rounded to nearest: use stochastic rounding for input and "
+                "grad_output only"
             )
 
 
@@ -389,17 +391,17 @@ def _check_dequantized(recipe: Recipe) -> None:
         return
     if fprop.a is None or (recipe.dgrad.a is not None and recipe.wgrad.a is not None):
         raise ValueError(
-            f"recipe {recipe.name!r} has dequantized_backward=True, which is for a quantized fprop beside a dgrad or "
-            "wgrad that quantizes nothing: make one of them GemmSpec(None, None), or leave it out"
+            f"recipe {recipe.name!r} has dequantized_backward=True, which needs a quantized fprop and an unquantized "
+            "dgrad or wgrad: make one of them GemmSpec(None, None), or leave dequantized_backward out"
         )
     if fprop.a.hadamard:
         raise ValueError(
-            f"recipe {recipe.name!r} has dequantized_backward=True and rotates what fprop consumes: dequantized it is "
-            "still rotated, and gradients would be of other values; leave hadamard out of fprop"
+            f"recipe {recipe.name!r} has dequantized_backward=True and a rotated fprop: the dequantized operand would "
+            "still be rotated, which gives wrong gradients; leave hadamard out of fprop"
         )
 
 
-#: Operands that one column of a history serves.
+#: Operands that share a column of the history.
 _COLUMNS = (("fprop.a", "wgrad.b"), ("fprop.b", "dgrad.b"), ("dgrad.a", "wgrad.a"))
 
 
@@ -407,18 +409,18 @@ def _check_history(recipe: Recipe) -> None:
     operands = recipe.operands()
     for label, spec in operands.items():
         if spec is None and label.startswith("wgrad.") and recipe.wgrad.a is recipe.wgrad.b is None:
-            continue  # in high precision the weight's gradient reads no scale, and the others' columns stay as they are
+            continue  # an unquantized wgrad reads no scale
         if spec is None or not spec.per_tensor or spec.scale not in ("fp32", "power_of_two") or spec.hadamard:
             raise ValueError(
-                f"recipe {recipe.name!r} scales by a history, which needs one fp32 or power-of-two scale a tensor that "
-                f"is not rotated, but {label} is {spec}; leave out `delayed` or make every operand per tensor"
+                f"recipe {recipe.name!r} uses delayed scaling, which needs one fp32 or power-of-two scale per tensor "
+                f"and no rotation, but {label} is {spec}; leave out `delayed` or make every operand per tensor"
             )
     for one, other in _COLUMNS:
         a, b = operands[one], operands[other]
         if a is not None and b is not None and (a.format, a.scale) != (b.format, b.scale):
             raise ValueError(
-                f"recipe {recipe.name!r} scales by a history, whose one factor serves {one} and {other} alike, but "
-                f"they are {a} and {b}; give both the same format and scale"
+                f"recipe {recipe.name!r} uses delayed scaling, with one factor for both {one} and {other}, but they "
+                f"are {a} and {b}; give both the same format and scale"
             )
 
 
@@ -431,21 +433,20 @@ def _member(where: str, value: object, kind: object) -> None:
         raise ValueError(f"{where} is {value!r}; give one of {', '.join(get_args(kind))}")
 
 
-# ---- recipe functions ------------------------------------------------------------------------------------
-# The decorator that every recipe function wears: options are checked, and equal recipes are one object.
+# ---- recipe functions ----
 
 P = ParamSpec("P")
 
-#: By text. torch.compile guards on identity: an equal but distinct recipe would compile again. Of a dictionary with
-#: texts as keys it guards the one that is looked up; with recipes as keys it would guard all, and each new recipe would
-#: compile again whatever builds one.
+#: Recipes by text. torch.compile guards on identity, so an equal but distinct recipe would recompile. For a dict keyed
+#: by text it guards only the entry that is looked up; keyed by recipes it would guard all, and each new recipe would
+#: recompile code that builds one.
 _interned: dict[str, Recipe] = {}
-#: Options of these classes are told apart by their repr.
+#: Classes of options that are distinguished by their repr.
 PLAIN = frozenset((bool, int, float, str))
 
 
 def intern(recipe: Recipe) -> Recipe:
-    """The first recipe seen that equals this one."""
+    """Return the first recipe seen that equals this one."""
     first = _interned.get(recipe.text)
     if first is None:
         first = _interned[recipe.text] = recipe
@@ -453,7 +454,7 @@ def intern(recipe: Recipe) -> Recipe:
 
 
 def recipe(function: Callable[P, Recipe]) -> Callable[P, Recipe]:
-    """Turn an unknown option into a sentence with the nearest one, and intern what is built."""
+    """Decorate a recipe function: an unknown option raises with the nearest one, and equal results are one object."""
     known = list(inspect.signature(function).parameters)
     built: dict[str, Recipe] = {}
 
@@ -467,7 +468,7 @@ def recipe(function: Callable[P, Recipe]) -> Callable[P, Recipe]:
             raise ValueError(f"give the options of recipe {function.__name__!r} by name: {', '.join(known)}")
         if not all(type(value) in PLAIN for value in options.values()):
             return intern(function(*args, **options))
-        # A compiler looks up what is there; how a recipe is built and checked it would follow for a second.
+        # torch.compile traces only the lookup of a known recipe, but would trace the construction of a new one.
         given = ", ".join([f"{option}={value!r}" for option, value in options.items()])
         if given not in built:
             built[given] = intern(function(*args, **options))
@@ -477,20 +478,20 @@ def recipe(function: Callable[P, Recipe]) -> Callable[P, Recipe]:
 
 
 def flags(**values: object) -> None:
-    """Refuse what is not True or False, such as the string "false" from a command line."""
+    """Raise ValueError for values other than True and False, such as the string "false" from a command line."""
     for name, value in values.items():
         if not isinstance(value, bool):
             raise ValueError(f"{name} is {value!r}; give True or False")
 
 
 def float32_scale(power_of_two: bool) -> ScaleKind:
-    """The kind of a scale that is stored as a float32, by a recipe's option."""
+    """Return the kind of a float32 scale for a recipe's option `power_of_two`."""
     flags(power_of_two=power_of_two)
     return "power_of_two" if power_of_two else "fp32"
 
 
 def attention_spec(wanted: bool, input: QuantSpec | None, grad_output: QuantSpec | None) -> AttentionSpec | None:
-    """Attention quantized as a recipe's GEMMs quantize their input and grad_output, if it is wanted."""
+    """Return a spec that quantizes attention like a recipe's input and grad_output, or None if not `wanted`."""
     flags(attention=wanted)
     if not wanted:
         return None

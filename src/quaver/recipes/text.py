@@ -1,4 +1,4 @@
-"""What users hand to a function, looked at before a framework does: what does not fit is told in a sentence."""
+"""Argument checks with readable messages, parsing of recipe texts, spelling hints, and HTML tables."""
 
 import ast
 import re
@@ -7,37 +7,36 @@ from difflib import get_close_matches
 from html import escape
 from typing import Any
 
-# ---- given -----------------------------------------------------------------------------------------------
+# ---- argument checks ----
 
 
 def instance(where: str, what: str, value: object, kind: type, example: str) -> None:
-    """Refuse what is not of a type. Raises: TypeError that names an example."""
+    """Raise TypeError with an example if a value is not of the expected type."""
     if not isinstance(value, kind):
         raise TypeError(f"{where}: {what} is a {type(value).__name__}; give a {kind.__name__}, such as {example}")
 
 
 def shown(value: object) -> str:
-    """A value for a message, shortened."""
+    """Return a shortened repr of a value for a message."""
     try:
         text = repr(value)
-    except ValueError:  # Python writes no integer of more than 4300 digits
+    except ValueError:  # Python does not print integers of more than 4300 digits
         return "a number of thousands of digits"
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-# ---- recipe text -----------------------------------------------------------------------------------------
-# The text of a recipe, or of several over a run, taken apart: names, options, and what stands behind `until`.
+# ---- parsing of recipe texts: names, options and `until` ----
 
-#: Characters of a recipe's text; a longer one is a mistake, and Python's parser is not made for any text.
+#: Maximum length of a recipe's text; longer ones are mistakes, and Python's parser is not safe for arbitrary input.
 LONGEST = 500
-#: The word that says where a part of a run ends, outside of parentheses.
+#: The word before the end of a phase, outside of parentheses.
 _UNTIL = re.compile(r"(?<!\S)until(?!\S)")
 
 
 def parse(text: str) -> tuple[str, dict[str, Any]]:
-    """Name and options of a recipe's text, NAME or NAME(option=value, ...); the values are Python literals.
+    """Parse NAME or NAME(option=value, ...) to a name and options; the values are Python literals.
 
-    Raises: ValueError if the text has another form.
+    Raises ValueError if the text has another form.
     """
     if len(text) <= LONGEST:
         try:
@@ -49,12 +48,12 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
                 if len(options) == len(tree.keywords):
                     return tree.func.id, options
         except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
-            pass  # MemoryError is how the parser says that something is nested too deeply
+            pass  # the parser raises MemoryError for deep nesting
     raise ValueError(f"recipe {shown(text)} cannot be read; write NAME or NAME(option=value, ...)")
 
 
 def pieces(text: str) -> list[str]:
-    """What stands between the commas of a text; those inside parentheses belong to a recipe's options."""
+    """Split a text at commas outside of parentheses."""
     parts, depth, start = [], 0, 0
     for place, letter in enumerate(text):
         depth = max(0, depth + (letter == "(") - (letter == ")"))
@@ -65,7 +64,7 @@ def pieces(text: str) -> list[str]:
 
 
 def end_of(piece: str) -> tuple[str, str | None]:
-    """A piece as its recipe and what stands behind its `until`; None without one."""
+    """Split a phase into its recipe and the text after `until`, None without one."""
     options, closing, tail = piece.rpartition(")")
     said = _UNTIL.search(tail)
     if said is None:
@@ -74,7 +73,7 @@ def end_of(piece: str) -> tuple[str, str | None]:
 
 
 def items(text: str) -> Iterator[str]:
-    """The items of a list of recipes, of which one may be a schedule: a part with `until` and what follows are one."""
+    """Split a list of recipes into its items; a schedule with `until` and its following phases is one item."""
     item: list[str] = []
     for piece in pieces(text):
         if not piece and not item:
@@ -88,38 +87,36 @@ def items(text: str) -> Iterator[str]:
         yield ", ".join(item)
 
 
-# ---- spelling --------------------------------------------------------------------------------------------
-# Names that are not known, and the nearest one that is.
+# ---- spelling hints for unknown names ----
 
-#: Words that users of other libraries type, and ours.
+#: Names used by other libraries, and ours.
 ALIASES = {"fp8": "tensorwise", "float8": "tensorwise", "fp4": "nvfp4", "swish": "silu"}
 
 
 def check_name(kind: str, name: object, known: Collection[str]) -> None:
-    """Raise a ValueError that names the nearest unless there is one of this kind and name."""
+    """Raise ValueError with the nearest known name if `name` is unknown."""
     if name not in known:
         raise ValueError(f"no {kind} {name!r}; {suggest(str(name), known)}")
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """A clause for an error message: the nearest known word, or all of them."""
+    """Return a clause for an error message: the nearest known word, or all of them."""
     names = {name.lower(): name for name in known}
     alias = ALIASES.get(word.lower(), "").lower()
     near = [alias] if alias in names else get_close_matches(word.lower(), names, n=1, cutoff=0.5)
     return f"did you mean {names[near[0]]!r}?" if near else f"known: {', '.join(names.values())}"
 
 
-# ---- tables ----------------------------------------------------------------------------------------------
-# Tables as a notebook shows them: HTML without a style of its own, every text escaped.
+# ---- HTML for notebooks, without styling, all text escaped ----
 
 
 def html_table(header: Sequence[str], rows: Iterable[Sequence[object]], caption: str = "") -> str:
-    """One table; cells are escaped as text, numbers aligned to the right.
+    """Return a table; cells are escaped as text, numbers are right-aligned.
 
     Args:
-        header: the columns' titles.
-        rows: cells in the order of the header, shown by `str`.
-        caption: what stands above the table; "" for none.
+        header: titles of the columns.
+        rows: cells in the order of the header, converted by `str`.
+        caption: title above the table; "" for none.
     """
     title = f"<caption>{escape(caption)}</caption>" if caption else ""
     head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
@@ -128,7 +125,7 @@ def html_table(header: Sequence[str], rows: Iterable[Sequence[object]], caption:
 
 
 def html_lines(lines: Iterable[str]) -> str:
-    """Lines of text, each a paragraph."""
+    """Return lines of text as paragraphs."""
     return "".join(f"<p>{escape(line.strip())}</p>" for line in lines)
 
 

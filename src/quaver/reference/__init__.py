@@ -1,6 +1,6 @@
-"""The executable specification in numpy: operands, attention, histories; plain and slow, nothing fast is here.
+"""Executable specification in numpy: operands, attention, experts and optimizer states; plain and slow.
 
-What this page shows are the operations on operands, `quaver.reference.operations`.
+The names exported here are the operations on operands, `quaver.reference.operations`.
 """
 
 from quaver.reference.operations import (

@@ -1,19 +1,19 @@
-"""The executable specification of attention with quantized products, in numpy: every fast version is held to it.
+"""Executable specification of attention with quantized GEMMs, in numpy; all fast versions are compared with it.
 
-One head is five products, each operand quantized along the axis that is summed, the last of both:
+One head is five products, each with both operands quantized along the contraction axis, which is last:
 
     forward    S  [Sq, Sk] = q [Sq, D] kᵀ [Sk, D]                 O  [Sq, Dv] = P [Sq, Sk] (vᵀ)ᵀ [Dv, Sk]
     backward   dP [Sq, Sk] = dO [Sq, Dv] vᵀ [Sk, Dv]              dV [Sk, Dv] = Pᵀ [Sk, Sq] (dOᵀ)ᵀ [Dv, Sq]
                dQ [Sq, D]  = dS [Sq, Sk] (kᵀ)ᵀ [D, Sk]            dK [Sk, D]  = dSᵀ [Sk, Sq] (qᵀ)ᵀ [D, Sq]
 
 q, k, v and their transposes follow `AttentionSpec.input`; dO, dS and theirs follow `AttentionSpec.grad_output`; P is
-E4M3 times a fixed factor. What stands between two quantizations is computed in float64 here and rounded to float32
-where it is quantized, so that an implementation in float32 differs by float32's rounding and no more.
+E4M3 times a fixed factor. Values between two quantizations are computed in float64 and rounded to float32 where they
+are quantized, so a float32 implementation differs only by float32's rounding.
 
-In backward dS = P∘(dP - Δ), Δ = rowsum(P∘dP). The P that enters is the softmax's float32 one, not the eight bits that
-multiply v: it is what the softmax's derivative is about, small probabilities are not lost in it, and the error of dQ
-and dK is smaller with it on Gaussian data. Δ is taken from the same quantized dO and v as dP, and not as rowsum(dO∘O):
-so each row of dS sums to 0, and what the rounding of values and gradients with a mean does to dP cancels
+In backward dS = P∘(dP - Δ), Δ = rowsum(P∘dP). This P is the softmax's float32 result, not the eight-bit one that
+multiplies v: the derivative of the softmax is about the former, small probabilities are not lost in it, and the errors
+of dQ and dK are smaller with it on Gaussian data. Δ uses the same quantized dO and v as dP, instead of rowsum(dO∘O). So
+each row of dS sums to 0, and the effect of rounding values and gradients with a mean on dP cancels
 (docs/design/numerics.md has the figures).
 """
 
@@ -29,33 +29,33 @@ from quaver.recipes.text import check_name
 from quaver.reference.numerics import round_to
 from quaver.reference.operations import Quantized, matmul, quantize
 
-# ---- dot product -----------------------------------------------------------------------------------------
+# ---- heads ----
 
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """What the forward pass of one head made."""
+    """Results of one head's forward pass."""
 
-    #: The operands of the two products, in order: q, k; p, v.T.
+    #: Operands of the two products, in order: q, k; p, v.T.
     q: Quantized
     k: Quantized
     p: Quantized
     vt: Quantized
-    #: Softmax before it was quantized, float32 [Sq, Sk].
+    #: Softmax before quantization, float32 [Sq, Sk].
     probabilities: np.ndarray
-    #: The derivative of the scores after soft_cap by those before it, float64 [Sq, Sk]; 1 without one.
+    #: Derivative of the scores after soft_cap with respect to those before, float64 [Sq, Sk]; 1 without soft_cap.
     slope: np.ndarray
-    #: The logarithm of the sum over the scores and the sink, float64 [Sq]; -inf where a query sees nothing.
+    #: Logsumexp over scores and sink, float64 [Sq]; -inf if a query attends to nothing.
     logsumexp: np.ndarray
-    #: float32 [Sq, Dv].
+    #: Output, float32 [Sq, Dv].
     out: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
 class HeadGradients:
-    """What the backward pass of one head made."""
+    """Results of one head's backward pass."""
 
-    #: Operands: dO, v; dO.T; dS, k.T; dS.T, q.T. The left one of dV is p.
+    #: Operands: dO, v; dO.T; dS, k.T; dS.T, q.T. The left operand of dV is p.
     do: Quantized
     v: Quantized
     dot: Quantized
@@ -63,13 +63,13 @@ class HeadGradients:
     kt: Quantized
     dst: Quantized
     qt: Quantized
-    #: float64, of q's, k's and v's shapes, not yet rounded: heads that share k and v are summed first.
+    #: Gradients of q, k and v, float64, not rounded yet: heads that share k and v are summed first.
     dq: np.ndarray
     dk: np.ndarray
     dv: np.ndarray
-    #: The gradient of the scores where the bias is added, float64 [Sq, Sk].
+    #: Gradient of the scores where the bias is added, float64 [Sq, Sk].
     dbias: np.ndarray
-    #: The gradient of the sink's logit.
+    #: Gradient of the sink's logit.
     dsink: float
 
 
@@ -87,24 +87,26 @@ def attention_head(
     keep: np.ndarray | None = None,
     dropout: float = 0.0,
 ) -> Head:
-    """O = P v of one head, P = softmax(cap(q kᵀ scale) + bias).
+    """Compute O = P v of one head, P = softmax(cap(q kᵀ scale) + bias).
+
+    Codes are exact, except for a probability within float64's rounding of a tie.
 
     Args:
         q: [Sq, D].
         k: [Sk, D].
         v: [Sk, Dv].
-        spec: how the operands are quantized.
-        hidden: bool [Sq, Sk], True where a query may not see a key.
+        spec: quantization of the operands.
+        hidden: bool [Sq, Sk], True where a query must not attend to a key.
         bias: [Sq, Sk], added to the scores.
-        scale: of the scores; None is 1 / sqrt(D).
+        scale: factor of the scores; None is 1 / sqrt(D).
         soft_cap: scores become cap tanh(scores / cap).
-        sink: the logit of one more column of the softmax, whose value is 0.
+        sink: logit of an extra column of the softmax with value 0.
         keep: bool [Sq, Sk], False where dropout drops a probability.
-        dropout: the probability that it does; what is kept grows by 1 / (1 - dropout).
+        dropout: dropout probability; remaining values are multiplied by 1 / (1 - dropout).
+
     Returns:
-        A query that sees nothing gets 0. A block of an operand that holds an infinity or NaN has the scale NaN; a NaN
-        score makes its query's probabilities NaN, and no other's. Hidden keys count in the amax of k's and v's blocks.
-    Exact: the codes, but for a probability within float64's rounding of a tie.
+        The head's results. A query that attends to nothing gets 0. A block with an infinity or NaN has scale NaN; a NaN
+        score makes only its query's probabilities NaN. Hidden keys count in the amax of the blocks of k and v.
     """
     scale = 1 / math.sqrt(q.shape[1]) if scale is None else scale
     qq, kq, vt = (quantize(x, spec.input) for x in (q, k, v.T))
@@ -138,9 +140,9 @@ def attention_head_backward(
     keep: np.ndarray | None = None,
     dropout: float = 0.0,
 ) -> HeadGradients:
-    """The gradients of `attention_head` for grad = dO [Sq, Dv]; the other arguments are forward's.
+    """Compute the gradients of `attention_head` for grad = dO [Sq, Dv]; other arguments as in forward.
 
-    Exact: the codes, but for a value within float64's rounding of a tie.
+    Codes are exact, except for a value within float64's rounding of a tie.
     """
     scale = 1 / math.sqrt(q.shape[1]) if scale is None else scale
     with np.errstate(invalid="ignore", over="ignore"):
@@ -161,10 +163,11 @@ def attention_head_backward(
 
 
 def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, spec: AttentionSpec, **options: Any) -> np.ndarray:
-    """`attention_head` over q [B, H, Sq, D], k [B, G, Sk, D] and v [B, G, Sk, Dv], H / G heads to a group.
+    """Run `attention_head` over q [B, H, Sq, D], k [B, G, Sk, D] and v [B, G, Sk, Dv], H / G heads per group.
 
     Args:
-        options: hidden, bias and keep, broadcastable to [B, H, Sq, Sk]; sinks [H]; the others as of a head.
+        options: hidden, bias and keep, broadcastable to [B, H, Sq, Sk]; sinks [H]; others as for a head.
+
     Returns:
         float32 [B, H, Sq, Dv].
     """
@@ -177,12 +180,14 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, spec: AttentionSpec, 
 def attention_backward(
     grad: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, spec: AttentionSpec, **options: Any
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Gradients of `attention` for grad [B, H, Sq, Dv]: of q, k, v, the scores' bias [B, H, Sq, Sk] and sinks [H].
+    """Compute the gradients of `attention` for grad [B, H, Sq, Dv].
 
     Args:
-        options: forward's.
+        options: as in forward.
+
     Returns:
-        float32, each rounded once; heads of a group are summed first.
+        Gradients of q, k, v, the scores' bias [B, H, Sq, Sk] and sinks [H], float32, each rounded once; heads of a
+        group are summed first.
     """
     dq, dk, dv = (np.zeros(x.shape) for x in (q, k, v))
     dbias = np.zeros((*q.shape[:3], k.shape[2]))
@@ -202,7 +207,7 @@ def attention_backward(
 
 
 def _heads(q: np.ndarray, k: np.ndarray, options: dict[str, Any]) -> Any:
-    """Batch, head, group and options of each head."""
+    """Yield batch, head, group and options of each head."""
     batch, heads, queries, _ = q.shape
     whole = (batch, heads, queries, k.shape[2])
     given = {name: value for name, value in options.items() if value is not None}
@@ -215,13 +220,13 @@ def _heads(q: np.ndarray, k: np.ndarray, options: dict[str, Any]) -> Any:
 
 
 def _logsumexp(scores: np.ndarray) -> np.ndarray:
-    """Over the last axis; -inf where all are, or there are none."""
+    """Return logsumexp over the last axis; -inf if all are -inf, or there are none."""
     top = scores.max(-1, initial=-np.inf)
     shift = np.where(np.isfinite(top), top, 0)
     return shift + np.log(np.exp(scores - shift[:, None]).sum(-1))
 
 
-#: What `_probabilities` makes: one scale, which no amax decides.
+#: Spec of quantized probabilities, which have a fixed scale.
 _FIXED = QuantSpec(E4M3)
 
 
@@ -234,10 +239,9 @@ def _transposed(q: Quantized) -> Quantized:
     return Quantized(q.data.T, q.scale, q.spec)
 
 
-# ---- masks -----------------------------------------------------------------------------------------------
-# What both front ends ask of attention: masks by name, what may be given with each, and heads that share.
+# ---- masks by name, their arguments, and grouped heads, for both front ends ----
 
-#: The masks by name, and whether each takes a `mask` and hides later keys.
+#: Masks by name: (takes a `mask` argument, hides later keys).
 MASKS = {
     "none": (False, False),
     "causal": (False, True),
@@ -250,7 +254,7 @@ MASKS = {
 
 
 def check_type(mask_type: str, given: bool) -> None:
-    """Raise a ValueError unless there is a mask of this name, and one was given where it takes one."""
+    """Raise ValueError if the mask type is unknown, or its `mask` is missing or superfluous."""
     check_name("mask type", mask_type, MASKS)
     takes_mask, _ = MASKS[mask_type]
     if takes_mask and not given:
@@ -260,7 +264,7 @@ def check_type(mask_type: str, given: bool) -> None:
 
 
 def check_heads(heads: int, groups: int) -> None:
-    """Raise a ValueError unless each of the `groups` heads of keys and values serves equally many query heads."""
+    """Raise ValueError unless each of the `groups` heads of keys and values serves equally many query heads."""
     if heads < 1 or groups < 1 or heads % groups:
         raise ValueError(
             f"{heads} query heads cannot share {groups} heads of keys and values evenly; "
@@ -269,7 +273,7 @@ def check_heads(heads: int, groups: int) -> None:
 
 
 def check_window(mask_type: str, window: tuple[int, int] | None) -> None:
-    """Raise a ValueError unless the window is a pair of numbers of keys, none ahead of a causal query."""
+    """Raise ValueError unless the window is a pair of numbers of keys, none ahead of a causal query."""
     if window is None:
         return
     pair = isinstance(window, tuple | list) and len(window) == 2

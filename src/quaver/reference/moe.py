@@ -1,6 +1,6 @@
-"""The executable specification of experts in numpy: who goes where, in which order rows lie, what is summed.
+"""Executable specification of experts in numpy: routing, order of rows, and weighted sums.
 
-Token by token, in float64 but for what is compared, which is float32 as in every fast version.
+Token by token in float64, except for comparisons, which are float32 as in all fast versions.
 """
 
 import math
@@ -11,25 +11,25 @@ import numpy as np
 from quaver.recipes.spec import QuantSpec
 from quaver.recipes.text import check_name
 
-#: What logits may be made.
+#: Functions of logits that give scores.
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
-#: Added to the sum of the chosen scores before it divides them, as DeepSeek does.
+#: Added to the sum of the chosen scores before dividing by it, as in DeepSeek's code.
 TINY = 1e-20
 
 
 class Routing(NamedTuple):
-    """What T tokens choose of E experts."""
+    """Choices of T tokens among E experts."""
 
-    #: [T, k], the best first.
+    #: Chosen experts [T, k], the best first.
     indices: np.ndarray
-    #: float64 [T, k].
+    #: Weights, float64 [T, k].
     weights: np.ndarray
-    #: float64 [T, E], each row's sum 1.
+    #: Probabilities, float64 [T, E], with rows that sum to 1.
     probabilities: np.ndarray
 
 
 def score_of(z: np.ndarray, scores: str) -> np.ndarray:
-    """Scores of one token's logits, float64 [E]."""
+    """Return the scores of one token's logits, float64 [E]."""
     if scores == "sigmoid":
         return np.array([1 / (1 + math.exp(-v)) if v > -700 else 0.0 for v in z])
     if scores == "sqrtsoftplus":
@@ -39,7 +39,7 @@ def score_of(z: np.ndarray, scores: str) -> np.ndarray:
 
 
 def probabilities_of(z: np.ndarray, scores: str) -> np.ndarray:
-    """One token's scores divided by their sum, float64 [E]: from their logarithms, since scores may underflow."""
+    """Return one token's scores divided by their sum, float64 [E], from logarithms since scores may underflow."""
     if scores == "sigmoid":
         log = np.array([min(v, 0.0) - math.log1p(math.exp(-abs(v))) for v in z])
     elif scores == "sqrtsoftplus":
@@ -51,7 +51,7 @@ def probabilities_of(z: np.ndarray, scores: str) -> np.ndarray:
 
 
 def descending(x: np.ndarray) -> list[int]:
-    """Places in descending order, compared as float32; the first of equal ones first, NaN before all."""
+    """Return indices in descending order of values, compared as float32; ties in order, NaN first."""
     keys = [math.inf if math.isnan(v) else float(v) for v in x.astype(np.float32)]
     return sorted(range(len(keys)), key=lambda i: (not math.isnan(float(x[i])), -keys[i], i))
 
@@ -69,7 +69,7 @@ def route(
     scale: float = 1.0,
     normalize: bool | None = None,
 ) -> Routing:
-    """Options as those of `quaver.torch.route`; logits [T, E] are finite."""
+    """Choose experts for finite logits [T, E]; options as in `quaver.torch.route`."""
     given = groups, top_groups, best_of_group, None if bias is None else bias.shape, normalize
     check_route(logits.shape, k, scores, softmax_first, *given)
     experts = logits.shape[1]
@@ -99,14 +99,16 @@ def route(
 def places(
     indices: np.ndarray, experts: int, pad: int = 1, capacity: int | None = None
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Where every choice's row lies, where every expert's rows end, and how many rows there are.
+    """Return the row of every choice, the end of every expert's rows, and the number of rows.
 
     Args:
-        indices: [T, k]; a number outside of [0, experts) is a choice of no expert here.
-        pad: an expert's rows are so many times a whole number.
-        capacity: choices that an expert takes at most, the first ones.
+        indices: [T, k]; a number outside of [0, experts) means no expert here.
+        pad: each expert's number of rows is a multiple of this.
+        capacity: maximum number of choices per expert; the first ones are taken.
+
     Returns:
-        int64 [T × k], -1 for a choice without a row; int32 [experts]; the rows, the last of which may be no expert's.
+        int64 [T × k], -1 for a choice without a row; int32 [experts]; the number of rows, the last of which may be
+        unused.
     """
     flat = indices.reshape(-1)
     row, ends, end = np.full(len(flat), -1, np.int64), [], 0
@@ -120,7 +122,7 @@ def places(
 
 
 def rows_of(choices: int, experts: int, pad: int = 1, capacity: int | None = None) -> int:
-    """Rows that suffice however so many choices fall: a number that does not depend on how they do."""
+    """Return a number of rows that suffices for any distribution of this many choices."""
     most = choices + min(choices, experts) * (pad - 1)
     if capacity is not None:
         most = min(most, experts * (-(-capacity // pad) * pad))
@@ -130,7 +132,7 @@ def rows_of(choices: int, experts: int, pad: int = 1, capacity: int | None = Non
 def permute(
     x: np.ndarray, indices: np.ndarray, experts: int, pad: int = 1, capacity: int | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows of x [T, H], expert by expert, zeros between; ends and places as `places` gives them."""
+    """Copy tokens x [T, H] to rows sorted by expert, with zeros as padding; ends and places are those of `places`."""
     row, ends, count = places(indices, experts, pad, capacity)
     y = np.zeros((count, x.shape[1]), x.dtype)
     for at, to in enumerate(row):
@@ -140,9 +142,9 @@ def permute(
 
 
 def unpermute(y: np.ndarray, row: np.ndarray, k: int, weights: np.ndarray | None = None) -> np.ndarray:
-    """Each token's rows, times its weights, added up from the first choice to the last in float32 (float64 of such).
+    """Sum each token's rows, times its weights, in order of its choices, in float32 (float64 for float64 rows).
 
-    A choice without a row counts as a row of zeros.
+    A choice without a row counts as zeros.
     """
     wide = np.promote_types(y.dtype, np.float32).type
     out = np.zeros((len(row) // k, y.shape[1]), y.dtype)
@@ -170,12 +172,10 @@ def check_route(
     bias: tuple[int, ...] | None,
     normalize: bool | None,
 ) -> None:
-    """Refuse options of `route` that do not fit, in a sentence.
+    """Raise ValueError if options of `route` do not fit.
 
     Args:
-        shape: of the logits; bias: its shape; all else as `route` takes it.
-    Raises:
-        ValueError.
+        shape: shape of the logits; bias: its shape; others as in `route`.
     """
     check_name("scores", scores, SCORES)
     if len(shape) != 2:
@@ -187,11 +187,15 @@ def check_route(
     if scores != "softmax" and softmax_first:
         raise ValueError(f"softmax_first belongs to scores='softmax', and scores are {scores!r}: leave it out")
     if normalize is False and scores == "softmax" and not softmax_first:
-        raise ValueError("a softmax over the chosen experts adds up to 1: leave out normalize, or give softmax_first")
+        raise ValueError(
+            "the softmax over the chosen experts already sums to 1: leave out normalize, or give softmax_first"
+        )
     if bias is not None and bias != (experts,):
         raise ValueError(f"bias is {bias}; give one number for each of the {experts} experts")
     if (groups is None) != (top_groups is None):
-        raise ValueError("groups and top_groups are given together: how many groups there are, and how many are taken")
+        raise ValueError(
+            "give groups and top_groups together: the number of groups, and the number of groups to choose"
+        )
     if groups is None or top_groups is None:
         if best_of_group is not None:
             raise ValueError("best_of_group says how a group is scored; give groups and top_groups too")
@@ -211,12 +215,10 @@ def check_route(
 
 
 def check_permute(indices: tuple[int, ...], integers: bool, experts: int, pad: int, capacity: int | None) -> None:
-    """Refuse arguments of `permute` that do not fit, in a sentence.
+    """Raise ValueError if arguments of `permute` do not fit.
 
     Args:
-        indices: their shape; integers: whether they are some.
-    Raises:
-        ValueError.
+        indices: shape of the indices; integers: True if they are integers.
     """
     if len(indices) != 2 or not integers:
         raise ValueError(
@@ -224,15 +226,15 @@ def check_permute(indices: tuple[int, ...], integers: bool, experts: int, pad: i
         )
     _whole(experts=experts, pad=pad, capacity=capacity)
     if experts < 1 or not indices[1]:
-        raise ValueError(f"{experts} experts, of which a token chooses {indices[1]}: give at least one of each")
+        raise ValueError(f"there are {experts} experts and {indices[1]} choices per token: give at least one of each")
     if pad < 1:
-        raise ValueError(f"pad is {pad}: rows are filled up to a multiple of it, 1 leaves them as they are")
+        raise ValueError(f"pad is {pad}: give the number of which each expert's rows are a multiple, 1 for no padding")
     if capacity is not None and capacity < 1:
         raise ValueError(f"a capacity of {capacity} drops every token: give at least 1, or None to drop none")
 
 
 def _whole(**sizes: int | None) -> None:
-    """Refuse what is no whole number. Raises: ValueError."""
+    """Raise ValueError for sizes that are not whole numbers."""
     for name, size in sizes.items():
         if isinstance(size, bool | float | str):
             raise ValueError(f"{name} is {size!r}; give a whole number")
@@ -241,12 +243,10 @@ def _whole(**sizes: int | None) -> None:
 def check_unpermute(
     rows: tuple[int, ...], places: tuple[int, ...], integers: bool, k: int, weights: tuple[int, ...] | None
 ) -> None:
-    """Refuse arguments of `unpermute` whose shapes these are and do not fit, in a sentence.
+    """Raise ValueError if arguments of `unpermute` with these shapes do not fit.
 
     Args:
-        integers: whether the places are some.
-    Raises:
-        ValueError.
+        integers: True if the places are integers.
     """
     _whole(k=k)
     if not integers:
@@ -258,9 +258,14 @@ def check_unpermute(
 
 
 def why_not_rows(spec: QuantSpec) -> str:
-    """Why an operand's rows cannot be moved and stay what quantizing the moved rows gives, or ""."""
+    """Return why moving rows and quantizing them do not commute under a spec, or ""."""
     if not (spec.per_tensor or spec.block[0] == 1):
-        return f"rows that move have scales of their own or one for all, and {spec} has others: quantize afterwards"
+        return (
+            f"rows can be moved only with one scale per row or per tensor, and {spec} has other blocks: quantize "
+            "after moving them"
+        )
     if spec.rounding != "nearest":
-        return f"noise goes by a row's place, and {spec} rounds at random: quantize after rows are moved"
+        return (
+            f"the noise depends on a row's position, and {spec} rounds stochastically: quantize after moving the rows"
+        )
     return ""

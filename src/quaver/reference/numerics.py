@@ -1,6 +1,7 @@
-"""The fixed 16-point rotation of NVFP4's weight gradient: both operands turn, their product stays, outliers spread.
+"""Number specification in numpy: Hadamard rotation, Philox noise, rounding to formats, and scale factors.
 
-Source: NVIDIA, arXiv:2509.25149, appendix C; the signs are Transformer Engine's.
+Source of the 16-point rotation of NVFP4's weight gradient: NVIDIA, arXiv:2509.25149, appendix C; the signs are those of
+Transformer Engine.
 """
 
 from functools import cache
@@ -10,20 +11,23 @@ import numpy as np
 
 from quaver.recipes.formats import E4M3, Format
 
-# ---- hadamard --------------------------------------------------------------------------------------------
+# ---- Hadamard rotation ----
 
 GROUP = 16
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
 def rotate(x: np.ndarray) -> np.ndarray:
-    """Rotate groups of 16 along the last axis, the tail padded with zeros.
+    """Rotate groups of 16 along the last axis, padded with zeros.
+
+    Every stage is rounded to float32, in this order: signs, four butterfly stages of stride 1, 2, 4, 8 (a + b, a - b),
+    division by four.
 
     Args:
         x: float32 [rows, k].
+
     Returns:
-        float32 [rows, ceil16(k)]: signs, four butterfly stages of stride 1, 2, 4, 8 (a + b, a - b), a quarter of it.
-    Exact: every stage is rounded to float32, in this order.
+        float32 [rows, ceil16(k)].
     """
     rows, k = x.shape
     groups = -(-k // GROUP)
@@ -38,13 +42,11 @@ def rotate(x: np.ndarray) -> np.ndarray:
         return (y * np.float32(0.25)).reshape(padded.shape)
 
 
-# ---- philox ----------------------------------------------------------------------------------------------
-# Philox4x32-10 and Philox2x32-10: random words as a pure function of counter and key, the same bits on every backend.
-#
+# ---- Philox4x32-10 and Philox2x32-10: random words as a function of counter and key ----
 # Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-#: Of Philox2x32, whose keys go up by the first number of `WEYL`.
+#: Multiplier of Philox2x32, whose keys are incremented by the first number of `WEYL`.
 MULTIPLIER = 0xD256D193
 WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
@@ -52,26 +54,26 @@ _LOW = 0xFFFFFFFF
 
 
 def philox4x32(counter: tuple[np.ndarray, ...], key: tuple[int, int]) -> np.ndarray:
-    """Ten rounds of Philox.
+    """Run ten rounds of Philox.
 
     Args:
         counter: four arrays of one shape [...], values below 2**32.
         key: two words below 2**32.
+
     Returns:
         uint32 [..., 4].
-    Exact.
     """
     c0, c1, c2, c3 = (np.asarray(c, np.uint64) for c in np.broadcast_arrays(*counter))
     return np.stack(_rounds(c0, c1, c2, c3, *key), -1).astype(np.uint32)
 
 
 def one_philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """`philox4x32` of one counter, in Python's numbers: a quarter of the time that arrays take."""
+    """Run `philox4x32` for one counter with Python ints, four times as fast as with arrays."""
     return _rounds(*counter, *key)
 
 
 def _rounds(c0: Any, c1: Any, c2: Any, c3: Any, k0: int, k1: int) -> tuple[Any, Any, Any, Any]:
-    """Four words, arrays of uint64 or numbers, after ten rounds."""
+    """Return four words (uint64 arrays or ints) after ten rounds."""
     for _ in range(ROUNDS):
         p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         c0, c1, c2, c3 = p1 >> 32 ^ c1 ^ k0, p1 & _LOW, p0 >> 32 ^ c3 ^ k1, p0 & _LOW
@@ -80,14 +82,14 @@ def _rounds(c0: Any, c1: Any, c2: Any, c3: Any, k0: int, k1: int) -> tuple[Any, 
 
 
 def philox2x32(counter: tuple[np.ndarray, ...], key: int) -> np.ndarray:
-    """Ten rounds of Philox of two words: half the products for as many counters.
+    """Run ten rounds of two-word Philox: half the products for as many counters.
 
     Args:
         counter: two arrays of one shape [...], values below 2**32.
         key: below 2**32.
+
     Returns:
         uint32 [..., 2].
-    Exact.
     """
     c0, c1 = (np.asarray(c, np.uint64) for c in np.broadcast_arrays(*counter))
     for round_key in round_keys(key):
@@ -97,23 +99,23 @@ def philox2x32(counter: tuple[np.ndarray, ...], key: int) -> np.ndarray:
 
 
 def round_keys(key: int) -> list[int]:
-    """The keys of all rounds of `philox2x32`, whose first is this one."""
+    """Return the keys of all rounds of `philox2x32`, beginning with this one."""
     return [(key + i * WEYL[0]) & _LOW for i in range(ROUNDS)]
 
 
 def uniform(rows: int, k: int, seed: int, tensor_id: int, count: int) -> np.ndarray:
-    """The number in [0, 1) that each element of an operand [rows, k] is rounded with.
+    """Return the uniform number in [0, 1) for stochastic rounding of each element of an operand [rows, k].
 
-    The counter depends on the element's place in the whole operand, so a shard draws what the whole would have drawn.
+    The counter depends on the element's position in the whole operand, so a shard gets the same numbers as the whole.
 
     Args:
-        rows, k: shape of the operand as it is quantized.
+        rows, k: shape of the quantized operand.
         seed: 64 bits, the key.
-        tensor_id: which tensor, 32 bits.
-        count: how often this tensor was quantized before; its low 32 bits.
+        tensor_id: stream of the tensor, 32 bits.
+        count: number of earlier quantizations of this tensor; the low 32 bits are used.
+
     Returns:
         float32 [rows, k], multiples of 2**-24.
-    Exact.
     """
     groups = np.arange(-(-rows * k // 4), dtype=np.uint64)
     zero = np.zeros_like(groups)
@@ -123,10 +125,9 @@ def uniform(rows: int, k: int, seed: int, tensor_id: int, count: int) -> np.ndar
     return ((words >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)).reshape(rows, k)
 
 
-# ---- rounding --------------------------------------------------------------------------------------------
-# Rounding float32 to a format, and the bytes that stand for the result.
+# ---- rounding float32 to a format, and codes ----
 
-#: How `codes()` shows a NaN, whichever NaN code is stored.
+#: Code that `codes()` returns for NaN, whichever NaN code is stored.
 NAN_CODE = 0x7F
 
 
@@ -136,12 +137,12 @@ def round_to(x: np.ndarray, fmt: Format, u: np.ndarray | None = None) -> np.ndar
     Args:
         x: float32, any shape.
         fmt: a signed format.
-        u: [0, 1) of x's shape rounds at random, away from zero where u is below the fraction; None rounds to nearest,
-            ties to even.
+        u: [0, 1) of x's shape for stochastic rounding: away from zero where u is below the fraction. None rounds to
+            nearest even.
+
     Returns:
-        float32 of x's shape. Infinities and all that is too large become ±fmt.max, NaN stays NaN (+max where the format
-        has none), the sign of zero is kept.
-    Exact.
+        float32 of x's shape. Infinities and overflow become ±fmt.max, NaN stays NaN (+max if the format has none), and
+        the sign of zero is preserved.
     """
     a = np.where(np.isnan(x), np.float32(0), np.minimum(np.abs(x), np.float32(fmt.max)))
     exponent = np.maximum(np.frexp(a)[1] - 1, fmt.emin)
@@ -157,19 +158,19 @@ def round_to(x: np.ndarray, fmt: Format, u: np.ndarray | None = None) -> np.ndar
 
 @cache
 def magnitudes(fmt: Format) -> np.ndarray:
-    """Values of the codes without a sign, ascending: float32 [2**(bits - signed)], NaN for those above the largest."""
+    """Return the values of codes without a sign, ascending: float32 [2**(bits - signed)], NaN above the largest."""
     codes = np.arange(2 ** (fmt.bits - fmt.signed))
     fraction = codes % 2**fmt.mantissa_bits / 2.0**fmt.mantissa_bits
     exponent = codes >> fmt.mantissa_bits
     normal = np.ldexp(1.0 + fraction, exponent - fmt.bias)
-    # A format without a mantissa has no zero and no subnormals: each code is a power of two.
+    # A format without mantissa bits has no zero and no subnormals: each code is a power of two.
     subnormal = (exponent == 0) & (fmt.mantissa_bits > 0)
     values = np.where(subnormal, np.ldexp(fraction, fmt.emin), normal)
     return np.where(values > fmt.max, np.nan, values).astype(np.float32)
 
 
 def encode(values: np.ndarray, fmt: Format) -> np.ndarray:
-    """Codes of values on the grid: uint8, one an element. NaN is 0x7F, or 0xFF in a format without a sign. Exact."""
+    """Return uint8 codes of values on the grid, one per element. NaN is 0x7F, or 0xFF in a format without a sign."""
     finite = magnitudes(fmt)[: np.searchsorted(magnitudes(fmt), fmt.max) + 1]
     code = np.searchsorted(finite, np.abs(values))
     if fmt.signed:
@@ -178,38 +179,37 @@ def encode(values: np.ndarray, fmt: Format) -> np.ndarray:
 
 
 def decode(codes: np.ndarray, fmt: Format) -> np.ndarray:
-    """Values of codes: float32 of the same shape. Exact."""
+    """Return the values of codes: float32 of the same shape."""
     return values(fmt)[codes]
 
 
 @cache
 def values(fmt: Format) -> np.ndarray:
-    """Values of all bytes as codes: float32 [256], NaN for those that are none."""
+    """Return the values of all bytes as codes: float32 [256], NaN for invalid codes."""
     both = np.concatenate([magnitudes(fmt), *([-magnitudes(fmt)] if fmt.signed else [])])
     return np.concatenate([both, np.full(256 - len(both), np.nan, np.float32)])
 
 
-# ---- scaling ---------------------------------------------------------------------------------------------
-# From the largest magnitude of a block to its encode factor, on the bits wherever a compiler could round otherwise.
+# ---- scaling: from a block's amax to its encode factor, on the bits where a compiler could round otherwise ----
 
-#: Powers of two that an encode factor may be: its reciprocal and the products it enters stay normal numbers.
+#: Range of exponents of power-of-two encode factors, for which reciprocals and products stay normal.
 FACTOR_EXPONENTS = (-126, 100)
-#: The same for a tensor's factor of two-level scaling.
+#: The same for the tensor factor of two-level scaling.
 TENSOR_EXPONENTS = (-117, 100)
-#: A two-level tensor factor brings the largest element to this: the largest E2M1 times the largest E4M3.
+#: Magnitude to which a two-level tensor factor scales the largest element: largest E2M1 times largest E4M3.
 TWO_LEVEL_MAX = 448.0 * 6.0
 FLT_MAX = np.finfo(np.float32).max
 
 
 def amax(x: np.ndarray, block: tuple[int | None, int | None]) -> np.ndarray:
-    """Largest magnitude of each block, compared as bits, so that NaN > infinity > finite.
+    """Return the largest magnitude of each block, compared as bits, so that NaN > infinity > finite.
 
     Args:
         x: float32 [rows, k].
         block: (rows, k), None for the whole axis.
+
     Returns:
         float32 [ceil(rows / br), ceil(k / bk)]; subnormal maxima are 0.
-    Exact.
     """
     rows, k = x.shape
     br, bk = (min(b or max(n, 1), max(n, 1)) for b, n in zip(block, (rows, k), strict=True))
@@ -222,7 +222,7 @@ def amax(x: np.ndarray, block: tuple[int | None, int | None]) -> np.ndarray:
 
 
 def exponent(amax: np.ndarray, largest: float, bounds: tuple[int, int] = FACTOR_EXPONENTS) -> np.ndarray:
-    """The largest p within bounds with amax * 2**p <= largest; 0 where amax is 0, infinite or NaN. int32, Exact."""
+    """Return the largest p within bounds with amax * 2**p <= largest, int32; 0 if amax is 0, infinite or NaN."""
     mantissa, e = np.frexp(np.float32(largest))
     top_mantissa = int((2 * mantissa - 1) * 2**23)
     bits = np.asarray(amax, np.float32).view(np.uint32).astype(np.int64)
@@ -231,18 +231,17 @@ def exponent(amax: np.ndarray, largest: float, bounds: tuple[int, int] = FACTOR_
 
 
 def usable(amax: np.ndarray) -> np.ndarray:
-    """Where an amax defines a factor: finite and not zero."""
+    """Return a mask of amaxes that define a factor: finite and nonzero."""
     return np.isfinite(amax) & (amax > 0)
 
 
 def encode_factor(amax: np.ndarray, fmt: Format, power_of_two: bool) -> np.ndarray:
-    """What data are multiplied by before rounding; 1 where amax is 0, infinite or NaN.
+    """Return the encode factor of an amax; 1 if it is 0, infinite or NaN.
 
     Args:
         amax: float32, any shape.
         fmt: format of the data.
-        power_of_two: else fmt.max / amax, correctly rounded and held to normal numbers.
-    Exact.
+        power_of_two: False for fmt.max / amax, correctly rounded and clamped to normal numbers.
     """
     if power_of_two:
         return np.ldexp(np.float32(1), exponent(amax, fmt.max))
@@ -250,24 +249,23 @@ def encode_factor(amax: np.ndarray, fmt: Format, power_of_two: bool) -> np.ndarr
 
 
 def tensor_factor(amax: np.ndarray, power_of_two: bool) -> np.ndarray:
-    """The first level of two-level scaling; 1 where amax is 0, infinite or NaN. Exact."""
+    """Return the tensor factor of two-level scaling; 1 if amax is 0, infinite or NaN."""
     if power_of_two:
         return np.ldexp(np.float32(1), exponent(amax, TWO_LEVEL_MAX, TENSOR_EXPONENTS))
     return np.where(usable(amax), _ratio(TWO_LEVEL_MAX, amax), np.float32(1))
 
 
 def block_scale(amax: np.ndarray, factor: np.ndarray) -> np.ndarray:
-    """The second level: E4M3 values, float32 of amax's shape. Exact."""
+    """Return the block scales of two-level scaling: E4M3 values, float32 of amax's shape."""
     with np.errstate(over="ignore", invalid="ignore"):
         return round_to(amax * (factor * np.float32(1 / 6)), E4M3)
 
 
 def block_factor(scale: np.ndarray, factor: np.ndarray) -> np.ndarray:
-    """What two-level data are multiplied by: 1 / (scale × (1 / factor)), 0 where the block's scale is 0.
+    """Return the encode factor of two-level data: 1 / (scale × (1 / factor)), 0 if the block's scale is 0.
 
-    Three roundings in Transformer Engine's order; where the factor is a power of two only the last one rounds, and
-    factor × (1 / scale) is the same number.
-    Exact.
+    Rounds three times, in Transformer Engine's order. If the tensor factor is a power of two only the last operation
+    rounds, and factor × (1 / scale) is the same number.
     """
     safe = np.where(scale == 0, np.float32(1), scale)
     with np.errstate(over="ignore"):

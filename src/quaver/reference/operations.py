@@ -1,4 +1,4 @@
-"""The executable specification in numpy: quantize, dequantize, matmul. Slow; every fast version is held to it."""
+"""Executable specification of quantize, dequantize and matmul in numpy; fast versions are compared with it."""
 
 from dataclasses import dataclass
 
@@ -22,30 +22,31 @@ from quaver.reference.numerics import (
 )
 from quaver.reference.numerics import amax as block_amax
 
-# ---- operations ------------------------------------------------------------------------------------------
+# ---- operands ----
 
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """An operand [rows, k]: data on the format's grid and the scales of its blocks; original ≈ data × scale."""
+    """Operand [rows, k]: data on the format's grid and the scales of its blocks; original ≈ data × scale."""
 
-    #: float32 [rows, k], on the grid of spec.format; k includes the Hadamard's padding.
+    #: float32 [rows, k] on the grid of spec.format; k includes the padding of the Hadamard rotation.
     data: np.ndarray
-    #: float32 decode scales [blocks of rows, blocks of k], both levels multiplied.
+    #: float32 decode scales [blocks of rows, blocks of k], with both levels multiplied.
     scale: np.ndarray
     spec: QuantSpec
 
     def codes(self) -> np.ndarray:
-        """uint8 [rows, k], one code an element, NaN as 0x7F."""
+        """Return uint8 codes [rows, k], one per element, NaN as 0x7F."""
         return encode(self.data, self.spec.format)
 
     def scales(self) -> np.ndarray:
         return self.scale
 
     def dequantize(self) -> np.ndarray:
-        """float32 [rows, k]: data × scale. After a Hadamard these are the rotated values, as the GEMM sees them.
+        """Return data × scale, float32 [rows, k]; after a Hadamard rotation these are the rotated values that the GEMM
+        uses.
 
-        What was rounded up beyond float32's largest number is infinite.
+        Values rounded up beyond float32's largest number are infinite.
         """
         with np.errstate(over="ignore"):
             return self.data * spread(self.scale, self.spec.block, self.data.shape)
@@ -61,22 +62,23 @@ def quantize(
     tensor_id: int = 0,
     count: int = 0,
 ) -> Quantized:
-    """Quantize one GEMM operand: data = round_to(x × e), scale = 1 / e, a factor e for each block.
+    """Quantize one GEMM operand: data = round_to(x × e), scale = 1 / e, with a factor e per block.
 
     Args:
-        x: [rows, k], the axis that the GEMM sums over last; anything float32 holds. A `Quantized` of this spec is
-            returned as it is.
-        spec: how.
-        amax: [blocks of rows, blocks of k], or the tensor's [1, 1] for two-level scales; None measures it.
-        factor: the encode factor of delayed scaling, in place of the one that amax implies; 0 is unset.
-        seed, tensor_id, count: of stochastic rounding's Philox stream.
+        x: [rows, k], convertible to float32; k is the contraction axis of the GEMM. A `Quantized` of this spec is
+            returned unchanged.
+        spec: format, block, kind of scale and rounding of the operand.
+        amax: [blocks of rows, blocks of k], or [1, 1] of the tensor for two-level scales; None measures it.
+        factor: encode factor of delayed scaling, used instead of the one computed from amax; 0 is unset.
+        seed, tensor_id, count: Philox stream of stochastic rounding.
+
     Returns:
-        Where an amax (measured or given) is infinite or NaN, the factor is 1 and the scale NaN; where it is 0, both
-        are 1 (but E8M0's scale 2**-127 and its data 0, two-level's scale and data 0).
-        A block that holds an infinity or NaN has the scale NaN whatever amax or factor was given.
+        The quantized operand. If an amax (measured or given) is infinite or NaN, the factor is 1 and the scale NaN; if
+        it is 0, both are 1 (but for E8M0 the scale is 2**-127 and the data 0, for two-level scales both are 0). A block
+        with an infinity or NaN has scale NaN whatever amax or factor was given.
+
     Raises:
         ValueError: x is quantized by another spec, or is not a matrix.
-    Exact.
     """
     if isinstance(x, Quantized):
         if x.spec != spec:
@@ -100,7 +102,7 @@ def quantize(
 def factors(
     x: np.ndarray, spec: QuantSpec, amax: np.ndarray | None, factor: float | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Encode factors and decode scales of x's blocks, both float32 [blocks of rows, blocks of k]."""
+    """Return encode factors and decode scales of x's blocks, both float32 [blocks of rows, blocks of k]."""
     shape = spec.blocks(*x.shape)
     if spec.scale == "unit":
         return np.ones(shape, np.float32), np.ones(shape, np.float32)
@@ -130,23 +132,23 @@ def _two_level(x: np.ndarray, spec: QuantSpec, tensor: np.ndarray) -> tuple[np.n
 
 
 def _flush(x: np.ndarray) -> np.ndarray:
-    """Subnormals to zeros of their sign: rounding at random could take one up, and some machines never see them."""
+    """Flush subnormals to signed zeros: stochastic rounding could round one up, and some machines flush them anyway."""
     return np.where(np.abs(x) < np.float32(2.0**-126), np.copysign(np.float32(0), x), x)
 
 
 def _as_array(amax: np.ndarray) -> np.ndarray:
-    """A given amax: as magnitudes, with those whose exponent field is 0 counted as 0."""
+    """Return a given amax as magnitudes, with subnormals set to 0."""
     a = np.abs(np.atleast_2d(np.asarray(amax, np.float32)))
     return np.where(a < np.float32(2.0**-126), np.float32(0), a)
 
 
 def dequantize(q: Quantized) -> np.ndarray:
-    """float32 [rows, k]: data × scale."""
+    """Return data × scale, float32 [rows, k]."""
     return q.dequantize()
 
 
 def matmul(a: Quantized | np.ndarray, b: Quantized | np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
-    """a [m, k] @ b [n, k].T + bias, in float64: what every GEMM is measured against.
+    """Compute a [m, k] @ b [n, k].T + bias in float64, the reference of every GEMM.
 
     Returns:
         float64 [m, n].
@@ -157,7 +159,7 @@ def matmul(a: Quantized | np.ndarray, b: Quantized | np.ndarray, bias: np.ndarra
 
 
 def spread(blocks: np.ndarray, block: Block, shape: tuple[int, ...]) -> np.ndarray:
-    """One value a block to one value an element of `shape`."""
+    """Expand one value per block to one per element of `shape`."""
     rows, k = shape
     height, width = (min(b or max(n, 1), max(n, 1)) for b, n in zip(block, shape, strict=True))
     wide = np.repeat(blocks, height, axis=0)[:rows]
@@ -167,14 +169,12 @@ def spread(blocks: np.ndarray, block: Block, shape: tuple[int, ...]) -> np.ndarr
 __all__ = ["Quantized", "decode", "dequantize", "encode", "factors", "matmul", "quantize", "round_to", "spread"]
 
 
-# ---- history ---------------------------------------------------------------------------------------------
-# Delayed scaling's state, as pure functions: a window of amaxes a tensor, and the encode factor it implies.
-#
-# A column of the window holds [being recorded, oldest … newest]. Source: Transformer Engine's delayed scaling.
+# ---- scaling histories: a window of amaxes per tensor, and its encode factor, as pure functions ----
+# A column of the window is [being recorded, oldest … newest]. Source: Transformer Engine's delayed scaling.
 
 
 def record(history: np.ndarray, amax: float) -> np.ndarray:
-    """Note the amax of one quantization; infinities and NaN are not noted. float32 [length] to [length]."""
+    """Record the amax of one quantization, ignoring infinities and NaN. float32 [length] to [length]."""
     new = history.copy()
     if np.isfinite(amax):
         new[0] = max(new[0], np.float32(amax))
@@ -184,17 +184,17 @@ def record(history: np.ndarray, amax: float) -> np.ndarray:
 def roll(
     history: np.ndarray, factor: np.float32, delayed: Delayed, fmt: Format, power_of_two: bool = True
 ) -> tuple[np.ndarray, np.float32]:
-    """End a step: what was recorded joins the window, and the factor follows from it.
+    """End a step: move the recorded amax into the window, and compute the factor.
 
     Args:
-        history: float32 [length]; row 0 is what this step recorded, 0 if nothing.
-        factor: the encode factor so far, 0 while unset.
+        history: float32 [length]; row 0 is the amax recorded in this step, 0 if none.
+        factor: encode factor so far, 0 if unset.
         delayed: window length, margin, algorithm.
         fmt: format of the data.
-        power_of_two: of the factor.
+        power_of_two: True for a power-of-two factor.
+
     Returns:
-        history and factor; both unchanged where nothing was recorded.
-    Exact.
+        New history and factor; both unchanged if nothing was recorded.
     """
     newest = history[0]
     if newest == 0:
@@ -205,7 +205,7 @@ def roll(
 
 
 def factor_from(amax: np.float32, delayed: Delayed, fmt: Format, power_of_two: bool) -> np.float32:
-    """The encode factor of a window's amax, margin applied and held within bounds."""
+    """Return the encode factor of a window's amax, with the margin applied, clamped to bounds."""
     if power_of_two:
         p = int(exponent(np.asarray(amax), fmt.max)) - delayed.margin
         return np.float32(2.0 ** min(max(p, FACTOR_EXPONENTS[0]), FACTOR_EXPONENTS[1]))

@@ -1,9 +1,9 @@
-"""Writing and reading optimizer states in numpy: plain, slow, and what every other way is compared with.
+"""Encoding and decoding of optimizer states in numpy; plain and slow, all other implementations are compared with it.
 
-    y = |x| / scale       code = the nearest, or at random one of the two around y, so that the expectation is y
+    y = |x| / scale       code = nearest to y, or stochastically one of the two around y, so that the mean is y
 
-Every rounded step of the formulas below is a single operation of IEEE float32 whose inputs a compiler cannot fuse, so
-that all frameworks agree bit by bit; products that enter a sum are exact.
+Every rounded step of the formulas below is a single IEEE float32 operation whose inputs a compiler cannot fuse, so that
+all frameworks agree bit for bit; products that enter a sum are exact.
 """
 
 import math
@@ -17,30 +17,31 @@ from quaver.reference.numerics import encode as encode_format
 from quaver.reference.numerics import round_to
 from quaver.reference.optimizer_state import INTEGERS, StateCode, StateSpec, boundaries, levels
 
-# ---- reference -------------------------------------------------------------------------------------------
+# ---- states ----
 
 F = np.float32
-#: A scale reaches from the smallest normal number, below which a block counts as zeros, to one whose reciprocal is
-#: normal; larger magnitudes saturate.
+#: Largest scale, whose reciprocal is normal; larger magnitudes saturate. The smallest scale is the smallest normal
+#: number, and a block below it counts as zeros.
 LARGEST_SCALE = F(2.0**126)
-#: 1/3, by which every implementation multiplies: not every compiler divides exactly.
+#: 1/3, by which every implementation multiplies, because not every compiler divides exactly.
 THIRD = F(1 / 3)
-#: Random words have this many bits that count.
+#: Number of significant bits of random words.
 NOISE_BITS = 15
 
 
 def encode(x: np.ndarray, spec: StateSpec, noise: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray | None]:
-    """A state's codes and scales.
+    """Encode a state; returns codes and scales.
+
+    Exact; expanded codes are bounded, see `quaver.reference.optimizer_state`.
 
     Args:
-        x: float32 [..., K]; not negative where the code has no sign.
+        x: float32 [..., K]; nonnegative if the code has no sign.
         noise: integers below 2**15 of x's shape, if the spec is stochastic.
+
     Returns:
-        codes of x's shape (int8 where the code is an integer with a sign, uint8 else; float32 and uint16, bfloat16's
-        bits, and float16 for the others), and scales float32 [..., ceil(K / block)], or [] for a whole tensor; three
-        numbers of each block where the code is expanded; None without scales. A block with a number that is not
-        finite has the scale NaN and codes 0.
-    Exact; of expanded codes bounded, see `quaver.reference.optimizer_state`.
+        Codes of x's shape: int8 for signed integer codes, else uint8; for the others float32, uint16 (bfloat16's bits)
+        and float16. Scales: float32 [..., ceil(K / block)], or [] for a whole tensor; three numbers per block for
+        expanded codes; None without scales. A block with a number that is not finite has scale NaN and codes 0.
     """
     x = np.asarray(x, F)
     u = None if not spec.stochastic else np.asarray(noise, np.int64)
@@ -74,7 +75,7 @@ def encode(x: np.ndarray, spec: StateSpec, noise: np.ndarray | None = None) -> t
 
 
 def decode(codes: np.ndarray, scale: np.ndarray | None, spec: StateSpec) -> np.ndarray:
-    """Values of codes: float32 of their shape. Exact."""
+    """Decode codes to float32 values of the same shape."""
     if spec.code == "float32":
         return codes.copy()
     if spec.code == "bfloat16":
@@ -92,12 +93,12 @@ def decode(codes: np.ndarray, scale: np.ndarray | None, spec: StateSpec) -> np.n
 
 
 def scales(x: np.ndarray, spec: StateSpec) -> np.ndarray:
-    """The scale of each block: its largest magnitude over the code's largest, at least that. float32. Exact."""
+    """Return the scale of each block, float32: at least its largest magnitude over the code's largest."""
     return scale_of(_amax(x, spec.block), spec)
 
 
 def scale_of(amax: np.ndarray, spec: StateSpec) -> np.ndarray:
-    """The scale of each largest magnitude, float32; NaN where that is not finite. Exact."""
+    """Return the scale for each largest magnitude, float32; NaN where that is not finite."""
     finite = np.isfinite(amax)
     with np.errstate(over="ignore"):
         ratio = np.where(finite, amax, F(0)) / F(spec.of.largest)
@@ -111,7 +112,7 @@ def scale_of(amax: np.ndarray, spec: StateSpec) -> np.ndarray:
 
 
 def table_values(codes: np.ndarray, code: StateCode) -> np.ndarray:
-    """Values of codes as multiples of their scale: float32. Exact."""
+    """Return the values of codes as multiples of their scale, float32."""
     if code.kind == "float16":
         return codes.astype(F)
     if code.kind == "dynamic":
@@ -124,14 +125,14 @@ def table_values(codes: np.ndarray, code: StateCode) -> np.ndarray:
     if code.kind == "softsign":
         return c.astype(F) / (254 - np.abs(c)).astype(F)
     if code.kind == "mitchell":
-        # 64 or 96 binades below, so that twice or four times the exponent's field has room, and zero stays zero.
+        # 64 or 96 binades lower, so that the exponent field can be doubled or quadrupled, and zero stays zero.
         bits = np.ldexp(np.abs(c).astype(F), -32 * (code.halvings + 1)).view(np.uint32) << code.halvings
         return np.copysign(bits.view(F), np.sign(c)).astype(F)
     return np.sign(c).astype(F) * ((c * c).astype(F) * F(1 / code.top**2))
 
 
 def _magnitude_codes(y: np.ndarray, code: StateCode, u: np.ndarray | None) -> np.ndarray:
-    """Codes of y, float32 from 0 to the code's largest: int64; u, noise below 2**15, rounds at random."""
+    """Return int64 codes of y, float32 from 0 to the code's largest; noise u below 2**15 rounds stochastically."""
     if code.kind == "softsign":
         return _softsign(y, u)
     if code.kind == "root":
@@ -170,12 +171,12 @@ def _mitchell(y: np.ndarray, halvings: int, u: np.ndarray | None) -> np.ndarray:
     bits = (y.view(np.uint32) >> halvings) + np.uint32(32 * (halvings + 1) << 23)
     c = bits.view(F)
     if halvings == 1:
-        # Codes 0, 1 and 2 are worth 0, 1/2 and 2, and Mitchell's line bends between them.
+        # Codes 0, 1 and 2 have the values 0, 1/2 and 2, and Mitchell's line bends between them.
         with np.errstate(over="ignore"):
             twice = y * F(2)
             c = np.minimum(c, np.minimum(twice, (twice + F(2)) * THIRD))
     if u is not None:
-        # From -1/2 up to 1/2, on both sides alike: values lie on a line between two codes, so none is preferred.
+        # From -1/2 up to 1/2, symmetric: values are on a line between two codes, so neither is favoured.
         c = c + (2 * u + 1 - 2**NOISE_BITS).astype(F) * F(2.0 ** -(NOISE_BITS + 1))
     return np.rint(c).astype(np.int64)
 
@@ -189,7 +190,7 @@ def _format_codes(y: np.ndarray, code: StateCode, fmt: Format, u: np.ndarray | N
     low = np.minimum(np.floor(steps), F(2 ** (fmt.mantissa_bits + 1) - 1))
     chance = u.astype(F) * F(2.0**-NOISE_BITS)
     if code.root:
-        # Of squares, in units of a squared step.
+        # For squares, in units of a squared step.
         square = np.ldexp(y, 2 * (fmt.mantissa_bits - exponent))
         up = square > low * low + (F(2) * low + F(1)) * chance
     else:
@@ -217,7 +218,7 @@ def _unsigned(fmt: Format) -> np.ndarray:
 
 
 def _signed(c: np.ndarray, x: np.ndarray, code: StateCode) -> np.ndarray:
-    """Codes of magnitudes with the sign of x."""
+    """Return codes of magnitudes with the sign of x."""
     negative = np.signbit(x) & (c > 0)
     if code.kind in INTEGERS:
         return np.where(negative, -c, c).astype(np.int8 if code.signed else np.uint8)
@@ -227,7 +228,7 @@ def _signed(c: np.ndarray, x: np.ndarray, code: StateCode) -> np.ndarray:
 
 
 def bfloat16_bits(x: np.ndarray, u: np.ndarray | None) -> np.ndarray:
-    """bfloat16's bits of float32 x, uint16: to nearest, ties to even, or at random; infinities and NaN stay. Exact."""
+    """Return bfloat16's bits of float32 x, uint16: nearest even, or stochastic; infinities and NaN stay."""
     bits = x.view(np.uint32).astype(np.int64)
     added = 0x7FFF + (bits >> 16 & 1) if u is None else u << 1
     rounded = (bits + added) >> 16
@@ -236,7 +237,7 @@ def bfloat16_bits(x: np.ndarray, u: np.ndarray | None) -> np.ndarray:
 
 
 def _amax(x: np.ndarray, block: int | None) -> np.ndarray:
-    """Largest magnitudes of blocks; NaN counts above infinity."""
+    """Return the largest magnitudes of blocks; NaN counts above infinity."""
     bits = np.ascontiguousarray(x).view(np.uint32) & np.uint32(0x7FFFFFFF)
     if block is None:
         return bits.max(initial=np.uint32(0)).astype(np.uint32).view(F)
@@ -244,7 +245,7 @@ def _amax(x: np.ndarray, block: int | None) -> np.ndarray:
 
 
 def in_blocks(x: np.ndarray, block: int) -> np.ndarray:
-    """[..., K] as [..., ceil(K / block), block], the last one filled with zeros."""
+    """Reshape [..., K] to [..., ceil(K / block), block], padded with zeros."""
     x = x if x.ndim else x.reshape(1)
     short = -x.shape[-1] % block
     x = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, short)])
@@ -252,32 +253,31 @@ def in_blocks(x: np.ndarray, block: int) -> np.ndarray:
 
 
 def out_of_blocks(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """[..., blocks, block] as an array of this shape, the filling left out."""
+    """Reshape [..., blocks, block] to an array of this shape, without the padding."""
     flat = x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
     return flat[..., : shape[-1] if shape else 1].reshape(shape)
 
 
 def over_blocks(scale: np.ndarray, shape: tuple[int, ...], block: int | None) -> np.ndarray:
-    """Each element's scale."""
+    """Return each element's scale."""
     if block is None:
         return np.broadcast_to(scale, shape)
     spread = np.repeat(scale, block, -1)[..., : shape[-1] if shape else 1]
     return spread.reshape(shape)
 
 
-# ---- bounds ----------------------------------------------------------------------------------------------
-# How far one step can move a weight, known before the step: what clamps updates and predicts scales.
-#
-# Adam. With m and v the averages of gradients and of their squares, Cauchy and Schwarz give, of exact states,
+# ---- bounds: how far one step can move a weight, used to clamp updates and predict scales ----
+# Adam: with m and v the averages of gradients and of their squares, the Cauchy-Schwarz inequality gives for exact
+# states
 #
 #     |m̂ / √v̂| ≤ U_t = (1 - β1) / √(1 - β2) √((1 - rᵗ) / (1 - r)) √(1 - β2ᵗ) / (1 - β1ᵗ),     r = β1² / β2 < 1
 #
-# A clamp at U_t changes nothing in exact arithmetic, and takes away every step that is large because v was rounded to
-# zero. A weight of at most A then is at most (1 - lr wd) A + lr U_t after the step.
+# A clamp at U_t changes nothing in exact arithmetic, and removes steps that are large only because v was rounded to
+# zero. A weight of at most A is then at most (1 - lr wd) A + lr U_t after the step.
 
 
 def adam(step: float, beta1: float, beta2: float) -> float:
-    """U_t of step 1, 2, ...; infinite where β1² ≥ β2, for which there is no such bound. Exact to 1e-12."""
+    """Return U_t of step 1, 2, ...; infinite if β1² ≥ β2, which has no such bound. Accurate to 1e-12."""
     if beta1**2 >= beta2:
         return math.inf
     if beta2 == 1:
@@ -288,7 +288,7 @@ def adam(step: float, beta1: float, beta2: float) -> float:
 
 
 def adam_limit(beta1: float, beta2: float) -> float:
-    """U_t of many steps: 1.165 of (0.9, 0.95), 7.27 of (0.9, 0.999)."""
+    """Return the limit of U_t for many steps: 1.165 for (0.9, 0.95), 7.27 for (0.9, 0.999)."""
     if beta1**2 >= beta2 or beta2 == 1:
         return math.inf
     return (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1**2 / beta2))

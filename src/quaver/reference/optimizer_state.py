@@ -1,8 +1,8 @@
-"""Codes in which optimizer states are kept, as data: one `StateCode` each, the table `CODES`, and `StateSpec`.
+"""Codes of optimizer states as data: `StateCode`, the table `CODES`, `StateSpec`, presets, and their memory footprint.
 
-States are no operands of GEMMs, so nothing asks for a floating-point format: integers whose values lie closer near zero
-(companded ones) lose less in as many bits. Every code of a byte is a row of ascending magnitudes, zero first and the
-largest last, with or without a sign.
+States are not GEMM operands, so they need no floating-point format: integer codes with values denser near zero
+(companded codes) lose less with the same bits. Every one-byte code is a list of ascending magnitudes from zero to the
+largest, with or without a sign.
 """
 
 import math
@@ -18,53 +18,51 @@ from quaver.reference.numerics import decode as decode_format
 from quaver.reference.numerics import encode as encode_format
 from quaver.reference.numerics import round_to
 
-# ---- codes -----------------------------------------------------------------------------------------------
+# ---- codes ----
 
-#: Unsigned, so that the bit of the sign is one of the mantissa: for square roots.
+#: Unsigned, with one more mantissa bit instead of the sign: for square roots.
 E4M4 = Format(name="e4m4", bits=8, exponent_bits=4, mantissa_bits=4, bias=7, max=496.0, has_nan=False, signed=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateCode:
-    """One way to write a number.
-
-    Values of magnitudes are |x| / scale, at most `largest`.
-    """
+    """One code of numbers; values of magnitudes are |x| / scale, at most `largest`."""
 
     name: str
-    #: What a code means: "float32" and "bfloat16" themselves, without a scale; "float16" times a scale; a "format";
+    #: Meaning of a code: "float32" and "bfloat16" themselves, without a scale; "float16" times a scale; a "format";
     #: "softsign", c / (254 - c); "root", (c / top)²; "mitchell", near a power of c, see `halvings`; "dynamic", a table
-    #: of 256 values; "expanded", a power of a format's, see `quaver.reference.optimizer_state`.
+    #: of 256 values; "expanded", a power of a format's value, see `quaver.reference.optimizer_state`.
     kind: str
     #: Bytes of a code.
     bytes: int
-    #: Whether negative numbers have codes.
+    #: True if negative numbers have codes.
     signed: bool = True
-    #: Of kind "format".
+    #: Format of kind "format".
     format: Format | None = None
-    #: Whether the format holds the square root of the value: only of codes without a sign.
+    #: True if the format stores the square root of the value; for unsigned codes only.
     root: bool = False
-    #: The largest magnitude as a multiple of the scale; of kind "mitchell" 2**-16 less, so that no rounding exceeds it.
+    #: Largest magnitude as a multiple of the scale; for kind "mitchell" less by a factor of 1 - 2**-16, so that no
+    #: rounding exceeds it.
     largest: float = 1.0
-    #: Of kind "mitchell": a value's bits, halved so often, are those of its code, as float32; so values lie near c² / 2
-    #: or c⁴ / 8, on straight lines from one code to the next. Source: Mitchell, "Computer Multiplication and Division
-    #: Using Binary Logarithms", 1962.
+    #: For kind "mitchell": the bits of a value, shifted right by this number, are those of its code as float32. So
+    #: values are near c² / 2 or c⁴ / 8, on straight lines between codes. Source: Mitchell, "Computer Multiplication and
+    #: Division Using Binary Logarithms", 1962.
     halvings: int = 0
-    #: How many float32 numbers a block keeps, side by side along the scales' last dimension.
+    #: Number of float32 values stored per block, adjacent along the scales' last dimension.
     numbers: int = 1
 
     @property
     def scaled(self) -> bool:
-        """Whether values of a block share a scale."""
+        """True if the values of a block share a scale."""
         return self.kind not in ("float32", "bfloat16")
 
     @property
     def top(self) -> int:
-        """The code of the largest magnitude, of integers."""
+        """Code of the largest magnitude, for integer codes."""
         return 127 if self.signed else 255
 
 
-#: Kinds whose codes are integers; those with a sign are int8.
+#: Kinds with integer codes; signed ones are int8.
 INTEGERS = ("softsign", "root", "mitchell")
 
 CODES: dict[str, StateCode] = {
@@ -72,11 +70,11 @@ CODES: dict[str, StateCode] = {
     for code in (
         StateCode(name="float32", kind="float32", bytes=4),
         StateCode(name="bfloat16", kind="bfloat16", bytes=2),
-        # MS-AMP's: a float16 number times a scale.
+        # MS-AMP's code: a float16 number times a scale.
         StateCode(name="float16", kind="float16", bytes=2, largest=65504.0),
         StateCode(name="e4m3", kind="format", bytes=1, format=E4M3, largest=E4M3.max),
         StateCode(name="e5m2", kind="format", bytes=1, format=E5M2, largest=E5M2.max),
-        # Of second moments: the format holds √v.
+        # For second moments: the format stores √v.
         StateCode(name="root_e4m3", kind="format", bytes=1, signed=False, format=E4M3, root=True, largest=E4M3.max**2),
         StateCode(name="root_e5m2", kind="format", bytes=1, signed=False, format=E5M2, root=True, largest=E5M2.max**2),
         StateCode(name="root_e4m4", kind="format", bytes=1, signed=False, format=E4M4, root=True, largest=E4M4.max**2),
@@ -90,31 +88,32 @@ CODES: dict[str, StateCode] = {
         # Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861.
         StateCode(name="int8_dynamic", kind="dynamic", bytes=1),
         StateCode(name="uint8_dynamic", kind="dynamic", bytes=1, signed=False),
-        # Source: COAT, arXiv:2410.19313: three numbers a block.
+        # Source: COAT, arXiv:2410.19313: three numbers per block.
         StateCode(name="e4m3_expanded", kind="expanded", bytes=1, format=E4M3, numbers=3),
     )
 }
-#: What a scale may be: bfloat16 rounded up; float32; float32 that is a power of two.
+#: Bytes of a scale: bfloat16 rounded up; float32; float32 that is a power of two.
 SCALES = {"bfloat16": 2, "float32": 4, "power_of_two": 4}
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateSpec:
-    """How one state of a parameter is kept.
+    """Storage of one state of a parameter.
 
     Raises:
-        ValueError: an unknown code or scale, a block that is no positive number, noise where a code takes none.
+        ValueError: unknown code or scale, a block that is not a positive number, or stochastic rounding for a code
+            without it.
     """
 
-    #: A name in `CODES`.
+    #: Key of `CODES`.
     code: str = "float32"
-    #: Elements along the last dimension that share a scale; None: the whole tensor. Of codes that have a scale.
+    #: Elements along the last dimension that share a scale, or None for one scale per tensor; ignored without scales.
     block: int | None = 64
-    #: A name in `SCALES`.
+    #: Key of `SCALES`.
     scale: str = "bfloat16"
-    #: Rounds at random so that the expectation is the value; else to nearest.
+    #: True to round stochastically so that the mean is the value; False rounds to nearest.
     stochastic: bool = False
-    #: Gives a number that is not zero at least the smallest code that is not zero.
+    #: True to give nonzero numbers at least the smallest nonzero code.
     floor: bool = False
 
     def __post_init__(self) -> None:
@@ -128,7 +127,7 @@ class StateSpec:
             )
         if CODES[self.code].numbers > 1 and (self.block is None or self.scale != "float32"):
             raise ValueError(
-                f"state code {self.code!r} keeps float32 numbers of blocks; give a block and scale 'float32'"
+                f"state code {self.code!r} stores float32 numbers per block; give a block and scale 'float32'"
             )
         if self.stochastic and (CODES[self.code].kind in ("float32", "float16", "dynamic", "expanded")):
             raise ValueError(f"state code {self.code!r} is rounded to nearest only; leave stochastic out")
@@ -141,7 +140,7 @@ class StateSpec:
 
     @property
     def text(self) -> str:
-        """What `parse` reads: `uint8_root/64 stochastic floor`."""
+        """Text that `parse` reads: `uint8_root/64 stochastic floor`."""
         words = [self.code]
         if self.of.scaled:
             words[0] += f"/{self.block or 'tensor'}"
@@ -152,7 +151,7 @@ class StateSpec:
 
     @staticmethod
     def parse(text: str) -> "StateSpec":
-        """The spec that `text` wrote. Raises: ValueError."""
+        """Parse the text of a spec. Raises ValueError."""
         match = re.fullmatch(r"(\w+)(?:/(\d+|tensor))?((?: \w+)*)", text)
         if match is None:
             raise ValueError(f"state spec {text!r} cannot be read; write such as 'uint8_root/64 stochastic floor'")
@@ -171,7 +170,7 @@ class StateSpec:
         )
 
     def bytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes of a state of this shape, scales included."""
+        """Return the bytes of a state of this shape, including scales."""
         number = 1
         for size in shape:
             number *= size
@@ -187,9 +186,7 @@ class StateSpec:
 FLOAT32 = StateSpec()
 
 
-# ---- dynamic ---------------------------------------------------------------------------------------------
-# The dynamic map of eight-bit optimizers: 256 values from ±1e-6 to 1, in each decade twice as many as in the last.
-#
+# ---- dynamic map of eight-bit optimizers: 256 values up to 1, each decade with twice as many as the one below ----
 # Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861, section 2.2 and appendix.
 
 DECADES = 7
@@ -197,7 +194,7 @@ DECADES = 7
 
 @cache
 def levels(signed: bool) -> np.ndarray:
-    """All values in ascending order, by which codes count: float32 [256]. With a sign 1 is there and -1 is not."""
+    """Return all values in ascending order, indexed by code: float32 [256]. The signed map contains 1 but not -1."""
     values = [0.0, 1.0]
     for decade in range(DECADES):
         edges = np.linspace(0.1, 1.0, 2 ** (decade + (not signed)) + 1)
@@ -208,39 +205,37 @@ def levels(signed: bool) -> np.ndarray:
 
 @cache
 def boundaries(signed: bool) -> np.ndarray:
-    """Halfway between neighbours: a value above one belongs to the code above it. float32 [255]."""
+    """Return the midpoints of neighbouring values; a value above one gets the higher code. float32 [255]."""
     table = levels(signed)
     return (table[1:] + table[:-1]) * np.float32(0.5)
 
 
-# ---- expanded --------------------------------------------------------------------------------------------
-# Dynamic range expansion: the magnitudes of a block are raised to a power, so that they fill a format's whole range.
+# ---- dynamic range expansion: magnitudes of a block are raised to a power, so that they fill a format's range ----
 #
 #     k = min(16, floor(16 log2(448² / 2) / log2(largest / smallest)) / 16)       c = √(largest smallest)
 #     S = (largest / c)^k / 448         code = e4m3(±(|x| / c)^k / S)         x = ±(|code| S)^(1 / k) c
 #
-# The smallest is that of the numbers that are not zero (subnormals count as zeros), so a block keeps its mantissa where
-# one element is zero; k is at least 1/16. Powers are taken in float64, whose logarithms differ between libraries in the
-# last bit.
+# `smallest` is that of the nonzero numbers (subnormals count as zeros), so zeros do not cost a block its precision; k
+# is at least 1/16. Powers are computed in float64, whose logarithms differ between libraries in the last bit.
 #
 # Source: Xi et al., "COAT: Compressing Optimizer states and Activation for Memory-Efficient FP8 Training",
 # arXiv:2410.19313, section 4.
 
 F = np.float32
-#: What a block keeps: k, c and S, float32, side by side.
+#: Numbers stored per block: k, c and S, adjacent float32.
 NUMBERS = 3
-#: What k is a multiple of, one over; its bounds.
+#: k is a multiple of 1 / PARTS, between LEAST and MOST.
 PARTS, LEAST, MOST = 16, 1 / 16, 16.0
-#: The powers of two between E4M3's largest number and its smallest that keeps its mantissa, squared and halved.
+#: log2 of E4M3's largest number squared, over two: the range that keeps full mantissas.
 REACH = math.log2(E4M3.max**2 / 2)
 SMALLEST_NORMAL = F(2.0**-126)
 
 
 def encode(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Codes uint8 of blocks float32 [..., n], and their k, c and S: float32 [..., 3].
+    """Encode blocks float32 [..., n]; return uint8 codes, and k, c and S: float32 [..., 3].
 
-    A block of zeros has S = 0 and codes 0; one with a number that is not finite, NaN thrice and codes 0.
-    Bounded: as in every other library, but for the last bit of a logarithm; see the module.
+    A block of zeros has S = 0 and codes 0; one with a number that is not finite has three NaN and codes 0. Equal to
+    other libraries up to the last bit of a logarithm; see the module.
     """
     a = np.abs(blocks).astype(np.float64)
     counted = a >= SMALLEST_NORMAL
@@ -250,7 +245,7 @@ def encode(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     smallest = np.where(usable, np.where(counted, a, np.inf).min(-1, keepdims=True, initial=np.inf), 1.0)
     spread = np.maximum(np.log2(largest / smallest), REACH / MOST)
     k = np.maximum(np.floor(PARTS * REACH / spread) / PARTS, LEAST)
-    # What is stored is what codes are made with.
+    # Use the stored, rounded c and S for encoding.
     c = np.sqrt(largest * smallest).astype(F)
     s = (np.exp2(k * np.log2(largest / c)) / E4M3.max).astype(F)
     power = np.exp2(k * np.log2(np.where(counted, a, c) / c)) / s
@@ -262,7 +257,7 @@ def encode(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def decode(codes: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    """Values of codes uint8 [..., n], float32, by k, c and S [..., 3]. Bounded: within an ulp."""
+    """Decode uint8 codes [..., n] to float32 with k, c and S [..., 3]; accurate within an ulp."""
     k, c, s = (kept[..., i : i + 1].astype(np.float64) for i in range(NUMBERS))
     values = decode_format(codes, E4M3).astype(np.float64)
     reached = np.abs(values) * s
@@ -272,42 +267,40 @@ def decode(codes: np.ndarray, kept: np.ndarray) -> np.ndarray:
         return np.copysign(x, values).astype(F)
 
 
-# ---- presets ---------------------------------------------------------------------------------------------
-# Presets: what an optimizer keeps for a parameter, in how many bits; the libraries' own for comparison.
-#
+# ---- presets: storage of parameters and states, including those of other libraries for comparison ----
 # Sources: MS-AMP, arXiv:2310.18313; Transformer Engine's FusedAdam; COAT, arXiv:2410.19313; bitsandbytes,
 # arXiv:2110.02861; torchao.optim; FlashOptim, arXiv:2602.23349.
 
-#: What a weight that a GEMM reads in few bits keeps besides, so that small steps add up.
+#: Masters or residuals stored beside a low-bit weight, so that small steps accumulate.
 MASTERS = ("none", "residual8", "residual16", "float16", "float32")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """What is kept for a matrix. Norms, biases, embeddings and small tensors are kept as `float32` keeps them."""
+    """Storage of a matrix and its states. Norms, biases, embeddings and small tensors are stored as in `float32`."""
 
     name: str
-    #: What quaver's trainer keeps matrices as: "codes" of the recipe, where it has any, "bfloat16" or "float32".
+    #: Storage of matrices in quaver's trainer: "codes" of the recipe, if it has any, "bfloat16" or "float32".
     weights: str = "float32"
-    #: The first moment of Adam, and the momentum of other rules.
+    #: First moment of Adam, and the momentum of other rules.
     first: StateSpec = FLOAT32
-    #: The second moment of Adam.
+    #: Second moment of Adam.
     second: StateSpec = FLOAT32
-    #: Of weights that exist only in eight bits, one of `MASTERS`: what the step adds up in.
+    #: Master of weights stored as codes, one of `MASTERS`: the values that steps accumulate in.
     codes: str = "float32"
-    #: Of bfloat16 weights: "remainder", the 16 bits that float32 has more; "residual8", eight of them; "none";
-    #: "float16", a master with one scale, of float16 weights too, which have a float32 one unless this is "none".
+    #: Master of bfloat16 weights: "remainder", the other 16 bits of float32; "residual8", eight of them; "none";
+    #: "float16", a master with one scale, also for float16 weights, which have a float32 master unless this is "none".
     bfloat16: str = "remainder"
-    #: Whether `codes` and float16 masters are rounded at random.
+    #: True if `codes` and float16 masters are rounded stochastically.
     stochastic: bool = False
-    #: How gradients are kept between backward and step: a dtype's name, or a spec.
+    #: Storage of gradients between backward and step: a dtype's name, or a spec.
     gradient: str | StateSpec = "float32"
-    #: Whether updates of Adam are held to their bound.
+    #: True to clamp Adam updates to their bound.
     clamp: bool = True
 
 
 _BFLOAT16 = StateSpec(code="bfloat16", stochastic=True)
-#: At random: to nearest 0.9 of a small code is that code again, so a moment whose gradient stops would never decay.
+#: Stochastic: to nearest, 0.9 times a small code would be the same code, so a moment without gradient would not decay.
 _FIRST = StateSpec(code="int8_mitchell", stochastic=True)
 _SECOND = StateSpec(code="uint8_mitchell4", stochastic=True, floor=True)
 _MSAMP = StateSpec(code="e4m3", block=None, scale="power_of_two")
@@ -349,7 +342,8 @@ PRESETS: dict[str, Preset] = {
             clamp=False,
         ),
         Preset(name="coat", first=_COAT, second=_COAT, clamp=False),
-        # Its scales are float16, which a block of √v below 6e-8 has none of; its masters have 24 bits, these 32.
+        # Differs from FlashOptim in scales (theirs are float16, which has none for a block of √v below 6e-8) and
+        # masters (24 bits there, 32 here).
         Preset(
             name="flashoptim",
             weights="bfloat16",
@@ -376,10 +370,9 @@ PRESETS: dict[str, Preset] = {
 }
 
 
-# ---- footprint -------------------------------------------------------------------------------------------
-# Bytes that training keeps of a matrix by a preset: its weight, what is beside it, its gradient, its moments.
+# ---- memory footprint of a matrix: weight, master or residual, gradient, moments ----
 
-#: Tensors below are kept in float32, if they are no codes.
+#: Smaller tensors have float32 states, unless they are stored as codes.
 SMALL = 4096
 _BESIDE = {"none": 0, "residual8": 1, "residual16": 2, "remainder": 2, "float16": 2, "float32": 4}
 _FLOATS = {"bfloat16": 2, "float32": 4}
@@ -401,7 +394,7 @@ class Footprint:
 
     @property
     def moved(self) -> int:
-        """Bytes that a step in one pass moves: all is read, and all but the gradient is written."""
+        """Bytes that a one-pass step transfers: everything is read, and everything but the gradient is written."""
         return 2 * self.total - self.gradient
 
     def __add__(self, other: "Footprint") -> "Footprint":
@@ -413,20 +406,21 @@ NOTHING = Footprint(0, 0, 0, 0)
 
 
 def plain(number: int, moments: int = 2) -> Footprint:
-    """Of so many elements, all in float32."""
+    """Return the footprint of `number` elements, all in float32."""
     return Footprint(4 * number, 0, 4 * number, 4 * number * moments)
 
 
 def of_matrix(
     preset: Preset, shape: tuple[int, int], kept: str, spec: QuantSpec | None = None, moments: int = 2
 ) -> Footprint:
-    """Of a matrix [rows, k].
+    """Return the footprint of a matrix [rows, k].
+
+    Exact, except for step counts and the amaxes that predict scales: four bytes per matrix or block.
 
     Args:
-        kept: what its weight is: "codes", "bfloat16" or "float32".
-        spec: of codes.
-        moments: 2 of Adam, 1 of Lion and of SGD with momentum.
-    Exact, but for the counts of steps and the amaxes that predict scales: four bytes a matrix, or a block.
+        kept: storage of the weight: "codes", "bfloat16" or "float32".
+        spec: spec of codes.
+        moments: 2 for Adam, 1 for Lion and for SGD with momentum.
     """
     number = shape[0] * shape[1]
     beside = 0

@@ -1,4 +1,4 @@
-"""The PyTorch front end: `Linear`, `autocast`, `convert`, and the operations they are made of; no JAX."""
+"""PyTorch front end: `Linear`, `autocast`, `convert`, and the operations they are made of; imports no JAX."""
 
 import importlib
 from importlib.util import find_spec
@@ -127,7 +127,7 @@ __all__ = [
 ]
 
 
-#: Packages that are imported at their first use, as attributes.
+#: Subpackages that are imported at their first use, as attributes.
 _LAZY = ("optim", "parallel")
 
 
@@ -138,5 +138,5 @@ def __getattr__(name: str) -> ModuleType:
 
 
 def __dir__() -> list[str]:
-    """The public names alone."""
+    """Return only the public names."""
     return sorted([*__all__, *_LAZY])

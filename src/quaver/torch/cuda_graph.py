@@ -1,8 +1,8 @@
-"""A training step recorded once as a CUDA graph and replayed: the host's time no longer depends on how many kernels.
+"""Training steps captured as a CUDA graph and replayed, so that host time is independent of the number of kernels.
 
-The first calls are real steps that rehearse the recording: they run eagerly and decide as it will. The next one is
-recorded and every one from then on replayed. Weights are quantized anew in each replay, histories roll in it, and noise
-draws on; what layers keep on the host is told that the step has run.
+The first calls are real steps that rehearse the capture: they run eagerly but choose the same code. The next call is
+captured, and all later ones replay it. Each replay quantizes the weights again, rolls histories and advances noise
+counters; the caches on the host are told that a step has run.
 """
 
 from collections.abc import Callable
@@ -14,34 +14,36 @@ from torch import Tensor
 from quaver.torch.backends.gpu import capture
 from quaver.torch.state import weight_cache
 
-#: Calls that run before one is recorded: the second sees the gradients and histories that the first has left, and
-#: the third the factors that follow from them, which one pass over a tensor needs.
+#: Calls before the capture: the second has gradients and histories left by the first, and the third has the factors
+#: computed from them, with which tensors are quantized in one pass.
 WARM_UP = 3
 
 
 class CapturedStep:
-    """A function of tensors on a GPU whose launches are recorded once and replayed.
+    """A function of GPU tensors whose launches are captured once and replayed.
+
+    Results equal those of the same calls without capture; they are overwritten by the next call.
 
     Args:
-        step: takes tensors of the same shapes and dtypes at every call, and returns tensors or nothing. It reads
-            nothing of the device on the host (`.item()`, `.cpu()`, an `if` on a tensor); what varies from call to call
-            is in a tensor, such as the learning rate; gradients are set to None at its beginning.
-        warm_up: calls that run before the one that is recorded.
+        step: takes tensors of the same shapes and dtypes at every call, and returns tensors or nothing. It must not
+            read the device on the host (`.item()`, `.cpu()`, an `if` on a tensor). Values that change from call to
+            call, such as the learning rate, must be tensors; gradients are set to None at its beginning.
+        warm_up: number of calls before the captured one.
+
     Raises:
-        ValueError: there is no GPU, the inputs are on another than the one that was current when this was made, or a
-            later call brings other shapes or dtypes.
-        RuntimeError: the step does what cannot be recorded.
-    Results are overwritten by the next call. Exact: what the same calls give without it.
+        ValueError: there is no GPU, the inputs are on another GPU than the current one at construction, or a later call
+            passes other shapes or dtypes.
+        RuntimeError: the step does something that cannot be captured.
     """
 
     def __init__(self, step: Callable[..., Any], *, warm_up: int = WARM_UP) -> None:
         if not torch.cuda.is_available():
             raise ValueError(
-                "there is no CUDA device, and only on one can a step be captured; run it uncaptured "
-                "(in the trainer, leave out --capture)"
+                "there is no CUDA device, which capturing a step needs; run the step uncaptured (in the trainer, "
+                "leave out --capture)"
             )
         if warm_up < 1:
-            raise ValueError(f"warm_up is {warm_up}; it takes at least 1 call before everything is in place")
+            raise ValueError(f"warm_up is {warm_up}; at least 1 call must run before the capture")
         self.step = step
         self.warm_up = warm_up
         self.calls = 0
@@ -58,35 +60,36 @@ class CapturedStep:
         if self._graph is None:
             self._graph = self._capture()
         self._graph.replay()
-        # The weights have changed, and neither their versions nor an optimizer's hook say so.
+        # The weights have changed, but their versions have not, and no optimizer hook ran.
         weight_cache.stepped()
         return self._result
 
     def _take(self, inputs: tuple[Tensor, ...]) -> None:
-        """Copy the inputs to where the recording reads them."""
+        """Copy the inputs to the tensors that the captured step reads."""
         if not self._inputs:
             recorded = self._stream.device
             other = next((x.device for x in inputs if x.is_cuda and x.device != recorded), None)
             if other is not None:
                 raise ValueError(
-                    f"this CapturedStep records what runs on {recorded}, and is given a tensor on {other}: make it and "
-                    f"call it inside torch.cuda.device({other.index})"
+                    f"this CapturedStep captures on {recorded}, and got a tensor on {other}: create and call it inside "
+                    f"torch.cuda.device({other.index})"
                 )
             self._inputs = tuple(x.clone() for x in inputs)
             return
         known, given = ([(tuple(x.shape), x.dtype) for x in each] for each in (self._inputs, inputs))
         if known != given:
             raise ValueError(
-                f"the captured step takes {described(known)} and is given {described(given)}; "
-                "make another CapturedStep for other shapes"
+                f"the captured step takes {described(known)} and got {described(given)}; create another CapturedStep "
+                "for other shapes"
             )
         for kept, x in zip(self._inputs, inputs, strict=True):
             kept.copy_(x)
 
     def _beside(self) -> Any:
-        """Rehearse the step on the stream that will be recorded: what belongs to a stream is in place by then."""
+        """Rehearse the step on the stream of the capture, so that all that belongs to the stream exists."""
         current = torch.cuda.current_stream()
-        # The host knows by then which factors the step before has set: they need one pass over a tensor instead of two.
+        # After this the host knows which factors the previous step has set, so that tensors need one pass instead of
+        # two.
         torch.cuda.synchronize()
         with torch.cuda.stream(self._stream), capture.rehearsing(self._stream.device):
             result = self.step(*self._inputs)
@@ -100,7 +103,7 @@ class CapturedStep:
             with torch.cuda.graph(graph, stream=self._stream):
                 self._result = self.step(*self._inputs)
         except Exception as error:
-            # A capture that cannot be ended leaves its stream in place.
+            # A failed capture leaves its stream as the current one.
             torch.cuda.set_stream(current)
             first_line = str(error).partition("\n")[0]
             raise RuntimeError(

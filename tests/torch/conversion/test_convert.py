@@ -517,7 +517,8 @@ def test_attention_that_is_not_ours_stays_and_the_report_says_so() -> None:
     with pytest.warns(UserWarning, match="the recipe's attention=True quantizes nothing here"):
         report = qt.convert(model, recipe)
     assert report.other_attention == {"MultiheadAttention": 1} and not report.attention
-    assert "attention stays in high precision, being no DotProductAttention: 1 MultiheadAttention" in str(report)
+    said = "attention stays in high precision, because it is not a DotProductAttention: 1 MultiheadAttention"
+    assert said in str(report)
     model["ours"] = layers()[0]
     report = qt.convert(model, recipe)
     assert report.other_attention == {"MultiheadAttention": 1} and list(report.attention) == ["ours.attention.core"]

@@ -92,7 +92,7 @@ def test_an_input_that_is_rounded_at_random_goes_the_general_way_with_noise(on_a
     assert nvfp4.fprop.a is not None and nvfp4.wgrad.b is not None
     line, down = (replace(spec, rounding="stochastic") for spec in (nvfp4.fprop.a, nvfp4.wgrad.b))
     recipe = Recipe("drawn", replace(nvfp4.fprop, a=line), nvfp4.dgrad, replace(nvfp4.wgrad, b=down))
-    assert "input at random" in plan_emulated.reason_unsupported(recipe, torch.device("cpu"))
+    assert "input stochastically" in plan_emulated.reason_unsupported(recipe, torch.device("cpu"))
     assert not ledger.values_at_once(recipe, GPUS["h200"], T, K, N)
     layer, x = qt.Linear(K, N, dtype=torch.bfloat16, recipe=recipe), torch.randn(T, K).bfloat16()
     first, second = results(layer, x)[0], results(layer, x)[0]

@@ -47,7 +47,7 @@ def test_explain_names_each_and_its_reason_in_order() -> None:
 
 def test_a_call_that_each_refuses_is_an_error_with_every_reason() -> None:
     double = make()
-    with pytest.raises(Unsupported, match=r"double takes this call\. fast: it is for ints; slow: it is for numbers"):
+    with pytest.raises(Unsupported, match=r"double supports this call\. fast: it is for ints; slow: it is for numbers"):
         double("text")
     with pytest.raises(Unsupported):
         double.pick("text")("text")

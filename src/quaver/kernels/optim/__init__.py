@@ -1,1 +1,1 @@
-"""An optimizer's step inside a kernel: codes of states, weights, formulas, where parameters lie; no GEMM, no launch."""
+"""Optimizer steps in Triton: codes of moments and weights, update rules, and addressing of parameters."""

@@ -1,8 +1,8 @@
-"""Optimizer states inside a kernel: `quaver.reference.optim` for rows that are blocks, bit for bit.
+"""Optimizer states in Triton: encoding and decoding of moments and weights, and access to blocks of parameters.
 
-What is encoded is float32 [R, B], a block a row; R scales are taken along. A number is rounded to a whole one by adding
-`_ROUND`, whose last bit is worth one, and its code then lies in the lowest byte. Codes are those that a preset of ours
-keeps; others step in plain torch.
+The bits equal those of `quaver.reference.optim`, with a block per row: values are float32 [R, B] with R scales. A
+number is rounded to an integer by adding `_ROUND`, whose last bit is worth one; the code is then in the lowest byte.
+Only codes of Quaver's presets are supported; others step in plain torch.
 """
 
 import triton
@@ -18,19 +18,21 @@ from quaver.kernels.numerics import (
     widened,
 )
 
-# ---- codes -----------------------------------------------------------------------------------------------
+# ---- codes of moments ----
 
 #: 1.5 × 2**23.
 _ROUND = tl.constexpr(12582912.0)
-#: float32's 1/3.
+#: 1/3 in float32.
 _THIRD = tl.constexpr(0.3333333432674408)
 LARGEST_SCALE_BITS = tl.constexpr(0x7E800000)
 
 
 @triton.jit
 def scale_of(amax, LARGEST: tl.constexpr):
-    """The bits of bfloat16 scales, rounded up, in float32's places: int32, from `block_amax`; those of NaN where an
-    amax is not finite, 0 where a block counts as zeros. Exact."""
+    """Return the bits of bfloat16 scales, rounded up, as float32 bits int32, from `block_amax`. Exact.
+
+    NaN if an amax is not finite, 0 if a block counts as zeros.
+    """
     bits = tl.div_rn(amax.to(tl.float32, bitcast=True), tl.full(amax.shape, LARGEST, tl.float32))
     bits = bits.to(tl.int32, bitcast=True)
     bits = tl.minimum((bits + 0xFFFF) & -0x10000, LARGEST_SCALE_BITS)
@@ -40,17 +42,19 @@ def scale_of(amax, LARGEST: tl.constexpr):
 
 @triton.jit
 def block_amax(x, SIGNED: tl.constexpr):
-    """The bits of each row's largest magnitude, int32 [R]: those of NaN are above those of infinity."""
+    """Return the bits of each row's largest magnitude, int32 [R], ordered NaN > infinity > finite."""
     bits = magnitude_bits(x) if SIGNED else x.to(tl.int32, bitcast=True)
     top = tl.max(bits, axis=1)
-    # A row of negative zeros.
+    # A row of negative zeros would give a negative maximum.
     return top if SIGNED else tl.maximum(top, 0)
 
 
 @triton.jit
 def inverse_of(scale_bits):
-    """1 / scale, 0 where there is none, and the smallest code that a number other than zero may have: [R, 1] each.
-    Exact: it is of all scales of eight bits."""
+    """Return 1 / scale (0 without a scale), and the smallest code of a nonzero number, [R, 1] each.
+
+    Exact for all scales with eight significant bits.
+    """
     usable = (scale_bits >= SMALLEST_NORMAL_BITS) & (scale_bits <= LARGEST_SCALE_BITS)
     scale = tl.where(usable, scale_bits, 0x3F800000).to(tl.float32, bitcast=True)
     inverse = tl.where(usable, _quotient(1.0, -scale), 0.0)
@@ -59,19 +63,18 @@ def inverse_of(scale_bits):
 
 @triton.jit
 def encode_mitchell(x, inverse, least, noise, HALVINGS: tl.constexpr, SIGNED: tl.constexpr, NOISY: tl.constexpr):
-    """int8 codes (SIGNED), or uint8 of what is not negative, at least 1 where that is not zero.
+    """Encode x as int8 codes (SIGNED), or uint8 for nonnegative x, where nonzero numbers get at least code 1. Exact.
 
-    noise: int32 below 2**15, [R, B], if NOISY, else codes are rounded to nearest; least: as `inverse_of` gives it.
-    Exact.
+    noise: int32 below 2**15, [R, B], if NOISY, else codes are rounded to nearest; least: from `inverse_of`.
     """
     y = tl.where(inverse > 0, tl.abs(x) * inverse, 0.0)
     c = ((y.to(tl.int32, bitcast=True) >> HALVINGS) + (32 * (HALVINGS + 1) << 23)).to(tl.float32, bitcast=True)
     if HALVINGS == 1:
-        # A straight line from code 0 to 1, and from 1 to 2.
+        # Linear from code 0 to 1, and from 1 to 2.
         twice = y * 2.0
         c = tl.minimum(c, tl.minimum(twice, (twice + 2.0) * _THIRD))
     if NOISY:
-        # Noise and a half from 1 to 2, less 1.5.
+        # Noise plus a half as a float from 1 to 2, minus 1.5.
         c = c + (((noise << 8) | 0x3F800080).to(tl.float32, bitcast=True) - 1.5)
     if SIGNED:
         code = _whole(with_sign(c, x.to(tl.int32, bitcast=True))).to(tl.int8)
@@ -82,7 +85,7 @@ def encode_mitchell(x, inverse, least, noise, HALVINGS: tl.constexpr, SIGNED: tl
 
 @triton.jit
 def decode_mitchell(codes, HALVINGS: tl.constexpr):
-    """What int8 or uint8 codes are worth as multiples of their scale. Exact."""
+    """Decode int8 or uint8 codes to multiples of their scale. Exact."""
     LOW: tl.constexpr = 2.0**-64 if HALVINGS == 1 else 2.0**-96
     bits = (codes.to(tl.float32) * LOW).to(tl.int32, bitcast=True)
     value = bits << HALVINGS
@@ -93,7 +96,9 @@ def decode_mitchell(codes, HALVINGS: tl.constexpr):
 
 @triton.jit
 def bfloat16_at_random(x, noise):
-    """bfloat16 of float32 x by noise, int32 below 2**15 of x's shape; infinities and NaN stay. Exact."""
+    """Round float32 x to bfloat16 stochastically with noise, int32 below 2**15 of x's shape; infinities and NaN stay.
+    Exact.
+    """
     bits = x.to(tl.int32, bitcast=True)
     rounded = tl.where(x != x, bits | 0x400000, bits + (noise << 1))
     return (rounded >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -101,9 +106,10 @@ def bfloat16_at_random(x, noise):
 
 @triton.jit
 def _quotient(a, b):
-    """a / -b, b below 0: an approximation, and what it lacks. Rounded once for the numbers of this file; see the tests.
+    """Return a / -b for b below 0: an approximation plus its residual; correctly rounded for the numbers of this file
+    (tested).
 
-    A divisor is given with the other sign, since a sign of what enters `tl.fma` costs an instruction.
+    The divisor is passed negated, because negating an operand of `tl.fma` costs an instruction.
     """
     r = tl.rsqrt(tl.abs(b))
     r = r * r
@@ -113,39 +119,40 @@ def _quotient(a, b):
 
 @triton.jit
 def with_sign(magnitude, bits):
-    """A magnitude, float32, with the sign that these bits have as float32's: int32."""
+    """Return a float32 magnitude with the sign bit of `bits`, int32."""
     return (magnitude.to(tl.int32, bitcast=True) | (bits & -0x80000000)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _whole(c):
-    """A number below 2**22 in magnitude to nearest, ties to even, in the lowest bits of an int32 above 0x4B400000."""
+    """Round a number below 2**22 in magnitude to nearest even; the integer is in the lowest bits of an int32 above
+    0x4B400000.
+    """
     return (c + _ROUND).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def _at_least(c, x, least):
-    """Codes of x, not negative; at least 1 where x is not zero and its block has a scale."""
+    """Return codes of nonnegative x, at least 1 where x is nonzero and its block has a scale."""
     return tl.maximum(c, tl.minimum(x.to(tl.int32, bitcast=True), least))
 
 
-# ---- keeping ---------------------------------------------------------------------------------------------
-# A weight read as float32 and written from it, with what is kept beside it: `quaver.torch.optim.master_weights` in a
-# kernel.
+# ---- weights: read as float32, and written with their residual or master ----
+# As `quaver.torch.optim.master_weights`:
 #
-# PLAIN      a float; bfloat16 may be rounded at random
-# REMAINDER  bfloat16, and the 16 bits that float32 has more
-# RESIDUAL   E4M3 codes and their scale, or bfloat16, and the bits that a longer mantissa has more
+# PLAIN      a float; bfloat16 may be rounded stochastically
+# REMAINDER  bfloat16, and the other 16 bits of float32
+# RESIDUAL   E4M3 codes and their scale, or bfloat16, and further mantissa bits
 # MASTER     E4M3 codes and their scale, and float32 itself
 
 PLAIN, REMAINDER, RESIDUAL, MASTER = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-#: From E4M3's exponents to where its bits are float32's, and back.
+#: Factors that move E4M3's exponents to float32 bits, and back.
 _BELOW_E4M3, _ABOVE_E4M3 = tl.constexpr(2.0**-120), tl.constexpr(2.0**120)
 
 
 @triton.jit
 def read_weight(weight, beside, scale, MASTER_FORMAT: tl.constexpr, CODES: tl.constexpr):
-    """float32 of what is kept. weight: codes as uint8, or floats; scale: of codes, float32. Exact."""
+    """Return the float32 weight. weight: codes as uint8, or floats; scale: of codes, float32. Exact."""
     if MASTER_FORMAT == PLAIN:
         value = widened(weight)
     elif MASTER_FORMAT == MASTER:
@@ -158,7 +165,7 @@ def read_weight(weight, beside, scale, MASTER_FORMAT: tl.constexpr, CODES: tl.co
         else:
             sign = weight.to(tl.int16, bitcast=True).to(tl.int32)
             number = ((sign & 0x7FFF) << MORE) + beside.to(tl.int32)
-        # Below a code of 0, which a pruning mask writes over a residual, there is nothing.
+        # A code of 0 written by a pruning mask over a residual must not give a negative number.
         value = with_sign(_longer(tl.maximum(number, 0), MORE, CODES), sign)
         if CODES:
             value = value * scale
@@ -170,10 +177,10 @@ def write_weight(
     x, e, noise, MASTER_FORMAT: tl.constexpr, CODES: tl.constexpr, WEIGHT: tl.constexpr, BESIDE: tl.constexpr,
     STOCHASTIC: tl.constexpr, INTEGERS: tl.constexpr,
 ):  # fmt: skip
-    """What is kept of a weight, float32: itself (codes as uint8), what is beside it, and the magnitude that both are
-    worth as a multiple of the scale, if CODES.
+    """Encode a float32 weight; return the weight (codes as uint8), residual or master, and their magnitude if CODES.
 
-    e: what codes are rounded from, as a multiple of x. noise: int32 below 2**15, if STOCHASTIC. Exact.
+    The magnitude is a multiple of the scale. e: factor from x to the range of codes. noise: int32 below 2**15, if
+    STOCHASTIC. Exact.
     """
     beside, value = x, x
     if MASTER_FORMAT == PLAIN:
@@ -190,7 +197,7 @@ def write_weight(
         HALF: tl.constexpr = 1 << (MORE - 1)
         if CODES:
             x = x * e
-            # As far as the largest code reaches, of NaN too.
+            # Clamp to the range of the largest code, including NaN.
             MOST: tl.constexpr = ((0x7E << MORE) + HALF - 1) << BELOW
             bits = tl.minimum((tl.abs(x) * _BELOW_E4M3).to(tl.int32, bitcast=True), MOST)
         else:
@@ -210,29 +217,27 @@ def write_weight(
 
 @triton.jit
 def _longer(number, MORE: tl.constexpr, CODES: tl.constexpr):
-    """The magnitude whose bits these are: float32. Exact."""
+    """Return the float32 magnitude with these bits. Exact."""
     if CODES:
-        # Subnormals of E4M3 are float32's here, and numbers again by the product.
+        # E4M3 subnormals are float32 subnormals here, which the product makes normal.
         value = (number << (20 - MORE)).to(tl.float32, bitcast=True) * _ABOVE_E4M3
     else:
         value = (number << (16 - MORE)).to(tl.float32, bitcast=True)
     return value
 
 
-# ---- places ----------------------------------------------------------------------------------------------
-# Where a program's elements lie in a parameter, by addresses of a table: blocks of 64 along its rows, some at a time.
-#
-# EVEN: rows are whole blocks, a program's blocks are all there, and addresses are multiples of 16 bytes; all that is
-# asked for lies in one run then. Else each block is looked for by its row, and what is beyond a row or the parameter is
-# zero.
+# ---- addressing: blocks of 64 along the rows of a parameter, several at a time ----
+# EVEN: rows are whole blocks, all blocks of a program exist, and addresses are multiples of 16 bytes, so that accesses
+# are contiguous. Otherwise each block is found by its row, and elements beyond a row or the parameter read as zero.
 
 
 @triton.jit
 def blocks_at(first, columns, across, blocks, BLOCKS: tl.constexpr, EVEN: tl.constexpr):
-    """The blocks first, first + 1, ...: their numbers [BLOCKS] and which of them are there, offsets of their elements
-    [BLOCKS, 64] and which of these are, and the numbers of the scales that pairs of blocks share, [BLOCKS].
+    """Return numbers, masks and offsets of the blocks first, first + 1, ...
 
-    columns: of the parameter; across: its blocks in a row; blocks: in all.
+    The results are block numbers [BLOCKS] and their mask, offsets of elements [BLOCKS, 64] and their mask, and numbers
+    of the scales that pairs of blocks share, [BLOCKS]. columns: of the parameter; across: blocks per row; blocks: in
+    all.
     """
     i, k = tl.arange(0, BLOCKS), tl.arange(0, 64)
     if EVEN:
@@ -254,7 +259,7 @@ def blocks_at(first, columns, across, blocks, BLOCKS: tl.constexpr, EVEN: tl.con
 
 @triton.jit
 def read(address, at, inside, dtype: tl.constexpr, EVEN: tl.constexpr):
-    """Elements of the tensor at an address, int64."""
+    """Load elements of the tensor at an int64 address."""
     if EVEN:
         x = tl.load(tl.multiple_of(address.to(tl.pointer_type(dtype)), 16) + at)
     else:
@@ -264,7 +269,7 @@ def read(address, at, inside, dtype: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def write(address, x, at, inside, dtype: tl.constexpr, EVEN: tl.constexpr):
-    """x to the same place."""
+    """Store x at the same offsets."""
     if EVEN:
         tl.store(tl.multiple_of(address.to(tl.pointer_type(dtype)), 16) + at, x)
     else:
@@ -273,7 +278,7 @@ def write(address, x, at, inside, dtype: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def read_scales(address, number, there, dtype: tl.constexpr, EVEN: tl.constexpr):
-    """A number a block, as float32 [BLOCKS, 1]."""
+    """Load one number per block as float32 [BLOCKS, 1]."""
     if EVEN:
         scale = tl.load(address.to(tl.pointer_type(dtype)) + number)
     else:
@@ -283,7 +288,7 @@ def read_scales(address, number, there, dtype: tl.constexpr, EVEN: tl.constexpr)
 
 @triton.jit
 def write_scales(address, scale, number, there, dtype: tl.constexpr, EVEN: tl.constexpr):
-    """scale [BLOCKS] to the same place."""
+    """Store scale [BLOCKS] at the same offsets."""
     if EVEN:
         tl.store(address.to(tl.pointer_type(dtype)) + number, scale)
     else:
@@ -292,7 +297,7 @@ def write_scales(address, scale, number, there, dtype: tl.constexpr, EVEN: tl.co
 
 @triton.jit
 def tile_at(row, block, columns, across, rows, BLOCKS: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr):
-    """What `blocks_at` gives, of BLOCKS / WIDE rows from `row` on, and of WIDE blocks of each from `block` on."""
+    """Return the results of `blocks_at` for BLOCKS / WIDE rows from `row` on, with WIDE blocks each from `block` on."""
     i, k = tl.arange(0, BLOCKS), tl.arange(0, 64)
     r, b = row + i // WIDE, block + i % WIDE
     number = r.to(tl.int64) * across + b
@@ -308,21 +313,19 @@ def tile_at(row, block, columns, across, rows, BLOCKS: tl.constexpr, WIDE: tl.co
     return number, there, at, inside, r.to(tl.int64) * ((across + 1) >> 1) + (b >> 1)
 
 
-# ---- states ----------------------------------------------------------------------------------------------
-# A moment of a program's blocks read and written by the kind of its code: `quaver.torch.optim.codes` inside a kernel.
-#
-# A kind is a number, 0 where there is no such moment; scales of blocks are bfloat16.
+# ---- moments of a program's blocks, by the kind of their code: `quaver.torch.optim.codes` ----
+# A kind is a number, 0 if there is no such moment; block scales are bfloat16.
 
 NONE, FLOAT32, BFLOAT16 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-#: Kind "mitchell": int8 of one halving, uint8 of two.
+#: Kind "mitchell": int8 with one halving, uint8 with two.
 INT8, UINT8 = tl.constexpr(3), tl.constexpr(4)
-#: Their largest magnitudes.
+#: Largest magnitudes of the two kinds.
 _INT8_LARGEST, _UINT8_LARGEST = tl.constexpr(8063.876953125), tl.constexpr(528474240.0)
 
 
 @triton.jit
 def read_state(address, scales, number, there, at, inside, KIND: tl.constexpr, EVEN: tl.constexpr):
-    """A moment, float32 [BLOCKS, 64]. Exact."""
+    """Load a moment as float32 [BLOCKS, 64]. Exact."""
     if KIND == FLOAT32:
         value = read(address, at, inside, tl.float32, EVEN)
     elif KIND == BFLOAT16:
@@ -341,7 +344,7 @@ def write_state(
     x, address, scales, noise, number, there, at, inside, KIND: tl.constexpr, STOCHASTIC: tl.constexpr,
     EVEN: tl.constexpr,
 ):  # fmt: skip
-    """A moment, float32 [BLOCKS, 64], which is not negative as UINT8; noise: as `codes` takes it. Exact."""
+    """Store a moment, float32 [BLOCKS, 64], nonnegative for UINT8; noise as in `encode_mitchell`. Exact."""
     if KIND == FLOAT32:
         write(address, x, at, inside, tl.float32, EVEN)
     elif KIND == BFLOAT16:
@@ -359,10 +362,9 @@ def write_state(
         write_scales(scales, scale, number, there, tl.bfloat16, EVEN)
 
 
-# ---- table -----------------------------------------------------------------------------------------------
-# What a program of an optimizer's step reads of its parameter: a row of a table of int64.
+# ---- table: an int64 row of addresses and numbers per parameter ----
 
-#: Columns of the table of parameters: addresses, then numbers.
+#: Columns of the table: addresses, then numbers.
 WEIGHT, WEIGHT_SCALE, BESIDE, FIRST, FIRST_SCALE, SECOND, SECOND_SCALE = (
     *(tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)),
     *(tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)),
@@ -379,7 +381,7 @@ FIELDS = tl.constexpr(20)
 
 @triton.jit
 def addresses_of(row):
-    """Those that every round reads: the weight, what is beside it, the gradient, and codes and scale of each moment."""
+    """Load the addresses for every round: weight, residual or master, gradient, and codes and scale of each moment."""
     weight, beside, gradient = tl.load(row + WEIGHT), tl.load(row + BESIDE), tl.load(row + GRADIENT)
     first, first_scale = tl.load(row + FIRST), tl.load(row + FIRST_SCALE)
     second, second_scale = tl.load(row + SECOND), tl.load(row + SECOND_SCALE)
@@ -388,9 +390,9 @@ def addresses_of(row):
 
 @triton.jit
 def drawing_of(row, count):
-    """Where the part begins in the whole, and what random words are keyed by: a key and an upper word, uint32.
+    """Return the offset of this shard in the whole parameter, and the noise key and upper counter word, uint32.
 
-    count: of steps, float32.
+    count: number of steps, float32.
     """
     seed_low, seed_high = tl.load(row + SEED_LOW), tl.load(row + SEED_HIGH)
     number = tl.load(row + NUMBER)

@@ -1,4 +1,4 @@
-"""The formulas of `quaver.torch.optim.rules` inside a kernel: the same operations, each rounded, in the same order."""
+"""Optimizer step kernels: the update rules of `quaver.torch.optim.rules`, as the same operations in the same order."""
 
 import triton
 import triton.language as tl
@@ -40,14 +40,14 @@ from quaver.kernels.optim.codes import (
     write_weight,
 )
 
-# ---- rules -----------------------------------------------------------------------------------------------
+# ---- update rules ----
 
-#: Adam with decoupled decay, Adam with coupled decay, Lion, SGD, and SGD with Nesterov's momentum.
+#: Adam with decoupled weight decay, Adam with coupled decay, Lion, SGD, and SGD with Nesterov momentum.
 ADAMW, ADAM, LION = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 SGD, NESTEROV = tl.constexpr(3), tl.constexpr(4)
-#: What a bound is raised by, above what float32 rounds; and the ulps of 1 by which a decay is.
+#: Factor by which a bound is raised to cover float32 rounding, and the same for a decay, in units of 1.
 _ABOVE, _ULPS = tl.constexpr(1.0 + 2.0**-20), tl.constexpr(2.0**-22)
-#: The largest float32.
+#: Largest float32.
 _LARGEST = tl.constexpr(2.0**128 - 2.0**104)
 #: 1 + 1e-6 in float32.
 _BEYOND = tl.constexpr(1.00000095367431640625)
@@ -55,7 +55,7 @@ _BEYOND = tl.constexpr(1.00000095367431640625)
 
 @triton.jit
 def averaged(old, new, share):
-    """β old + (1 - β) new; share: 1 - β, or -β where β is below one half. Exact."""
+    """Return β old + (1 - β) new; share: 1 - β, or -β if β is below one half. Exact."""
     return (new - old) * share + tl.where(share > 0, old, new)
 
 
@@ -64,15 +64,15 @@ def adam(
     w, g, m, v, share1, share2, eps, lr, decay, grow1, grow2, limit,
     RULE: tl.constexpr, CLAMP: tl.constexpr, MAXIMIZE: tl.constexpr,
 ):  # fmt: skip
-    """The weight, both moments, and whether an update was beyond its bound. Exact."""
+    """Run an Adam step; return the weight, both moments, and where an update exceeded its bound. Exact."""
     if MAXIMIZE:
-        # Of +0 `-g` is +0.
+        # Not `-g`, which is 0 - g in Triton and gives +0 for +0.
         g = g * -1.0
     if RULE == ADAM:
         g = g + w * decay
     m = averaged(m, g, share1)
-    # A NaN has no sign then, as a GPU has it, and is above all numbers.
-    # A square beyond float32 would be infinite, and infinity less infinity is NaN at the next step.
+    # abs gives NaN a sign as on a GPU, above all numbers.
+    # The square is clamped: an infinite one would give infinity minus infinity, NaN, at the next step.
     v = averaged(v, tl.minimum(tl.abs(g * g), _LARGEST, propagate_nan=tl.PropagateNan.ALL), share2)
     update = tl.div_rn(m * grow1, tl.sqrt_rn(v) * grow2 + eps)
     beyond = tl.abs(update) > limit * _BEYOND
@@ -86,9 +86,9 @@ def adam(
 
 @triton.jit
 def lion(w, g, m, share1, share2, lr, decay, MAXIMIZE: tl.constexpr):
-    """The weight and the moment. Exact."""
+    """Run a Lion step; return the weight and the moment. Exact."""
     if MAXIMIZE:
-        # Of +0 `-g` is +0.
+        # Not `-g`, which is 0 - g in Triton and gives +0 for +0.
         g = g * -1.0
     mixed = averaged(m, g, share1)
     sign = tl.where(mixed > 0, 1.0, tl.where(mixed < 0, -1.0, tl.where(mixed == mixed, 0.0, mixed)))
@@ -97,9 +97,9 @@ def lion(w, g, m, share1, share2, lr, decay, MAXIMIZE: tl.constexpr):
 
 @triton.jit
 def sgd(w, g, m, lr, decay, momentum, new, RULE: tl.constexpr, MOMENTUM: tl.constexpr, MAXIMIZE: tl.constexpr):
-    """The weight, and the moment if there is one, else what came. Exact."""
+    """Run an SGD step; return the weight, and the moment if there is one, else the m passed in. Exact."""
     if MAXIMIZE:
-        # Of +0 `-g` is +0.
+        # Not `-g`, which is 0 - g in Triton and gives +0 for +0.
         g = g * -1.0
     g = g + w * decay
     update = g
@@ -111,7 +111,7 @@ def sgd(w, g, m, lr, decay, momentum, new, RULE: tl.constexpr, MOMENTUM: tl.cons
 
 @triton.jit
 def reach(amax, lr, decay, limit, RULE: tl.constexpr):
-    """What no weight exceeds after a step of weights of at most `amax`, float32. Exact."""
+    """Return an upper bound of weights after a step, if they are at most `amax` before, float32. Exact."""
     kept = tl.abs(1.0 - decay) + tl.abs(decay) * _ULPS
     if RULE == LION:
         most = amax * kept + tl.abs(lr)
@@ -124,8 +124,9 @@ def reach(amax, lr, decay, limit, RULE: tl.constexpr):
 
 @triton.jit
 def numbers_of(at, parameters, RULE: tl.constexpr):
-    """What a step is told of its rule, a float32 each `parameters` apart: the learning rate, the decay and what bounds
-    an update, then those that the rule alone has."""
+    """Load the rule's scalars, float32 at distance `parameters`: learning rate, decay, bound of updates, then further
+    ones.
+    """
     if (RULE == SGD) | (RULE == NESTEROV):
         lr, decay = tl.load(at), tl.load(at + parameters)
         numbers = lr, decay, lr, tl.load(at + 2 * parameters), tl.load(at + 3 * parameters)
@@ -144,8 +145,11 @@ def numbers_of(at, parameters, RULE: tl.constexpr):
 
 @triton.jit
 def move(w, g, m, v, numbers, RULE: tl.constexpr, MOMENTUM: tl.constexpr, CLAMP: tl.constexpr, MAXIMIZE: tl.constexpr):
-    """The weight and both moments of a rule, those that it has, and where an update of Adam was beyond its bound.
-    Exact."""
+    """Run the step of a rule; return the weight, both moments (unchanged if unused), and where an Adam update was
+    clamped.
+
+    Exact.
+    """
     held = w
     if (RULE == SGD) | (RULE == NESTEROV):
         lr, decay, _, momentum, new = numbers
@@ -159,8 +163,7 @@ def move(w, g, m, v, numbers, RULE: tl.constexpr, MOMENTUM: tl.constexpr, CLAMP:
     return w, m, v, held
 
 
-# ---- rounds ----------------------------------------------------------------------------------------------
-# A round of a program: its elements are read and moved by the rule, and their moments written.
+# ---- rounds: read elements, apply the rule, write moments ----
 
 
 @triton.jit
@@ -171,10 +174,11 @@ def moved(
     MASTER_FORMAT: tl.constexpr, WEIGHT_TYPE: tl.constexpr, BESIDE_TYPE: tl.constexpr, CODES: tl.constexpr,
     FIRST_KIND: tl.constexpr, SECOND_KIND: tl.constexpr, EVEN: tl.constexpr, INTEGERS: tl.constexpr,
 ):  # fmt: skip
-    """The weight and both moments after the step, and which updates were beyond their bound: [BLOCKS, 64] each.
+    """Return the weight and both moments after the step, and which updates exceeded their bound: [BLOCKS, 64] each.
+    Exact.
 
-    addresses: as `addresses_of` has them; places: as `blocks_at` and `tile_at`; numbers: as `numbers_of`.
-    before: the scale of codes that are read, float32; factor: of gradients, if FACTORED. Exact.
+    addresses: from `addresses_of`; places: from `blocks_at` or `tile_at`; numbers: from `numbers_of`. before: scale of
+    the stored codes, float32; factor: of gradients, if FACTORED.
     """
     weight_at, beside_at, gradient_at, first_at, first_scale_at, second_at, second_scale_at = addresses
     here, there, at, inside, pair = places
@@ -206,10 +210,10 @@ def write_moments(
     SECOND_KIND: tl.constexpr, SECOND_NOISE: tl.constexpr,
     WEIGHT_NOISE: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Write both moments, which share their noise, to where they were read.
+    """Write both moments, which share their noise, to where they were read; return the weight's noise, int32 below
+    2**15.
 
-    drawing: as `drawing_of` has it, if anything is rounded at random.
-    Returns the weight's noise, int32 below 2**15. Exact.
+    drawing: from `drawing_of`, if anything is rounded stochastically. Exact.
     """
     _, _, _, first_at, first_scale_at, second_at, second_scale_at = addresses
     here, there, at, inside, _ = places
@@ -236,11 +240,13 @@ def write_moments(
 
 @triton.jit
 def _words(at, drawing, EVEN: tl.constexpr, BLOCKS: tl.constexpr):
-    """A random word of each element [BLOCKS, 64], uint32. at: of each element, or of the first of each block."""
-    # Of the part's first element in the whole parameter.
+    """Return a random word of each element [BLOCKS, 64], uint32. at: offset of each element, or of the first of each
+    block.
+    """
+    # place is the offset of the shard's first element in the whole parameter.
     place, key, upper = drawing
     if EVEN:
-        # Four neighbours have the words of one counter, each a half.
+        # Four neighbours share the two words of one counter, half a word each.
         four = tl.arange(0, 16)
         g = tl.expand_dims((place + at) >> 2, 1) + tl.expand_dims(four, 0)
         first, second = philox_of_two(g, upper, key)
@@ -256,22 +262,20 @@ def _words(at, drawing, EVEN: tl.constexpr, BLOCKS: tl.constexpr):
 
 @triton.jit
 def _turned(word):
-    """A word's halves the other way round."""
+    """Swap the halves of a word."""
     return (word << 16) | (word >> 16)
 
 
 @triton.jit
 def _share(word, INDEX: tl.constexpr, NUMBER: tl.constexpr):
-    """Noise of the code INDEX of NUMBER that share a word: int32 below 2**15."""
+    """Return the noise of code INDEX of NUMBER codes that share a word: int32 below 2**15."""
     return ((word >> (17 - 16 // NUMBER * INDEX)) & 0x7FFF).to(tl.int32)
 
 
-# ---- step ------------------------------------------------------------------------------------------------
-# An optimizer's step of many parameters in one launch: each gradient and state is read once and written once.
-#
-# A table of addresses says where the tensors of each parameter lie, a second one which blocks of which parameter a
-# program takes. What changes from step to step is read on the device, so that a graph can hold the launch. The twin is
-# `quaver.torch.optim.step.step`, the bits are its.
+# ---- step: many parameters in one launch; each gradient and state is read once and written once ----
+# A table has the addresses of each parameter's tensors, a second one the blocks of a parameter that each program
+# processes. Values that change from step to step are read on the device, so that a CUDA graph can contain the launch.
+# The bits equal those of `quaver.torch.optim.step.step`.
 
 
 @triton.jit
@@ -286,13 +290,12 @@ def step(
     FIRST_KIND: tl.constexpr, FIRST_NOISE: tl.constexpr,
     SECOND_KIND: tl.constexpr, SECOND_NOISE: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one parameter a program.
+    """Step one chunk of one parameter per program. Exact.
 
-    chunks: int32 [programs, 3]: a parameter, the first of its blocks, and how often BLOCKS of them are taken.
-    table: int64 [parameters, FIELDS]. scalars: float32, of the rule, a row for each, `parameters` long.
-    work: int32 [parameters, 2] of zeros, left as zeros. keep: bool [1], False leaves everything as it is; or None.
-    counts: int64 [parameters], raised by how many updates were held to their bound; or None.
-    Exact.
+    chunks: int32 [programs, 3]: parameter, first block, and number of rounds of BLOCKS blocks. table: int64
+    [parameters, FIELDS]. scalars: float32 of the rule, one row of length `parameters` each. work: int32 [parameters, 2]
+    of zeros, left as zeros. keep: bool [1], False leaves everything unchanged; or None. counts: int64 [parameters],
+    increased by the number of clamped updates; or None.
     """
     own = chunks + 3 * tl.program_id(0)
     parameter, first, rounds = tl.load(own), tl.load(own + 1), tl.load(own + 2)
@@ -320,7 +323,7 @@ def step(
         reached = flushed(magnitude_bits(most))
         e = encode_factor(reached, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
         after = decode_scale(reached, e, POWER_OF_TWO)
-        # Of the codes' own numbers, where the scale itself is NaN.
+        # Scale of the finite codes, even if the stored scale becomes NaN.
         scale = decode_scale(reached * 0, e, POWER_OF_TWO)
     beyond = tl.zeros([], tl.int32)
     top = tl.zeros([BLOCKS, 64] if CODES else [1, 1], tl.float32)
@@ -345,11 +348,11 @@ def step(
         if MASTER_FORMAT != PLAIN:
             write(addresses[1], beside, at, inside, BESIDE_TYPE, EVEN)
         if CODES:
-            # NaN where the weight is none, or infinite: its code is a number then.
+            # Make it NaN if the weight is NaN or infinite, because its code is a finite number then.
             value = tl.fma(w, 0.0, value)
             value = value if EVEN else tl.where(inside, value, 0.0)
             top = tl.maximum(top, value, propagate_nan=tl.PropagateNan.ALL)
-    # Another program may be the last: no warp of this one may then still read what that writes.
+    # Another program may be the last to finish: all warps of this one must have read what it overwrites.
     tl.debug_barrier()
     if goes:
         if counts is not None:
@@ -367,11 +370,9 @@ def step(
                 tl.store(scale_at, tl.where(finite, after, largest.to(tl.float32, bitcast=True)))
 
 
-# ---- step of blocks --------------------------------------------------------------------------------------
-# An optimizer's step of weights whose codes have scales of blocks, measured of what is written: `step` of these.
-#
-# A program takes tiles of whole blocks. Where a block is more than it holds at once it goes over it twice: the first
-# time for the largest weight after the step, the second to write, reading from the caches.
+# ---- step of weights with block scales, measured from the written weights ----
+# A program processes tiles of whole blocks. If a block exceeds a round, the program passes over it twice: first for the
+# amax after the step, then to write, reading from the caches.
 
 
 @triton.jit
@@ -386,11 +387,11 @@ def step_of_blocks(
     FIRST_KIND: tl.constexpr, FIRST_NOISE: tl.constexpr,
     SECOND_KIND: tl.constexpr, SECOND_NOISE: tl.constexpr,
 ):  # fmt: skip
-    """Some tiles of one parameter a program: BLOCKS blocks of 64; or one tile, in so many rounds.
+    """Step several tiles of BLOCKS blocks of 64 of one parameter per program, or one tile in several rounds. Exact.
 
-    chunks: int32 [programs, 3]: a parameter, the first of its tiles, and how many are taken; of one tile, its rounds.
-    HIGH: rows that share a scale; 1 if EVEN. PAIRS: of 32 columns, E8M0, so that a block of 64 has two; else of 128,
-    float32. Else as `step` takes it. Exact.
+    chunks: int32 [programs, 3]: parameter, first tile, and number of tiles, or of rounds of one tile. HIGH: rows that
+    share a scale; 1 if EVEN. PAIRS: scales are E8M0 per 32 columns, so that a block of 64 has two; else float32 per
+    128. Other arguments as in `step`.
     """
     own = chunks + 3 * tl.program_id(0)
     parameter, first, rounds = tl.load(own), tl.load(own + 1), tl.load(own + 2)
@@ -410,7 +411,7 @@ def step_of_blocks(
     if FACTORED:
         factor = tl.load(tl.load(row + FACTOR).to(tl.pointer_type(tl.float32)))
     scales_at = tl.load(row + WEIGHT_SCALE)
-    # Blocks of a row and rows that are taken at once, and whether blocks of the weight have more.
+    # Blocks of a row and rows per round, and whether scale blocks of the weight exceed a round.
     WIDE: tl.constexpr = 1 if PAIRS else 2
     ROWS: tl.constexpr = BLOCKS // WIDE
     TWICE: tl.constexpr = HIGH > ROWS
@@ -429,7 +430,7 @@ def step_of_blocks(
             top = tl.maximum(top, _bits(after, seen[3], EVEN))
         bits0, bits1 = _largest(top, HIGH, PAIRS, BLOCKS)
         e = _factors(bits0, bits1, HIGH, PAIRS, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
-        # All warps have read the scales that are written now.
+        # All warps must have read the scales before they are overwritten.
         tl.debug_barrier()
         if goes:
             _write(scales_at, r, b, 0, columns, bits0, bits1, HIGH, PAIRS, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
@@ -456,7 +457,7 @@ def step_of_blocks(
         if not TWICE:
             bits0, bits1 = _largest(_bits(w, inside, EVEN), HIGH, PAIRS, BLOCKS)
             e = _factors(bits0, bits1, HIGH, PAIRS, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
-            # All warps have read the scales that are written now.
+            # All warps must have read the scales before they are overwritten.
             tl.debug_barrier()
             _write(
                 scales_at, r, b, places[0], columns, bits0, bits1, HIGH, PAIRS, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX
@@ -464,7 +465,7 @@ def step_of_blocks(
         kept, rest, _ = write_weight(w, e, noise, MASTER_FORMAT, True, WEIGHT_TYPE, BESIDE_TYPE, WEIGHT_NOISE, INTEGERS)
         write(addresses[0], kept, at, inside, WEIGHT_TYPE, EVEN)
         write(addresses[1], rest, at, inside, BESIDE_TYPE, EVEN)
-    # Another program may be the last: no warp of this one may then still read what that writes.
+    # Another program may be the last to finish: all warps of this one must have read what it overwrites.
     tl.debug_barrier()
     if goes:
         if counts is not None:
@@ -482,15 +483,15 @@ def _bits(w, inside, EVEN: tl.constexpr):
 
 @triton.jit
 def _first(row, block, columns, HIGH: tl.constexpr, LONG: tl.constexpr):
-    """The number of a tile's first scale."""
+    """Return the index of a tile's first scale."""
     return (row // HIGH).to(tl.int64) * ((columns + (LONG - 1)) // LONG) + block * 64 // LONG
 
 
 @triton.jit
 def _read(address, row, block, number, columns, HIGH: tl.constexpr, PAIRS: tl.constexpr):
-    """Of a tile's elements the scales, float32 that is broadcast to [BLOCKS, 64]. number: of blocks, if HIGH is 1."""
+    """Load the scales of a tile's elements, float32 broadcastable to [BLOCKS, 64]. number: of blocks, if HIGH is 1."""
     if HIGH == 1:
-        # Both of a block at once.
+        # Both scales of a block at once.
         pair = tl.load(address.to(tl.pointer_type(tl.uint16)) + number).to(tl.int32)
         scale = _halves(tl.expand_dims(_value(pair & 255), 1), tl.expand_dims(_value(pair >> 8), 1))
     elif PAIRS:
@@ -504,7 +505,10 @@ def _read(address, row, block, number, columns, HIGH: tl.constexpr, PAIRS: tl.co
 
 @triton.jit
 def _largest(bits, HIGH: tl.constexpr, PAIRS: tl.constexpr, BLOCKS: tl.constexpr):
-    """The largest of both blocks of a tile, or of each row's both, or twice that of all. bits: int32 [BLOCKS, 64]."""
+    """Return the maxima of both halves of a tile, or of each row's halves, or twice the overall maximum.
+
+    bits: int32 [BLOCKS, 64].
+    """
     if PAIRS:
         bits0, bits1 = tl.split(tl.max(tl.reshape(bits, [BLOCKS, 2, 32]), axis=2))
         if HIGH != 1:
@@ -520,7 +524,7 @@ def _factors(
     bits0, bits1, HIGH: tl.constexpr, PAIRS: tl.constexpr, POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr,
     TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr,
 ):  # fmt: skip
-    """From the bits of amaxes what codes are rounded from, as multiples of weights: broadcast to [BLOCKS, 64]."""
+    """Return encode factors, broadcastable to [BLOCKS, 64], from the bits of amaxes."""
     if PAIRS:
         if HIGH == 1:
             bits0, bits1 = tl.expand_dims(bits0, 1), tl.expand_dims(bits1, 1)
@@ -537,7 +541,7 @@ def _write(
     address, row, block, number, columns, bits0, bits1, HIGH: tl.constexpr, PAIRS: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr,
 ):  # fmt: skip
-    """The scales of blocks with amaxes of these bits to where they were read."""
+    """Store the scales of blocks with these amax bits where they were read."""
     if PAIRS:
         code0, _ = shared_exponent(bits0, EMAX, TOP_MANTISSA)
         code1, _ = shared_exponent(bits1, EMAX, TOP_MANTISSA)
@@ -555,12 +559,12 @@ def _write(
 
 @triton.jit
 def _halves(x, y):
-    """x for the first 32 columns of a block of 64, y for the others."""
+    """Return x for the first 32 columns of a block of 64, y for the others."""
     return tl.where(tl.expand_dims(tl.arange(0, 64), 0) < 32, x, y)
 
 
 @triton.jit
 def _value(code):
-    """float32 of an E8M0 code, int32."""
+    """Return the float32 of an E8M0 code, int32."""
     bits = tl.where(code == 0, 0x00400000, tl.where(code == 255, NAN_BITS, code << 23))
     return bits.to(tl.float32, bitcast=True)

@@ -1,1 +1,1 @@
-"""What runs the operations fast, a room for each kind of machine; neither layers nor autograd."""
+"""Fast implementations of the operations, one package per kind of device; no layers and no autograd."""

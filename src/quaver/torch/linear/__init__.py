@@ -1,1 +1,1 @@
-"""The three GEMMs of a linear layer, and the layers made of nothing else; no norm, no activation."""
+"""Linear layers: the three GEMMs, `Linear`, `GroupedLinear`, and weights stored quantized."""

@@ -1,9 +1,9 @@
-"""The autograd function of linear layers: one, or several of one input that is given or made on the way.
+"""Autograd function of one linear layer, or of several layers that share an input.
 
     y = prologue(x)        output_i = y @ weight_i.T + bias_i
 
-y is quantized once for all of them and goes to their GEMMs as it is; of it backward keeps eight bits, or nothing where
-the prologue makes it again from what it keeps anyway. The same bits as the prologue followed by each layer alone.
+y is quantized once and its operand goes to all GEMMs. Backward saves y in eight bits, or recomputes y from tensors that
+the prologue saves anyway. The bits equal those of the prologue followed by each layer separately.
 """
 
 from collections.abc import Sequence
@@ -23,14 +23,17 @@ from quaver.torch.operations.autograd import NO_DOUBLE_BACKWARD, add, first_deri
 from quaver.torch.operations.ops import any_autocast_enabled
 from quaver.torch.state import counters
 
-#: What ran a call: its setup, the runs of its layers (None where a compiler traces them), the shape and dtype of their
-#: input, and the dtypes of weights and biases.
+#: Context of a call: setup, context of each layer (None under torch.compile), shape and dtype of their input, and
+#: dtypes of weights and biases.
 Facts = tuple[LinearSetup, Sequence[Any] | None, tuple[int, ...], torch.dtype, Sequence[torch.dtype], Sequence[Any]]
 
 
 class LinearFunction(torch.autograd.Function):
-    """Of a `Setup`, what its prologue takes, the weights, and the biases or None: the output [..., n] of each layer,
-    and before them their input if it is asked for. Saves plain tensors only: no wrapper subclass is on the way.
+    """Apply a prologue and linear layers: takes a `LinearSetup`, the prologue's inputs, the weights, and the biases or
+    None.
+
+    Returns the output [..., n] of each layer, preceded by the layers' input if `setup.return_input`. Saves plain
+    tensors only, no wrapper subclasses.
     """
 
     @staticmethod
@@ -49,23 +52,24 @@ class LinearFunction(torch.autograd.Function):
         return first_derivative(_backward, ctx, NO_DOUBLE_BACKWARD, *gs)
 
 
-#: `Function.apply` without its checks for torch.func, which the layers have made. Layers call it, and a compiler
-#: `Projections.apply`, themselves: a function between would be compiled by itself where the layer that calls it runs
-#: eagerly because a compiler would round the gradient of its weight.
+#: `Function.apply` without its torch.func checks, which the layers have already made. Layers call it directly, and
+#: torch.compile calls `LinearFunction.apply`: a helper function around both would be compiled on its own where the
+#: calling layer runs eagerly, as it does if compilation would round its weight gradient.
 apply: Any = super(torch.autograd.Function, LinearFunction).apply
 
 
 def _generally(ctx: Any, setup: LinearSetup, tensors: Sequence[Any]) -> Any:
-    """`Projections.forward` without steps that were decided."""
+    """Run the forward of `LinearFunction` on the slow path."""
     n, taken, needs, c = len(setup.layers), setup.taken, ctx.needs_input_grad, setup.recipe.kept_input
     weights, biases = tensors[taken : taken + n], tensors[taken + n :]
-    # Noise is not drawn a second time; and a prologue keeps nothing if none of its own gradients is needed.
+    # No recomputation with stochastic rounding (noise is drawn once), nor if the prologue saves nothing for its
+    # gradients.
     differentiated = any(needs[1 : 1 + taken])
     recomputes_input = setup.prologue.recomputes_input and differentiated and (c is None or c.rounding == "nearest")
     keeps = setup.training and not recomputes_input and any(needs[1 + taken : 1 + taken + n])
     entrance = enter(setup, tensors[:taken], keeps)
     runs, lead, outputs = entrance.runs, entrance.shape[:-1], []
-    # Each layer reads it.
+    # All layers read this operand, so its decoded values are cached meanwhile.
     shares = n > 1 and not is_tracing()
     if shares:
         decode.mark(entrance.operand, decode.INPUT)
@@ -81,9 +85,9 @@ def _generally(ctx: Any, setup: LinearSetup, tensors: Sequence[Any]) -> Any:
         kept = runs[0].transposed(entrance.matrix, entrance.operand)
         if entrance.recorded_amax is not None and isinstance(kept[0], Quantized):
             entrance.recorded_amax.operands = entrance.operand, kept[0]
-    # dgrad alone reads the weights: where it does not run, they may be written before backward.
+    # Only dgrad reads the weights; without it they may be modified before backward.
     of_dgrad = weights if differentiated else (None,) * n
-    # A compiler carries tensors and plain values from forward to backward, no objects.
+    # torch.compile passes tensors and plain values from forward to backward, but no objects.
     traced = is_tracing()
     factors = [run.factors for run in runs] if traced else []
     saved, layouts = pack([*kept, *factors, *(entrance.saved if differentiated else ())])
@@ -93,12 +97,12 @@ def _generally(ctx: Any, setup: LinearSetup, tensors: Sequence[Any]) -> Any:
     return (entrance.output, *outputs) if setup.return_input else tuple(outputs)
 
 
-#: Under a selective checkpoint.
+#: `_generally` under a selective checkpoint.
 _unseen = selecting.unseen(_generally)
 
 
 def _as_decided(ctx: Any, setup: LinearSetup, tensors: Sequence[Any]) -> tuple[Tensor, ...]:
-    """`Projections.forward` by steps that were decided beforehand."""
+    """Run the forward of `LinearFunction` with planned steps."""
     outputs, values, facts = _decided(setup, tensors)
     layouts: list[tuple[int, Any]] = []
     if PACKED.isdisjoint(map(type, values)):
@@ -112,14 +116,15 @@ def _as_decided(ctx: Any, setup: LinearSetup, tensors: Sequence[Any]) -> tuple[T
 
 
 def _decided(setup: LinearSetup, tensors: Sequence[Any], flat: bool = False) -> tuple[list[Tensor], list[Any], Facts]:
-    """The outputs, matrices if `flat`; what backward needs, the weights first; and what `_gradients` is told besides.
+    """Run planned layers; return the outputs (matrices if `flat`), the tensors to save (weights first), and the facts.
 
-    What wgrad consumes is kept though the prologue could make it again: it is small, and that takes launches.
+    The wgrad operand is always saved, even if the prologue could recompute it: it is small and recomputing costs
+    launches.
     """
     runs, taken, n = setup.runs, setup.taken, len(setup.runs)
     first, weights = runs[0], tensors[taken : taken + n]
     y, saved = setup.prologue.forward(*tensors[:taken], decided=first.step.rows.implementation)
-    # Rows read it row by row: codes of one that lies as its transpose would lie so too.
+    # The kernels read rows, so a transposed view must be copied first.
     x = first.readable(y).contiguous()
     try:
         operands = first.entered(x, weights[0])
@@ -138,28 +143,29 @@ def _decided(setup: LinearSetup, tensors: Sequence[Any], flat: bool = False) -> 
         if n > 1:
             decode.unmark(operands[0])
     kept, scale = first.transposed(x, operands)
-    # Tensors alone are not taken apart.
+    # Only tensors; nothing has to be packed.
     values = [*weights, kept, *scale, *saved] if scale.__class__ is list else [*weights, kept, scale, *saved]
     return outputs, values, (setup, runs, y.shape, setup.dtype, [setup.dtype] * n, of_biases)
 
 
 class FusedMLPInput:
-    """The prologue that is decided layers and what follows them: of an MLP all that comes before its last matrix. One
-    autograd function does for both.
+    """Prologue made of planned layers and the operation after them: the part of an MLP before its last matrix.
+
+    It allows a single autograd function for the whole MLP.
 
     Args:
-        setup: of those layers; all that it takes, weights and biases too, is what the prologue takes.
-        after: the prologue that takes their outputs.
+        setup: of the planned layers; their inputs, weights and biases are the inputs of this prologue.
+        after: prologue that takes their outputs, such as an activation.
     """
 
-    #: Large inputs are for functions of their own: what the last layers kept is free before backward goes on.
+    #: Recompute; large inputs use separate functions, where the last layer's saved tensors are freed earlier.
     recomputes_input = True
 
     def __init__(self, setup: LinearSetup, after: InputOp) -> None:
         self.setup, self.after = setup, after
 
     def forward(self, *x: Tensor | None, decided: int | None = None) -> tuple[Tensor, Sequence[Any]]:
-        # They go to `after` alone: another shape of each, and of its gradient, would take time.
+        # Flat outputs, which only `after` reads, save reshapes of each output and gradient.
         outputs, saved, self.facts = _decided(self.setup, x, True)
         self.own = len(saved)
         y, kept = self.after.forward(*outputs, decided=decided)
@@ -173,29 +179,33 @@ class FusedMLPInput:
 
 
 def shaped(y: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A Function's fresh output in another shape, which may be written to: autograd refuses writes, such as those of
-    nn.ReLU(inplace=True), to a view that a Function returned."""
+    """Reshape a Function's fresh output so that it stays writable: autograd refuses in-place writes to a returned view.
+
+    nn.ReLU(inplace=True) does such writes.
+    """
     if len(shape) == 2:
         return y
     if is_tracing() or not y.is_contiguous():
         return _reshaped(y, shape)
-    # torch reads numbers in half of the time of a shape.
+    # torch parses separate ints twice as fast as a shape.
     return y.resize_(*shape)
 
 
-#: (fresh tensor, shape) to it in that shape, which autograd takes for no view: torch.matmul does so with its products.
-#: Without it compiled layers give views, and code that writes to one is refused.
+#: Reshapes a fresh tensor without autograd treating it as a view, as torch.matmul does with its products. With a plain
+#: view, compiled layers would refuse in-place writes to their outputs.
 _reshaped: Any = getattr(torch.ops.aten, "_unsafe_view", torch.Tensor.view)
 
 
-#: In `pack`'s layouts a tensor or None.
+#: Layout that `pack` records for a tensor or None.
 PLAIN = 1, None
-#: What it takes apart.
+#: Types that `pack` splits into tensors and layout.
 PACKED = frozenset((Quantized, float))
 
 
 def pack(values: Sequence[Any]) -> tuple[Sequence[Tensor | None], list[tuple[int, Any]]]:
-    """The tensors of operands, for autograd, and what `unpack` needs besides: nothing where there are only tensors."""
+    """Split operands into tensors, which autograd can save, and the layouts that `unpack` needs ([] if all are
+    tensors).
+    """
     if not is_tracing() and PACKED.isdisjoint(map(type, values)):
         return values, []
     tensors: list[Tensor | None] = []
@@ -212,12 +222,12 @@ def pack(values: Sequence[Any]) -> tuple[Sequence[Tensor | None], list[tuple[int
 
 
 def unpack(tensors: Sequence[Any], layouts: Sequence[tuple[int, Any]]) -> Sequence[Any]:
-    """The operands that `pack` took apart."""
+    """Rebuild the operands that `pack` has split."""
     if not layouts:
         return tensors
     values, at = [], 0
     for size, layout in layouts:
-        # Without a call what stayed whole.
+        # Plain tensors are taken as they are, which saves a call.
         values.append(tensors[at] if layout is None else put_together(layout, tensors[at : at + size]))
         at += size
     return values
@@ -232,12 +242,12 @@ def _backward(ctx: Any, tensors: Sequence[Any], *gs: Tensor) -> tuple[Any, ...]:
 
 
 def _gradients(facts: Facts, values: Sequence[Any], needs: Sequence[Any], gs: Sequence[Any]) -> tuple[Any, ...]:
-    """Those of what the prologue takes, of the weights and of the biases, as they are needed.
+    """Return the needed gradients of the prologue's inputs, the weights and the biases.
 
     Args:
-        values: the weights, what wgrad consumes and its scale, and what the prologue kept.
-        needs: whether each is; `LATER` of a weight gives a function in its place.
-        gs: of the outputs.
+        values: the weights, the wgrad operand and its scale, and the tensors that the prologue saved.
+        needs: one flag per gradient; `LATER` for a weight returns a function instead of a tensor.
+        gs: gradients of the outputs.
     """
     setup, runs, shape, dtype, weight_dtypes, bias_dtypes = facts
     n, taken = len(setup.layers), setup.taken
@@ -251,7 +261,7 @@ def _gradients(facts: Facts, values: Sequence[Any], needs: Sequence[Any], gs: Se
     again: RecomputedInput | None = None
     if kept[0] is None and any(needs[taken : taken + n]):
         once = n == 1 and of_input and needs[taken] is True and not setup.return_input
-        # Counters show operands in the order in which a layer alone quantizes them.
+        # Counters expect operands in the order in which a single layer quantizes them.
         if once and ops.on_host(of_layers[0]) and counters.active.counters is None:
             kept = again = RecomputedInput(setup, saved, runs[0], shape, dtype)
         else:
@@ -262,7 +272,7 @@ def _gradients(facts: Facts, values: Sequence[Any], needs: Sequence[Any], gs: Se
     of_y = gs[0].reshape(-1, shape[-1]) if setup.return_input else None
     of_weights: list[Any] = [None] * n
     of_biases: list[Tensor | None] = [None] * n
-    # As autograd adds them up: what was computed last comes first.
+    # Same order as autograd's accumulation: last computed first.
     try:
         for i in range(n - 1, -1, -1):
             needed = of_input, needs[taken + i], needs[taken + n + i]
@@ -280,7 +290,7 @@ def _gradients(facts: Facts, values: Sequence[Any], needs: Sequence[Any], gs: Se
         of_x = again.gradients
     elif of_input:
         assert of_y is not None
-        # With the input's own gradient of_y may be that, whose shape is the caller's.
+        # With `return_input` of_y may be the caller's tensor, which resize_ must not change.
         of_y = of_y.view(*shape) if setup.return_input else shaped(of_y, shape)
         decided = setup.runs[0].step.rows.implementation if setup.runs else None
         of_x = setup.prologue.backward(of_y, saved, decided, needs[:taken])
@@ -288,9 +298,9 @@ def _gradients(facts: Facts, values: Sequence[Any], needs: Sequence[Any], gs: Se
 
 
 class RecomputedInput:
-    """What wgrad consumes of one layer's input, which is made again when the gradient of that input is there."""
+    """wgrad operand of a single layer, recomputed as soon as the gradient of its input is available."""
 
-    #: Of what the prologue took, if it gave them on the way.
+    #: Gradients of the prologue's inputs, if the recomputation produced them too.
     gradients: Sequence[Tensor | None] | None = None
 
     def __init__(
@@ -307,7 +317,7 @@ class RecomputedInput:
 
 
 def _again(setup: LinearSetup, gs: Sequence[Tensor], factors: Sequence[Any]) -> list[LinearContext]:
-    """What ran the layers, in a backward that a compiler traces."""
+    """Rebuild the contexts of the layers in a backward that torch.compile traces."""
     return [
         LinearContext(layer, setup.recipe, g, setup.dtype, setup.training, of_layer)
         for layer, g, of_layer in zip(setup.layers, gs, factors, strict=True)

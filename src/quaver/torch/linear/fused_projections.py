@@ -1,7 +1,7 @@
-"""Several linear layers of one input that is made on the way: by a normalization, by an activation, or given.
+"""Linear layers that share an input, which a norm, an activation or the caller provides.
 
-Which layers share their input, and which of them have a step that was decided beforehand, is asked here; the rest is
-`quaver.torch.linear.function`.
+`project` decides whether the layers can share the quantized input and whether planned steps apply. The computation
+itself is in `quaver.torch.linear.function`.
 """
 
 from collections.abc import Sequence
@@ -32,13 +32,13 @@ def project(
     return_input: bool = False,
     then: tuple[InputOp, Sequence[Linear]] | None = None,
 ) -> tuple[Tensor, ...]:
-    """The outputs of the layers, and before them their input if it is asked for.
+    """Run a prologue and all layers on its result; return their outputs, preceded by that result if `return_input`.
 
-    Layers that are called together take one history of their input, the first one's.
+    The layers share one scaling history of their input, that of the first layer.
 
     Args:
-        then: a prologue that takes these outputs, and the layers behind it, whose outputs are given in their place; one
-            autograd function does for both where all have a step that was decided beforehand.
+        then: a second prologue that takes these outputs, and the layers after it, whose outputs are returned instead.
+            If all layers have planned steps, one autograd function runs both stages.
     """
     return _project(prologue, x, layers, _shared_recipe(layers), return_input, then)
 
@@ -51,7 +51,7 @@ def _project(
     return_input: bool = False,
     then: tuple[InputOp, Sequence[Linear]] | None = None,
 ) -> tuple[Tensor, ...]:
-    """`project` of layers whose shared recipe is known."""
+    """Run `project` for layers whose shared recipe is known."""
     decided, behind = None, None if then is None else _shared_recipe(then[1])
     if recipe is not None and not is_tracing():
         if not torch.is_grad_enabled():
@@ -119,7 +119,7 @@ def _general(
 
 
 def _shared_recipe(layers: Sequence[Linear]) -> Recipe | None:
-    """The recipe that all layers quantize by, if nothing about one of them wants it called as a module."""
+    """Return the recipe that all layers quantize by, or None if one of them must be called as a module."""
     recipe = active_context.now[0]
     if recipe is None and layers[0].__dict__.get("recipe") is None and not recomputing():
         return None
@@ -139,14 +139,14 @@ def _shared_recipe(layers: Sequence[Linear]) -> Recipe | None:
 
 
 def _is_over(layer: nn.Module) -> bool:
-    """Whether a subclass computes what `Linear` does: `convert` gives those that do a mark."""
+    """Return True if a subclass computes the same as `Linear`; `convert` marks such classes with `_over`."""
     kind = layer.__class__
     marked = getattr(kind, "_over", None) is Linear and kind.forward is Linear.forward
     return marked and "parametrizations" not in layer._modules
 
 
 def is_bare(*modules: nn.Module) -> bool:
-    """True if a call of each module runs its class's forward alone: no hook, no other forward."""
+    """Return True if calling each module runs only its class's forward: no hooks and no replaced forward."""
     for module in modules:
         if (
             "forward" in module.__dict__
@@ -167,10 +167,10 @@ def is_bare(*modules: nn.Module) -> bool:
     )
 
 
-#: The largest input that is written and read again where a kernel could quantize it on the way, and of which codes are
-#: kept where they could be made again: launches take longer.
+#: Largest input in elements for which planned steps are preferred to a fused kernel, and to recomputation in backward.
+#: Below it launches cost more than the memory traffic.
 LAUNCHES = 1 << 20
-#: The largest of which codes are kept though they could be made again on a CPU, where nothing is launched.
+#: The same limit for recomputation on a CPU, where nothing is launched.
 ON_HOST = 1 << 14
 
 
@@ -181,8 +181,11 @@ def _decided(
     recipe: Recipe,
     return_input: bool = False,
 ) -> tuple[LinearSetup, Sequence[Tensor | None]] | None:
-    """What the autograd function takes where each layer has a decided step, as this call's; none where what a layer
-    remembers is for the general way, or where a fused kernel saves a large pass."""
+    """Return setup and tensors for `LinearFunction` if every layer has a planned step in this call.
+
+    Returns None if the state of a layer requires the slow path, or if a fused kernel or recomputation saves a large
+    pass over memory.
+    """
     first = x[0]
     if first is None or first.dtype not in ops.DTYPES:
         return None

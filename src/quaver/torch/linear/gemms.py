@@ -1,11 +1,11 @@
-"""The three GEMMs of a linear layer as plain functions, which every layer that contains one composes.
+"""The three GEMMs of a linear layer as plain functions: the slow path that supports every recipe and device.
 
     fprop   output      [T, N] = input         [T, K] @ weight   [N, K].T
     dgrad   grad_input  [T, K] = grad_output   [T, N] @ weight.T [K, N].T
     wgrad   grad_weight [N, K] = grad_output.T [N, T] @ input.T  [K, T].T
 
-A `Call` carries what one forward decides to its backward. Kept for backward is what the GEMM consumed, one byte an
-element or half of one, never the input in high precision unless the recipe asks for it.
+A `LinearContext` carries the choices of one forward to its backward. Backward saves the quantized operand (8 or 4 bits
+an element), and the input in high precision only if the recipe requires it.
 """
 
 import warnings
@@ -33,7 +33,7 @@ Factors = Tensor | list[float] | None
 
 
 def warn_once_features(layer: nn.Module, weight: Tensor) -> None:
-    """Warn once of a layer whose features no native GEMM takes; tokens are padded, features are not."""
+    """Warn once if no native GEMM supports the layer's features; tokens are padded automatically, features are not."""
     state = state_of(layer)
     if state.announced or device.why_no_fp8(weight.device, "native"):
         return
@@ -41,64 +41,68 @@ def warn_once_features(layer: nn.Module, weight: Tensor) -> None:
     n, k = weight.shape
     name = layer.__dict__.get("qualified_name") or f"Linear({k} → {n})"
     warnings.warn(
-        f"{name} has a weight [{n}, {k}]: a GEMM of cuBLASLt writes multiples of 16 columns, so its GEMMs that would "
-        "write others run as bf16 GEMMs of decoded operands, exact but slower; pad the features or leave the layer out "
-        "with convert(skip=...)",
+        f"{name} has a weight [{n}, {k}], and cuBLASLt's GEMMs need multiples of 16 output columns: its other GEMMs "
+        "run as bf16 GEMMs of decoded operands, exact but slower; pad the features or leave the layer out with "
+        "convert(skip=...)",
         stacklevel=2,
     )
 
 
 class PrequantizedWeight(Protocol):
-    """What a weight [N, K] is that comes quantized: a tensor with no values, whose operands a layer asks for.
+    """Interface of a weight [N, K] that arrives quantized: a tensor without values that returns operands on request.
 
-    Nothing is kept of it, and no step is decided for it: who gives it knows when it changes. A compiler would take its
-    operands for constants, so its layers run in eager mode.
+    Such a weight is neither cached nor planned, because only its owner knows when it changes. Its layers run eagerly,
+    because torch.compile would treat the operands as constants.
     """
 
     @staticmethod
     def eagerly(function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function where no compiler traces it."""
+        """Call a function outside of torch.compile."""
 
     def check_recipe(self, layer: nn.Module, recipe: Recipe | None) -> None:
-        """Raise a ValueError where the layer's recipe in force is not the one that it was quantized by."""
+        """Raise ValueError if the layer's current recipe is not the one that quantized the weight."""
 
     def quantized_operand(self, call: "LinearContext", side: str) -> Quantized:
-        """[N, K] for "fprop", or the transpose [K, N] for "dgrad", by the call's recipe and factors. What a history of
-        the weight would have seen is noted here."""
+        """Return the operand [N, K] for "fprop" or the transpose [K, N] for "dgrad", by the call's recipe and factors.
+
+        Records the weight's amax if the recipe has a history.
+        """
 
 
 def is_given(weight: Any) -> bool:
-    """Whether a weight is a `GivenWeight`; no plain parameter is."""
+    """Return True if the weight is a `PrequantizedWeight`; plain parameters are not."""
     return hasattr(weight, "quantized_operand")
 
 
-#: Among the gradients that a backward is asked for: one that is needed, but later. A function that gives it may stand
-#: for it, which holds no more than it needs, and takes another `dtype` than the weight's.
+#: Value in `needs` for a weight gradient that is computed later. The backward may return a function in its place, which
+#: references only what it needs and accepts another `dtype` than the weight's.
 LATER: Any = object()
-#: Of the input, the weight and the bias of one layer; of the weight what gives it where it is needed `LATER`.
+#: Gradients of input, weight and bias; that of the weight is a function if it is needed `LATER`.
 Gradients = tuple[Tensor | None, Any, Tensor | None]
 
 
-#: What wgrad consumes of an input.
+#: wgrad operand of an input.
 Kept = tuple[Tensor | Quantized, None]
 
 
 class OperandComm(Protocol):
-    """What is done to the operands of a layer that has a part of each, where others have the rest."""
+    """Quantization of operands of which each rank has only a shard."""
 
     @property
     def parameter(self) -> Tensor:
-        """The weight of which the layer's own is a part."""
+        """The full parameter of which the layer's weight is a shard."""
 
     def quantize(
         self, operand: str, x: Tensor, spec: QuantSpec, factor: Tensor | float | None, noise: Noise
     ) -> Quantized:
-        """A part of an operand, with the codes and scales that it has in the whole; its amax is that of all parts
-        where they share it."""
+        """Quantize a shard with the codes and scales that it has in the whole operand.
+
+        The amax is that of all shards if they share one scale.
+        """
 
 
 class LinearContext:
-    """One call of one layer: what its forward decides, and what its backward needs of that."""
+    """State that one call of a layer carries from its forward to its backward."""
 
     __slots__ = (
         *("both", "dtype", "factors", "layer", "matmul", "pending", "parts", "plan", "quantize", "recipe", "record"),
@@ -109,49 +113,50 @@ class LinearContext:
         self, layer: nn.Module, recipe: Recipe, x: Tensor, dtype: torch.dtype, record: bool, factors: Factors
     ) -> None:
         self.layer, self.recipe = layer, recipe
-        #: The dtype of the activations.
+        #: dtype of the activations.
         self.dtype = dtype
-        #: True if the forward runs with gradients: then delayed scaling notes the amaxes of this call.
+        #: True if the forward runs with gradients; delayed scaling then records the amaxes of this call.
         self.record = record
-        #: Encode factors of input, weight and grad_output as the forward saw them; None without delayed scaling.
+        #: Encode factors of input, weight and grad_output in the forward; None without delayed scaling.
         self.factors = factors
-        #: True if torch.compile is tracing: then operations are opaque and nothing is kept between calls.
+        #: True under torch.compile: operations are opaque and nothing is cached between calls.
         self.traced = is_tracing()
         self.plan = recipe.plan
         self.quantize: Callable[..., Quantized]
         self.matmul: Callable[..., Tensor]
-        #: `ops.QUANTIZE_BOTH` where it is worth while.
+        #: `ops.QUANTIZE_BOTH` if it is faster than two separate calls, else None.
         self.both: Callable[..., tuple[Quantized, Quantized]] | None
         if self.traced:
             self.quantize, self.matmul = ops.QUANTIZE, ops.MATMUL
             self.both = ops.QUANTIZE_BOTH if x.is_cuda else None
         else:
             _, self.quantize, self.matmul, self.both = ops.resolve(recipe, x)
-        #: None where the layer has its operands whole.
+        #: Communication for sharded operands, or None if the layer has whole operands.
         self.parts: OperandComm | None = None
-        #: Of factors on a device, which writing of theirs the forward saw.
+        #: Version of the factors on the device that the forward read.
         self.version: int | None = None
-        #: fprop's weight where dgrad will consume it too and the layer keeps it anyway.
+        #: Cache entry of the fprop weight, if dgrad reads the same codes.
         self.weight: weight_cache.CachedWeight | None = None
-        #: dgrad's weight where the read that wrote fprop's wrote it too and the layer does not keep it.
+        #: dgrad operand of the weight, if it was written together with fprop's and is not cached.
         self.transposed_weight: Quantized | None = None
-        #: What keeps a step of delayed scaling from being over until its backward has run.
+        #: Handle that keeps the delayed-scaling step open until the backward of this call has run.
         self.pending: scaling_step.PendingBackward | None = None
 
     @property
     def written(self) -> float:
-        """What stands for the weight's factor in a key: its value, or which writing of the factors the forward saw."""
+        """Cache key of the weight's encode factor: its value on the host, or the version of the device factors."""
         if self.factors is None:
             return 0.0
         return _version(self) if isinstance(self.factors, Tensor) else self.factors[amax.WEIGHT]
 
     def output(self, x: Tensor | Quantized, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x [T, K], quantized already if the recipe says so, to [T, N]."""
+        """Run fprop: x [T, K], quantized already if the recipe says so, to y [T, N]."""
         b = self.recipe.fprop.b
         if isinstance(x, Tensor):
             w = stored_weight.dequantized(self.layer, weight, x.dtype) if stored_weight.are_codes(weight) else weight
             if self.record and not self.traced and w is weight:
-                # Nothing else looks at the weight here: the gradient could go and come back, and dgrad's codes stay.
+                # Nothing else registers this use of the weight, and the cached dgrad operand must notice a changed
+                # weight.
                 weight_cache.look(self.layer, weight)
             if not self.traced and selecting.is_hidden():
                 return selecting.seen(high_precision, x, w, x.dtype, bias)
@@ -165,7 +170,9 @@ class LinearContext:
         return self.matmul(x, wq, self.dtype, bias, self.recipe.fprop.fast_accum)
 
     def transposed(self, x: Tensor | None, xq: Tensor | Quantized) -> tuple[Tensor | Quantized, None]:
-        """The operand of wgrad, input.T [K, T]: of what fprop consumed, or of x [T, K]; x itself unquantized."""
+        """Return the wgrad operand input.T [K, T], from the fprop operand or from x [T, K]; x itself if wgrad is
+        unquantized.
+        """
         c = self.recipe.wgrad.b
         if self.plan.input:
             assert isinstance(xq, Quantized)
@@ -176,7 +183,9 @@ class LinearContext:
         return x if c is None else quantize(self, amax.INPUT, "input.T", x.t(), c, True), None
 
     def recomputed(self, x: Tensor) -> tuple[Tensor | Quantized, None]:
-        """`transposed` of an x that backward has made again: no history and no counter sees codes twice."""
+        """Return what `transposed` returns for an x that backward has recomputed, without recording or counting it
+        again.
+        """
         a, c = self.recipe.fprop.a, self.recipe.wgrad.b
         factor = None if self.factors is None else self.factors[amax.INPUT]
         if self.plan.input:
@@ -192,11 +201,12 @@ class LinearContext:
     def unnoted(
         self, x: Tensor, spec: QuantSpec, transposed: bool, factor: Tensor | float | None = None, noise: Noise = QUIET
     ) -> Quantized:
-        """x quantized where no history and no counter sees it.
+        """Quantize x without recording its amax or counting it.
 
         Args:
-            transposed: as `QUANTIZE.traced` takes it.
-            noise: to a compiler alone, what tells this quantization from an earlier one.
+            transposed: as in `QUANTIZE.traced`.
+            noise: used under torch.compile only, to distinguish this quantization from an earlier one of the same
+                tensor.
         """
         if self.traced:
             q: Quantized = ops.QUANTIZE.traced(x, spec, None, factor, noise, transposed=transposed)
@@ -212,11 +222,11 @@ class LinearContext:
         weight_dtype: torch.dtype,
         bias_dtype: torch.dtype,
     ) -> Gradients:
-        """grad_output [..., N] to grad_input [T, K], grad_weight [N, K] and grad_bias [N], as needed.
+        """Compute the needed ones of grad_input [T, K], grad_weight [N, K] and grad_bias [N] from grad_output [..., N].
 
         Args:
-            kept: what `transposed` gave, or a function that gives it of grad_input.
-            needs: whether each is needed; of the weight's perhaps `LATER`.
+            kept: what `transposed` returned, or a function of grad_input that returns it.
+            needs: one flag per gradient; the weight's may be `LATER`.
         """
         if self.pending is not None:
             self.pending.settle()
@@ -257,14 +267,14 @@ class LinearContext:
         return grad_input, grad_weight, grad_bias
 
     def _of_weight(self, g: Tensor | Quantized, kept: Tensor | Quantized, *, dtype: torch.dtype) -> Tensor:
-        """`_wgrad`, the last that backward does for the layer."""
+        """Run `_wgrad`, the last GEMM of a layer's backward, and mark the cached weight as used."""
         grad_weight = self._wgrad(g, kept, dtype)
         if not self.traced:
             weight_cache.used(self.layer)
         return grad_weight
 
     def _dgrad(self, g: Tensor | Quantized, weight: Tensor) -> Tensor:
-        """grad_output [T, N], quantized already if the recipe says so, to grad_input [T, K]."""
+        """Run dgrad: grad_output [T, N], quantized already if the recipe says so, to grad_input [T, K]."""
         spec = self.recipe.dgrad.b
         if spec is None:
             assert isinstance(g, Tensor)
@@ -274,7 +284,9 @@ class LinearContext:
         return self.matmul(g, wq, self.dtype, None, self.recipe.dgrad.fast_accum)
 
     def plain_weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """[N, K], what dgrad multiplies where it quantizes nothing: the weight, or what fprop consumed of it."""
+        """Return the unquantized dgrad operand [N, K]: the weight, or the dequantized fprop operand if the recipe says
+        so.
+        """
         if self.recipe.dequantized_backward:
             spec = self.recipe.fprop.b
             assert spec is not None
@@ -282,9 +294,10 @@ class LinearContext:
         return stored_weight.dequantized(self.layer, weight, dtype) if stored_weight.are_codes(weight) else weight
 
     def _wgrad(self, g: Tensor | Quantized, kept: Tensor | Quantized, dtype: torch.dtype) -> Tensor:
-        """grad_output.T [N, T] and input.T [K, T] to grad_weight [N, K] in the parameter's dtype.
+        """Run wgrad: grad_output.T [N, T] and input.T [K, T] to grad_weight [N, K] in `dtype`.
 
-        That of codes is float32; autograd rounds it to what the parameter's gradient is kept in.
+        The gradient of a stored quantized weight is float32; autograd rounds it to the dtype of the parameter's
+        gradient.
         """
         if self.layer.__dict__.get("weight_spec") is not None:
             dtype = torch.float32
@@ -295,28 +308,28 @@ class LinearContext:
 
 
 def plain(x: Tensor | Quantized, dtype: torch.dtype) -> Tensor:
-    """An operand of a GEMM that quantizes nothing: the tensor itself, or the values of codes in this dtype."""
+    """Return an unquantized GEMM operand: the tensor itself, or a `Quantized` dequantized to `dtype`."""
     return x if isinstance(x, Tensor) else x.dequantize().to(dtype)
 
 
 def matrix(x: Tensor) -> Tensor:
-    """[..., k] to [tokens, k]."""
+    """Flatten [..., k] to [tokens, k]."""
     if x.dim() == 2:
         return x
     return x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
 
 
 def begin(layer: nn.Module, recipe: Recipe, x: Tensor, dtype: torch.dtype, training: bool) -> LinearContext:
-    """A call of a layer, which joins the step of delayed scaling that its thread is in.
+    """Begin a call of a layer and join the current step of delayed scaling.
 
     Args:
-        x: what its operands are like.
-        dtype: of the GEMMs' inputs and outputs.
+        x: tensor whose device selects the implementations.
+        dtype: dtype of the GEMMs' inputs and outputs.
     """
     factors = None if recipe.delayed is None else scaling_step.factors(layer, training)
     call = LinearContext(layer, recipe, x, dtype, training, factors)
     if factors is not None and training and not call.traced:
-        # The forward will note its grad_output.
+        # The step stays open until backward has recorded grad_output.
         call.pending = scaling_step.pending(layer)
     return call
 
@@ -324,10 +337,12 @@ def begin(layer: nn.Module, recipe: Recipe, x: Tensor, dtype: torch.dtype, train
 def quantize(
     call: LinearContext, column: int, operand: str, x: Tensor, spec: QuantSpec, transposed: bool | None = None
 ) -> Quantized:
-    """Quantize one operand of a layer, with its history or its noise where the recipe has them.
+    """Quantize one operand of a layer, with its delayed scale and its noise if the recipe has them.
 
     Args:
-        transposed: as `QUANTIZE.traced` takes it.
+        column: column of the operand in the scaling history.
+        operand: name of the operand, for example "weight.T".
+        transposed: as in `QUANTIZE.traced`.
     """
     layer, factor = call.layer, None if call.factors is None else call.factors[column]
     noise, record = _noise(layer, operand, spec), call.record and factor is not None
@@ -358,15 +373,16 @@ def _drawn(layer: nn.Module, operand: str, spec: QuantSpec) -> None:
 
 
 def _hints(call: LinearContext, column: int, x: Tensor) -> tuple[bool, Tensor | None]:
-    """Whether a column's factor is known to be set, and the place where a kernel notes an operand's amax, if this call
-    records it."""
+    """Return whether the column's factor is known to be set, and where a kernel may write the amax (None if not
+    recorded).
+    """
     if call.factors is None:
         return False, None
     return amax.is_set(column, call.factors), amax.newest(call.layer, column, x) if call.record else None
 
 
 def both_at_once(call: LinearContext, spec: QuantSpec, other: QuantSpec) -> bool:
-    """True if an operand and its transpose come from one call of `quantize_both`."""
+    """Return True if `quantize_both` can quantize an operand and its transpose in one call."""
     if counters.active.counters is not None:
         return False
     return not call.traced or spec.rounding == other.rounding == "nearest"
@@ -375,10 +391,10 @@ def both_at_once(call: LinearContext, spec: QuantSpec, other: QuantSpec) -> bool
 def quantize_both(
     call: LinearContext, column: int, operand: str, x: Tensor, spec: QuantSpec, other: QuantSpec, sums: bool = False
 ) -> tuple[Quantized, Quantized]:
-    """x by one spec and its transpose by another; see `quantize`. They share nothing but what their kernel shares.
+    """Quantize x by `spec` and its transpose by `other` in one call; otherwise like `quantize`.
 
     Args:
-        sums: True sums x over its rows too, where the same read gives that: `partial_sums` of the first.
+        sums: True also sums x over its rows if the same kernel can do it: `partial_sums` of the first result.
     """
     assert call.both is not None
     layer = call.layer
@@ -404,7 +420,7 @@ def quantize_both(
 
 
 def _version(call: LinearContext) -> int:
-    """Which writing of its factors on a device a forward saw: what stands for their value in a key."""
+    """Return the version of the device factors that the forward read; the weight cache uses it as a key."""
     if call.version is None:
         factor = call.layer._buffers["factor"]
         assert factor is not None
@@ -415,14 +431,15 @@ def _version(call: LinearContext) -> int:
 
 
 def capturing(x: Tensor) -> bool:
-    """True while a CUDA graph is captured or that is rehearsed: no kept weight is read, and none is kept."""
-    # Off a GPU nothing is captured but what stands in for it.
+    """Return True while a CUDA graph is captured or rehearsed; the weight cache is then neither read nor written."""
+    # On a CPU nothing is captured except in tests that simulate a GPU.
     return bool(not x.is_cpu or device.asked or capture.rehearsed) and capture.as_captured(x.device)
 
 
 def quantized_weight(call: LinearContext, weight: Tensor, side: str, spec: QuantSpec) -> Quantized:
-    """The weight [N, K] for fprop, or its transpose [K, N] for dgrad; kept as `quaver.torch.state.weight_cache`
-    says."""
+    """Return the weight [N, K] for fprop or its transpose [K, N] for dgrad, from `quaver.torch.state.weight_cache` if
+    valid.
+    """
     layer = call.layer
     if weight.__class__ is not nn.Parameter and is_given(weight):
         given: Quantized = weight.quantized_operand(call, side)  # type: ignore[attr-defined]
@@ -474,10 +491,10 @@ def quantized_weight(call: LinearContext, weight: Tensor, side: str, spec: Quant
 def _quantize_weight(
     call: LinearContext, weight: Tensor, side: str, spec: QuantSpec
 ) -> tuple[Quantized, Quantized | None]:
-    """The weight, and what dgrad will ask for if the same read gives it; or for a dgrad that reuses nothing that."""
+    """Quantize the weight for `side`, and dgrad's operand too if one read can write both (else None)."""
     parameter = weight if call.parts is None else call.parts.parameter
     if torch.is_inference_mode_enabled() and weight_cache.can_keep(call.layer, parameter):
-        # What is kept serves other modes too.
+        # Cached tensors must not be inference tensors, because other modes read them too.
         with torch.inference_mode(False), torch.no_grad():
             return _quantize_weight(call, weight, side, spec)
     if side == "dgrad" and call.plan.weight:
@@ -496,9 +513,9 @@ def _quantize_weight(
 
 
 def high_precision(a: Tensor, b: Tensor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """a [m, k] @ b [n, k].T unquantized, for operands that a recipe leaves alone."""
+    """Compute a [m, k] @ b [n, k].T (+ bias) unquantized, for operands that a recipe does not quantize."""
     if is_tracing():
-        # In eager mode the caller has switched it off.
+        # In eager mode the caller has already disabled autocast.
         with torch.autocast(a.device.type, enabled=False):
             return _high_precision(a, b, dtype, bias)
     return _high_precision(a, b, dtype, bias)

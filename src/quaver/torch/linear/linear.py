@@ -1,6 +1,7 @@
-"""y = x @ weight.T + bias, every operand of its three GEMMs quantized as a recipe says.
+"""Linear layer y = x @ weight.T + bias whose three GEMMs quantize their operands by a recipe.
 
-`quaver.torch.linear.function`, dressed as nn.Linear.
+`Linear` is a drop-in replacement of `nn.Linear`. It resolves the recipe, checks its arguments, and runs a cached
+`LinearPlan` if one applies (the fast path), else `quaver.torch.linear.function.LinearFunction`.
 """
 
 import copy
@@ -33,16 +34,19 @@ from quaver.torch.state.history import amax, scaling_step
 from quaver.torch.state.layer_state import NEVER, LayerState, device_of, graph_task_id, state_of
 from quaver.torch.state.noise import assign_number, fresh_count, name_streams
 
-# ---- layer -----------------------------------------------------------------------------------------------
+# ---- Linear ----
 
 
 def recipe_of(layer: "Quantizable", compiling: bool) -> Recipe | None:
-    """The recipe that a forward of this layer follows; inside backward the one of its last forward."""
+    """Return the recipe of this forward; a forward that runs inside backward gets the recipe of the layer's last
+    forward.
+    """
     recipe = in_force(layer.recipe)
     if not compiling:
         active_context.asked = True
         state = layer._state
-        # Inside backward this is a recomputation, after autocast has ended: what the first pass used holds.
+        # A forward inside backward is a recomputation. autocast has ended by then, so the recipe of the first forward
+        # is reused.
         if graph_task_id() != -1:
             if layer_state.state.replay is not None:
                 return recipe
@@ -50,13 +54,14 @@ def recipe_of(layer: "Quantizable", compiling: bool) -> Recipe | None:
                 recipe = state.last
         state.last = recipe
         if recipe is not None and state.serial is None and recipe.stochastic:
-            # Without gradients too: a reentrant checkpoint takes them in backward alone, after autocast.
+            # Needed without gradients too: a reentrant checkpoint enables them only in backward, after autocast has
+            # ended.
             assign_number(layer)
     return recipe
 
 
 def weight_and_bias(layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """A layer's, in a tenth of the time that module.__getattr__ takes; parametrizations make attributes of them."""
+    """Return weight and bias, ten times faster than `module.__getattr__`; parametrized ones are attributes."""
     parameters = layer._parameters
     weight: Tensor = parameters["weight"] if "weight" in parameters else layer.weight  # type: ignore[assignment] # noqa: SIM401
     bias: Tensor | None = parameters["bias"] if "bias" in parameters else layer.bias  # noqa: SIM401
@@ -64,25 +69,27 @@ def weight_and_bias(layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
 
 
 class Quantizable(nn.Module):
-    """What a module has whose GEMMs follow a recipe: the recipe, and state that outlasts moves, copies and loads."""
+    """Base class of modules whose GEMMs follow a recipe; it holds the recipe and state that survives moves, copies,
+    loads.
+    """
 
-    #: The layer's own recipe; None takes the ambient one.
+    #: Recipe of this layer, or None to use the recipe of the surrounding `autocast`.
     recipe: Recipe | None = None
     seed: int = 0
-    #: As `state_of` gives it, without a call.
+    #: State of the layer, the object that `state_of` returns, read here without a call.
     _state: LayerState
-    #: How the weight is quantized where it exists only in eight bits (`quaver.torch.quantized_init`), else None.
+    #: Spec of a weight that is stored quantized (`quaver.torch.quantized_init`), or None for an ordinary weight.
     weight_spec: QuantSpec | None = None
-    #: The dtype that such a weight dequantizes to.
+    #: dtype that a stored quantized weight dequantizes to.
     weight_dtype: torch.dtype | None = None
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """`weight_dtype` of a weight that exists only as codes; no attribute of any other layer's.
+        """`weight_dtype` of a weight that is stored as codes; other layers raise AttributeError.
 
-        A method of PEFT asks for it where it would else give its parameters the dtype of the codes. It knows nothing of
-        codes, of which it is warned: `quaver.integrations.peft.over_codes` has LoRA that does, and does not ask.
-        Other readers, such as `inspect.getmembers`, adapt nothing.
+        PEFT reads this attribute where it would otherwise cast its own parameters to the dtype of the codes. Reads from
+        PEFT warn, because PEFT does not support stored codes; use LoRA from `quaver.integrations.peft.over_codes`,
+        which does not read the attribute. Other readers, such as `inspect.getmembers`, do not warn.
         """
         if self.weight_spec is None:
             raise AttributeError(f"{type(self).__name__} has no compute_dtype: its weight is in high precision")
@@ -95,14 +102,17 @@ class Quantizable(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":
-            # FSDP2 sets the same parameter at each gather, and nothing on it shows that; another one after that.
+            # FSDP2 sets the same parameter object after each all-gather, so neither identity nor version shows new
+            # values.
             weight_cache.free(self)
             if self.weight_spec is not None and hasattr(value, "device_mesh"):
                 stored_weight.versions_unknown(self)
         super().__setattr__(name, value)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Move and cast, but leave the histories and counts their dtype and, unless they were on meta, their values."""
+        """Move and cast the parameters; histories and counts keep their dtype and, unless they were on meta, their
+        values.
+        """
         held = {name: self._buffers.pop(name) for name in (*STATE, *stored_weight.SCALES) if name in self._buffers}
         try:
             if self.weight_spec is None:
@@ -110,9 +120,9 @@ class Quantizable(nn.Module):
             else:
                 store_weight.moved(self, fn, super()._apply)
         finally:
-            # A move may fail, and leaves them where they were.
+            # Restore the buffers even if the move raises.
             self._buffers.update(held)
-            # Casting there and back may bring other values to the same address.
+            # Casting there and back can put other values at the same address, so the cached weight is invalid.
             weight_cache.drop(self)
         for name, buffer in held.items():
             assert buffer is not None
@@ -128,7 +138,7 @@ class Quantizable(nn.Module):
         return store_weight.packed({**self.__dict__, "_state": copy.copy(state_of(self))})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Quantizable":
-        # A parametrization would bring its own, which copies what belongs to this layer alone.
+        # A parametrized module has its own `__deepcopy__`, which would share this layer's private state.
         copied: Quantizable = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__setstate__(copy.deepcopy(Quantizable.__getstate__(self), memo))
@@ -157,7 +167,7 @@ class Quantizable(nn.Module):
         key = prefix + "history"
         if key in destination:
             tell_of_one_rank(self)
-            # It lies column by column, which safetensors does not take.
+            # The history is stored column-major; safetensors accepts contiguous tensors only.
             destination[key] = destination[key].contiguous()
 
     def _load_from_state_dict(
@@ -173,9 +183,11 @@ class Quantizable(nn.Module):
 
 
 def _join(layer: nn.Module, state_dict: Any, prefix: str) -> None:
-    """Let a layer of several matrices in one weight load what `quaver.torch.parallel.ColwiseParallel` makes of it: q,
-    k and v
-    for instance, each by its name, or by its number where the layer knows of none."""
+    """Concatenate the pieces of a weight and bias in a state dict into the single tensors that this layer has.
+
+    `quaver.torch.parallel.ColwiseParallel` saves the pieces, such as q, k and v, as `weight.<name>`; pieces without
+    names are numbered.
+    """
     matrices = state_of(layer).pieces
     for name in ("weight", "bias"):
         keys = [f"{prefix}{name}.{piece}" for piece in matrices]
@@ -188,19 +200,21 @@ def _join(layer: nn.Module, state_dict: Any, prefix: str) -> None:
 
 
 class Linear(Quantizable, nn.Linear):
-    """`nn.Linear` whose GEMMs follow a recipe: its own, else the innermost `autocast`'s, else none.
+    """`nn.Linear` whose GEMMs follow a recipe: the layer's own, else that of the innermost `autocast`, else none.
 
     Args:
-        in_features, out_features, bias, device, dtype: as `nn.Linear`; the state dict is the same too. Delayed scaling
-            adds buffers `history` [length, 3] and `factor` [3], stochastic rounding `count` [3] (quantizations of
-            grad_output, of its transpose, and the number of the noise's stream); all are ordinary state.
-        recipe: a name or Recipe that this layer always uses. A delayed recipe rolls its history when the outermost
-            autocast is entered, or at the forward of a converted model: run the model in one of them.
-        seed: of stochastic rounding.
-    Input [..., in_features] in float32, bfloat16 or float16, of the weight's dtype or under torch.autocast; any number
-    of tokens, none included. float64 runs unquantized, with a warning.
-    Exact: all codes and scales. Bounded: outputs and gradients, relative RMS 1e-6 in float32 of the same products in
-    float64.
+        in_features, out_features, bias, device, dtype: as in `nn.Linear`. The state dict is the same too. Delayed
+            scaling adds the buffers `history` [length, 3] and `factor` [3]. Stochastic rounding adds `count` [3]:
+            quantizations of grad_output, quantizations of its transpose, and the number of the noise stream.
+        recipe: name or Recipe that this layer always uses. A delayed recipe updates its scaling history when the
+            outermost autocast is entered, or in the forward of a converted model, so run the model in one of them.
+        seed: seed of stochastic rounding.
+
+    The input is [..., in_features] in float32, bfloat16 or float16, and has the weight's dtype unless torch.autocast is
+    active. Any number of tokens is accepted, including zero. float64 runs unquantized, with a warning.
+
+    Codes and scales equal those of `quaver.reference` bit for bit. Outputs and gradients in float32 have a relative RMS
+    error of at most 1e-6 against the same products in float64.
     """
 
     def __init__(
@@ -225,14 +239,16 @@ class Linear(Quantizable, nn.Linear):
         operation.register()
 
     def reset_parameters(self) -> None:
-        """Fill weight and bias as nn.Linear does."""
+        """Initialize weight and bias as nn.Linear does."""
         if self.weight_spec is None:
             super().reset_parameters()
         else:
             store_weight.reset(self)
 
     def set_weight(self, value: Tensor) -> None:
-        """Give the weight a new value [out_features, in_features], in place; one in eight bits is quantized anew."""
+        """Overwrite the weight in place with `value` [out_features, in_features]; a stored quantized weight is
+        quantized again.
+        """
         store_weight.write(self, value)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -293,7 +309,7 @@ class Linear(Quantizable, nn.Linear):
         if compiling:
             return LinearFunction.apply(setup, x, weight, bias)[0]
         refuse_transforms(x, weight, bias)
-        # Neither what is cast nor a weight that is codes has a plan.
+        # Inputs cast by autocast and weights stored as codes have no plan.
         if training and plan is None and not given and not casting and x.dtype is weight.dtype:
             plan = direct.plan(x, weight, bias, recipe, self)
             if plan is not None:
@@ -323,7 +339,7 @@ def dtype_sentence(layer: Linear, dtype: torch.dtype) -> str:
 
 
 def is_foreign(weight: Tensor) -> bool:
-    """Whether a weight is a tensor subclass of another library's, as torchao's `quantize_` puts in its place."""
+    """Return True if the weight is a tensor subclass of another library, such as torchao's `quantize_` installs."""
     return weight.__class__.__module__.partition(".")[0] not in ("torch", "quaver")
 
 
@@ -336,19 +352,18 @@ def foreign_sentence(layer: Linear, weight: Tensor) -> str:
 
 
 def refuse_sharded(layer: nn.Module, weight: Tensor) -> None:
-    """Refuse a weight that is still sharded where it is multiplied by.
+    """Raise if the weight is still sharded when the layer multiplies by it.
 
     Raises:
-        ValueError: with what to do.
+        ValueError: the weight is a DTensor; the message lists the ways to fix it.
     """
     mesh = getattr(weight, "device_mesh", None)
     if mesh is not None:
         name = layer.__dict__.get("qualified_name") or type(layer).__name__
         raise ValueError(
-            f"{name} multiplies by a weight that is sharded over {mesh}, and recipes quantize whole ones: put "
-            f"ColwiseParallel() "
-            "or RowwiseParallel() of quaver.torch.parallel in the place of torch's styles, leave the layer out with "
-            "convert(skip=[...]), or wrap it with fully_shard, which gathers it first"
+            f"{name} has a weight that is sharded over {mesh}, and recipes quantize whole weights: use "
+            "ColwiseParallel() or RowwiseParallel() of quaver.torch.parallel instead of torch's styles, leave the "
+            "layer out with convert(skip=[...]), or wrap it with fully_shard, which gathers the weight first"
         )
 
 
@@ -356,13 +371,13 @@ _warned: set[str] = set()
 
 
 def tell_of_one_rank(layer: nn.Module) -> None:
-    """Warn once where a state dict has of a history what this rank alone has recorded."""
+    """Warn once if the history in a state dict contains amaxes that only this rank has recorded."""
     if "history" not in _warned and not scaling_step.is_agreed(layer):
         _warned.add("history")
         warnings.warn(
-            "the newest row of delayed scaling's histories is what this rank alone has recorded: call "
-            "quaver.torch.parallel.sync_amax_histories(model) on all ranks before the state dict is taken, or save by "
-            "quaver.torch.parallel.Checkpoint; what goes on from this one may have other scales",
+            "the newest row of delayed scaling's histories contains amaxes of this rank only: call "
+            "quaver.torch.parallel.sync_amax_histories(model) on all ranks before taking the state dict, or save with "
+            "quaver.torch.parallel.Checkpoint; otherwise a run resumed from it may have other scales",
             stacklevel=3,
         )
 
@@ -371,8 +386,8 @@ def _unquantized(layer: Linear, x: Tensor, weight: Tensor, bias: Tensor | None) 
     if x.dtype in stored_weight.CODES:
         name = layer.__dict__.get("qualified_name") or f"Linear({layer.in_features} → {layer.out_features})"
         raise ValueError(
-            f"{name} got a {x.dtype} input: the model casts it to the dtype of this layer's weight, as T5 does before "
-            f"'wo', and the weight exists only in these bits; leave it out, quantize_weights(..., skip=[{name!r}])"
+            f"{name} got a {x.dtype} input: the model casts it to the dtype of this layer's weight, as T5 does "
+            f"before 'wo', and the weight is stored as codes; leave it out, quantize_weights(..., skip=[{name!r}])"
         )
     if "float64" not in _warned:
         _warned.add("float64")
@@ -384,24 +399,23 @@ def _unquantized(layer: Linear, x: Tensor, weight: Tensor, bias: Tensor | None) 
     )
 
 
-# ---- divided ---------------------------------------------------------------------------------------------
-# A linear layer whose weight lies in several parameters of some rows each, as those of queries, keys and values.
+# ---- weights split into several parameters ----
 
-#: Rows of each parameter by name, or names of as many rows each; None leaves a weight whole.
+#: Rows of each parameter by name, or names of parameters with equal numbers of rows; None keeps one weight.
 Split = Mapping[str, int] | Iterable[str] | None
 
 
 class ConcatenatedWeight(Linear):
-    """Puts its weight and bias together in each forward; what `divide` makes of a layer."""
+    """`Linear` whose weight and bias are concatenated from several parameters in each forward; made by `divide`."""
 
-    #: It computes what `quaver.torch.Linear` does.
+    #: Class that this layer behaves like, for code that compares classes.
     _over = Linear
 
     def _put_together(self, kind: str) -> Any:
         parts: Any = [p for name, p in self._parameters.items() if name.endswith(f"_{kind}") and p is not None]
         if not parts:
             return None
-        # torch.autocast to float16 concatenates nothing in bfloat16.
+        # torch.autocast to float16 cannot concatenate bfloat16 tensors.
         with without_autocast(parts[0].device.type):
             return torch.cat(parts)
 
@@ -409,16 +423,18 @@ class ConcatenatedWeight(Linear):
     bias = property(lambda self: self._put_together("bias"))
 
     def reset_parameters(self) -> None:
-        """The module that it is a part of does."""
+        """Do nothing: the module that contains this layer initializes the parameters."""
 
 
 def divide(layer: Linear, parameters_split: Split) -> list[str]:
-    """Divide a layer's weight and bias by their rows; returns the names of its parameters.
+    """Split a layer's weight and bias by rows into several parameters, and return the names of the parameters.
 
     Args:
-        parameters_split: rows by name; names alone have as many each. None leaves them whole.
+        parameters_split: rows by name, for example {"q": 64, "k": 64}; names alone get equal numbers of rows. None
+            keeps the weight whole.
+
     Raises:
-        ValueError: rows that are not the weight's; a weight that exists only as codes.
+        ValueError: the rows do not add up to `out_features`, or the weight is stored as codes.
     """
     if parameters_split is None:
         return ["weight", "bias"]
@@ -429,7 +445,7 @@ def divide(layer: Linear, parameters_split: Split) -> list[str]:
     if sum(rows) != layer.out_features:
         raise ValueError(f"parameters_split has {sum(rows)} rows and the weight {layer.out_features}")
     if layer.weight_spec is not None:
-        raise ValueError("a weight that exists only as codes is one parameter: leave parameters_split out")
+        raise ValueError("a weight that is stored as codes is one parameter: leave parameters_split out")
     for kind in ("weight", "bias"):
         whole = layer._parameters.pop(kind)
         for name, part in zip(names, (None,) * len(names) if whole is None else whole.split(rows), strict=True):

@@ -1,9 +1,9 @@
-"""A linear layer's step with everything decided beforehand, where a machine has rows for it: see `step.Rows`.
+"""Plans of linear layers: kernels and layouts chosen once per recipe, shape, dtype and device.
 
-A small layer's time goes into choosing the implementation, the kernel and the layout. A `Plan` chooses them once for
-all layers of a shape and inputs of a shape; its step then only computes. The general way, `quaver.torch.linear.gemms`,
-takes every call that has no plan, and every call while counters, recomputation, `only` or torch.autocast is active. A
-step gives the same bits, gradients and state.
+In a small layer most of the time goes into choosing implementation, kernel and layout. A `LinearPlan` makes these
+choices once for all layers and inputs of the same shapes, and its step only computes. Results, gradients and state are
+the same bits as on the slow path, `quaver.torch.linear.gemms`. The slow path runs calls without a plan, and all calls
+while counters, recomputation, `only` or torch.autocast is active.
 """
 
 from collections.abc import Callable
@@ -28,24 +28,23 @@ from quaver.torch.state.context import active_context
 from quaver.torch.state.history import amax, scaling_step
 from quaver.torch.state.layer_state import device_of, graph_task_id
 
-# ---- on cpu ----------------------------------------------------------------------------------------------
-# The rows of a layer's step on a CPU, for recipes of FP8 that round to nearest.
-#
-# Three products of a few thousand numbers take less time than a dozen calls of Python. These make those that compute
-# something; formulas, bits and state are those of `cpu.quantize` and `cpu.gemm` behind `quaver.torch.linear.gemms`.
-# They hold no tensor of a call: torch may swap a weight that nothing else holds.
+# ---- planned GEMMs on the CPU ----
+# Kernels for FP8 recipes that round to nearest. For layers of a few thousand elements a dozen Python calls cost more
+# than the three GEMMs, so the functions call only what computes. Formulas, bits and state are those of `cpu.quantize`
+# and `cpu.gemm` on the slow path. They hold no tensor of a call: torch can swap a weight only if nothing else
+# references it.
 
-#: `Rows.form` of rows that take a weight as `Quantized`.
+#: `PlannedKernels.form` of kernels that take the weight as `Quantized`.
 WHOLE = "whole"
 
 
 class HostScaleFactors(NamedTuple):
-    """What delayed scaling gives one step of a layer, as numbers."""
+    """Encode factors of one layer's step under delayed scaling, as Python floats."""
 
     factors: list[float]
     of_input: float
     version: float
-    #: Whose history notes the amaxes.
+    #: Layer whose history records the amaxes.
     layer: nn.Module
 
     def note(self, layer: nn.Module, column: int, top: float) -> None:
@@ -61,7 +60,7 @@ def _factors(layer: nn.Module, x: Tensor) -> HostScaleFactors | None:
 
 
 def decide(x: Tensor, weight: Tensor, recipe: Recipe) -> PlannedLinear | None:
-    """The step for inputs like x, or None where the general way is the only one."""
+    """Plan the CPU step for inputs like x, or return None if only the slow path supports them."""
     specs = [spec for spec in recipe.operands().values() if spec is not None]
     size = x.numel() * weight.shape[0]
     if size == 0 or recipe.fprop.a is None or recipe.dgrad.a is None or any(fp8.reason(x, spec) for spec in specs):
@@ -73,7 +72,7 @@ def decide(x: Tensor, weight: Tensor, recipe: Recipe) -> PlannedLinear | None:
 
 
 def _of_any_scales(recipe: Recipe, shape: torch.Size, dtype: torch.dtype) -> PlannedKernels:
-    """Operands are `Quantized`, scales and all; what backward keeps of the input is taken apart."""
+    """Return kernels for any kind of scale: operands are `Quantized`, and the input is saved as codes and scales."""
     (a, b), (c, d), (e, f) = ((gemm.a, gemm.b) for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad))
     assert a is not None and b is not None and c is not None and d is not None
     k, tokens, plan = shape[-1], shape[:-1].numel(), recipe.plan
@@ -99,7 +98,7 @@ def _of_any_scales(recipe: Recipe, shape: torch.Size, dtype: torch.dtype) -> Pla
         weight: Tensor, layer: nn.Module, delayed: HostScaleFactors | None, forward: bool
     ) -> tuple[weight_cache.CachedWeight, CachedWeightOperands]:
         factors, version = (None, 0.0) if delayed is None else (delayed.factors, delayed.version)
-        # What forward did not quantize is kept when backward does.
+        # A layout that the forward did not quantize is cached when the backward quantizes it.
         call = LinearContext(layer, recipe, weight, weight.dtype, forward or not plan.weight, factors)
         if not forward:
             transposed = quantized_weight(call, weight, "dgrad", d)
@@ -143,7 +142,9 @@ def _of_any_scales(recipe: Recipe, shape: torch.Size, dtype: torch.dtype) -> Pla
 def _by_factor(
     quantize: Callable[..., Any], x: Tensor, spec: QuantSpec, delayed: HostScaleFactors | None, column: int
 ) -> Any:
-    """What a function of `fp8` gives, by the factor of a column and noted there if scaling is delayed."""
+    """Quantize x with a function of `cpu.quantize`; under delayed scaling use a column's encode factor and record the
+    amax.
+    """
     if delayed is None:
         return quantize(x, spec)
     q = quantize(x, spec, None, delayed.factors[column])
@@ -152,7 +153,7 @@ def _by_factor(
 
 
 def _of_one_scale(recipe: Recipe, shape: torch.Size, dtype: torch.dtype) -> PlannedKernels:
-    """Few elements, and one scale serves a matrix and its transpose: only what computes something is called."""
+    """Return kernels for small operands with one scale per tensor, which a matrix and its transpose share."""
     a, b, c = recipe.fprop.a, recipe.fprop.b, recipe.dgrad.a
     assert a is not None and b is not None and c is not None
 
@@ -175,7 +176,7 @@ def _of_one_scale(recipe: Recipe, shape: torch.Size, dtype: torch.dtype) -> Plan
         entry = weight_cache.keep(layer, "fprop", weight, b, factor, q, window) or weight_cache.CachedWeight(q)
         if forward and delayed is not None:
             amax.record(layer, amax.WEIGHT, q.amax)
-        # Few values are remembered, others are decoded by each product.
+        # Small weights are decoded once and cached; larger ones are decoded in each GEMM.
         values = decoded(q) if q.data.numel() <= REMEMBERED else q.data
         assert values is not None
         factors = None if delayed is None else delayed.factors
@@ -188,30 +189,31 @@ def _of_one_scale(recipe: Recipe, shape: torch.Size, dtype: torch.dtype) -> Plan
 
 def _product(dtype: torch.dtype) -> Multiply:
     def multiply(a: Tensor, of_a: float, b: Tensor, of_b: float, bias: Tensor | None) -> Tensor:
-        # Codes are decoded here, which other layers of one input may read otherwise; values are what they are.
+        # Cached inputs are codes, because layers that share the input may decode them differently; float32 stays as it
+        # is.
         return scaled_product(a.float(), b.float(), of_a, of_b, dtype, bias)
 
     return multiply
 
 
-# ---- direct ----------------------------------------------------------------------------------------------
+# ---- plans ----
 
-#: What a decision reads of a call, the recipe by its identity.
+#: Key of a plan: recipe (by identity), shapes, dtypes, devices, and dtype and requires_grad of the bias.
 Facts = tuple[
     int, torch.Size, torch.dtype, torch.device, torch.Size, torch.dtype, torch.device, tuple[torch.dtype, bool] | None
 ]
 
 
 class LinearPlan(NamedTuple):
-    """How layers of one shape run on inputs of one shape."""
+    """Plan of a linear layer for one recipe, one weight shape and one input shape."""
 
-    #: Held, so that no other recipe gets its identity.
+    #: Recipe; referenced so that its id, part of the key, is not reused.
     recipe: Recipe
-    #: None where it takes the general way.
+    #: Planned step, or None if these calls take the slow path.
     step: PlannedLinear | None
 
     def again(self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module) -> Tensor | None:
-        """y [..., n] of an x [..., k] that the layer has not checked, or None: then the general way must take it."""
+        """Run the planned step on an unchecked x [..., k]; return y [..., n], or None for the slow path."""
         step = self.step
         if (
             step is None
@@ -222,23 +224,23 @@ class LinearPlan(NamedTuple):
         return step(x, weight, bias, layer)
 
 
-#: So many are kept: lengths that come by turns keep theirs, ever new ones drop the oldest.
+#: Maximum number of cached plans; the oldest are dropped first, so alternating sequence lengths keep their plans.
 MOST = 1024
-#: A model's layers share them: of a new length each shape of weight is decided once, not each layer.
+#: Plans by key, shared by all layers: a new sequence length is planned once per weight shape, not once per layer.
 plans: dict[Facts, LinearPlan] = {}
 device.tables.append(plans)
 
 
 def facts(shape: torch.Size, like: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Facts:
-    """The key of a plan for inputs of this shape, with a tensor's dtype and device; a replaced weight has another."""
+    """Return the key of the plan for inputs of `shape` with the dtype and device of `like`."""
     of_bias = None if bias is None else (bias.dtype, bias.requires_grad)
     return id(recipe), shape, like.dtype, like.device, weight.shape, weight.dtype, weight.device, of_bias
 
 
 def keep(key: Facts, plan: LinearPlan) -> None:
-    """Put a plan among those that are kept."""
+    """Add a plan to the cache, and drop the oldest plans beyond `MOST`."""
     for oldest in list(plans)[: max(0, len(plans) + 1 - MOST)]:
-        # Another thread may have dropped it.
+        # Another thread may have removed it already.
         plans.pop(oldest, None)
     plans[key] = plan
 
@@ -246,8 +248,10 @@ def keep(key: Facts, plan: LinearPlan) -> None:
 def decided(
     shape: torch.Size, like: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, layer: nn.Module
 ) -> PlannedLinear | None:
-    """The step of a layer with this weight on what is made of this shape, of dtype and device of a tensor; None for the
-    general way."""
+    """Return the planned step for inputs of `shape` with dtype and device of `like`, or None for the slow path.
+
+    Makes and caches the plan if there is none.
+    """
     key = facts(shape, like, weight, bias, recipe)
     known = plans.get(key)
     if known is None:
@@ -259,8 +263,11 @@ def decided(
 
 
 def needs_slow_path(layer: nn.Module) -> bool:
-    """True if a forward of a layer that trains must go the general way: where it is watched, and while `only`,
-    torch.autocast, torch.func or forward mode is active."""
+    """Return True if a training forward of the layer must take the slow path.
+
+    True if the layer is observed (see `watched`), or while `only`, torch.autocast, torch.func or forward mode is
+    active.
+    """
     return (
         watched(layer)
         or QUANTIZE.active is not QUANTIZE.impls
@@ -272,11 +279,13 @@ def needs_slow_path(layer: nn.Module) -> bool:
 
 
 def watched(layer: nn.Module) -> bool:
-    """True if counters, recomputation or a selective checkpoint sees what a layer does, where gradients of weights are
-    taken away, or where its backward is split on a GPU, whose kernels write to places of their own again; inside
-    backward whether that was so in its last forward, of which this is a recomputation that must save what that saved.
+    """Return True if something observes or changes this layer's forward so that planned steps cannot run it.
+
+    Observers are counters, recomputation and selective checkpoints; the others are taking weight gradients away and
+    splitting the backward on a GPU, whose kernels reuse their buffers. Inside backward returns the answer of the
+    layer's last forward, because a recomputation must save the same tensors.
     """
-    # `state_of` without a call.
+    # Reads the state directly; `state_of` would cost a call.
     logs = layer_state.state
     state: Any = layer._state
     if logs.replay is None:
@@ -296,23 +305,23 @@ def watched(layer: nn.Module) -> bool:
 
 
 def _goes_general(layer: nn.Module) -> bool:
-    """Whether the gradient of a weight that waits, or is taken away, is none that a step's kernels give."""
+    """Return True if wgrad is delayed or taken away in a way that planned kernels do not support."""
     return active_context.takes_weights or bool(device.asked) or device_of(layer).type != "cpu"
 
 
 def plan(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, layer: nn.Module) -> LinearPlan | None:
-    """The plan for an x [..., k] that a layer has checked; None where no plan can be made now."""
+    """Plan a layer for a checked x [..., k]; returns None if no plan can be made now."""
     if needs_slow_path(layer) or capture.as_captured(x.device):
         return None
     if x.device != weight.device:
-        # A launch by addresses would read what lies there; torch's own GEMM says so.
+        # A kernel launch would read addresses of the wrong device; torch's own GEMM raises the right error.
         return LinearPlan(recipe, None)
     step: PlannedLinear | None = None
     if recipe.dequantized_backward:
-        # No row multiplies what it has quantized by what it has not.
+        # Planned kernels cannot multiply a quantized operand by an unquantized one.
         return LinearPlan(recipe, None)
     if x.is_cuda or device.asked:
-        # Triton, and all that runs on a GPU, is imported when a GPU is there.
+        # Triton and the GPU modules are imported only if there is a GPU.
         if not device.why_no_fp8(x.device, "native"):
             from quaver.torch.linear import plan_gpu
 

@@ -1,9 +1,9 @@
-"""The rows of a layer's step on a GPU that lacks its GEMMs: bf16 GEMMs multiply the values that codes would have.
+"""Planned GEMMs on a GPU without native ones: bf16 GEMMs multiply the values that the codes would have.
 
-What native GEMMs would read is never written: a kernel rounds a matrix to the values of its codes, along its rows and
-down its columns, from one read. A bf16 GEMM takes either direction, so nothing is transposed. Backward keeps the
-input's codes and scales, as under native GEMMs, and decodes them by one launch; a kept weight keeps values, two bytes
-an element for each direction that has its own.
+Codes are not written. One kernel reads a matrix and rounds it to the values of its codes, once along rows and once
+along columns. A bf16 GEMM reads either direction, so nothing is transposed. Backward saves the input's codes and
+scales, as with native GEMMs, and decodes them in one launch. A cached weight holds values, two bytes an element for
+each direction with its own values.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,12 +23,11 @@ from quaver.torch.operations import ops
 from quaver.torch.state import weight_cache
 from quaver.torch.state.noise import fresh_count, tensor_ids
 
-# ---- drawing ---------------------------------------------------------------------------------------------
-# What a decided step on a GPU draws from where it rounds at random, and the count that its kernels move on.
+# ---- noise of stochastic rounding ----
 
 
 def noise_of(layer: nn.Module, device: torch.device) -> emulation.StochasticRounding:
-    """What grad_output and its transpose draw from: `state.noise.draw` of both, the count not copied."""
+    """Return the noise for rounding grad_output and its transpose: `state.noise.draw` without a copy."""
     count = layer._buffers.get("count")
     count = fresh_count(layer) if count is None else count
     if count.device != device or count.dtype is not torch.int64:
@@ -38,30 +37,29 @@ def noise_of(layer: nn.Module, device: torch.device) -> emulation.StochasticRoun
 
 
 def bring_back(layer: nn.Module, count: Tensor) -> None:
-    """A layer's count, from where the kernels moved it on."""
+    """Copy the counter that the kernels have advanced back into the layer's buffer."""
     own = layer._buffers.get("count")
     if own is not None:
         own.copy_(count)
 
 
-# ---- emulated --------------------------------------------------------------------------------------------
+# ---- kernels and steps ----
 
-#: What is kept of a weight, and the form of its operands: see `step.Rows.form`.
+#: Name of the weight's cache entry and of its operand layout (`PlannedKernels.form`).
 VALUES = "values"
 
 
 class Kernels(NamedTuple):
-    """What takes a matrix by one spec and its transpose by another, for bf16 GEMMs."""
+    """Kernels that round a matrix by one spec and its transpose by another, for bf16 GEMMs."""
 
-    #: (matrix, whether the transpose is kept, noise, whether the matrix and the transpose are wanted) to what
-    #: `gpu.emulation.values` gives.
+    #: (matrix, save codes, noise, need matrix, need transpose) -> result of `gpu.emulation.values`.
     values: Callable[..., tuple[Tensor | None, Tensor | None, tuple[Tensor, Tensor] | None]]
-    #: What is kept to values.
+    #: Decodes saved codes and scales to values.
     kept: Callable[[Tensor, Tensor], Tensor]
 
 
 def kernels(spec: QuantSpec | None, other: QuantSpec | None) -> Kernels | None:
-    """Those for a matrix and its transpose; None where there are none."""
+    """Return the kernels for a matrix by `spec` and its transpose by `other`, or None if there are none."""
     if spec is None or other is None:
         return None
     if emulation.serves(spec, other):
@@ -78,7 +76,7 @@ def kernels(spec: QuantSpec | None, other: QuantSpec | None) -> Kernels | None:
 
 
 def reason_unsupported(recipe: Recipe, device: torch.device) -> str:
-    """Why a recipe has no such step on a device, or ""; whatever the sizes."""
+    """Return why a recipe has no emulated planned step on this device, or "" if it has one; independent of shapes."""
     for name, gemm in recipe.gemms.items():
         if gemm.a is None or gemm.b is None:
             return f"{name} is not quantized"
@@ -91,13 +89,13 @@ def reason_unsupported(recipe: Recipe, device: torch.device) -> str:
     }
     drawn = [name for name, specs in list(pairs.items())[:2] if any(s and s.rounding != "nearest" for s in specs)]
     if drawn:
-        return f"no kernel rounds {' and '.join(drawn)} at random to bf16 values"
+        return f"no kernel rounds {' and '.join(drawn)} stochastically to bf16 values"
     lacking = [f"{name} by {a} and {b}" for name, (a, b) in pairs.items() if kernels(a, b) is None]
     return f"no kernel writes bf16 values of {', '.join(lacking)}" if lacking else ""
 
 
 def decide(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> PlannedLinear | None:
-    """The step for inputs like x, or None where the general way is the only one."""
+    """Plan the step for inputs like x, or return None if only the slow path supports them."""
     tokens, (n, k) = x.numel() // max(x.shape[-1], 1), weight.shape
     sides = tokens, n, k
     if x.numel() == 0 or any(side & 15 for side in sides) or max(sides) > LONGEST_SIDE or x.dtype is not weight.dtype:
@@ -115,7 +113,7 @@ def decide(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Pl
     )
     of_weight = kernels(recipe.fprop.b, recipe.dgrad.b)
     if x.is_cuda:
-        # The general way, which says so once, may never be taken.
+        # The slow path, which issues this warning otherwise, may never run.
         fused_quantize.warn_once(recipe, x)
     assert of_input is not None and of_grad_output is not None and of_weight is not None
 
@@ -173,7 +171,7 @@ def _grad_output(of_grad_output: Kernels) -> Callable[[Tensor, Any], Operands]:
 def _weight(
     weight: Tensor, layer: nn.Module, recipe: Recipe, of_weight: Kernels, forward: bool
 ) -> tuple[weight_cache.CachedWeight, CachedWeightOperands]:
-    """The weight's values, for a forward to keep, or for one backward after they were dropped."""
+    """Return the weight's values, cached by a forward, or computed for one backward if the cache was dropped."""
     spec, other = recipe.fprop.b, recipe.dgrad.b
     assert spec is not None and other is not None
     entry = weight_cache.lookup(layer, VALUES, weight, spec, 0.0, forward)
@@ -182,7 +180,7 @@ def _weight(
         window = weight_cache.begin(layer, weight, forward)
         along, down, _ = of_weight.values(weight.detach(), False)
         assert along is not None
-        # Values in the place of codes: what a stream writes and keeps is known by an operand's tensors.
+        # Values stored in the data field: the cache tracks the tensors of a `Quantized`.
         q = Quantized(along, 1.0, spec, (along.shape[0], along.shape[1]))
         q.twin = None if down is None else Quantized(down, 1.0, other, (down.shape[0], down.shape[1]))
         entry = weight_cache.keep(layer, VALUES, weight, spec, 0.0, q, window) or weight_cache.CachedWeight(q)
@@ -220,7 +218,7 @@ def _wgrad(m: int, n: int, dtype: torch.dtype, decoded: Callable[[Tensor, Tensor
 
 
 def _finished(products: Sequence[Tensor | None], dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-    """dgrad's product and wgrad's, in dtype: by one launch where both are in float32 yet."""
+    """Round the dgrad and wgrad products to dtype, in one launch if both are float32."""
     a, b = products
     if a is not None and b is not None and a.dtype is b.dtype is torch.float32 is not dtype:
         return round_two(a, b, dtype)

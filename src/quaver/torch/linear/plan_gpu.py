@@ -1,6 +1,6 @@
-"""The rows of a layer's step on a GPU: which kernels write its operands, and which GEMMs multiply them.
+"""Planned GEMMs on a GPU: the kernels that write a layer's operands, and the native scaled GEMMs that multiply them.
 
-Found out once for a layer and a shape. Kernels, arguments and bits are those of the general way.
+Kernels, arguments and bits are those of the slow path; they are looked up once per layer shape and input shape.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,7 +51,7 @@ from quaver.torch.state.layer_state import LayerState
 
 
 class ScaledGemmArguments(NamedTuple):
-    """The arguments that tell a scaled GEMM of its operands' scales, in their order."""
+    """Arguments of a scaled GEMM that describe the scales of its operands, in the order of `torch._scaled_mm_v2`."""
 
     a: list[int]
     a_swizzle: list[int]
@@ -59,31 +59,31 @@ class ScaledGemmArguments(NamedTuple):
     b_swizzle: list[int]
     fast: bool
     kind: ScaledGemmKind
-    #: Whether its operands may be transposes that lie as they were written: views.
+    #: True if operands may be transposed views of codes that were written untransposed.
     views: bool
 
 
 @dataclass(slots=True)
 class DelayedState:
-    """The factors and places that delayed scaling gives a step, and the versions by which a change of them is seen."""
+    """Factors and history slots of one step under delayed scaling, and the versions that detect a change of them."""
 
-    #: `amax.saved_factors`, and which of them are known to be set.
+    #: Result of `amax.saved_factors`, and one flag per column for factors known to be set.
     factors: Tensor
     known: list[bool]
-    #: `amax.newest` of each column.
+    #: Result of `amax.newest` for each column: where a kernel writes the amax.
     newest: list[Tensor | None]
-    #: Both for each column, as kernels are told.
+    #: Kernel arguments made of both, per column.
     by_column: list[OfMatrix]
     rolled: Tensor | None
     factor: Tensor
     version: int
     history: Tensor
     address: int
-    #: The host does not know it.
+    #: None, because the factor is not known on the host.
     of_input: None = None
 
     def note(self, _: nn.Module, column: int, top: Tensor) -> None:
-        """Note an amax that another layer's launches have measured."""
+        """Record an amax that another layer's launch has measured."""
         histories.note(self.history, column, top)
 
     def in_backward(self, layer: nn.Module, g: Tensor) -> "DelayedState":
@@ -101,8 +101,10 @@ def _with_newest(delayed: DelayedState, newest: list[Tensor | None]) -> DelayedS
 
 
 def _delayed(layer: nn.Module, x: Tensor) -> DelayedState | None:
-    """The same as last time until a roll, a load or a move; None where factors are on the host, or on another device
-    than x: a kernel is told an address, whatever lies there."""
+    """Return the delayed-scaling state, reused until a roll, load or move changes it.
+
+    Returns None if the factors are on the host or on another device than x, because kernels get raw addresses.
+    """
     scaling_step.join(layer, True)
     state: LayerState = layer._state  # type: ignore[assignment]
     stacked, seen = state.stacked, state.factors
@@ -127,24 +129,24 @@ def _delayed(layer: nn.Module, x: Tensor) -> DelayedState | None:
     rolled = None if stacked is None else stacked[0].rolled
     delayed = DelayedState(factors, known, [], [], rolled, factor, factor._version, history, history.data_ptr())
     delayed = _with_newest(delayed, newest)
-    # Without a roll behind them factors are a copy of their own, to be made anew.
+    # Factors not produced by a roll are a private copy, so they are not reused.
     state.factors = delayed if rolled is not None and hasattr(factors, "known_set") else None
     return delayed
 
 
 def decide(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> PlannedLinear | None:
-    """The step for inputs like x, or None where the general way is the only one."""
+    """Plan the step for inputs like x, or return None if only the slow path supports them."""
     if not hasattr(torch, "_scaled_mm_v2"):
-        # A private name: the general way calls the public one.
+        # `_scaled_mm_v2` is private; the slow path calls the public function.
         return None
     tokens, (n, k) = x.numel() // max(x.shape[-1], 1), weight.shape
     if x.numel() == 0 or any(side & 15 for side in (tokens, n, k)) or 2 * k > fused_quantize.WIDEST_PRODUCERS:
-        # Sides that need to be filled up, or rows of gate and value that no kernel before the layer takes.
+        # Sides that need padding, or gate and value rows too wide for the kernels before the layer.
         return None
     like = x.detach().view(tokens, k)
     specs = [spec for gemm in recipe.gemms.values() for spec in (gemm.a, gemm.b)]
     if any(spec is not None and spec.format.name not in FLOAT8 and not spec.two_level for spec in specs):
-        # No kernel decided beforehand writes codes of other formats.
+        # Planned kernels write FP8 and two-level codes only.
         return None
     views = all(spec is not None and spec.per_tensor for spec in specs) and reads_transposes(x.device)
     gemms = {
@@ -197,7 +199,7 @@ def decide(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Pl
 
 
 def _cast(cast: RowColQuantizer, recipe: Recipe, column: int) -> Callable[[Tensor, Any], Operands]:
-    """A cast that is given what delayed scaling has for its column of the history, or what it draws from."""
+    """Return a quantization that also gets the delayed-scaling arguments of its column, or its noise."""
     if recipe.fprop.a is not None and recipe.fprop.a.two_level:
         specs = (recipe.dgrad.a, recipe.wgrad.a) if column == amax.GRAD_OUTPUT else ()
         random = any(spec is not None and spec.rounding == "stochastic" for spec in specs)
@@ -212,12 +214,13 @@ def _cast(cast: RowColQuantizer, recipe: Recipe, column: int) -> Callable[[Tenso
 
 
 def _in_two_levels(cast: RowColQuantizer) -> Callable[[Tensor, Any], Operands]:
-    """A cast whose scales are lists of two."""
+    """Return a quantization whose scales are lists [block scales, tensor factor]."""
 
     def quantized(x: Tensor, _: None) -> Operands:
         codes, scales, transposed_codes, transposed_scales, sums, inverse, transposed_inverse = cast(x)
         if transposed_codes is not None and torch.are_deterministic_algorithms_enabled():
-            # For backward, as bytes: what hooks of saved tensors allocate then is filled, which codes cannot be.
+            # Saved as bytes, because hooks of saved tensors fill new memory in deterministic mode, and packed4 cannot
+            # be filled.
             transposed_codes = transposed_codes.view(torch.uint8)
         return codes, [scales, inverse], transposed_codes, [transposed_scales, transposed_inverse], sums
 
@@ -225,7 +228,9 @@ def _in_two_levels(cast: RowColQuantizer) -> Callable[[Tensor, Any], Operands]:
 
 
 def _drawing(cast: RowColQuantizer) -> Callable[[Tensor, Any], Operands]:
-    """The same of a grad_output that is rounded at random; what no gradient needs is not drawn."""
+    """Return a two-level quantization of grad_output with stochastic rounding; directions that no gradient needs are
+    skipped.
+    """
 
     def quantized(x: Tensor, given: tuple[nn.Module, Recipe, Sequence[bool]]) -> Operands:
         layer, _, needs = given
@@ -241,40 +246,40 @@ def _drawing(cast: RowColQuantizer) -> Callable[[Tensor, Any], Operands]:
 
 
 class RngState(NamedTuple):
-    """What a layer draws from until its counts, its seed or its name are others."""
+    """Noise arguments of a layer, valid until its counter, seed or name changes."""
 
     counts: Tensor
     address: int
-    #: Seed, name, serial and the GPU.
+    #: (seed, name, serial, device).
     source: tuple[Any, ...]
-    #: By whether the matrix and its transpose are wanted.
+    #: Arguments by (need matrix, need transpose).
     each: dict[tuple[bool, bool], RngInputs]
 
 
 def _drawn(layer: nn.Module, device: torch.device) -> dict[tuple[bool, bool], RngInputs]:
-    """What grad_output draws from, by which of it and its transpose are wanted."""
+    """Return the noise arguments of grad_output by (need matrix, need transpose)."""
     state: LayerState = layer._state  # type: ignore[assignment]
     facts, count = layer.__dict__, layer._buffers.get("count")
     kept: RngState | None = state.drawn
     source = facts.get("seed", 0), facts.get("qualified_name"), state.serial, device
     if kept is not None:
-        # Taken apart in less time than its fields are read.
+        # Unpacking is faster than reading the fields.
         counts, address, known, each = kept
         if counts is count and known == source and address == counts.data_ptr():
             return each
     seed, stream, transposed_stream, counts = noise_of(layer, device)
     streams = seed, stream, transposed_stream
     each = {wanted: RngInputs(streams, wanted, counts) for wanted in ((True, True), (True, False), (False, True))}
-    # A count elsewhere is copied for each call.
+    # A counter on another device is copied for each call, so it is not reused.
     state.drawn = RngState(counts, counts.data_ptr(), source, each) if counts is count else None
     return each
 
 
 def _product(gemm: ScaledGemmArguments, dtype: torch.dtype, kept: bool) -> Multiply:
-    """torch.nn.functional.scaled_mm without what it does to lists.
+    """Return a GEMM that does the work of torch.nn.functional.scaled_mm without its list handling.
 
     Args:
-        kept: whether the right side is a weight, whose scales are a list already; else backward has kept it.
+        kept: True if the right side is a weight, whose scales are a list already; False if it was saved for backward.
     """
     a, a_swizzle, b, b_swizzle, fast, kind, views = gemm
     saved = not kept and not views
@@ -301,18 +306,20 @@ def _product(gemm: ScaledGemmArguments, dtype: torch.dtype, kept: bool) -> Multi
 
 
 def _laid_anew(right: Tensor, of_right: Any, kind: ScaledGemmKind) -> tuple[Tensor, Any]:
-    """Codes and scales as a GEMM takes them, of such as a hook of saved tensors has brought back with their rows one
-    after the other: that of `torch.autograd.graph.save_on_cpu` with pin_memory=True does."""
+    """Restore the layout that a GEMM needs if a saved-tensor hook has returned codes row-major.
+
+    `torch.autograd.graph.save_on_cpu` with pin_memory=True does that.
+    """
     return right.t().contiguous().t(), by_columns(of_right) if kind.b == "1x128" else of_right
 
 
 def _way(
     like: Tensor, spec: QuantSpec | None, other: QuantSpec | None, wanted: RequestedOperands
 ) -> QuantizeLaunch | None:
-    """How a matrix becomes an operand, and its transpose too if `other` is not None; None where nothing does."""
+    """Return the launches that quantize a matrix, and its transpose if `other` is given; None if no kernel can."""
     if spec is None or ops.no_kernels(like) or quantize.reason(like, spec):
         return None
-    # Of two levels each direction has launches of its own.
+    # With two-level scales each direction has its own launches.
     family = family_of(spec, None if spec.two_level else other)
     if family is None or family.decided is None:
         return None
@@ -324,9 +331,9 @@ def _way(
 def _gemm(
     name: str, m: int, n: int, k: int, bias: Tensor | None, like: Tensor, recipe: Recipe, views: bool
 ) -> ScaledGemmArguments | None:
-    """How one GEMM is told of its scales; None unless a native one gives the result as it is asked for.
+    """Return the scale arguments of one GEMM, or None unless a native GEMM gives the result in the dtype required.
 
-    What is tried is what will run: with views, dgrad's weight and both operands of wgrad are transposes.
+    Checks the layouts that will run: with `views`, dgrad's weight and both operands of wgrad are transposed views.
     """
     gemm = recipe.gemms[name]
     if gemm.a is None or gemm.b is None:
@@ -344,7 +351,7 @@ def _gemm(
     ):
         return None
     if kind.a != role(gemm.a) or (name == "wgrad" and kind.b != role(gemm.b)):
-        # Scales that nothing writes as they are read.
+        # No kernel writes the scales in the layout that this GEMM reads.
         return None
     a, b = ([scaling.value for scaling in SCALING[side]] for side in (kind.a, kind.b))
     a_swizzle, b_swizzle = ([swizzle.value for swizzle in SWIZZLE.get(side, [])] for side in (kind.a, kind.b))
@@ -352,7 +359,7 @@ def _gemm(
 
 
 def _operand(rows: int, k: int, spec: QuantSpec, like: Tensor, transposed: bool) -> Quantized:
-    """Codes of nothing, in the layout of an operand, or in that of its transpose."""
+    """Return a `Quantized` with uninitialized codes in the layout of an operand, or of its transpose."""
     scale = torch.ones((1, 1), dtype=torch.float32, device=like.device)
     layout = (k, rows) if transposed else (rows, k)
     if spec.format.packed:
@@ -371,7 +378,7 @@ def _shared(
 ) -> Callable[
     [Tensor, Tensor, nn.Module, DelayedState | None], tuple[Operands, weight_cache.CachedWeight, CachedWeightOperands]
 ]:
-    """What makes the operands of an input and of a weight that is not kept, by launches that they share."""
+    """Return a function that quantizes an input and an uncached weight in shared launches."""
 
     def shared(
         x: Tensor, weight: Tensor, layer: nn.Module, delayed: DelayedState | None
@@ -396,14 +403,14 @@ def _shared(
 def _quantized(
     written: Decided, spec: QuantSpec, other: QuantSpec, views: bool, recorded_amax: bool
 ) -> tuple[Quantized, Quantized]:
-    """A matrix whose codes are kept, and its transpose; where one scale serves both, with their amax."""
+    """Return a matrix and its transpose as `Quantized`; with one scale for both they also carry the amax."""
     codes, scale, transposed, of_transposed, top = written
     assert transposed is not None and of_transposed is not None
     rows, k = codes.shape
     q = Quantized(codes, scale, spec, (rows, k), amax=top, recorded_amax=recorded_amax)
     if views:
         qt, q.twin = q.T, None
-        # Neither refers to the other: of one that is dropped the memory is free.
+        # No references between the two, so that each can be freed alone.
         qt.twin = None
         return q, qt
     of_transposed = of_transposed if spec.per_tensor else of_transposed.t()
@@ -419,10 +426,10 @@ def _weight(
     forward: bool,
     both: Callable[..., tuple[Quantized, Quantized]] | None = None,
 ) -> tuple[weight_cache.CachedWeight, CachedWeightOperands]:
-    """The weight's operands, for a forward to keep, or for one backward after they were dropped.
+    """Return the weight's operands, cached by a forward, or computed for one backward if the cache was dropped.
 
     Args:
-        both: what quantizes the weight and its transpose, in the place of `ops.QUANTIZE_BOTH`.
+        both: quantizes the weight and its transpose in place of `ops.QUANTIZE_BOTH`.
     """
     spec, other = recipe.fprop.b, recipe.dgrad.b
     assert spec is not None and other is not None
@@ -439,6 +446,6 @@ def _weight(
 
 
 def _right(q: Quantized, gemm: ScaledGemmArguments) -> tuple[Tensor, list[Tensor]]:
-    """The right side of a GEMM, and its scales."""
+    """Return the codes as right side of a GEMM, and their scales."""
     codes = any_matrix(q) if gemm.views else matrix(q)
     return codes.t(), scales(q, gemm.kind.b, True)

@@ -1,7 +1,7 @@
-"""A decided step: the three GEMMs of a layer by what was chosen for it, as one autograd function on any machine.
+"""Planned step of a linear layer: one autograd function for its three GEMMs on any device.
 
-What quantizes an operand and what multiplies two is a row, `Rows`: `on_cpu` and `on_gpu` fill it. The step calls them,
-saves what backward reads, and moves on the state that a layer keeps.
+`PlannedKernels` holds the functions that quantize each operand and run each GEMM; `plan`, `plan_gpu` and
+`plan_emulated` fill it. The step calls them, saves what backward reads, and updates the layer's scaling state.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,19 +25,20 @@ from quaver.torch.state.context import active_context
 from quaver.torch.state.history import amax, scaling_step
 from quaver.torch.state.layer_state import graph_task_id
 
-#: A scale as a GEMM takes it: a number of the host's, a tensor on a GPU, or a list of two, its blocks' and its own.
+#: Scale as a GEMM takes it: a float on the CPU, a tensor on a GPU, or a list [block scales, tensor scale].
 Scale = Any
-#: Codes as a GEMM takes them: a tensor, or a `Quantized`, which has its scale within.
+#: Codes as a GEMM takes them: a tensor, or a `Quantized` that includes its scale.
 Operand = Any
-#: What a matrix [rows, columns] became: an operand and its scale, the transpose's and its scale, of the right side of a
-#: GEMM where they are kept (None and None where no GEMM takes them), and what was found on the way: of an input the
-#: amax where a history wants it, of a grad_output the gradient of the bias, or None where that is to be summed yet.
+#: Result of quantizing a matrix [rows, columns]: operand, its scale, operand of the transpose, its scale, extra.
+#: The transpose is laid out as the right side of a GEMM; it is None if no GEMM reads it. `extra` of an input is its
+#: amax if a history needs it; `extra` of a grad_output is the bias gradient, or None if that is still to be summed.
 Operands = tuple[Operand, Scale, Operand, Scale, Any]
 
 
 class CachedWeightOperands:
-    """Both operands of a kept weight, as the right sides of GEMMs, and their scales; dgrad's is None until a backward
-    quantizes it."""
+    """Operands and scales of a cached weight for fprop and dgrad; those of dgrad are None until a backward quantizes
+    them.
+    """
 
     __slots__ = ("dgrad", "dgrad_scale", "fprop", "fprop_scale", "reader", "recorded_amax")
 
@@ -52,85 +53,86 @@ class CachedWeightOperands:
         form: str = "",
     ) -> None:
         self.fprop, self.fprop_scale, self.dgrad, self.dgrad_scale = fprop, fprop_scale, dgrad, dgrad_scale
-        #: The encode factors of the call that noted its amax: a kept weight's counts in each step. What `Rows.factors`
-        #: gave, which may hold the layer, is not held.
+        #: Encode factors of the call that recorded the weight's amax, so that a cached weight records it once per step.
+        #: Only the factors are referenced; the object returned by `PlannedKernels.factors` may reference the layer.
         self.recorded_amax = recorded_amax
-        #: `Step.reader` of the steps whose GEMMs read them; others may share the quantized weight.
+        #: `PlannedLinear.reader` of the steps whose GEMMs read these operands; other steps may share the quantized
+        #: weight.
         self.reader = recipe, form
 
 
-#: a, its scale, b, its scale, bias.
+#: GEMM called as (a, scale of a, b, scale of b, bias) -> product.
 Multiply = Callable[[Operand, Scale, Operand, Scale, Tensor | None], Tensor]
 
 
 @dataclass(slots=True)
 class PlannedKernels:
-    """What was chosen for a layer's operands and GEMMs; slots are read in half the time of a tuple's fields."""
+    """Functions chosen for the operands and GEMMs of a layer; slots are read twice as fast as the fields of a tuple."""
 
-    #: A matrix [..., features] and the factors to its operands.
+    #: Quantizes x [..., features]: called as (x, factors).
     input: Callable[[Tensor, Any], Operands]
     grad_output: Callable[[Tensor, Any], Operands]
-    #: (weight, layer, factors, whether it is a forward) to what is kept of the weight and its operands.
+    #: Quantizes the weight: (weight, layer, factors, is_forward) -> cache entry and GEMM operands.
     weight: Callable[[Tensor, nn.Module, Any, bool], tuple[weight_cache.CachedWeight, CachedWeightOperands]]
-    #: (input, weight, layer, factors) to the input's operands and what `weight` gives in a forward, for a weight that
-    #: is not kept: by launches that both share; None where they share none.
+    #: Quantizes an input and an uncached weight in shared launches: (input, weight, layer, factors) -> operands of the
+    #: input, cache entry and operands of the weight. None if there is no shared launch.
     shared: (
         Callable[[Tensor, Tensor, nn.Module, Any], tuple[Operands, weight_cache.CachedWeight, CachedWeightOperands]]
         | None
     )
-    #: (layer, x) to what delayed scaling gives one step of a layer; None where the general way must read it. Of that
-    #: `factors` are the encode factors of input, weight and grad_output, as the forward saw them, `of_input` is the
-    #: first where the host knows it, else None, `version` shows that the weight's is another,
-    #: `note(layer, column, amax)` notes what another layer's operand was, and
-    #: `in_backward(layer, g)` is the same for a backward: buffers may be others by then.
+    #: Delayed scaling: (layer, x) -> scale factors of this step, or None if the slow path must read them. The result
+    #: has the fields `factors` (encode factors of input, weight, grad_output in the forward), `of_input` (the input's
+    #: factor, None if not known on the host) and `version` (changes with the weight's factor), and the methods
+    #: `note(layer, column, amax)` and `in_backward(layer, g)`, which returns the factors for a backward, when the
+    #: buffers may have been replaced.
     factors: Callable[[nn.Module, Tensor], Any]
     fprop: Multiply
     dgrad: Multiply
-    #: None where it is not quantized: then the input is kept as it is.
+    #: wgrad, or None if it is not quantized; the input is then saved in high precision.
     wgrad: Multiply | None
-    #: Whether kernels read addresses that are multiples of 16.
+    #: True if the kernels require addresses that are multiples of 16 bytes.
     aligned: bool
-    #: Which implementation of another operation runs beside them, by its place among its own.
+    #: Index of the implementation that prologue operations use together with these kernels.
     implementation: int
-    #: A matrix to what `input` and `grad_output` leave out, since it takes a pass of its own: its transpose's operand
-    #: and scale. None where they do not.
+    #: Quantizes the transpose in a separate launch: matrix -> operand and scale. None if `input` or `grad_output`
+    #: writes it.
     transposed_input: Callable[[Tensor], tuple[Tensor, Scale]] | None = None
     transposed_grad_output: Callable[[Tensor], tuple[Operand, Scale]] | None = None
-    #: What operands of a weight are: rows for a shape may take others than those for another shape.
+    #: Layout of the weight operands; plans of other shapes may need another layout.
     form: str = ""
-    #: What a weight is kept as: "fprop" of what the general way reads too.
+    #: Name of the weight's cache entry: "fprop" if the slow path reads the same entry.
     kept_as: str = "fprop"
-    #: Tensors of a scale: a list of them where it is two.
+    #: Number of tensors in a scale; two levels are passed as a list.
     levels: int = 1
-    #: Whether `grad_output` may round at random: then it is told the layer, the recipe and which gradients are needed.
+    #: True if `grad_output` may round stochastically; it then gets (layer, recipe, needs) in place of the factors.
     draws: bool = False
-    #: What `dgrad` and `wgrad` gave, or None, to the gradients; None where they gave those.
+    #: Converts the results of dgrad and wgrad (or None) to gradients; None if they already are gradients.
     finish: Callable[[Tensor | None, Tensor | None], tuple[Tensor | None, ...]] | None = None
 
 
 class PlannedLinear:
-    """How one layer runs on inputs of one shape."""
+    """Planned step of one layer shape for inputs of one shape."""
 
     __slots__ = ("delayed", "device", "gpu", "of_output", "reader", "recipe", "rows", "shape", "turns")
 
     def __init__(self, recipe: Recipe, x: Tensor, features: int, rows: PlannedKernels) -> None:
         self.recipe, self.shape, self.device, self.rows = recipe, x.shape, x.device, rows
-        #: By what it knows the operands of a weight that its GEMMs read.
+        #: Key by which this step recognizes cached weight operands that its GEMMs can read.
         self.reader = recipe, rows.form
-        #: The shape of its output, of so many features.
+        #: Shape of the output [..., features].
         self.of_output = (*x.shape[:-1], features)
         self.delayed = recipe.delayed is not None
-        #: The device's index; None off a GPU.
+        #: CUDA device index, or None on a CPU.
         self.gpu = x.device.index if x.is_cuda else None
-        #: Whether what wgrad reads of an input takes a pass of its own.
+        #: True if the transposed input is quantized in a separate launch.
         self.turns = rows.transposed_input is not None
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module) -> Tensor | None:
-        """y [..., n], or None where this x, weight or state is for the general way."""
+        """Run the layer and return y [..., n], or None if x, the weight or the state requires the slow path."""
         if not weight.is_contiguous():
             return None
         if self.recipe.stochastic and layer._buffers.get("count") is None:
-            # A layer that met its recipe after it was made: the general way gives it the count of its noise.
+            # The recipe was set after construction, so the noise counter is missing; the slow path creates it.
             return None
         if self.rows.aligned and (x.data_ptr() & 15 or capture.as_captured(self.device)):
             return None
@@ -145,7 +147,7 @@ class PlannedLinear:
         return y
 
     def quantizes_as(self, other: object) -> bool:
-        """Whether another step makes the same operands of an input."""
+        """Return True if the other step quantizes an input to the same operands."""
         if (
             not isinstance(other, PlannedLinear)
             or self.shape != other.shape
@@ -154,12 +156,12 @@ class PlannedLinear:
             return False
         if self.recipe is other.recipe:
             return True
-        # What multiplies on a CPU reads codes alike, whatever it takes of a weight.
+        # CPU GEMMs read the same codes whatever layout they use for the weight.
         form = not self.rows.aligned or self.rows.form == other.rows.form
         return form and functional.alike(self.recipe, other.recipe)
 
     def run(self, x: Tensor, layer: nn.Module) -> "PlannedContext | None":
-        """This step in one call, or None where what the layer remembers is for the general way."""
+        """Return the context of one call, or None if the layer's scaling state requires the slow path."""
         if not self.delayed:
             return PlannedContext(self, layer, None)
         factors = self.rows.factors(layer, x) if layer._state.prepared is self.recipe else None  # type: ignore[union-attr]
@@ -167,28 +169,29 @@ class PlannedLinear:
 
 
 class PlannedContext:
-    """A decided step in one call of its layer: what `linear.gemms.LinearContext` is to the general way."""
+    """State of one call of a planned step; the counterpart of `linear.gemms.LinearContext` on the slow path."""
 
     __slots__ = ("entry", "factors", "layer", "pending", "ready", "step")
 
-    #: What is kept of the weight, or was for this call.
+    #: Cache entry of the weight, or an entry made for this call only.
     entry: weight_cache.CachedWeight
-    #: Under delayed scaling, what keeps its step from being over until the backward has run.
+    #: Handle that keeps the delayed-scaling step open until the backward of this call has run.
     pending: scaling_step.PendingBackward | None
 
     def __init__(self, step: PlannedLinear, layer: nn.Module, factors: Any) -> None:
         self.step, self.layer, self.factors = step, layer, factors
-        #: The weight's operands, between `entered` and `output`.
+        #: Operands of the weight, set between `entered` and `output`.
         self.ready: CachedWeightOperands | None = None
         if factors is not None:
             self.pending = scaling_step.pending(layer)
 
     def entered(self, x: Tensor, weight: Tensor) -> Operands:
-        """What x [..., features] is to fprop and wgrad; what the weight is too, by launches that both share if it is
-        not kept."""
+        """Quantize x [..., features] for fprop and wgrad, and the weight if it is not cached, in shared launches if
+        possible.
+        """
         rows, layer, factors, kept = self.step.rows, self.layer, self.factors, self._kept(weight)
         if rows.aligned:
-            # Codes of the last tensor, which another layer might take, may lie where these go.
+            # The kernels may overwrite the buffers with the last shared input, so no other layer may reuse it.
             functional.thread.last = None
         if kept is None and rows.shared is not None and not weight.data_ptr() & 15:
             operands, self.entry, self.ready = rows.shared(x, weight, layer, factors)
@@ -197,9 +200,11 @@ class PlannedContext:
         return rows.input(x, factors)
 
     def taken(self, x: Tensor, weight: Tensor) -> tuple[Operands, tuple[Tensor, Scale]]:
-        """`entered` and `transposed` of an x that autograd has computed: another layer's, if that has just quantized
-        this
-        very tensor so; else other layers may take them."""
+        """Quantize a non-leaf x for fprop and wgrad, reusing the operands of another layer that has just quantized the
+        same x.
+
+        Returns what `entered` and `transposed` return. New operands are remembered for the next layer.
+        """
         step, factors = self.step, self.factors
         factor = 0.0 if factors is None else factors.of_input
         if factor is None or x.__class__ is not Tensor:
@@ -217,37 +222,38 @@ class PlannedContext:
                 return operands, kept or self.transposed(x, operands)
         operands = self.entered(x, weight)
         kept = self.transposed(x, operands)
-        # Where wgrad reads x as it is, that would be held.
+        # Where wgrad reads x itself, remembering it would extend its lifetime.
         functional.remember(x, facts, step, (operands, kept if step.turns else None))
         return operands, kept
 
     def transposed(self, x: Tensor, operands: Operands) -> tuple[Tensor, Scale]:
-        """What wgrad consumes: the transpose, or x where it is not quantized, and a scale."""
+        """Return the operand and scale that wgrad reads: the transpose of x, or x itself if wgrad is unquantized."""
         if self.step.rows.transposed_input is not None:
             return self.step.rows.transposed_input(x)
         xt = operands[2]
         return x if xt is None else xt, operands[3]
 
     def note(self, operands: Operands) -> None:
-        """Note the amax of an input that another layer's run has quantized."""
+        """Record the amax of an input that another layer has quantized."""
         if self.factors is not None:
             self.factors.note(self.layer, amax.INPUT, operands[4])
 
     def output(self, operands: Operands, weight: Tensor, bias: Tensor | None, flat: bool = False) -> Tensor:
-        """[..., n], or if `flat` [tokens, n]."""
+        """Run fprop and return y [..., n], or [tokens, n] if `flat`."""
         step, w = self.step, self.ready
         rows, shape = step.rows, step.of_output
         if w is None:
-            # The input is another layer's.
+            # The input was quantized by another layer, so `entered` was not called.
             self.entry, w = self._kept(weight) or rows.weight(weight, self.layer, self.factors, True)
-        # What is kept of the weight may be freed before backward.
+        # Drop the reference, so that the cached weight can be freed before backward.
         self.ready = None
         y = rows.fprop(operands[0], operands[1], w.fprop, w.fprop_scale, bias)
-        # No view, which could not be written to: see `linear.function`. torch reads numbers faster than a shape.
+        # resize_ instead of view, because autograd refuses writes to a view (see `linear.function`). Separate ints
+        # parse faster.
         return y if flat or len(shape) == 2 else y.resize_(*shape)
 
     def _kept(self, weight: Tensor) -> tuple[weight_cache.CachedWeight, CachedWeightOperands] | None:
-        """What is kept of the weight until it, or its factor, changes."""
+        """Return the cached weight and its operands if weight, factor and layout are unchanged, else None."""
         step, factors = self.step, self.factors
         version = 0.0 if factors is None else factors.version
         entry = weight_cache.lookup(self.layer, step.rows.kept_as, weight, step.recipe.fprop.b, version)  # type: ignore[arg-type]
@@ -261,7 +267,7 @@ class PlannedContext:
         return entry, ready
 
     def readable(self, x: Tensor) -> Tensor:
-        """x as the rows read it: a matrix, or where kernels read it row by row from a multiple of 16."""
+        """Return x as the kernels read it: a matrix, or on a GPU a contiguous tensor at a multiple of 16 bytes."""
         if not self.step.rows.aligned:
             return _matrix(x)
         if x.is_contiguous() and not x.data_ptr() & 15:
@@ -277,9 +283,13 @@ class PlannedContext:
         weight_dtype: torch.dtype,
         bias_dtype: torch.dtype | None,
     ) -> Gradients:
-        """Those that are needed of input [T, K], weight and bias, of grad_output [..., n] and what `transposed` gave;
-        the
-        weight's may be needed `LATER`."""
+        """Return the needed gradients of input [T, K], weight and bias.
+
+        Args:
+            g: grad_output [..., n].
+            kept: what `transposed` returned in the forward.
+            needs: one flag per gradient; `LATER` for the weight returns a function instead of a tensor.
+        """
         step, layer, factors, given = self.step, self.layer, self.factors, g
         rows, g = step.rows, self.readable(g)
         if factors is not None:
@@ -288,7 +298,7 @@ class PlannedContext:
             factors = factors.in_backward(layer, g)
         kernel_args = (layer, step.recipe, needs) if rows.draws else factors
         if rows.aligned:
-            # As in `entered`: without threads of its own a backward runs in that of the forwards.
+            # As in `entered`: a CPU backward may run in the thread of the forward.
             functional.thread.last = None
         q, scale, qt, of_qt, of_bias = rows.grad_output(g, kernel_args)
         if counters.active.counters is not None:
@@ -310,7 +320,7 @@ class PlannedContext:
             elif rows.transposed_grad_output is not None:
                 qt, of_qt = rows.transposed_grad_output(g)
             if needs[1] is LATER:
-                # Kernels write to the same places again: where those run, no gradient is needed later.
+                # Only for kernels that do not reuse their buffers; the others never get `LATER`.
                 of_weight = partial(self._of_weight, qt, of_qt, kept)
             else:
                 of_weight = self._of_weight(qt, of_qt, kept)
@@ -319,9 +329,7 @@ class PlannedContext:
         return of_input, of_weight, of_bias
 
     def _of_weight(self, g: Operand, scale: Scale, transposed: tuple[Any, Scale]) -> Tensor:
-        """wgrad, of grad_output's transpose, or of that itself where it is not quantized, and of what `transposed`
-        gave.
-        """
+        """Run wgrad on the transposed grad_output (grad_output itself if unquantized) and the saved input."""
         self.entry.window.used = graph_task_id()
         wgrad, (kept, of_kept) = self.step.rows.wgrad, transposed
         return torch.mm(g.t(), _matrix(kept)) if wgrad is None else wgrad(g, scale, kept, of_kept, None)
@@ -340,7 +348,7 @@ class _PlannedLinearFunction(torch.autograd.Function):
         else:
             operands, (kept, scale) = run.taken(x, weight)
         on_host = scale.__class__ is float
-        # The weight itself, so that autograd sees a change of it before backward.
+        # Save the weight itself, so that autograd detects in-place changes before backward.
         if scale.__class__ is list:
             ctx.save_for_backward(weight, kept, *scale)
         else:
@@ -356,7 +364,7 @@ class _PlannedLinearFunction(torch.autograd.Function):
         return first_derivative(_backward, ctx, NO_DOUBLE_BACKWARD, g)
 
 
-#: `Function.apply` without its checks for torch.func, which the layer has made itself.
+#: `Function.apply` without its torch.func checks, which the layer has already made.
 _apply: Any = super(torch.autograd.Function, _PlannedLinearFunction).apply
 
 
@@ -371,7 +379,7 @@ def _backward(ctx: Any, saved: Sequence[Any], g: Tensor) -> Any:
 
 
 def _count(layer: nn.Module, recipe: Recipe, g: Tensor, factors: Any) -> None:
-    """Note the operands of a grad_output for counters that were opened after its forward."""
+    """Report the grad_output operands to counters that were opened after the forward."""
     note, a, c = counters.active.counters.note, recipe.dgrad.a, recipe.wgrad.a  # type: ignore[union-attr]
     assert a is not None
     factor = None if factors is None else factors.factors[amax.GRAD_OUTPUT]

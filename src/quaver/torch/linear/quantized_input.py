@@ -1,4 +1,8 @@
-"""The input that several linear layers share: made, quantized on the way or after it, made again for backward."""
+"""Input of one or more linear layers: computed by a prologue, quantized once, and recomputed for backward if cheaper.
+
+`InputOp` is the interface of a prologue (a norm, an activation or nothing). `enter` runs it and quantizes its result,
+in one kernel where one exists. `recomputed` makes the wgrad operand again in backward.
+"""
 
 import weakref
 from collections.abc import Sequence
@@ -20,41 +24,42 @@ from quaver.torch.state.history import amax
 
 
 class InputOp(fused_quantize.QuantizingProducer, Protocol):
-    """How the layers' input is made. Its methods are called with as many tensors as it takes, None among them."""
+    """Interface of a prologue, which computes the layers' input. Methods take as many tensors as the prologue has
+    inputs; some may be None.
+    """
 
     @property
     def recomputes_input(self) -> bool:
-        """True if backward makes the input again, so that nothing of it is kept."""
+        """True if backward recomputes the input, so that it is not saved."""
 
     def __call__(self, *x: Tensor | None) -> Tensor:
-        """Differentiably, for layers that are not quantized."""
+        """Compute the input differentiably, for layers that are not quantized."""
 
     def forward(
         self, *x: Tensor | None, decided: int | None = None
     ) -> tuple[Tensor, tuple[Tensor | Quantized | None, ...]]:
-        """Outside autograd: the input, and what backward needs.
+        """Compute the input outside of autograd; return it and the tensors that backward needs.
 
         Args:
-            decided: where layers decided beforehand follow, which of an operation's implementations runs on tensors
-                like x, by its place among them.
+            decided: before planned layers, the index of the implementation to run, else None.
         """
 
     def recompute_input(self, saved: Sequence[Any], g: Tensor | None = None) -> tuple[Tensor, tuple[Any, ...] | None]:
-        """The input once more, bit for bit; and, if both share work, what `backward` gives of its gradient g."""
+        """Recompute the input bit for bit; also return the result of `backward` for g if both share work."""
 
     def backward(
         self, g: Tensor, saved: Sequence[Any], decided: int | None = None, needs: Sequence[Any] = ()
     ) -> tuple[Any, ...]:
-        """The gradients of what it took; decided as in `forward`.
+        """Return the gradients of the prologue's inputs; `decided` is as in `forward`.
 
         Args:
-            needs: for a prologue that has matrices, whether each gradient is needed; perhaps `LATER`.
+            needs: for a prologue that contains weight matrices, one flag per gradient; a flag may be `LATER`.
         """
 
 
 @dataclass(frozen=True)
 class IdentityInput:
-    """The prologue of an input that is there already: nothing is made, and nothing kept but what wgrad consumes."""
+    """Prologue that returns its input unchanged and saves nothing."""
 
     recomputes_input: bool = False
 
@@ -80,49 +85,49 @@ GIVEN = IdentityInput()
 
 
 class LinearSetup(NamedTuple):
-    """Everything in one call that is no tensor."""
+    """Arguments of one `LinearFunction` call that are not tensors."""
 
     prologue: InputOp
     layers: tuple[nn.Linear, ...]
     recipe: Recipe
-    #: The dtype of the GEMMs' inputs and outputs.
+    #: dtype of the GEMMs' inputs and outputs.
     dtype: torch.dtype
     training: bool
-    #: Tensors that the prologue takes.
+    #: Number of tensors that the prologue takes.
     taken: int = 1
     return_input: bool = False
-    #: The decided step of each layer in this call, where all have one.
+    #: Planned step of each layer for this call; empty if any layer has none.
     runs: Sequence[PlannedContext] = ()
-    #: What was given, where that was cast before it came here.
+    #: Weak reference to the caller's input if autocast has cast it, so that layers recognize a shared input.
     source: "weakref.ref[Tensor] | None" = None
 
 
 class QuantizedInput(NamedTuple):
-    """The layers' input, in the forms that GEMMs and backward read."""
+    """Input of the layers in the forms that the GEMMs and the backward read."""
 
-    #: One for each layer.
+    #: One context per layer.
     runs: Sequence[LinearContext]
-    #: As the prologue made it, or None where it wrote nothing but codes.
+    #: Input as the prologue computed it, or None if the kernel wrote codes only.
     output: Tensor | None
-    #: That as a matrix in the dtype of the GEMMs.
+    #: The input as a matrix [tokens, features] in the dtype of the GEMMs.
     matrix: Tensor | None
     shape: tuple[int, ...]
     dtype: torch.dtype
-    #: What fprop reads.
+    #: Operand of fprop.
     operand: Any
-    #: What wgrad will, where the kernel that quantized the input has written that too.
+    #: Operand of wgrad, if the same kernel wrote it.
     transposed: Quantized | None
-    #: What the prologue's backward needs.
+    #: Tensors that the prologue's backward needs.
     saved: Sequence[Any]
-    #: Where other layers will look for both; None where none may.
+    #: Record through which other layers with the same input reuse both operands; None if they may not.
     recorded_amax: functional.Quantization | None = None
 
 
 def enter(setup: LinearSetup, x: Sequence[Tensor | None], keeps: bool) -> QuantizedInput:
-    """Make the layers' input and quantize it: by one kernel where there is one, or after it.
+    """Compute the layers' input and quantize it, in one kernel if there is one, else in two.
 
     Args:
-        keeps: whether backward will read the input as it is made here.
+        keeps: True if backward will read this input, so that its wgrad operand is needed.
     """
     calls: list[LinearContext] = []
     if setup.prologue is not GIVEN and may_fuse(setup.dtype, x[0]):  # type: ignore[arg-type]
@@ -158,7 +163,7 @@ def enter(setup: LinearSetup, x: Sequence[Tensor | None], keeps: bool) -> Quanti
 
 
 def _source(setup: LinearSetup, call: LinearContext, given: Tensor | None, y: Tensor) -> Tensor | None:
-    """The tensor by which other layers may know the quantization of y; None where each layer quantizes for itself."""
+    """Return the tensor by which other layers can find the quantized y, or None if each layer quantizes for itself."""
     if setup.prologue is not GIVEN:
         return None
     source = given if setup.source is None else setup.source()
@@ -166,9 +171,9 @@ def _source(setup: LinearSetup, call: LinearContext, given: Tensor | None, y: Te
 
 
 def may_share(call: LinearContext, source: Tensor, y: Tensor) -> bool:
-    """Whether other layers may take the quantization of y, a matrix of source, in place of their own.
+    """Return True if other layers may reuse the quantization of y, a matrix of `source`.
 
-    They may not where quantizations are counted or chosen by `only`, or a CUDA graph is captured.
+    They may not while quantizations are counted or chosen by `only`, or while a CUDA graph is captured.
     """
     a, c = call.recipe.fprop.a, call.recipe.wgrad.b
     if call.traced or not call.record or a is None or source.is_leaf or source.__class__ is not Tensor:
@@ -181,7 +186,7 @@ def may_share(call: LinearContext, source: Tensor, y: Tensor) -> bool:
 
 
 def facts_of(source: Tensor, call: LinearContext, y: Tensor) -> tuple[Any, ...]:
-    """What else the quantization depends on; nothing where the host does not know it."""
+    """Return the other values that the quantization depends on, or () if they are not known on the host."""
     factor = 0.0
     if call.factors is not None:
         if isinstance(call.factors, Tensor):
@@ -192,7 +197,7 @@ def facts_of(source: Tensor, call: LinearContext, y: Tensor) -> tuple[Any, ...]:
 
 
 def note(calls: Sequence[LinearContext], q: Tensor | Quantized) -> None:
-    """The amax of an input that another layer's call has measured is theirs too."""
+    """Record the amax of a shared input in the histories of the other layers too."""
     for call in calls:
         if call.record and call.factors is not None:
             assert isinstance(q, Quantized)
@@ -200,7 +205,7 @@ def note(calls: Sequence[LinearContext], q: Tensor | Quantized) -> None:
 
 
 def may_fuse(dtype: torch.dtype, x: Tensor) -> bool:
-    """True if kernels that quantize what they make may run: on operands of this dtype, made of x."""
+    """Return True if kernels that compute and quantize in one launch may run for x and this operand dtype."""
     if ops.on_host(x) or x.dtype is not dtype or is_tracing():
         return False
     allowed = any(impl.name == "triton" for impl in ops.QUANTIZE.active)
@@ -228,7 +233,7 @@ def _fused(
 
 
 def _known(call: LinearContext) -> tuple[Tensor | float | None, bool]:
-    """The encode factor of a layer's input, and whether it is known not to be 0."""
+    """Return the encode factor of the layer's input, and whether it is known to be nonzero."""
     if call.factors is None:
         return None, False
     return call.factors[amax.INPUT], amax.is_set(amax.INPUT, call.factors)
@@ -241,9 +246,11 @@ def _begun(setup: LinearSetup, y: Tensor) -> list[LinearContext]:
 def recomputed(
     setup: LinearSetup, saved: Sequence[Any], run: LinearContext, g: Tensor | None = None
 ) -> tuple[Any, Any]:
-    """The input that wgrad consumes, from what the prologue kept; and as `Prologue.recompute_input` the gradients of
-    what that
-    took, of the gradient g of the input."""
+    """Recompute the wgrad operand from the tensors that the prologue saved.
+
+    If the gradient g of the input is passed, the second result may hold the gradients of the prologue's inputs, as
+    `InputOp.recompute_input` returns them.
+    """
     c = setup.recipe.wgrad.b
     if c is not None and run.plan.input and may_fuse(setup.dtype, saved[0]):
         q = fused_quantize.recomputed(setup.prologue, saved, c, *_known(run))

@@ -1,5 +1,4 @@
-"""Weights that exist only in eight bits: making, writing, moving and loading them; see
-`quaver.torch.linear.stored_weight`."""
+"""Create, write, move, save and load weights stored as codes; see `quaver.torch.linear.stored_weight`."""
 
 import threading
 import weakref
@@ -19,27 +18,28 @@ from quaver.torch.operations.autograd import empty_parts, parts
 from quaver.torch.state import weight_cache
 from quaver.torch.state.layer_state import state_of
 
-#: Attributes of such a layer.
+#: Attributes that only such a layer has.
 ABOUT = ("weight_spec", "weight_dtype", "keep_initial", "versions")
 
 
-#: Attribute of a parameter that a layer no longer has: what has put another in its place.
+#: Attribute of a parameter that a layer no longer uses: name of the function that replaced it.
 REPLACED = "quaver_replaced_by"
-#: Said of a format whose codes cannot be a parameter.
-NO_DTYPE = f"for whose codes torch has no dtype; weights that exist only as codes are {', '.join(CODE_DTYPES)}"
+#: Part of the error message for formats whose codes cannot be a parameter.
+NO_DTYPE = f"for whose codes torch has no dtype; weights can be stored as codes in {', '.join(CODE_DTYPES)}"
 
 
-#: Said where a method of PEFT is put over codes without the seam that merges it.
+#: Warning for a PEFT method applied to codes without `quaver.integrations.peft.over_codes`.
 ADAPTED = (
-    "PEFT puts an adapter of its own over weights that exist only as codes: it trains, and cannot be merged into them. "
+    "PEFT adds an adapter of its own to weights that are stored as codes: it trains, but cannot be merged into them. "
     "For LoRA call get_peft_model(model, quaver.integrations.peft.over_codes(config)); for another method call "
     "quaver.torch.dequantize_weights(model) first"
 )
 
 
 class ShardedStoredWeight(Protocol):
-    """What a parameter [N, K] of codes is, or its part on this rank, that does not show their dtype: fully_shard takes
-    it for floats, whose gradients have their dtype."""
+    """Interface of a parameter [N, K] of codes, or of its shard, under fully_shard. It shows a float dtype, because
+    fully_shard gives gradients the dtype of the parameter.
+    """
 
     @property
     def plain(self) -> Tensor:
@@ -47,21 +47,21 @@ class ShardedStoredWeight(Protocol):
 
     @property
     def layer_of_codes(self) -> "nn.Module | None":
-        """The layer whose weight they are."""
+        """Layer whose weight these codes are."""
 
     @property
     def name_of_codes(self) -> str:
-        """The layer's name in its model."""
+        """Name of that layer in its model."""
 
     def as_bytes(self, parameter: Tensor) -> Tensor:
-        """The codes as uint8, of the same memory, which lie as their parameter does."""
+        """View the codes as uint8, in the parameter's layout."""
 
     def with_bytes(self, parameter: Tensor, data: Tensor) -> nn.Parameter:
-        """A parameter like this one of other bytes, as `as_bytes` gives them."""
+        """Return a parameter like this one with other bytes, in the form that `as_bytes` returns."""
 
 
 def divided(weight: Any) -> ShardedStoredWeight | None:
-    """What a parameter is as `Divided`; None of every other one."""
+    """Return the parameter (or its local shard) as `ShardedStoredWeight`, or None if it is not one."""
     if hasattr(weight, "layer_of_codes"):
         of_whole: ShardedStoredWeight = weight
         return of_whole
@@ -73,12 +73,12 @@ def divided(weight: Any) -> ShardedStoredWeight | None:
 
 
 def holds_codes(weight: Tensor) -> bool:
-    """Whether a parameter is codes, however it lies."""
+    """Return True if the parameter is codes, sharded or not."""
     return weight.dtype in CODES or divided(weight) is not None
 
 
 class _Construction(threading.local):
-    """What `quantized_init` has in force: how the weights of new layers are kept, and whether their values are too."""
+    """Arguments of the active `quantized_init`: spec of new weights, and whether initial values are kept."""
 
     now: tuple[QuantSpec, bool] | None = None
 
@@ -87,16 +87,16 @@ construction = _Construction()
 
 
 def begin(layer: Any) -> None:
-    """Turn a new layer's weight into codes, if it is made under `quantized_init`."""
+    """Quantize the weight of a new layer if it is constructed under `quantized_init`."""
     if construction.now is not None:
         store(layer, *construction.now)
 
 
 def weight_spec(recipe: Recipe) -> QuantSpec | None:
-    """How a recipe's weight is kept: as fprop consumes it, but neither rounded at random nor rotated.
+    """Return the spec for storing the weights of a recipe: fprop's, without stochastic rounding and rotation.
 
     Raises:
-        ValueError: a format without a dtype of torch's.
+        ValueError: torch has no dtype for the codes of this format.
     """
     spec = recipe.fprop.b
     if spec is not None and spec.format.name not in CODE_DTYPES:
@@ -108,10 +108,10 @@ def weight_spec(recipe: Recipe) -> QuantSpec | None:
 
 
 def store(layer: Any, spec: QuantSpec, keep_initial: bool = False) -> None:
-    """Turn a layer's weight into codes.
+    """Replace a layer's weight by codes and scales.
 
     Raises:
-        ValueError: a weight that is neither float32, bfloat16 nor float16.
+        ValueError: the weight is not float32, bfloat16 or float16.
     """
     weight = layer.weight
     if weight.dtype not in ops.DTYPES:
@@ -131,14 +131,14 @@ def store(layer: Any, spec: QuantSpec, keep_initial: bool = False) -> None:
 
 
 def narrow_gradient(layer: Any) -> None:
-    """Have the gradient of a layer's weight in `weight_dtype`, and not in float32, whenever the weight is codes."""
+    """Make the gradient of a stored weight `weight_dtype` instead of float32."""
     layer.__dict__["nominal_gradient"] = True
     if layer.weight_spec is not None:
         settle(layer)
 
 
 def restore(layer: Any) -> None:
-    """Turn the codes into a weight of the dtype it had."""
+    """Replace the codes by a weight in the original dtype."""
     weight = layer.weight
     value = dequantized(layer, weight, layer.__dict__["weight_dtype"])
     setattr(weight, REPLACED, "dequantize_weights")
@@ -153,10 +153,10 @@ def restore(layer: Any) -> None:
 
 
 def encode(value: Tensor, spec: QuantSpec, transposed: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
-    """A weight [N, K] as codes, and its scales by the names of their buffers; of a stack of matrices those of each.
+    """Quantize a weight [N, K] or a stack of them; return codes, and scales by buffer name.
 
     Args:
-        transposed: whether matrices of a stack lie as [K, N], and so their codes.
+        transposed: True if the matrices of a stack are stored as [K, N], codes included.
     """
     if value.dim() == 3:
         each = [_encoded(matrix.t() if transposed else matrix, spec, transposed) for matrix in value]
@@ -172,7 +172,7 @@ def encode(value: Tensor, spec: QuantSpec, transposed: bool = False) -> tuple[Te
 
 
 def _encoded(value: Tensor, spec: QuantSpec, transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales and factor of a matrix [N, K]; of one that lies turned their transposes, but for packed ones."""
+    """Quantize a matrix [N, K]; if `transposed`, return transposed codes and scales, except for packed codes."""
     if value.is_meta:
         return empty_parts(value, spec, transposed and not spec.format.packed)[:3]
     value = value.detach() if transposed else value.detach().contiguous()
@@ -181,7 +181,7 @@ def _encoded(value: Tensor, spec: QuantSpec, transposed: bool) -> tuple[Tensor, 
 
 
 def shape_of(layer: Any) -> tuple[int, ...]:
-    """The shape of a layer's weight in high precision, as it lies."""
+    """Return the shape of a layer's weight in high precision, in the layer's layout."""
     shape = (layer.out_features, layer.in_features)
     if layer._parameters["weight"].dim() == 2:
         return shape
@@ -193,12 +193,12 @@ def write(layer: Any, value: Tensor) -> None:
     """Quantize a new value [N, K] into the codes and scales, in place.
 
     Raises:
-        ValueError: another shape.
+        ValueError: the value has another shape.
     """
     if value.shape != shape_of(layer):
         raise ValueError(
-            f"{type(layer).__name__}({layer.in_features} → {layer.out_features}) was given a weight of shape "
-            f"{tuple(value.shape)}; it is {shape_of(layer)}"
+            f"{type(layer).__name__}({layer.in_features} → {layer.out_features}) got a weight of shape "
+            f"{tuple(value.shape)}; it must be {shape_of(layer)}"
         )
     spec = layer.__dict__.get("weight_spec")
     if spec is None:
@@ -213,7 +213,7 @@ def write(layer: Any, value: Tensor) -> None:
 
 @torch.no_grad()
 def reset(layer: nn.Linear) -> None:
-    """Fill weight and bias as nn.Linear does."""
+    """Initialize weight and bias as nn.Linear does."""
     dtype, biased = layer.__dict__["weight_dtype"], layer.bias is not None
     fresh = nn.Linear(layer.in_features, layer.out_features, biased, device=layer.weight.device, dtype=dtype)
     fill(layer, fresh.weight)
@@ -223,7 +223,7 @@ def reset(layer: nn.Linear) -> None:
 
 @torch.no_grad()
 def fill(layer: Any, value: Tensor) -> None:
-    """Begin with a value, which is kept if the layer keeps initial ones."""
+    """Write an initial value, and save it if the layer keeps initial values."""
     if layer.__dict__["keep_initial"]:
         _keep_initial(layer, value)
     if not value.is_meta:
@@ -236,7 +236,7 @@ def _keep_initial(layer: nn.Module, value: Tensor) -> None:
 
 
 def adapt(layer: Any, state_dict: Any, prefix: str, errors: list[str]) -> None:
-    """Make a checkpoint in high precision fit a weight that is codes; say where the reverse is meant."""
+    """Quantize a high-precision checkpoint for a stored weight; report a quantized one for an ordinary weight."""
     key = prefix + "weight"
     given, spec = state_dict.get(key), layer.__dict__.get("weight_spec")
     if given is None:
@@ -253,7 +253,7 @@ def adapt(layer: Any, state_dict: Any, prefix: str, errors: list[str]) -> None:
         if given.dtype is torch.uint8:
             given = given.squeeze(-1) if given.dim() > layer._parameters["weight"].dim() else given
             state_dict[key] = given.view(CODE_DTYPES[spec.format.name])
-        # Not what these codes are of.
+        # The saved initial value does not belong to these codes.
         state_of(layer).initial = None
         _refuse_others(layer, state_dict, prefix, errors)
     elif given.shape == shape_of(layer):
@@ -264,33 +264,35 @@ def adapt(layer: Any, state_dict: Any, prefix: str, errors: list[str]) -> None:
 
 
 def _refuse_others(layer: nn.Linear, state_dict: Any, prefix: str, errors: list[str]) -> None:
-    """Say where codes or scales are of another kind than the layer's: copying would convert them as numbers."""
+    """Report codes or scales of another dtype than the layer's, which a copy would convert as numbers."""
     held: dict[str, Any] = {name: getattr(layer._buffers.get(name), "dtype", None) for name in SCALES}
     held["weight"] = CODE_DTYPES[layer.__dict__["weight_spec"].format.name]
     for name, dtype in held.items():
         given = state_dict.get(prefix + name)
         if dtype is not None and given is not None and given.dtype is not dtype:
             errors.append(
-                f"{prefix}{name} is {given.dtype} in the checkpoint and {dtype} here, as another recipe has it; "
-                "make the model under quantized_init of that one, or call quantize_weights(model, that recipe)"
+                f"{prefix}{name} is {given.dtype} in the checkpoint and {dtype} here, because it was quantized by "
+                "another recipe; make the model under quantized_init of that recipe, or call quantize_weights(model, "
+                "that recipe)"
             )
             state_dict.pop(prefix + name)
 
 
 def decode(layer: Any, state_dict: Any, prefix: str, decoded: dict[nn.Module, Tensor]) -> None:
-    """Put the weight's values in place of its codes and scales.
+    """Replace codes and scales in a state dict by the dequantized weight.
 
     Args:
-        decoded: of the layers so far, to which this one is added: a layer with two names has one value.
+        decoded: weights dequantized so far, by layer; this one is added, so that a layer with two names has one value.
+
     Raises:
-        ValueError: a weight that is sharded.
+        ValueError: the weight is sharded.
     """
     weight = layer._parameters["weight"]
     mesh = getattr(weight, "device_mesh", None)
     if mesh is not None:
         raise ValueError(
-            f"{prefix}weight is codes that are sharded over {mesh}; take the state dict before sharding "
-            "the model, or keep weights in high precision"
+            f"{prefix}weight is stored as codes sharded over {mesh}; take the state dict before sharding the model, or "
+            "keep weights in high precision"
         )
     if layer not in decoded:
         with torch.no_grad():
@@ -301,7 +303,10 @@ def decode(layer: Any, state_dict: Any, prefix: str, decoded: dict[nn.Module, Te
 
 
 def portable(state_dict: Any, key: str) -> None:
-    """Codes as bytes [N, bytes of a row, 1]: every safetensors takes them, and nn.Linear and its like refuse them."""
+    """Replace codes in a state dict by bytes [N, bytes of a row, 1].
+
+    Every version of safetensors accepts bytes, and nn.Linear rejects the three axes.
+    """
     weight = state_dict.get(key)
     if weight is None:
         return
@@ -313,16 +318,16 @@ def portable(state_dict: Any, key: str) -> None:
 
 
 def moved(layer: Any, fn: Any, apply: Any) -> None:
-    """`Module._apply` for such a layer: codes and scales move between devices and are never cast.
+    """Run `Module._apply` for a layer with stored weight: codes and scales change device but not dtype.
 
     Args:
-        layer: whose weight is codes.
-        fn: what is applied to tensors.
+        layer: layer whose weight is codes.
+        fn: function that is applied to tensors.
         apply: the module's own `_apply`, without the buffers of `SCALES`.
     """
     weight: Tensor = layer.weight
     dtype, part = weight.dtype, divided(weight)
-    # As integers they pass through a change of dtype as they are.
+    # A change of floating dtype leaves integers unchanged.
     data = weight.detach().view(torch.uint8) if part is None else part.as_bytes(weight)
     layer._parameters["weight"] = nn.Parameter(data, requires_grad=False)
     try:
@@ -348,18 +353,20 @@ def moved(layer: Any, fn: Any, apply: Any) -> None:
         weight.grad = gradient.to(data.device, weight.grad_dtype)
 
 
-#: Whether a parameter takes data of another tensor's kind; without that private name, those of its own device.
+#: True if a parameter accepts other data in place; without that private torch function, data of the same device.
 _takes: Any = getattr(torch, "_has_compatible_shallow_copy_type", lambda weight, data: weight.device == data.device)
 
 
 def packed(state: dict[str, Any]) -> dict[str, Any]:
-    """A layer's state with the codes as bytes: plain pickle has no float8, and four bits cannot always be copied."""
+    """Return a layer's state with the codes as bytes, because plain pickle has no float8 and four bits cannot be
+    copied.
+    """
     weight = state["_parameters"].get("weight")
     if weight is None:
         return state
     part = divided(weight)
     if part is not None:
-        # A copy of the layer is not prepared.
+        # The copied layer is not sharded.
         weight = nn.Parameter(part.plain, requires_grad=weight.requires_grad)
     if weight.dtype not in CODES:
         return state
@@ -369,7 +376,7 @@ def packed(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def unpacked(state: dict[str, Any]) -> dict[str, Any]:
-    """The state that `packed` was given."""
+    """Undo `packed`."""
     if "_packed" not in state:
         return state
     state = dict(state)
@@ -379,7 +386,7 @@ def unpacked(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def remember(layer: Any, copied: Any, memo: dict[int, Any]) -> None:
-    """Have a copied layer and what else is copied with it, such as its optimizer, share one parameter of codes."""
+    """Share one parameter of codes between a copied layer and other copies in `memo`, such as its optimizer."""
     weight = layer._parameters.get("weight")
     if weight is None or weight.dtype not in CODES:
         return
@@ -391,14 +398,14 @@ def remember(layer: Any, copied: Any, memo: dict[int, Any]) -> None:
         settle(copied)
 
 
-# What torch does not carry along with a parameter.
+# ---- attributes that torch does not copy with a parameter ----
 
-#: Layers whose parameter is codes. Of the parameter itself `torch.utils.swap_tensors` allows no weak reference.
+#: Layers with stored weights. Weak references to the parameters would make `torch.utils.swap_tensors` fail.
 _stored: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 def settle(layer: Any) -> None:
-    """Say again, after a parameter was made, that its gradient is a float, and whose it is."""
+    """Set the gradient dtype of a new parameter of codes again, and register its layer."""
     weight = layer._parameters["weight"]
     if weight is None or weight.dtype not in CODES:
         return
@@ -412,18 +419,18 @@ def settle(layer: Any) -> None:
 
 
 _hooked: list[Any] = []
-#: As `_owners` had them; an entry holds as long as the layer has that parameter.
+#: Cache of `_owners`; an entry is valid while the layer has that parameter.
 _known: "weakref.WeakValueDictionary[int, nn.Module]" = weakref.WeakValueDictionary()
 
 
 def owner(weight: Tensor) -> nn.Module | None:
-    """The layer that a parameter of codes belongs to."""
+    """Return the layer that a parameter of codes belongs to, or None."""
     part = divided(weight)
     if part is not None:
         return part.layer_of_codes
     layer = _known.get(id(weight))
     if layer is None or layer not in _stored or layer._parameters.get("weight") is not weight:
-        # One pass over all layers, for the parameters that are asked of next too; other threads may do the same.
+        # Rebuild the table once for the parameters looked up next; other threads may do the same.
         owners = _owners()
         _known.clear()
         _known.update(owners)
@@ -432,19 +439,19 @@ def owner(weight: Tensor) -> nn.Module | None:
 
 
 def without_layer(weights: Iterable[Tensor]) -> list[Tensor]:
-    """Of these, trained parameters of codes that belong to no layer."""
+    """Return the trained parameters of codes that belong to no layer."""
     of_codes = [weight for weight in weights if weight.dtype in CODES and weight.requires_grad]
     owners = _owners() if of_codes else {}
     return [weight for weight in of_codes if divided(weight) is None and id(weight) not in owners]
 
 
 def _owners() -> dict[int, nn.Module]:
-    """Such layers by the identity of their parameter."""
+    """Return layers with stored weights by the id of their parameter."""
     return {id(layer._parameters.get("weight")): layer for layer in list(_stored)}
 
 
 def _refuse_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """An optimizer that knows nothing of scales must not write to codes."""
+    """Raise if an optimizer that does not support stored weights would write to codes."""
     if getattr(optimizer, "writes_quantized_weights", False):
         return
     owners = _owners()
@@ -452,6 +459,6 @@ def _refuse_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) 
         for p in group["params"]:
             if p.grad is not None and (divided(p) is not None or (p.dtype in CODES and id(p) in owners)):
                 raise ValueError(
-                    f"{type(optimizer).__name__} was given a weight that exists only in eight bits and would write to "
-                    "its codes; let it step a high-precision copy, and call layer.set_weight(copy) after that"
+                    f"{type(optimizer).__name__} got a weight that is stored as codes and would write to the codes; "
+                    "let it step a high-precision copy, and call layer.set_weight(copy) after that"
                 )

@@ -1,15 +1,15 @@
-"""A layer's weight that exists only in eight (or four) bits: the parameter holds the codes, buffers hold the scales.
+"""Layer weights stored only as codes of eight or four bits: the parameter holds the codes, buffers hold the scales.
 
     weight         codes: a float8 dtype [N, K], or float4_e2m1fn_x2 [N, ceil(K / 2)], uint8 in a state dict
     weight_scale   decode scales of its blocks, as `Quantized.scale`
-    weight_factor  of two-level scales, as `Quantized.tensor_factor`
+    weight_factor  factor of two-level scales, as `Quantized.tensor_factor`
 
-A stack of matrices, [groups, N, K], has all of it once for each group: codes [groups, N, K], scales [groups, ...].
-Where it lies transposed, so do codes and scales, but for four bits: those lie along K in either case.
+A stack of matrices [groups, N, K] has codes [groups, N, K] and scales [groups, ...]. If the layer stores its matrices
+transposed, codes and scales are transposed too, except four-bit codes, which always run along K.
 
-GEMMs take the codes as they are; what needs other numbers (another recipe, a transpose whose blocks lie otherwise, no
-recipe at all) is computed from them for the moment and dropped. The parameter's gradient is float32, which
-`Tensor.grad_dtype` says; codes of four bits, two to a byte, have none.
+GEMMs read the codes directly. Operands with other codes (another recipe, a transpose with other blocks, no recipe) are
+computed from the dequantized weight and dropped after use. The gradient is float32, set by `Tensor.grad_dtype`;
+four-bit codes, two to a byte, have no gradient.
 """
 
 from dataclasses import replace
@@ -29,52 +29,52 @@ from quaver.torch.operations.selecting import unseen
 from quaver.torch.state import weight_cache
 from quaver.torch.state.weight_cache import storage_id
 
-#: Two codes to a byte.
+#: dtype of four-bit codes, two to a byte.
 PACKED = torch.float4_e2m1fn_x2
-#: The parameter's dtype by format. Integers would not do: torch averages them, in copies of a model, without a word.
+#: dtype of the parameter by format. Integer dtypes would be unsafe: torch averages them silently in copies of a model.
 CODE_DTYPES = {**FLOAT8, "e2m1": PACKED}
 CODES = tuple(CODE_DTYPES.values())
-#: Of weights that torch.autocast may take: high precision, and codes.
+#: Weight dtypes that torch.autocast accepts: high precision and codes.
 WEIGHTS = (*ops.DTYPES, *CODES)
-#: Buffers that a layer has where its weight is codes.
+#: Buffers of a layer whose weight is stored as codes.
 SCALES = ("weight_scale", "weight_factor")
 
 
 def are_codes(weight: Tensor) -> bool:
-    """Whether a layer's weight is codes: a parameter of their dtype, or what fully_shard has gathered of such."""
+    """Return True if the weight is stored as codes, including those that fully_shard has gathered."""
     return weight.dtype in CODES or hasattr(weight, "gathered_codes")
 
 
 def check_uncast(layer: nn.Module, weight: Tensor) -> None:
-    """Refuse a weight that is no codes where it exists only as such. Raises: ValueError."""
+    """Raise ValueError if a stored weight arrives as values instead of codes."""
     if not are_codes(weight):
         name = layer.__dict__.get("qualified_name") or type(layer).__name__
         raise ValueError(
-            f"{name}: the weight exists only as codes, {layer.weight_spec}, and came as {weight.dtype}: codes were "
-            "cast as if they were numbers, as fully_shard does under MixedPrecisionPolicy(param_dtype=...). Call "
+            f"{name}: the weight is stored as codes, {layer.weight_spec}, but came as {weight.dtype}: the codes "
+            "were cast as if they were numbers, as fully_shard does under MixedPrecisionPolicy(param_dtype=...). Call "
             "quaver.torch.parallel.gather_quantized(model) before fully_shard, or leave param_dtype out"
         )
 
 
 def record_versions(layer: nn.Module) -> None:
-    """Remember that the layer's present codes and scales belong together: called by whatever writes both."""
+    """Record that the current codes and scales belong together; called by every function that writes both."""
     weight = layer._parameters.get("weight")
     if weight.__class__ is nn.Parameter and layer.__dict__.get("versions", ()) is not None:
         layer.__dict__["versions"] = _versions(layer, weight)
 
 
 def versions_unknown(layer: nn.Module) -> None:
-    """Leave a sharded weight out of `check_scales`: fully_shard gathers it into other memory each time."""
+    """Exclude a sharded weight from `check_scales`, because fully_shard gathers it into different memory each time."""
     layer.__dict__["versions"] = None
 
 
 def check_scales(layer: nn.Module, weight: Tensor) -> None:
-    """Check that the codes were not replaced without their scales, as `b.weight.copy_(a.weight)` does.
+    """Check that codes were not replaced without their scales, as `b.weight.copy_(a.weight)` does.
 
-    A write through `.data` does not move the version of a tensor, so it is not seen.
+    A write through `.data` does not change a tensor's version, so it goes undetected.
 
     Raises:
-        ValueError: the codes are other ones than at the last check, and a scale is the same.
+        ValueError: the codes changed since the last check, and a scale did not.
     """
     if weight.__class__ is not nn.Parameter or is_tracing():
         return
@@ -92,7 +92,7 @@ def check_scales(layer: nn.Module, weight: Tensor) -> None:
 
 
 def _versions(layer: nn.Module, weight: Tensor) -> list[tuple[int, int]]:
-    """(address, version) of the codes and of each of their scales."""
+    """Return (address, version) of the codes and of each scale."""
     scales = (layer._buffers.get(name) for name in SCALES)
     return [
         (tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version)
@@ -102,7 +102,7 @@ def _versions(layer: nn.Module, weight: Tensor) -> list[tuple[int, int]]:
 
 
 def codes(layer: nn.Module, weight: Tensor) -> Quantized:
-    """The weight's codes and scales as an operand."""
+    """Return the weight's codes and scales as an operand."""
     gathered = getattr(weight, "gathered_codes", None)
     weight = weight if gathered is None else gathered
     check_scales(layer, weight)
@@ -111,16 +111,16 @@ def codes(layer: nn.Module, weight: Tensor) -> Quantized:
     factor = layer._buffers.get("weight_factor")
     shape: tuple[int, int] = layer.out_features, layer.in_features  # type: ignore[assignment]
     if is_tracing():
-        # Packed codes go into the operators as they are: see `torch.ops.quaver.code_bytes`.
+        # Operators take packed codes as they are: see `torch.ops.quaver.code_bytes`.
         return Quantized(weight.detach(), scale, spec, shape, False, factor)
     if spec.per_tensor and scale.is_cpu and scale.is_floating_point():
-        # A copy, so it is read each time.
+        # A copy on the host, so it is read in every call.
         scale = scale.item()
     keeps = gathered is None and not capture.as_captured(weight.device)
     kept = weight_cache.buffer(layer) if keeps else None
     q = None if kept is None else kept.codes
     if q is not None and _shows(q, weight, scale, factor, spec):
-        # What was made of the codes does not follow a write to them.
+        # Results derived from the codes would not follow a write to the codes.
         q.decoded = q.twin = None
         return q
     q = Quantized(weight.detach().view(storage(spec.format)), scale, spec, shape, False, factor)
@@ -130,7 +130,7 @@ def codes(layer: nn.Module, weight: Tensor) -> Quantized:
 
 
 def _shows(q: Quantized, weight: Tensor, scale: Tensor | float, factor: Tensor | None, spec: QuantSpec) -> bool:
-    """Whether an operand is a view of these codes, and has these scales."""
+    """Return True if the operand is a view of these codes and has these scales."""
     same = q.scale is scale or (isinstance(scale, float) and q.scale.__class__ is float and q.scale == scale)
     return bool(
         q.spec is spec
@@ -142,14 +142,14 @@ def _shows(q: Quantized, weight: Tensor, scale: Tensor | float, factor: Tensor |
 
 
 def operand(layer: nn.Module, weight: Tensor, transposed: bool, reuses: bool, spec: QuantSpec, call: Any) -> Quantized:
-    """The weight, or its transpose, as a recipe asks for it.
+    """Return the weight or its transpose as an operand in the recipe's spec.
 
     Args:
-        layer, weight: its codes.
-        transposed: for dgrad.
-        reuses: whether dgrad takes the transpose of what fprop takes.
-        spec: the recipe's.
-        call: what quantizes.
+        layer, weight: the layer and its codes.
+        transposed: True for dgrad.
+        reuses: True if dgrad reads the transpose of fprop's operand.
+        spec: spec of the recipe.
+        call: context whose `unnoted` quantizes.
     """
     q = codes(layer, weight)
     same = q.spec is spec or q.spec == spec
@@ -164,7 +164,7 @@ def operand(layer: nn.Module, weight: Tensor, transposed: bool, reuses: bool, sp
 
 
 def dequantized(layer: nn.Module, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight [N, K] in high precision, or a stack of them as it lies, to be dropped soon."""
+    """Return the weight [N, K] (or a stack in the layer's layout) in high precision; the caller drops it after use."""
     if weight.dim() == 2:
         return _values(codes(layer, weight)).to(dtype)
     beside = stack_codes(layer)
@@ -174,33 +174,33 @@ def dequantized(layer: nn.Module, weight: Tensor, dtype: torch.dtype) -> Tensor:
     return value.transpose(1, 2).contiguous() if beside.transposed else value
 
 
-# Of a stack [groups, N, K], perhaps a transposed view of codes that lie as [groups, K, N].
+# ---- stacks of matrices [groups, N, K], possibly transposed views of [groups, K, N] ----
 
 
 def lies_turned(layer: nn.Module) -> bool:
-    """Whether a layer's stack of matrices lies as [groups, K, N]."""
+    """Return True if the layer stores its stack of matrices as [groups, K, N]."""
     return layer.__dict__.get("layout") == "kn"
 
 
 class StackCodes(NamedTuple):
-    """What a stack of codes has beside them."""
+    """Scales and layout of a stack of codes."""
 
     spec: QuantSpec
-    #: Scales and what two levels of them are divided by, [groups, ...] each.
+    #: Decode scales [groups, ...], and the factors of two-level scales [groups, ...].
     scale: Tensor
     factor: Tensor | None
-    #: Whether they lie as [groups, K, N]; those of four bits never do.
+    #: True if stored as [groups, K, N]; never for four-bit codes.
     transposed: bool
-    #: K.
+    #: Number of columns K.
     columns: int
 
     def shape(self, weight: Tensor) -> tuple[int, int]:
-        """N and K."""
+        """Return (N, K) of one matrix."""
         n, k = weight.shape[1:]
         return (n, self.columns) if weight.dtype is PACKED else (n, k)
 
     def of(self, weight: Tensor, group: int) -> Quantized:
-        """One group's codes and scales as an operand [N, K]."""
+        """Return codes and scales of one group as an operand [N, K]."""
         scale: Any = self.scale[group]
         factor, data = self.factor, weight.detach()[group]
         transposed = self.transposed and weight.dtype is not PACKED
@@ -211,11 +211,11 @@ class StackCodes(NamedTuple):
         return Quantized(lies, scale, self.spec, self.shape(weight), transposed, of_group)
 
     def values(self, weight: Tensor, group: int) -> Tensor:
-        """One group's matrix [N, K], float32, to be dropped soon."""
+        """Return the float32 matrix [N, K] of one group; the caller drops it after use."""
         return _values(self.of(weight, group))
 
     def operand(self, weight: Tensor, group: int, transposed: bool, spec: QuantSpec, quantize: Any) -> Quantized:
-        """`operand` of one group: its matrix [N, K] or its transpose, by the recipe's spec."""
+        """Return one group's matrix [N, K] or its transpose as an operand in the recipe's spec."""
         q = self.of(weight, group)
         if not transposed and q.spec == spec:
             return q
@@ -225,7 +225,7 @@ class StackCodes(NamedTuple):
 
 
 def stack_codes(layer: Any) -> StackCodes:
-    """What a layer's stack of codes has beside them."""
+    """Return the scales and layout of a layer's stack of codes."""
     check_scales(layer, layer._parameters["weight"])
     buffers = layer._buffers
     spec, scale, factor = layer.__dict__["weight_spec"], buffers["weight_scale"], buffers.get("weight_factor")
@@ -239,7 +239,7 @@ def _values(q: Quantized) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module) -> Tensor:
-    """F.linear for a weight that is codes; backward dequantizes them again."""
+    """Compute F.linear for a weight stored as codes; backward dequantizes the weight again."""
     check_gradient(weight)
     device = ops.autocast_device(x)
     casting = torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype is not torch.float64
@@ -250,7 +250,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module) -> 
 
 
 class _Unquantized(torch.autograd.Function):
-    """F.linear that saves codes."""
+    """F.linear that saves the codes instead of the dequantized weight."""
 
     @staticmethod
     @unseen
@@ -272,11 +272,11 @@ class _Unquantized(torch.autograd.Function):
 
 
 def check_gradient(weight: Tensor) -> None:
-    """Refuse a gradient of codes of four bits, and make a compiler, which would round it, leave others to eager mode.
+    """Raise if the codes cannot have a gradient: four-bit codes never, eight-bit codes not under torch.compile.
 
     Raises:
-        ValueError: four bits that require a gradient.
-        NotImplementedError: to the compiler, which gives up the function that calls this.
+        ValueError: four-bit codes require a gradient.
+        NotImplementedError: under torch.compile, which would round the gradient; the caller then runs eagerly.
     """
     if not (weight.requires_grad and torch.is_grad_enabled()):
         return
@@ -287,7 +287,7 @@ def check_gradient(weight: Tensor) -> None:
 
 
 FOUR_BITS = (
-    "a weight that exists only in four bits takes no gradient, two codes share an element: freeze it with "
+    "a weight that is stored in four bits has no gradient, because two codes share an element: freeze it with "
     "weight.requires_grad_(False), or dequantize_weights(model) to train it"
 )
 COMPILED_GRADIENT = (

@@ -1,1 +1,1 @@
-"""What a quantized operand is in torch tensors, and whether a thread traces; nothing that is only there to be fast."""
+"""Quantized operands in torch tensors, their plain reference computation, and whether a thread is tracing."""

@@ -1,7 +1,7 @@
-"""The rows of all groups quantized at once, each group as if there were no other, without asking how many rows it has.
+"""Quantize the rows of all groups at once, with the bits of separate groups, without copying group sizes to the host.
 
-Where blocks lie, what each measures and which noise it draws is computed on the device from the groups' ends. The twin
-of `quaver.torch.numerics.reference` for many operands in one tensor, with the bits of one after the other.
+Block positions, amaxes and noise are computed on the device from the groups' ends. It is the counterpart of
+`quaver.torch.numerics.reference` for many operands in one tensor.
 """
 
 import math
@@ -28,15 +28,15 @@ from quaver.torch.numerics.rounding import (
     transposed_rotate,
 )
 
-# ---- groups ----------------------------------------------------------------------------------------------
-# Rows that lie group by group: where each group ends and its rows lie, and operands of grouped GEMMs.
+# ---- groups of rows ----
+# Rows are sorted by group. Slots pad each group to a multiple of some number:
 #
 # group    [7 rows][][23 rows]          ends 7, 7, 30
 # slots    [7 rows 9 free][][23 rows 9 free]    where each group begins at a multiple of 16
 
 
 class GroupOffsets:
-    """Where groups of rows end: on the device, and on the host after the first call of `bounds`, which waits for it."""
+    """Ends of groups of rows, on the device, and on the host after the first call of `bounds`, which synchronizes."""
 
     def __init__(self, ends: Tensor, rows: int) -> None:
         self.ends = ends
@@ -49,13 +49,13 @@ class GroupOffsets:
         return self.ends.shape[0]
 
     def bounds(self) -> list[tuple[int, int]]:
-        """(first row, row after the last) of each group.
+        """Return (first row, row after the last) of each group.
 
         Raises:
-            ValueError: offsets that do not ascend from 0 to at most the number of rows.
+            ValueError: offsets do not ascend from 0 to at most the number of rows.
         """
         if self._bounds is None:
-            # On meta there are none, and shapes do not depend on it.
+            # Values on meta are unknown, but shapes do not depend on them.
             ends = [0] * self.groups if self.ends.is_meta else self.ends.tolist()
             starts = [0, *ends][: len(ends)]
             if any(start > end for start, end in zip(starts, ends, strict=True)) or (ends and ends[-1] > self.rows):
@@ -67,7 +67,7 @@ class GroupOffsets:
         return self._bounds
 
     def slots(self, multiple: int) -> "GroupSlots":
-        """The rows where each group begins at a multiple of so many slots; nothing waits for the device."""
+        """Return the padded layout in which each group begins at a multiple of `multiple`; does not synchronize."""
         slots = self._slots.get(multiple)
         if slots is None:
             slots = self._slots[multiple] = GroupSlots(self.ends, self.rows, multiple)
@@ -75,9 +75,9 @@ class GroupOffsets:
 
 
 class GroupSlots:
-    """Rows of groups in slots, of which each group has a multiple of some number, the last ones of it free.
+    """Padded layout of groups: each group has a multiple of some number of slots, of which the last may be free.
 
-    How many slots there are depends on the numbers of rows and of groups alone. All else is computed on the device.
+    The number of slots depends only on the numbers of rows and groups. All else is computed on the device.
     """
 
     def __init__(self, ends: Tensor, rows: int, multiple: int) -> None:
@@ -87,40 +87,40 @@ class GroupSlots:
 
     @cached_property
     def sizes(self) -> Tensor:
-        """Rows of each group: int64 [groups]."""
+        """Number of rows of each group, int64 [groups]."""
         return torch.diff(self._ends, prepend=self._ends.new_zeros(1)).long()
 
     @cached_property
     def filled(self) -> Tensor:
-        """Slots of each group: int64 [groups]."""
+        """Number of slots of each group, int64 [groups]."""
         return (self.sizes + (self.multiple - 1)) // self.multiple * self.multiple
 
     @cached_property
     def ends(self) -> Tensor:
-        """Where each group's slots end: int32 [groups]."""
+        """End of each group's slots, int32 [groups]."""
         return self._ends if self.multiple == 1 else self.filled.cumsum(0, dtype=torch.int32)
 
     @cached_property
     def group(self) -> Tensor:
-        """The group of each slot, the number of groups for one of none: int64 [slots]."""
+        """Group of each slot, or the number of groups if it has none, int64 [slots]."""
         at = torch.arange(self.count, dtype=torch.int32, device=self._ends.device)
         return torch.searchsorted(self.ends, at, right=True)
 
     @cached_property
     def place(self) -> Tensor:
-        """The place of each slot in its group, anything in one of none: int64 [slots]."""
+        """Index of each slot within its group, arbitrary for slots of no group, int64 [slots]."""
         at = torch.arange(self.count, dtype=torch.int64, device=self._ends.device)
         return at - of_groups(self.ends - self.filled, self.group)
 
     @cached_property
     def row(self) -> Tensor:
-        """The row of each slot, the number of rows in a free one: int64 [slots]."""
+        """Row of each slot, or the number of rows if it is free, int64 [slots]."""
         first = (self._ends - self.sizes).long()
         taken = (self.group < self.groups) & (self.place < of_groups(self.sizes, self.group))
         return torch.where(taken, of_groups(first, self.group) + self.place, self.rows)
 
     def take(self, x: Tensor) -> Tensor:
-        """Rows [rows, k] in their slots, zeros in free ones: [slots, k]."""
+        """Move rows [rows, k] to their slots, with zeros in free ones; returns [slots, k]."""
         if self.multiple == 1:
             return x.masked_fill((self.group == self.groups).unsqueeze(1), 0)
         if self.rows == 0:
@@ -130,72 +130,69 @@ class GroupSlots:
 
 
 def slots(rows: int, groups: int, multiple: int) -> int:
-    """Slots that suffice for rows of groups, however they are distributed."""
+    """Return a number of slots that suffices for any distribution of the rows."""
     return rows if multiple == 1 else (rows + groups * (multiple - 1)) // multiple * multiple
 
 
 def of_groups(numbers: Tensor, group: Tensor) -> Tensor:
-    """What belongs to the group of each slot, of numbers [groups, ...]; 0 where there is none."""
+    """Gather numbers [groups, ...] by the group of each slot; 0 for slots of no group."""
     none = numbers.new_zeros((1, *numbers.shape[1:]))
     return torch.cat([numbers, none]).index_select(0, group)
 
 
 @dataclass(slots=True, eq=False)
 class GroupedOperand:
-    """An operand of each group, all in one tensor on one device, without a word from the host of how many rows each
-    has.
+    """Operands of all groups in one tensor on a device, with group sizes known to the device only.
 
-    Blocks of it are of one group: along rows or tokens, whichever is divided by group, they are `segments`.
+    No block spans two groups. The axis that is divided by group (rows or tokens) has its blocks in `segments`.
     """
 
-    #: Rows that are summed over k, [slots, k]; or if `summed` transposes that are summed over slots, [k, slots]. Codes
-    #: of four bits are two to a byte along what is summed over.
+    #: Rows to be summed over k, [slots, k]; or if `summed`, transposes to be summed over slots, [k, slots]. Four-bit
+    #: codes are packed two to a byte along the contraction axis.
     data: Tensor
-    #: Stored scales, [segments, blocks of k] in either case.
+    #: Stored scales, [segments, blocks of k] in both cases.
     scale: Tensor
-    #: Of two-level scales what those of a group are divided by: float32 [groups, 1].
+    #: Factors of two-level scales, by which a group's scales are divided, float32 [groups, 1].
     factor: Tensor | None
     spec: QuantSpec
-    #: Whether products sum over slots.
+    #: True if products sum over slots.
     summed: bool
     slots: GroupSlots
-    #: Codes that are summed over.
+    #: Length of the contraction axis in codes.
     k: int
-    #: Largest magnitude of each group, float32 [groups], where one scale serves it.
+    #: Amax of each group, float32 [groups], if one scale serves a group.
     amax: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows, and codes that are summed over."""
+        """Number of rows, and length of the contraction axis in codes."""
         return self.data.shape[0], self.k
 
 
 class WeightStack:
-    """The weights of all groups, an operand [rows, k] of each, None before it is asked for: a group without tokens may
-    never be."""
+    """Weights of all groups, one operand [rows, k] each; None until needed, since a group without tokens needs none."""
 
     __slots__ = ("amax", "parts", "unread", "whole")
 
     def __init__(self, parts: Sequence[Quantized | None], whole: Quantized | None = None) -> None:
         self.parts = list(parts)
-        #: Of each group beside `whole`, float32 [groups], where one scale serves it.
+        #: Amax of each group of `whole`, float32 [groups], if one scale serves a group.
         self.amax: Tensor | None = None
-        #: On a GPU all of them at once, the rows of one below those of another, each with scales of its own: blocks of
-        #: one row.
+        #: All weights in one operand on a GPU, concatenated by rows, with scales per row.
         self.whole = whole
-        #: Groups whose parts were made beside those of others and have not been multiplied yet, nor counted.
+        #: Groups whose operands were quantized together with others, but not used or counted yet.
         self.unread: set[int] = set()
 
 
 def in_lines(t: Tensor) -> bool:
-    """Whether rows, or columns, begin at multiples of 16 bytes, as torch's grouped GEMMs want them."""
+    """Return True if rows (or columns) begin at multiples of 16 bytes, as torch's grouped GEMM requires."""
     line, rows, columns = 16 // t.element_size(), t.stride(-2), t.stride(-1)
     apart, features = (rows, t.shape[-1]) if columns == 1 else (columns, t.shape[-2])
     return 1 in (rows, columns) and apart >= features and apart % line == 0 and t.data_ptr() % 16 == 0
 
 
 def rows_of(q: Quantized, start: int, end: int) -> Quantized:
-    """Some rows of an operand, in the same memory; where scales are of several rows, whole blocks of them."""
+    """Return a range of rows of an operand without a copy; ranges must be whole blocks."""
     assert not q.transposed
     height, scale = q.spec.block[0], q.scale
     if isinstance(scale, Tensor) and height is not None:
@@ -203,14 +200,14 @@ def rows_of(q: Quantized, start: int, end: int) -> Quantized:
     return Quantized(q.data[start:end], scale, q.spec, (end - start, q.shape[1]), tensor_factor=q.tensor_factor)
 
 
-# What waits for backward on a CPU, where each group has an operand of its own.
+# ---- operands saved for backward on a CPU, one per group ----
 
 
 def dtype_of_scales(spec: QuantSpec) -> torch.dtype:
-    """As which stored scales of an operand wait for backward on a CPU: those that are powers of two as their exponent,
-    since of few tokens a group has many, and a float32 for each 16 elements is a fifth of what is kept.
+    """Return the dtype in which stored scales are saved for backward on a CPU.
 
-    Exact: float8_e8m0fnu has all that are stored as powers of two: 2**-127 to 2**126, and NaN.
+    Power-of-two scales are saved as float8_e8m0fnu, which is exact for all of them (2**-127 to 2**126, and NaN).
+    Otherwise a float32 per 16 elements would be a fifth of the saved bytes.
     """
     if spec.scale == "power_of_two" and not spec.per_tensor:
         return torch.float8_e8m0fnu
@@ -218,31 +215,33 @@ def dtype_of_scales(spec: QuantSpec) -> torch.dtype:
 
 
 class DeferredGroupArguments(NamedTuple):
-    """What `put_groups_together` needs beside tensors."""
+    """Layout that `put_groups_together` needs besides the tensors."""
 
     spec: QuantSpec
-    #: Of each group its operand's shape and whether it lies as its transpose; None of one without tokens.
+    #: Shape of each group's operand and whether it is stored transposed; None for groups without tokens.
     parts: Sequence[tuple[tuple[int, int], bool] | None]
-    #: Whether scales lie as those of transposes.
+    #: True if the scales are stored transposed.
     transposed: bool
-    #: Along which dimension scales are one group's after another's, and how many of it each has.
+    #: Axis along which the scales of all groups are concatenated, and the length of each.
     dim: int
     sizes: list[int]
 
 
 def take_groups_apart(parts: Sequence[Quantized | None]) -> tuple[list[Tensor | None], DeferredGroupArguments] | None:
-    """Operands of one spec as tensors: all scales in one, uint8, and the codes of each group; None where scales wait as
-    they are stored."""
+    """Convert operands of one spec to tensors: all scales in one uint8 tensor, and the codes of each group.
+
+    Returns None if scales are saved as they are stored.
+    """
     full = [q for q in parts if q is not None]
     if not full or dtype_of_scales(full[0].spec) is not torch.float8_e8m0fnu:
         return None
-    # All as the first lies: a transpose of one token may lie in another way than those of several.
+    # All in the storage order of the first, because the transpose of a single token may be stored differently.
     transposed = full[0].transposed
     scales: list[Any] = [q.scale if q.transposed is transposed else q.scale.t() for q in full]  # type: ignore[union-attr]
     shapes = [scale.shape for scale in scales]
-    # k by blocks of tokens, or blocks of tokens by blocks of k: one side is the same of all.
+    # Scales are (k, blocks of tokens) or (blocks of tokens, blocks of k), so one side is equal for all groups.
     dim = 0 if all(shape[1] == shapes[0][1] for shape in shapes) else 1
-    # One call for all groups: of some for each the calls would take longer than the copies.
+    # One concatenation; separate calls per group would cost more than the copies.
     codes = torch.cat(scales, dim).to(torch.float8_e8m0fnu).view(torch.uint8)
     places = [None if q is None else (q.shape, q.transposed) for q in parts]
     layout = DeferredGroupArguments(full[0].spec, places, transposed, dim, [shape[dim] for shape in shapes])
@@ -250,7 +249,7 @@ def take_groups_apart(parts: Sequence[Quantized | None]) -> tuple[list[Tensor | 
 
 
 def put_groups_together(tensors: Sequence[Tensor | None], layout: DeferredGroupArguments) -> list[Quantized | None]:
-    """What `take_groups_apart` took apart, with scales in float32."""
+    """Rebuild the operands that `take_groups_apart` has converted, with float32 scales."""
     codes, *data = tensors
     assert codes is not None
     spec, places, all_transposed, dim, sizes = layout
@@ -266,18 +265,18 @@ def put_groups_together(tensors: Sequence[Tensor | None], layout: DeferredGroupA
     return parts
 
 
-# ---- grouped ---------------------------------------------------------------------------------------------
+# ---- quantization ----
 
-#: Bytes at whose multiples GEMMs want groups to begin, along what they sum over.
+#: Alignment in bytes that GEMMs need for groups along the contraction axis.
 LINE = 16
 _LOW = 0xFFFFFFFF
 
 
 class GroupedNoise(NamedTuple):
-    """What groups' operands are rounded with at random: see `quaver.torch.numerics.rounding`."""
+    """Noise for stochastic rounding of all groups: see `quaver.torch.numerics.rounding`."""
 
     seed: int
-    #: Of each group.
+    #: Philox stream of each group.
     streams: Sequence[int] | Tensor
     counts: Sequence[int] | Tensor
 
@@ -286,9 +285,9 @@ class GroupedNoise(NamedTuple):
 
 
 def multiple(spec: QuantSpec) -> int:
-    """Slots of which a group that is summed over by this spec has a multiple."""
+    """Return the number of which a group's slots must be a multiple if products sum over slots."""
     line = 2 * LINE if spec.format.packed else LINE
-    # Four blocks whose scales Blackwell's GEMMs read at once.
+    # Blackwell's GEMMs read the scales of four blocks at once.
     tile = 4 * (spec.block[1] or 1) if spec.scale == "e8m0" or spec.two_level else 1
     return math.lcm(line, spec.block[1] or 1, 16 if spec.hadamard else 1, tile)
 
@@ -301,13 +300,14 @@ def quantize(
     factors: Tensor | None = None,
     draw: GroupedNoise | None = None,
 ) -> GroupedOperand:
-    """Rows x [T, k] of groups, as an operand of each.
+    """Quantize rows x [T, k], each group as an operand of its own.
+
+    Codes and scales of each group equal those of `reference.quantize` on its rows alone.
 
     Args:
-        summed: False quantizes rows, which are summed over k; True their transposes, which are summed over rows.
+        summed: False quantizes rows, to be summed over k; True quantizes transposes, to be summed over rows.
         factors: encode factors of delayed scaling, float32 [groups]; 0 is unset.
-        draw: of stochastic rounding.
-    Exact: each group's codes and scales are those of `reference.quantize` of its rows alone.
+        draw: noise for stochastic rounding.
     """
     width = spec.block[0 if summed else 1]
     slots = offsets.slots(multiple(spec) if summed else 1)
@@ -331,7 +331,7 @@ def quantize(
 
 
 def transposed(laid: GroupedOperand, offsets: GroupOffsets) -> GroupedOperand:
-    """Rows as their transposes, of a spec whose blocks are square: the same codes and scales."""
+    """Transpose rows quantized in square blocks: same codes and scales."""
     spec = laid.spec
     assert spec.transposable and not laid.summed
     slots = offsets.slots(multiple(spec))
@@ -342,8 +342,10 @@ def transposed(laid: GroupedOperand, offsets: GroupOffsets) -> GroupedOperand:
 
 
 def given(q: Quantized, offsets: GroupOffsets) -> GroupedOperand:
-    """Rows that were quantized before they were given to groups, as an operand of each: no block has rows of several
-    groups, or all share the one scale."""
+    """Convert rows that were quantized before grouping to a `GroupedOperand`.
+
+    No block may have rows of several groups, unless all share one scale.
+    """
     assert not q.transposed
     scale = q.plain_scale() if isinstance(q.scale, Tensor) else q.data.new_full((1, 1), q.scale, dtype=torch.float32)
     if q.spec.block[0] is None:
@@ -353,7 +355,7 @@ def given(q: Quantized, offsets: GroupOffsets) -> GroupedOperand:
 
 
 def row_scales(laid: GroupedOperand, offsets: GroupOffsets) -> tuple[Tensor, Tensor | None]:
-    """Stored scales of rows, [T, blocks of k], and what those of two levels are divided by, [T, 1]."""
+    """Return the stored scales of rows, [T, blocks of k], and the factors of two-level scales, [T, 1] or None."""
     assert not laid.summed
     segments = _segments(offsets, laid.slots, laid.spec, False)
     factor = None if laid.factor is None else of_groups(laid.factor, laid.slots.group)
@@ -361,7 +363,7 @@ def row_scales(laid: GroupedOperand, offsets: GroupOffsets) -> tuple[Tensor, Ten
 
 
 def slot_scales(laid: GroupedOperand) -> Tensor:
-    """Decode scales of an operand that is summed over slots, as its blocks lie: float32 [slots, blocks of k]."""
+    """Return the decode scales of an operand that is summed over slots, float32 [slots, blocks of k]."""
     assert laid.summed
     segments = _segments(None, laid.slots, laid.spec, True)
     factor = None if laid.factor is None else of_groups(laid.factor, segments.group)
@@ -369,13 +371,13 @@ def slot_scales(laid: GroupedOperand) -> Tensor:
 
 
 def dequantized(laid: GroupedOperand, offsets: GroupOffsets) -> Tensor:
-    """Rows [slots, k], float32: data × scale."""
+    """Return the dequantized rows, float32 [slots, k]."""
     stored, factor = row_scales(laid, offsets)
     return values(laid) * _spread(decode_scales(stored, laid.spec, factor), laid.spec.block[1], laid.k)
 
 
 def values(laid: GroupedOperand) -> Tensor:
-    """The data without scales, float32 as they lie: [slots, k], or of transposes [k, slots]."""
+    """Return the values without scales in storage order, float32 [slots, k], or [k, slots] for transposes."""
     if laid.data.is_floating_point():
         return laid.data.to(torch.float32)
     codes = unpack(laid.data, laid.shape[1]) if laid.spec.format.packed else laid.data
@@ -383,14 +385,14 @@ def values(laid: GroupedOperand) -> Tensor:
 
 
 class BlockSegments(NamedTuple):
-    """Where blocks lie along slots: one a slot, one a group, or each so many slots of a group."""
+    """Block boundaries along slots: one block per slot, per group, or per fixed number of slots of a group."""
 
-    #: None where each slot is one, else how many there are.
+    #: Number of segments; None if each slot is one.
     total: int | None
-    #: The segment of each slot, `total` where it is of none; None where they lie in turn, `height` slots each.
+    #: Segment of each slot, `total` if none; None if segments are consecutive runs of `height` slots.
     of_slot: Tensor | None
     height: int
-    #: The group of each segment.
+    #: Group of each segment.
     group: Tensor
     groups: int
 
@@ -404,7 +406,7 @@ def _segments(offsets: GroupOffsets | None, slots: GroupSlots, spec: QuantSpec, 
         return BlockSegments(groups, slots.group, 0, of_group, groups)
     if summed:
         return BlockSegments(slots.count // height, None, height, slots.group[::height], groups)
-    # As the transposes of these rows have them.
+    # The same blocks as those of the transposes of these rows.
     assert offsets is not None
     wide = offsets.slots(multiple(spec))
     at = of_groups((wide.ends - wide.filled) // height, slots.group) + slots.place // height
@@ -414,7 +416,7 @@ def _segments(offsets: GroupOffsets | None, slots: GroupSlots, spec: QuantSpec, 
 
 
 def _across(bits: Tensor, width: int | None) -> Tensor:
-    """The largest of each block of k, of magnitude bits [slots, k]."""
+    """Return the maximum of each block along k, for magnitude bits [slots, k]."""
     rows, k = bits.shape
     if width == 1:
         return bits
@@ -427,7 +429,7 @@ def _across(bits: Tensor, width: int | None) -> Tensor:
 
 
 def _segment_bits(bits: Tensor, segments: BlockSegments) -> Tensor:
-    """The largest of each segment; those of subnormals count as 0."""
+    """Return the maximum of each segment; subnormals count as 0."""
     if segments.total is not None and segments.of_slot is None:
         bits = bits.view(segments.total, segments.height, bits.shape[1])
         bits = bits.amax(1) if bits.numel() else bits.new_zeros((segments.total, bits.shape[2]))
@@ -439,7 +441,7 @@ def _segment_bits(bits: Tensor, segments: BlockSegments) -> Tensor:
 
 
 def _largest(amax_values: Tensor, at: Tensor, bits: Tensor) -> Tensor:
-    """The largest of what goes to each place, in place."""
+    """Scatter the maximum to each index, in place."""
     index = at if bits.dim() == 1 else at.unsqueeze(1).expand_as(bits)
     return amax_values.scatter_reduce_(0, index, bits, "amax")
 
@@ -447,7 +449,7 @@ def _largest(amax_values: Tensor, at: Tensor, bits: Tensor) -> Tensor:
 def _scales(
     blocks: Tensor, spec: QuantSpec, segments: BlockSegments, factors: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Encode factors and stored scales of blocks, factors of two-level scales [groups, 1], and the groups' amaxes."""
+    """Return encode factors and stored scales of blocks, two-level factors [groups, 1], and amaxes of groups."""
     if spec.scale == "unit":
         one = torch.ones(blocks.shape, dtype=torch.float32, device=blocks.device)
         return one, one, None, None
@@ -468,7 +470,7 @@ def _scales(
 
 
 def _along(of_segments: Tensor, segments: BlockSegments) -> Tensor:
-    """What belongs to each slot, of what segments have; 0 where it is of none."""
+    """Gather values of segments by slot; 0 for slots of no segment."""
     if segments.total is None:
         return of_segments
     if segments.of_slot is None:
@@ -477,12 +479,12 @@ def _along(of_segments: Tensor, segments: BlockSegments) -> Tensor:
 
 
 def _spread(of_blocks: Tensor, width: int | None, k: int) -> Tensor:
-    """[segments, blocks of k] to [segments, k], or what broadcasts to that."""
+    """Expand [segments, blocks of k] to [segments, k], or to a shape that broadcasts to it."""
     return of_blocks if width in (None, 1) else of_blocks.repeat_interleave(width, 1)[:, :k]
 
 
 def _uniform(draw: GroupedNoise, slots: GroupSlots, k: int, spec: QuantSpec, summed: bool) -> Tensor:
-    """The number in [0, 1) that each element is rounded with, float32 [slots, k]."""
+    """Return the uniform number in [0, 1) for each element's stochastic rounding, float32 [slots, k]."""
     device = slots.group.device
     streams, counts = (of_groups(_numbers(n, device), slots.group) for n in (draw.streams, draw.counts))
     columns = torch.arange(k, dtype=torch.int64, device=device)
@@ -511,6 +513,6 @@ def _numbers(given: Sequence[int] | Tensor, device: torch.device) -> Tensor:
 
 @lru_cache(1024)
 def _held(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Numbers of the host's that stay the same from step to step, such as streams."""
+    """Return host numbers as a cached device tensor, for numbers that stay the same, such as streams."""
     with torch.inference_mode(False):
         return torch.tensor(numbers, dtype=torch.int64, device=device)

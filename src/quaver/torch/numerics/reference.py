@@ -1,4 +1,4 @@
-"""quantize and matmul in plain torch tensors, on any device: a faster implementation takes their place where it can."""
+"""quantize and matmul in plain torch operations on any device; faster implementations must match their bits."""
 
 import torch
 from torch import Tensor
@@ -26,8 +26,12 @@ from quaver.torch.numerics.rounding import (
 def quantize(
     x: Tensor, spec: QuantSpec, amax: Given = None, factor: Given = None, noise: EagerNoise | Tensor = QUIET, *_: object
 ) -> Quantized:
-    """One GEMM operand [rows, k]; see `quaver.reference.quantize`. `noise` is (seed, tensor id, count), or what
-    `uniform` makes of that; a factor of 0 is an unset one. What a kernel is told besides changes no bit.
+    """Quantize one GEMM operand [rows, k]; see `quaver.reference.quantize`.
+
+    Args:
+        factor: encode factor; 0 is unset.
+        noise: (seed, tensor id, count), or the result of `uniform` for it.
+        *_: hints for kernels, which do not change the result.
     """
     x = x.to(torch.float32)
     if spec.hadamard:
@@ -55,7 +59,7 @@ def quantize(
 
 
 def stored_scale(bits: Tensor, finite: Tensor, e: Tensor, spec: QuantSpec) -> Tensor:
-    """Decode scales as they are stored, of blocks with encode factors e, from the bits of their amaxes."""
+    """Return stored decode scales of blocks from the bits of their amaxes and their encode factors e."""
     if spec.scale == "e8m0":
         code = torch.where(bits == 0, 0, 127 - exponent(bits, spec.format))
         return torch.where(finite, code, 255).to(torch.uint8)
@@ -63,17 +67,18 @@ def stored_scale(bits: Tensor, finite: Tensor, e: Tensor, spec: QuantSpec) -> Te
 
 
 def factors(bits: Tensor, spec: QuantSpec) -> Tensor:
-    """Encode factors of blocks whose amax has these bits; float32."""
+    """Return float32 encode factors of blocks from the bits of their amaxes."""
     return power_of_two(exponent(bits, spec.format)) if spec.power_of_two else ratio(spec.format.max, bits)
 
 
 def two_level(x: Tensor, spec: QuantSpec, amax: Given, blocks: Tensor, u: Tensor | None = None) -> Quantized:
-    """x, float32 and rotated already, from the bits of its blocks' amaxes: of blocks that are cut through, what others
-    have of them counts too.
+    """Quantize a rotated float32 x with two-level scales from the amax bits of its blocks.
+
+    For blocks split over several tensors, the bits are those of the whole blocks.
 
     Args:
-        amax: the tensor's; None takes the blocks' largest.
-        u: uniform numbers of x's shape, where x is rounded at random.
+        amax: amax of the tensor; None takes the largest of the blocks.
+        u: uniform numbers of x's shape for stochastic rounding, or None.
     """
     top = blocks.max().view(1, 1) if blocks.numel() else blocks.new_zeros((1, 1))
     e, stored, tensor_factor = two_levels(blocks, top if amax is None else given_bits(amax, top), spec)
@@ -81,7 +86,7 @@ def two_level(x: Tensor, spec: QuantSpec, amax: Given, blocks: Tensor, u: Tensor
 
 
 def two_levels(blocks: Tensor, tensor: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """Encode factors of blocks, their scales as stored, and the tensor's factor, from the bits of their amaxes."""
+    """Return encode factors of blocks, their stored scales, and the tensor factor, from the bits of their amaxes."""
     big = power_of_two(tensor_exponent(tensor)) if spec.scale == "two_level" else ratio(TWO_LEVEL_MAX, tensor)
     sixth = big * torch.tensor(1 / 6, dtype=torch.float32, device=blocks.device)
     small = (blocks.view(torch.float32) * sixth).clamp_(max=448.0).to(torch.float8_e4m3fn)
@@ -103,7 +108,7 @@ def _finish(
 
 
 def block_bits(bits: Tensor, spec: QuantSpec) -> Tensor:
-    """The largest of each block of int32 magnitude bits [rows, k]; those of subnormals count as 0."""
+    """Return the maximum of each block of int32 magnitude bits [rows, k]; subnormals count as 0."""
     rows, k = bits.shape
     nr, nk = spec.blocks(rows, k)
     br, bk = (min(b or max(n, 1), max(n, 1)) for b, n in zip(spec.block, (rows, k), strict=True))
@@ -116,7 +121,7 @@ def block_bits(bits: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def given_bits(amax: Tensor | float, like: Tensor) -> Tensor:
-    """The bits of an amax that was given, in the shape of the scales."""
+    """Return the bits of a given amax in the shape of the scales."""
     a = torch.as_tensor(amax, dtype=torch.float32, device=like.device).abs()
     bits = a.expand(like.shape) if a.numel() == 1 else a.reshape(like.shape)
     bits = bits.contiguous().view(torch.int32)
@@ -126,7 +131,7 @@ def given_bits(amax: Tensor | float, like: Tensor) -> Tensor:
 def matmul(
     a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None = None, fast_accum: bool = False
 ) -> Tensor:
-    """a [m, k] @ b [n, k].T + bias, in float64, rounded to float32 and then to dtype."""
+    """Compute a [m, k] @ b [n, k].T + bias in float64, rounded to float32 and then to dtype."""
     y = double(a) @ double(b).t()
     if bias is not None:
         y = y + bias.to(torch.float64)
@@ -134,5 +139,5 @@ def matmul(
 
 
 def double(q: Quantized) -> Tensor:
-    """The dequantized operand in float64, where no scale overflows."""
+    """Return the dequantized operand in float64, where no scale overflows."""
     return q.values().to(torch.float64) * spread(q.scales().to(torch.float64), q.spec.block, q.shape)

@@ -1,4 +1,7 @@
-"""The 16-point rotation in torch tensors: the twin of `quaver.reference.numerics`."""
+"""Hadamard rotation, Philox noise, rounding and scale factors in torch tensors, and detection of tracing.
+
+The numbers equal those of `quaver.reference.numerics`.
+"""
 
 from collections.abc import Callable
 from functools import cache
@@ -24,11 +27,11 @@ from quaver.reference.numerics import (
 )
 from quaver.torch.numerics.quantized import FLOAT8
 
-# ---- hadamard --------------------------------------------------------------------------------------------
+# ---- Hadamard rotation ----
 
 
 def rotate(x: Tensor) -> Tensor:
-    """float32 [rows, k] to [rows, ceil16(k)], groups of 16 along k rotated, the tail padded with zeros. Exact."""
+    """Rotate float32 [rows, k] in groups of 16 along k; returns [rows, ceil16(k)], padded with zeros."""
     rows, k = x.shape
     groups = -(-k // GROUP)
     if k != groups * GROUP:
@@ -42,7 +45,7 @@ def rotate(x: Tensor) -> Tensor:
 
 
 def transposed_rotate(x: Tensor) -> Tensor:
-    """`rotate` of the transpose, transposed: float32 [k, rows] to [ceil16(k), rows], where whole lines are added."""
+    """Rotate the transpose: float32 [k, rows] to [ceil16(k), rows], by adding whole rows."""
     k, rows = x.shape
     groups = -(-k // GROUP)
     if k != groups * GROUP:
@@ -56,8 +59,7 @@ def transposed_rotate(x: Tensor) -> Tensor:
     return y.view(groups * GROUP, rows).mul_(0.25)
 
 
-# ---- philox ----------------------------------------------------------------------------------------------
-# Philox4x32-10 and Philox2x32-10 in torch tensors: the twins of `quaver.reference.numerics`, on any device.
+# ---- Philox4x32-10 and Philox2x32-10 on any device ----
 
 #: (seed, tensor id, count) of stochastic rounding; count may be an int64 tensor of one element.
 Noise = tuple[int, Tensor | int, Tensor | int]
@@ -69,21 +71,21 @@ QUIET: EagerNoise = (0, 0, 0)
 
 
 _LOW = 0xFFFFFFFF
-#: Counters worked on at once: their arrays stay in a CPU's second-level cache.
+#: Counters processed at once, so that temporaries stay in a CPU's L2 cache.
 _CHUNK = 1 << 15
 
 
 def uniform(
     rows: int, k: int, seed: int, tensor_id: int, count: Tensor | int, device: torch.device, first_row: int = 0
 ) -> Tensor:
-    """The number in [0, 1) that each element of an operand is rounded with, float32 [rows, k]; see
-    `quaver.reference.numerics`.
+    """Return the uniform number in [0, 1) for each element's stochastic rounding, float32 [rows, k].
+
+    Equals `quaver.reference.numerics`.
 
     Args:
         rows, k: shape of the operand, or of the piece of it that starts at `first_row`, a multiple of four.
-        seed, tensor_id: of the stream.
-        count: an int, or an int64 tensor of one element, which then stays on its device.
-    Exact.
+        seed, tensor_id: stream.
+        count: an int, or an int64 tensor of one element, which stays on its device.
     """
     assert first_row % 4 == 0
     start, groups = first_row * k // 4, -(-rows * k // 4)
@@ -98,13 +100,14 @@ def uniform(
 
 
 def part_of_uniform(rows: Tensor, packed4: Tensor, k: int, seed: int, tensor_id: int, count: Tensor | int) -> Tensor:
-    """`uniform` of an operand with k columns, a multiple of four, where some rows and columns of it meet.
+    """Return `uniform` of an operand with k columns (a multiple of four) at selected rows and columns.
 
     Args:
-        rows: the numbers of the rows, int64.
-        packed4: the numbers of the columns, each divided by four: of every four that begin at a multiple of four.
+        rows: row indices, int64.
+        packed4: column indices divided by four; each selects four consecutive columns.
+
     Returns:
-        float32 [rows, 4 × fours]. Exact.
+        float32 [rows, 4 × len(packed4)].
     """
     assert k % 4 == 0
     out = torch.empty((len(rows), len(packed4), 4), dtype=torch.float32, device=rows.device)
@@ -115,15 +118,15 @@ def part_of_uniform(rows: Tensor, packed4: Tensor, k: int, seed: int, tensor_id:
 
 
 def rows_of_uniform(rows: Tensor, k: int, seed: int, tensor_id: int, count: Tensor | int) -> Tensor:
-    """Some rows of `uniform` of an operand with k columns, however many: float32 [rows, k]. Exact.
+    """Return selected rows of `uniform` of an operand with any number k of columns: float32 [rows, k].
 
     Args:
-        rows: their numbers, int64.
+        rows: row indices, int64.
     """
     if k % 4 == 0:
         packed4 = torch.arange(k // 4, dtype=torch.int64, device=rows.device)
         return part_of_uniform(rows, packed4, k, seed, tensor_id, count)
-    # Groups of four that hold a row wherever it begins in its first one.
+    # Enough groups of four to cover a row that begins anywhere in its first group.
     first = rows[:, None] * k
     g = first // 4 + torch.arange((k + 6) // 4, dtype=torch.int64, device=rows.device)
     inside = first % 4 + torch.arange(k, dtype=torch.int64, device=rows.device)
@@ -134,9 +137,10 @@ def rows_of_uniform(rows: Tensor, k: int, seed: int, tensor_id: int, count: Tens
 def transposed_uniform(
     rows: int, k: int, seed: int, tensor_id: int, count: Tensor | int, first: int, number: int
 ) -> Tensor:
-    """Columns first … first + number of `uniform(rows, k, ...)`, transposed: float32 [number, rows].
+    """Return columns first … first + number of `uniform(rows, k, ...)`, transposed: float32 [number, rows].
 
-    k, first and number are multiples of four, so that the four words of a counter belong to four lines of the result.
+    k, first and number must be multiples of four, so that the four words of a counter belong to four rows of the
+    result.
     """
     out = torch.empty((number // 4, 4, rows), dtype=torch.float32, device="cpu")
     g = torch.arange(first // 4, (first + number) // 4, dtype=torch.int64, device="cpu")[:, None]
@@ -147,7 +151,7 @@ def transposed_uniform(
 
 
 def words(g: Tensor, seed: int, tensor_id: int, count: Tensor | int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The upper 24 bits of the four words for counters g, int64 of any shape."""
+    """Return the upper 24 bits of the four Philox words for counters g, int64 of any shape."""
     if isinstance(count, Tensor):
         c3 = torch.empty_like(g).copy_(count.reshape(()).bitwise_and(_LOW).to(g.device))
     else:
@@ -157,15 +161,15 @@ def words(g: Tensor, seed: int, tensor_id: int, count: Tensor | int) -> tuple[Te
 
 
 def philox4x32(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Ten rounds on four int64 tensors of 32-bit words, which it overwrites.
+    """Run ten Philox rounds on four int64 tensors of 32-bit words, which are overwritten.
 
-    Products wrap in int64, whose bits are those of uint64. Constants are tensors: torch wraps a Python number anew
-    each time.
+    Products wrap in int64 with the bits of uint64. Constants are tensors, because torch converts a Python number in
+    each call.
     """
     device = c0.device
     low, half, m0, m1 = (_word(v, device) for v in (_LOW, 32, *MULTIPLIERS))
     high = torch.empty_like(c0)
-    # Fake tensors have keys of their own, which are kept for nothing else.
+    # Fake tensors bypass the cache, because their keys are useless to other calls.
     keys = _keys if type(c0) is Tensor else _keys.__wrapped__
     for k0, k1 in keys(seed, device):
         c0.mul_(m0)
@@ -182,7 +186,7 @@ def philox4x32(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, seed: int) -> tup
 
 @cache
 def _keys(seed: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """The round keys."""
+    """Return the round keys."""
     rounds = [((seed + i * WEYL[0]) & _LOW, ((seed >> 32) + i * WEYL[1]) & _LOW) for i in range(ROUNDS)]
     with torch.inference_mode(False):
         return [(_word(k0, device), _word(k1, device)) for k0, k1 in rounds]
@@ -193,7 +197,7 @@ def _word(v: int, device: torch.device) -> Tensor:
 
 
 def philox2x32(c0: Tensor, c1: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Ten rounds of Philox of two words on int64 tensors of 32-bit words, the first two of which it overwrites.
+    """Run ten rounds of two-word Philox on int64 tensors of 32-bit words; overwrites c0 and c1.
 
     Args:
         key: int64 [], below 2**32.
@@ -211,14 +215,14 @@ def philox2x32(c0: Tensor, c1: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def round_keys(key: Tensor) -> Tensor:
-    """The keys of all rounds of Philox of two words, int64 [10] below 2**32, whose first is this one, int64 []."""
+    """Return the round keys of two-word Philox, int64 [10] below 2**32, from the first key, int64 []."""
     return (key + torch.arange(0, ROUNDS * WEYL[0], WEYL[0], dtype=torch.int64, device=key.device)).bitwise_and_(_LOW)
 
 
 def traced(c0: Tensor, c1: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """`philox2x32` for a compiler, which fuses it: nothing is overwritten, and the keys are `round_keys`.
+    """Run `philox2x32` without in-place operations, so that a compiler can fuse it; keys are those of `round_keys`.
 
-    Keys of int32 have words of int32, as their bits are: AVX2 has no product of vectors of int64.
+    int32 keys give int32 words with the same bits: AVX2 cannot multiply vectors of int64.
     """
     if keys.dtype is torch.int32:
         return _traced_in_halves(c0, c1, keys)
@@ -229,9 +233,12 @@ def traced(c0: Tensor, c1: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _traced_in_halves(c0: Tensor, c1: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Products by halves of words: the multiplier is 2**32 more than two signed numbers of 14 bits, by which halves are
-    int32, and the two in the middle add up to one; they are the product of both sums less the outer two. Between rounds
-    a word is float32 of its bits, which Inductor reads whole, int32 by halves of vectors."""
+    """Run Philox rounds with products of 16-bit halves in int32.
+
+    The multiplier is 2**32 plus two signed 14-bit halves, so that products of halves fit int32. The two middle products
+    are computed as one: the product of both sums minus the outer products. Between rounds a word is viewed as float32,
+    because Inductor loads full vectors of float32 but half vectors of int32.
+    """
     upper, lower = (MULTIPLIER - (1 << 32)) + (1 << 15) >> 16, ((MULTIPLIER & 0xFFFF) ^ 0x8000) - 0x8000
     held = c0.view(torch.float32)
     for i in range(ROUNDS):
@@ -244,45 +251,44 @@ def _traced_in_halves(c0: Tensor, c1: Tensor, keys: Tensor) -> tuple[Tensor, Ten
     return held.view(torch.int32), c1
 
 
-# ---- rounding --------------------------------------------------------------------------------------------
-# Rounding and scale factors in torch tensors, on any device: the twin of `rounding` and `scaling` of
-# `quaver.reference`.
-#
-# Everything works on integers where a compiler or a GPU could round otherwise.
+# ---- rounding and scale factors ----
+# All steps use integers where a compiler or a GPU could round differently.
 
 INFINITY_BITS = 0x7F800000
 SMALLEST_NORMAL_BITS = 0x00800000
 
 
 def magnitude_bits(x: Tensor) -> Tensor:
-    """The bits of |float32 x| as int32: they order as NaN > infinity > finite."""
+    """Return the bits of |x| for float32 x as int32; they are ordered NaN > infinity > finite."""
     return x.view(torch.int32) & 0x7FFFFFFF
 
 
 def exponent(bits: Tensor, fmt: Format) -> Tensor:
-    """The largest p in bounds with amax × 2**p <= fmt.max, from amax's bits; 0 where amax is 0 or not finite. int32."""
+    """Return the largest p in bounds with amax × 2**p <= fmt.max, int32, from amax's bits; 0 if amax is 0 or not
+    finite.
+    """
     p = (fmt.emax + 127) - ((bits + (0x7FFFFF - fmt.max_mantissa)) >> 23)
     return torch.where(usable(bits), p.clamp(*FACTOR_EXPONENTS), 0)
 
 
 def tensor_exponent(bits: Tensor) -> Tensor:
-    """The same for a two-level tensor factor: amax × 2**p <= 2688 = 1.3125 × 2**11."""
+    """Return the same for a two-level tensor factor: amax × 2**p <= 2688 = 1.3125 × 2**11."""
     p = (11 + 127) - ((bits + (0x7FFFFF - 0x280000)) >> 23)
     return torch.where(usable(bits), p.clamp(*TENSOR_EXPONENTS), 0)
 
 
 def usable(bits: Tensor) -> Tensor:
-    """Where an amax defines a factor: finite, normal and so not zero."""
+    """Return a mask of amaxes that define a factor: normal and finite."""
     return (bits >= SMALLEST_NORMAL_BITS) & (bits < INFINITY_BITS)
 
 
 def power_of_two(p: Tensor) -> Tensor:
-    """float32 2**p for int32 p in [-126, 127]."""
+    """Return float32 2**p for int32 p in [-126, 127]."""
     return ((p + 127) << 23).view(torch.float32)
 
 
 def ratio(largest: float, bits: Tensor) -> Tensor:
-    """largest / amax, correctly rounded on a CPU and held to normal numbers; 1 where amax is 0 or not finite."""
+    """Return largest / amax, correctly rounded on a CPU and clamped to normal numbers; 1 if amax is 0 or not finite."""
     amax = torch.where(usable(bits), bits, 0x3F800000).view(torch.float32)
     e = torch.full_like(amax, largest) / amax
     info = torch.finfo(torch.float32)
@@ -290,7 +296,7 @@ def ratio(largest: float, bits: Tensor) -> Tensor:
 
 
 def encode(y: Tensor, spec: QuantSpec, u: Tensor | None) -> Tensor:
-    """Scaled float32 values to codes: a tensor of y's shape in float8, or in uint8 where torch has no such dtype."""
+    """Encode scaled float32 values as codes, in float8 or in uint8 if torch has no such dtype."""
     fmt = spec.format
     if fmt.packed:
         return encode_e2m1(y, u)
@@ -303,16 +309,16 @@ def encode(y: Tensor, spec: QuantSpec, u: Tensor | None) -> Tensor:
 
 
 def _encode_in_bytes(y: Tensor, fmt: Format, u: Tensor | None) -> Tensor:
-    """float32 to uint8 codes of any format, NaN as 0x7F or the largest code."""
+    """Encode float32 as uint8 codes of any format, NaN as 0x7F or the largest code."""
     whole, e = _steps(y, fmt, u)
-    # A number of a binade counts 2**mantissa_bits steps from its start, where the field of its exponent begins.
+    # A binade has 2**mantissa_bits steps, which continue in the exponent field.
     code = whole.to(torch.int32) + (e + (fmt.mantissa_bits - fmt.emin) << fmt.mantissa_bits)
     code |= torch.signbit(y).to(torch.int32) << (fmt.bits - 1)
     return torch.where(y.isnan(), NAN_CODE if fmt.has_nan else fmt.max_code, code).to(torch.uint8)
 
 
 def _steps(y: Tensor, fmt: Format, u: Tensor | None) -> tuple[Tensor, Tensor]:
-    """|y|, held to the largest, in rounded steps of the format's grid: float32, and the exponent of a step, int32."""
+    """Return |y|, clamped and rounded to steps of the format's grid, float32, and the exponent of a step, int32."""
     a = y.abs().clamp(max=fmt.max)
     e = ((a.view(torch.int32) >> 23) - 127).clamp(min=fmt.emin, max=fmt.emax) - fmt.mantissa_bits
     steps = a * power_of_two(-e)
@@ -323,10 +329,10 @@ def _steps(y: Tensor, fmt: Format, u: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def encode_e2m1(y: Tensor, u: Tensor | None) -> Tensor:
-    """float32 to E2M1 codes, one a byte. The grid has step 1/2 below 2, 1 below 4 and 2 above; NaN becomes +6."""
+    """Encode float32 as E2M1 codes, one per byte. Steps are 1/2 below 2, 1 below 4 and 2 above; NaN becomes +6."""
     a = y.abs().clamp_(max=6.0)
     over2, over4 = (a >= 2.0).to(torch.float32), (a >= 4.0).to(torch.float32)
-    # In units of its step a magnitude of the first stretch counts from 0, of the second from 2, of the third from 4.
+    # In steps, the first range counts from 0, the second from 2, the third from 4.
     first = (over2 + over4).mul_(2.0)
     a.mul_(over4.mul_(0.5).add_(over2).neg_().add_(2.0))
     if u is None:
@@ -340,49 +346,47 @@ def encode_e2m1(y: Tensor, u: Tensor | None) -> Tensor:
 
 
 def _round_stochastically(y: Tensor, fmt: Format, u: Tensor) -> Tensor:
-    """float32 to the format's grid, away from zero where u is below the fraction of a step."""
+    """Round float32 to the format's grid, away from zero where u is below the fraction of a step."""
     whole, e = _steps(y, fmt, u)
     rounded = whole * power_of_two(e)
     return torch.where(y.isnan(), y, torch.copysign(rounded, y))
 
 
 def flush(x: Tensor) -> Tensor:
-    """Subnormals to zeros of their sign."""
+    """Flush subnormals to zeros of their sign."""
     return torch.where(magnitude_bits(x) < SMALLEST_NORMAL_BITS, x * 0.0, x)
 
 
-# ---- tracing ---------------------------------------------------------------------------------------------
-# Whether a compiler traces what this thread runs.
-#
-# `torch.compiler.is_compiling` reads a flag of the process, which torch.compile (since torch 2.13) and torch.export
-# hold while any thread compiles; two whose compilations overlap may even leave it behind. `is_tracing` is the thread's
-# own: torch keeps what belongs to a trace, Dynamo's, AOTAutograd's of a backward or torch.export's, in a context of the
-# thread that traces. A dispatch mode says less: an eager thread may have one of its user's.
+# ---- tracing: detect whether a compiler traces this thread ----
+# `torch.compiler.is_compiling` reads a process-wide flag, which torch.compile (since torch 2.13) and torch.export set
+# while any thread compiles, and which overlapping compilations may even leave set. `is_tracing` is per thread: torch
+# stores the state of a trace (Dynamo, AOTAutograd of a backward, torch.export) in a thread-local context. A dispatch
+# mode is no evidence, because a user may enter one in eager mode.
 
 
 class _CompilingFlag:
-    """The flag, by torch's public function."""
+    """The process-wide flag, read by torch's public function."""
 
     def __getitem__(self, _: str) -> bool:
         return is_compiling()
 
 
 def _no_context() -> bool:
-    """What stands in for a context where torch keeps none: then the process's flag alone decides."""
+    """Replacement for the context lookup if torch has none; then the process-wide flag decides."""
     return True
 
 
 _Context: Any = getattr(torch._guards, "TracingContext", None)
-#: What has the process's flag: read without a call, which all of an eager layer's questions together would notice. No
-#: module: Dynamo compiles a function by itself whose globals are torch's modules, and would make it always True.
+#: Mapping with the process-wide flag, read without a call, because eager layers ask often. Not a module: Dynamo
+#: compiles functions whose globals are torch modules separately, and would treat it as always True.
 flags: Any = vars(compiler) if hasattr(compiler, "_is_compiling_flag") else _CompilingFlag()
-#: () to this thread's context, None where it traces nothing.
+#: Returns this thread's tracing context, or None.
 context: Callable[[], object] = getattr(_Context, "try_get", _no_context)
 
 
 def is_tracing() -> bool:
-    """True if a compiler traces what this thread runs: Dynamo, AOTAutograd for torch.compile, or torch.export.
+    """Return True if a compiler traces this thread: Dynamo, AOTAutograd for torch.compile, or torch.export.
 
-    Dynamo takes it for True. False in every other thread, in `make_fx` alone, and when a compiled program runs.
+    Constant True for Dynamo. False in all other threads, under `make_fx` alone, and while a compiled program runs.
     """
     return is_dynamo_compiling() or (flags["_is_compiling_flag"] and context() is not None)

@@ -1,4 +1,4 @@
-"""Whether `Tensor._version` changes with every write, so that results made from a tensor may be cached by it."""
+"""Check if `Tensor._version` changes with every write, so that results computed from a tensor may be cached by it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,42 +9,41 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from quaver.torch.numerics.rounding import is_tracing
 
-# ---- versions --------------------------------------------------------------------------------------------
+# ---- versions ----
 
 _C: Any = torch._C
 
 
-#: Whether torch's CUDA graphs return this very tensor at each replay, which writes to it and leaves its version.
-#: Private to torch; always False where a release lacks it.
+#: Returns True if torch's CUDA graphs return this very tensor at each replay, which writes to it without changing its
+#: version. Private to torch; always False if a release lacks it.
 is_replayed: Callable[[Tensor], bool] = getattr(_C, "_is_cached_tensor", lambda _: False)
 
 
 def has_reliable_version(t: Tensor) -> bool:
-    """Whether equal versions of a tensor mean equal values.
+    """Return True if equal versions of a tensor imply equal values.
 
     False for an inference tensor, which has no version, and for an output of `torch.compile(mode="reduce-overhead")`,
-    which is the same object with the same version at each call. A write through `.data` is never seen.
+    which is the same object with the same version at each call. A write through `.data` is never noticed.
     """
     return not t.is_inference() and (is_tracing() or not is_replayed(t))
 
 
-# ---- host values -----------------------------------------------------------------------------------------
-# Values of small integer tensors on the host, read from a GPU once for each version of the tensor.
+# ---- host values of small integer tensors, read from a GPU once per version ----
 
-#: (version, values) of tensors on a device.
+#: (version, values) of device tensors.
 _read: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def waits(t: Tensor) -> bool:
-    """Whether reading the tensor waits for a device."""
+    """Return True if reading the tensor synchronizes with a device."""
     return not t.is_cpu
 
 
 def host_values(t: Tensor) -> list[int]:
-    """`t.tolist()` of a 1-D tensor of integers.
+    """Return `t.tolist()` of a 1-D integer tensor, cached by its version.
 
-    The layers of a model that are given one `cu_seqlens` wait for the device once. A write through `.data` does not
-    move a tensor's version, so it is not seen.
+    Layers that share one `cu_seqlens` synchronize once. A write through `.data` does not change the version and is not
+    noticed.
     """
     if not waits(t) or not has_reliable_version(t):
         values: list[int] = t.tolist()

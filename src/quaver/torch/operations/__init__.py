@@ -1,1 +1,1 @@
-"""The operations, which implementation runs each, and what a compiler and autograd see of them; no layer."""
+"""Operations (quantize, dequantize, matmul), the choice of their implementation, and their custom operators."""

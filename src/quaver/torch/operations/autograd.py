@@ -1,4 +1,4 @@
-"""An error for a gradient that is differentiated again and would otherwise pass for a constant."""
+"""Autograd and torch.compile support of operations: errors for second derivatives, flattened operands, exact sums."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,16 +13,16 @@ from quaver.torch.numerics.quantized import Quantized, pack, storage
 from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations.operation import Operation
 
-# ---- derivatives -----------------------------------------------------------------------------------------
+# ---- derivatives ----
 
 _C: Any = torch._C
-#: () to True under vmap, grad and the other transforms of torch.func. Without it torch refuses those in its own words.
+#: Returns True under vmap, grad and other torch.func transforms. If torch lacks it, torch raises its own errors there.
 transforms_active: Callable[[], bool] = getattr(_C, "_are_functorch_transforms_active", lambda: False)
-#: () to the level of forward mode, -1 outside of torch.autograd.forward_ad.dual_level. Without it torch refuses forward
-#: mode in its own words.
+#: Returns the level of forward mode, -1 outside of torch.autograd.forward_ad.dual_level. If torch lacks it, torch
+#: raises its own errors there.
 forward_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level", -1)
 
-#: The sentence for linear layers.
+#: Error message of linear layers.
 NO_DOUBLE_BACKWARD = (
     "quantized layers have no second derivative: rounding has none. Compute the part that is differentiated twice in "
     "high precision: with quaver.torch.autocast(enabled=False)"
@@ -30,14 +30,14 @@ NO_DOUBLE_BACKWARD = (
 
 
 def first_derivative(run: Callable[..., tuple[Any, ...]], ctx: Any, sentence: str, *gs: Tensor) -> tuple[Any, ...]:
-    """run(ctx, saved tensors, *gs), a backward whose gradients have no derivative.
+    """Run run(ctx, saved tensors, *gs), a backward whose gradients have no derivative.
 
-    The saved tensors are asked for once: under checkpointing each time unpacks them, and torch refuses a second. Under
-    create_graph=True the gradients exist and are tied to the saved tensors and to gs: differentiating one raises a
-    NotImplementedError.
+    Under create_graph=True the gradients are connected to the saved tensors and to gs, so that differentiating one
+    raises NotImplementedError instead of treating it as a constant. The saved tensors are read once, because under
+    checkpointing each read unpacks them, and torch allows only one.
 
     Args:
-        sentence: why there is no derivative, and what to do.
+        sentence: error message: why there is no derivative, and what to do.
     """
     saved = ctx.saved_tensors
     if not torch.is_grad_enabled():
@@ -49,7 +49,7 @@ def first_derivative(run: Callable[..., tuple[Any, ...]], ctx: Any, sentence: st
 
 
 class _Refuse(torch.autograd.Function):
-    """A gradient as it is, tied to what it depends on."""
+    """Identity on a gradient, connected to its sources in the graph; its backward raises."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, sentence: str, *sources: Tensor | None) -> Tensor:
@@ -62,10 +62,10 @@ class _Refuse(torch.autograd.Function):
 
 
 def refuse_transforms(*tensors: Tensor | None, sentence: str | None = None) -> None:
-    """Raise a NotImplementedError under vmap, torch.func.grad and forward mode.
+    """Raise NotImplementedError under vmap, torch.func.grad and forward mode.
 
     Args:
-        sentence: of what does not run there in high precision either; None is of linear layers.
+        sentence: error message for functions that do not run there in high precision either; None for linear layers.
     """
     if transforms_active():
         raise NotImplementedError(sentence or NO_FUNCTORCH)
@@ -85,14 +85,12 @@ NO_FUNCTORCH = (
 )
 
 
-# ---- flattening ------------------------------------------------------------------------------------------
-# Quantized operands as the plain tensors that an opaque operator takes and returns.
-#
-# Scales travel as tensors; what a spec does not use is an empty tensor.
+# ---- operands as plain tensors, for opaque operators ----
+# Scales are passed as tensors; fields that a spec does not use are empty tensors.
 
 
 def flat(q: Quantized) -> tuple[Tensor, Tensor, Tensor, str, bool, int, bool]:
-    """An operand as `matmul` takes it."""
+    """Flatten an operand to the arguments of the `matmul` operator."""
     scale = q.scale if isinstance(q.scale, Tensor) else q.data.new_full((1, 1), q.scale, dtype=torch.float32)
     factor = scale.new_empty(0) if q.tensor_factor is None else q.tensor_factor
     return q.data, scale, factor, q.spec.text, q.transposed, q.lying_shape[1], q.swizzled
@@ -101,7 +99,7 @@ def flat(q: Quantized) -> tuple[Tensor, Tensor, Tensor, str, bool, int, bool]:
 def restored(
     data: Tensor, scale: Tensor, factor: Tensor, text: str, transposed: bool, columns: int, swizzled: bool
 ) -> Quantized:
-    """The operand that `flat` was given."""
+    """Rebuild the operand that `flat` has flattened."""
     spec = QuantSpec.parse(text)
     data = data.view(storage(spec.format))
     layout = (data.shape[0], columns)
@@ -112,8 +110,8 @@ def restored(
 
 
 def parts(q: Quantized, transposed: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(data, scales, tensor factor, amax) of an operand; turned, those of its transpose, but for packed data."""
-    # No result of an operator may be another one too.
+    """Return (data, scales, tensor factor, amax) of an operand, stored transposed if `transposed` and not packed."""
+    # Separate empty tensors, because results of an operator must not alias.
     none, top = (q.data.new_empty(0, dtype=torch.float32) for _ in range(2))
     data, scale = q.data, q.plain_scale() if isinstance(q.scale, Tensor) else none.new_full((1, 1), q.scale)
     if q.spec.format.packed:
@@ -126,7 +124,7 @@ def parts(q: Quantized, transposed: bool = False) -> tuple[Tensor, Tensor, Tenso
 
 
 def empty_parts(x: Tensor, spec: QuantSpec, transposed: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What `parts` returns of x [rows, k] quantized, or of x [k, rows] turned, in shapes and dtypes alone."""
+    """Return empty tensors with the shapes and dtypes of `parts` for x [rows, k], or x [k, rows] if `transposed`."""
     rows, k = (x.shape[1], x.shape[0]) if transposed else (x.shape[0], x.shape[1])
     k = spec.padded(k)
     blocks = spec.blocks(rows, k)
@@ -148,27 +146,26 @@ def empty_parts(x: Tensor, spec: QuantSpec, transposed: bool = False) -> tuple[T
 def joined(
     x: Tensor, spec: QuantSpec, transposed: bool, data: Tensor, scale: Tensor, factor: Tensor, amax: Tensor
 ) -> Quantized:
-    """The operand whose `parts` these are, of x [rows, k] quantized."""
+    """Rebuild the operand of x [rows, k] from its `parts`."""
     lies_turned = transposed and not spec.format.packed
     tensor_factor = factor if spec.two_level else None
     return Quantized(data, scale, spec, (x.shape[0], spec.padded(x.shape[1])), lies_turned, tensor_factor, amax)
 
 
-# ---- sums ------------------------------------------------------------------------------------------------
-# Sums that are rounded where eager mode rounds them.
-#
-# Inductor keeps a bf16 sum in float32 where it fuses it with what follows, and the bits of what is quantized next
-# differ from eager's. Compiled, these sums are opaque operators; in eager mode torch's own take their place.
+# ---- sums rounded where eager mode rounds them ----
+# Inductor keeps a fused bf16 sum in float32, which changes the bits of a following quantization. So these sums are
+# opaque operators in compiled code, and torch's own sums in eager mode.
 
 
 def add(a: Tensor, b: Tensor) -> Tensor:
-    """a + b of one shape and dtype, for backward functions; not differentiable."""
+    """Return a + b of the same shape and dtype, for backward functions; not differentiable."""
     return ADD(a, b) if is_tracing() else torch.add(a, b)
 
 
 class Fork(torch.autograd.Function):
-    """(x, uses): x for several uses, whose gradients are summed in eager's order: the first one's, the last's, the one
-    before."""
+    """Split x for several uses: (x, uses). Gradients are summed in eager's order: the first, the last, the one before,
+    ...
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, uses: int) -> tuple[Tensor, ...]:
@@ -182,7 +179,7 @@ class Fork(torch.autograd.Function):
 
 
 class Join(torch.autograd.Function):
-    """(x, y): x + y, rounded."""
+    """Compute x + y, rounded in compiled code too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:

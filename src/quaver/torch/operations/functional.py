@@ -1,4 +1,7 @@
-"""`quantize`, `dequantize` and `matmul` as users call them: checked, then done by the operation of that name."""
+"""Public functions `quantize`, `dequantize` and `matmul`: argument checks around the operations of those names.
+
+Also shares the quantized input between layers that read the same tensor.
+"""
 
 import operator
 import threading
@@ -14,7 +17,7 @@ from quaver.recipes.text import instance
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import ops
 
-# ---- functional ------------------------------------------------------------------------------------------
+# ---- public functions ----
 
 
 def quantize(
@@ -27,21 +30,24 @@ def quantize(
     tensor_id: int = 0,
     count: Tensor | int = 0,
 ) -> Quantized:
-    """Quantize one GEMM operand: data = round_to(x × e), scale = 1 / e, a factor e for each block.
+    """Quantize one GEMM operand: data = round_to(x × e), scale = 1 / e, with a factor e per block.
+
+    The result equals `quaver.reference.quantize` bit for bit, eager and compiled. Not differentiable: see `Linear`.
 
     Args:
-        x: [rows, k] in float32, bfloat16 or float16, the axis that the GEMM sums over last. A `Quantized` of this
-            spec is returned as it is.
-        spec: how.
-        amax: [blocks of rows, blocks of k], or the tensor's [1, 1] for two-level scales; None measures it.
-        factor: the encode factor of delayed scaling, in place of the one that amax implies; 0 is unset.
-        seed, tensor_id, count: of stochastic rounding's Philox stream.
+        x: [rows, k] in float32, bfloat16 or float16; k is the contraction axis of the GEMM. A `Quantized` of this spec
+            is returned unchanged.
+        spec: format, block, kind of scale and rounding of the operand.
+        amax: [blocks of rows, blocks of k], or [1, 1] of the tensor for two-level scales; None measures it.
+        factor: encode factor of delayed scaling, used instead of the one computed from amax; 0 is unset.
+        seed, tensor_id, count: Philox stream of stochastic rounding.
+
     Returns:
-        A block whose amax (measured or given) is infinite or NaN has scale NaN. Not differentiable: see `Linear`.
+        The quantized operand. A block whose amax (measured or given) is infinite or NaN has scale NaN.
+
     Raises:
-        ValueError: x is no matrix, has another dtype, or is quantized by another spec.
-        TypeError: x is neither a tensor nor quantized, or spec is no QuantSpec.
-    Exact: the bits of `quaver.reference.quantize`, eager and compiled.
+        ValueError: x is not a matrix, has another dtype, or is quantized by another spec.
+        TypeError: x is neither a tensor nor quantized, or spec is not a QuantSpec.
     """
     instance("quantize", "spec", spec, QuantSpec, "quaver.recipes.get('mxfp8').fprop.a")
     if isinstance(x, Quantized):
@@ -57,7 +63,9 @@ def quantize(
 
 
 def dequantize(q: Quantized) -> Tensor:
-    """float32 [rows, k]: data × scale; after a Hadamard the rotated values, as the GEMM sees them. Exact."""
+    """Return data × scale, float32 [rows, k]; after a Hadamard rotation these are the rotated values that the GEMM
+    uses.
+    """
     instance("dequantize", "q", q, Quantized, "quaver.torch.quantize(x, spec)")
     return q.dequantize()
 
@@ -69,14 +77,16 @@ def matmul(
     bias: Tensor | None = None,
     fast_accum: bool = False,
 ) -> Tensor:
-    """a [m, k] @ b [n, k].T + bias [n], accumulated in float32, scaled, rounded once to dtype.
+    """Compute a [m, k] @ b [n, k].T + bias [n], accumulated in float32, scaled, rounded once to dtype.
+
+    The relative RMS error is below 1e-6 against float64 on the same operands for float32 output.
 
     Args:
-        fast_accum: let the hardware accumulate faster and coarser where it offers that; see `GemmSpec.fast_accum`.
+        fast_accum: allow faster, less precise accumulation where the hardware offers it; see `GemmSpec.fast_accum`.
+
     Raises:
-        ValueError: the operands do not share k, or dtype is none of float32, bfloat16, float16.
+        ValueError: the operands have different k, or dtype is not float32, bfloat16 or float16.
         TypeError: an operand is not quantized.
-    Bounded: relative RMS below 1e-6 of float64 on the same operands for float32 output.
     """
     for what, operand in (("a", a), ("b", b)):
         instance("matmul", what, operand, Quantized, "quaver.torch.quantize(x, spec)")
@@ -88,40 +98,37 @@ def matmul(
         return ops.MATMUL(a, b, dtype, bias, fast_accum)
 
 
-# ---- siblings --------------------------------------------------------------------------------------------
-# One quantization for layers of the very same tensor, such as q, k and v of a model, or gate and up.
-#
-# Each thread knows which tensor it quantized last and what became of it. A layer that is given that very tensor next,
-# unwritten and by an equal spec, takes what there is, and backward keeps it once. The tensor is held weakly, and where
-# it dies what became of it is freed. Only what autograd has computed is taken so: a tensor that a program holds and
-# fills, such as a buffer of inputs, may be written in ways that leave no trace (`.numpy()`, a CUDA graph replayed). A
-# tensor of autograd's may be another one's memory too: `torch.compile(mode="reduce-overhead")` returns the same object
-# in each step, with the same version, whose graph node alone is new. So the node is marked, and only a marked one
-# counts.
+# ---- shared inputs: quantize a tensor once for several layers, such as q, k and v, or gate and up ----
+# Each thread remembers the last tensor that it quantized, and the operands. A layer that gets the same unmodified
+# tensor and an equal spec reuses the operands, and backward saves them once. The tensor is referenced weakly; the
+# operands are freed with it. Only outputs of autograd functions are shared: a tensor that the program owns, such as an
+# input buffer, may be written without a trace (`.numpy()`, a replayed CUDA graph).
+# `torch.compile(mode="reduce-overhead")` returns the same object with the same version in each step, with only the
+# graph node being new. So the node is marked, and the mark must match.
 
 
 class Quantization(weakref.ref[Tensor]):
-    """What a tensor, to which this refers weakly, was quantized to, and by what that is recognized."""
+    """Weak reference to a tensor, with its operands and the key by which they are found."""
 
     __slots__ = ("by", "facts", "mark", "operands")
 
-    #: The version and address of the tensor, the factor, the stream and whatever else must be the same.
+    #: Version and address of the tensor, factor, stream, and whatever else must be unchanged.
     facts: tuple[Any, ...]
-    #: What quantized it: a recipe, or a decided step.
+    #: Recipe or planned step that quantized it.
     by: Any
-    #: What fprop reads, and what wgrad reads where that is another quantization, None before it is needed. None once
-    #: the tensor has died.
+    #: Operand of fprop, and that of wgrad if it is another quantization (None until needed); None once the tensor has
+    #: died.
     operands: Any
-    #: What the tensor's graph node has under `MARK`.
+    #: Object stored in the graph node's metadata under `MARK`.
     mark: object
 
 
-#: A key of a graph node's metadata.
+#: Key in the metadata of a graph node.
 MARK = "quaver.torch.operations.functional"
 
 
 class _SharedInputCache(threading.local):
-    #: The last one.
+    #: Last quantization of this thread.
     last: Quantization | None = None
 
 
@@ -129,8 +136,9 @@ thread = _SharedInputCache()
 
 
 def lookup(x: Tensor, facts: tuple[Any, ...], by: Any, like: Callable[[Any, Any], bool]) -> Quantization | None:
-    """The quantization of this very tensor, if it was this thread's last, by the same or by what is like it, and
-    nothing has changed since."""
+    """Return the quantization of x if it was this thread's last, made by `by` or an equivalent, and x is unchanged;
+    else None.
+    """
     last = thread.last
     if last is None or last() is not x or last.facts != facts:
         return None
@@ -141,7 +149,7 @@ def lookup(x: Tensor, facts: tuple[Any, ...], by: Any, like: Callable[[Any, Any]
 
 
 def remember(x: Tensor, facts: tuple[Any, ...], by: Any, operands: Any) -> Quantization:
-    """Note what this thread has quantized last: a tensor that has a graph node."""
+    """Record the last quantization of this thread; x must have a graph node."""
     last = thread.last = Quantization(x, free)
     last.facts, last.by, last.operands, last.mark = facts, by, operands, object()
     node: Any = x.grad_fn
@@ -150,12 +158,12 @@ def remember(x: Tensor, facts: tuple[Any, ...], by: Any, operands: Any) -> Quant
     return last
 
 
-#: Of a `Quantization` whose tensor has died, in whichever thread.
+#: Drops the operands of a `Quantization` whose tensor has died, in any thread.
 free = operator.methodcaller("__setattr__", "operands", None)
 
 
 def alike(one: Recipe, other: Recipe) -> bool:
-    """Whether two recipes quantize an input alike, for fprop and for wgrad, and lay out what they write alike."""
+    """Return True if two recipes quantize an input equally for fprop and wgrad, with the same layout."""
     return (
         one.fprop.a == other.fprop.a
         and one.wgrad.b == other.wgrad.b

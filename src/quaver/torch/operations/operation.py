@@ -1,8 +1,8 @@
-"""`Operation`: what is computed, declared in one place, with what runs it and what a compiler sees of it.
+"""`Operation`: an operation declared with all its implementations and the operator that a compiler sees.
 
-In eager mode the first implementation that has no reason to refuse runs. While torch.compile traces, the operation is
-the opaque operator torch.ops.quaver.NAME, which runs that same implementation later: a compiled graph has eager's bits
-and keeps what the operation returns, not what it decodes on the way.
+In eager mode the first implementation that supports the call runs. Under torch.compile the operation is the opaque
+operator torch.ops.quaver.NAME, which runs the same implementation later. So a compiled graph has eager's bits, and
+saves the operation's results instead of intermediate values.
 """
 
 import importlib
@@ -19,24 +19,23 @@ from torch import Tensor
 from quaver.recipes.text import suggest
 from quaver.torch.numerics.rounding import is_tracing
 
-# ---- counting --------------------------------------------------------------------------------------------
-# What torch's FlopCounterMode counts for operators into which it does not look, as those of exported programs.
-#
-# Eager layers need no formula on a CPU: the mode sees the product that stands for a GEMM in eight bits. On a GPU that
-# is an operator of torch's own for which torch has no formula.
+# ---- FLOP formulas for torch's FlopCounterMode ----
+# They are needed for opaque operators, such as those of exported programs, and for GPU GEMMs without a formula in
+# torch. Eager layers on a CPU need none: the mode sees their plain GEMMs.
 
-#: (the operator's arguments, out_val=what it returned) to FLOPs, by operator.
+#: Formula by operator: (arguments of the operator, out_val=result) -> FLOPs.
 FORMULAS: dict[Any, Callable[..., int]] = {}
 
 
 def register() -> None:
-    """Tell torch's counter of FLOPs the formulas that it lacks, if it has been imported: that takes Triton's time.
+    """Register the missing formulas with torch's FLOP counter, if it has been imported (importing it would import
+    Triton).
 
-    A FlopCounterMode made before has none of them.
+    A FlopCounterMode created before has none of them.
     """
     module = sys.modules.get("torch.utils.flop_counter")
     registered = getattr(module, "flop_registry", None)
-    # While another thread imports it, it has no names yet.
+    # Another thread may be importing it.
     if module is None or registered is None:
         return
     for operator, formula in FORMULAS.items():
@@ -45,17 +44,19 @@ def register() -> None:
 
 
 def _columns(x: Tensor) -> int:
-    """Features along the last axis, of which codes of four bits hold two in one."""
+    """Return the features of the last axis; a packed4 element holds two."""
     return x.shape[-1] * (2 if x.dtype is torch.float4_e2m1fn_x2 else 1)
 
 
 def _scaled_mm(a: Tensor, b: Tensor, *_: Any, out_val: Tensor, **__: Any) -> int:
-    """a [m, k] @ b [k, n]."""
+    """FLOPs of a [m, k] @ b [k, n]."""
     return 2 * out_val.numel() * _columns(a)
 
 
 def _scaled_grouped_mm(a: Tensor, b: Tensor, *_: Any, out_val: Tensor, **__: Any) -> int:
-    """a [T, k] @ b [groups, k, n]; of two matrices, whose groups lie along what is summed, a [n, T] @ b [T, k]."""
+    """FLOPs of a [T, k] @ b [groups, k, n], or, for two matrices grouped along the contraction axis, of a [n, T] @ b
+    [T, k].
+    """
     columns = out_val.shape[-1]
     return 2 * a.shape[-2] * _columns(a) * columns * (a.shape[0] if a.dim() == 3 else 1)
 
@@ -65,27 +66,27 @@ for _name, _formula in (("_scaled_mm_v2", _scaled_mm), ("_scaled_grouped_mm_v2",
         FORMULAS[getattr(torch.ops.aten, _name)] = _formula
 
 
-# ---- operation -------------------------------------------------------------------------------------------
+# ---- operations ----
 
 R = TypeVar("R")
-#: A function, or "module:function", which is imported when it is first wanted.
+#: A function, or "module:function" to import at first use.
 Function = Callable[..., Any] | str
-#: All that there are: `only` chooses among their implementations.
+#: All operations; `only` selects among their implementations.
 OPERATIONS: list["Operation[Any]"] = []
 _library = torch.library.Library("quaver", "DEF")
 
 
 class Unsupported(ValueError):
-    """No implementation takes this call; the message gives the reason of each."""
+    """No implementation supports this call; the message has the reason of each."""
 
 
 def never(*_: object) -> str:
-    """The reason of an implementation that takes every call."""
+    """Return "": the implementation supports every call."""
     return ""
 
 
 def row_by_row(results: Any) -> Any:
-    """The results of an operator whose fake says that they lie row by row: what torch computes may lie as its input."""
+    """Make the results of an operator contiguous, as its fake declares; torch may return the layout of its input."""
     if isinstance(results, torch.Tensor):
         return results.contiguous()
     return type(results)(result.contiguous() for result in results)
@@ -101,17 +102,18 @@ def _imported(function: Function) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to run an operation."""
+    """One implementation of an operation."""
 
     name: str
     function: Function
-    #: Called with the operation's arguments: "" to take the call, else the reason why not.
+    #: Called with the operation's arguments; returns "" to accept the call, else the reason against it.
     refusal: Function = never
-    #: Asked before it, of where the operands are: where this refuses, nothing is imported.
+    #: Checks the device of the operands first; if it rejects the call, nothing is imported.
     place: Callable[..., str] | None = None
 
     def __post_init__(self) -> None:
-        # What needs no import is there already: Dynamo of Python 3.11 does not enter the lock of a cached_property.
+        # Set eagerly if nothing must be imported, because Dynamo on Python 3.11 cannot trace the lock of a
+        # cached_property.
         if callable(self.function):
             self.__dict__["run"] = self.function
         if callable(self.refusal) and self.place is None:
@@ -119,12 +121,14 @@ class Implementation:
 
     @cached_property
     def run(self) -> Callable[..., Any]:
-        """The function itself, imported."""
+        """The function, imported at first use."""
         return _imported(self.function)
 
     @cached_property
     def reason(self) -> Callable[..., str]:
-        """ "" to take a call with these arguments, else why not."""
+        """Function that returns "" if the implementation supports a call with these arguments, else the reason against
+        it.
+        """
         place = self.place
         if place is None or self.refusal is never:
             return place or _imported(self.refusal)
@@ -136,17 +140,16 @@ class Implementation:
 
 
 class Operation(Generic[R]):
-    """A named operation with its implementations, the preferred one first; R is what a call of it returns.
+    """A named operation with its implementations in order of preference; R is its return type.
 
     Args:
         schema: its name; or, for one that compilers see, "NAME(Tensor x, ...) -> Tensor", as torch.library takes it.
-        implementations: in order of preference; or the function that is the only one.
-        fake: what the operator does to shapes and dtypes alone; needed with a schema of arguments.
-        kernel: what the operator does, where its arguments are not the operation's.
-        traced: what a traced call does, where the operation's arguments are not the operator's: calls `operator`.
-        flops: (the operator's arguments, out_val=what it returned) to the FLOPs that torch's counter notes for it.
-        parts: the operation that this one is composed of: `only` leaves of its implementations those whose name it
-            leaves there.
+        implementations: in order of preference, or a single function.
+        fake: shape and dtype function of the operator; needed if the schema has arguments.
+        kernel: function of the operator, if its arguments differ from the operation's.
+        traced: function for traced calls, which calls `operator`, if their arguments differ.
+        flops: (arguments of the operator, out_val=result) -> FLOPs, for torch's FLOP counter.
+        parts: operation that this one is composed of; `only` then keeps the implementations whose names it keeps there.
     """
 
     def __init__(
@@ -164,15 +167,15 @@ class Operation(Generic[R]):
         self.impls = (
             [Implementation("reference", implementations)] if callable(implementations) else list(implementations)
         )
-        #: The implementations that `only` left; a call tries them in order.
+        #: Implementations that `only` has left; a call tries them in order.
         self.active = self.impls
         self.parts = parts
-        #: What a compiler sees.
+        #: Operator that a compiler sees.
         self.operator: Callable[..., Any] = self.eager
         if fake is not None:
             # Under torch.compile(mode="reduce-overhead") Inductor runs operators with this tag outside of its CUDA
-            # graphs. Ours cache workspaces, which would be memory of a graph's pool that later replays overwrite, and
-            # probe GEMMs and note amaxes by way of the host, which no replay does.
+            # graphs. Ours cache workspaces, which would be memory of a graph's pool that later replays overwrite. They
+            # also probe GEMMs and record amaxes on the host, which no replay does.
             _library.define(schema, tags=torch.Tag.cudagraph_unsafe)
             _library.impl(self.name, kernel or self.eager, "CompositeExplicitAutograd")
             torch.library.register_fake(f"quaver::{self.name}", partial(_faked, fake), lib=_library)
@@ -183,10 +186,10 @@ class Operation(Generic[R]):
         OPERATIONS.append(self)
 
     def __call__(self, *args: Any) -> R:
-        """Run the first implementation that takes the call, or hand the operator to a compiler that traces."""
+        """Run the first implementation that supports the call, or call the operator while a compiler traces."""
         if is_tracing():
             return self.traced(*args)
-        # As `eager`: a frame less, which a small operation feels.
+        # Inlined copy of `eager`, which saves a frame.
         for impl in self.active:
             reason = impl.reason
             if reason is never or not reason(*args):
@@ -195,11 +198,11 @@ class Operation(Generic[R]):
         return self._refuse(*args)
 
     def eager(self, *args: Any) -> R:
-        """Run the first implementation that takes the call."""
+        """Run the first implementation that supports the call."""
         return self.pick(*args)(*args)
 
     def pick(self, *args: Any) -> Callable[..., R]:
-        """The function that a call with these arguments would run; one that says why none would, if none would."""
+        """Return the function that a call with these arguments runs, or one that raises if none supports it."""
         for impl in self.active:
             if not impl.reason(*args):
                 return impl.run
@@ -207,34 +210,35 @@ class Operation(Generic[R]):
 
     def _refuse(self, *args: Any) -> NoReturn:
         reasons = "; ".join(f"{name}: {why}" for name, why in self.explain(*args))
-        raise Unsupported(f"no implementation of {self.name} takes this call. {reasons}")
+        raise Unsupported(f"no implementation of {self.name} supports this call. {reasons}")
 
     def named(self, name: str) -> Implementation:
-        """The implementation of this name."""
+        """Return the implementation of this name."""
         return next(impl for impl in self.impls if impl.name == name)
 
     def explain(self, *args: Any) -> list[tuple[str, str]]:
-        """(implementation, "" or why not) in order of preference; the first "" is the one that runs."""
+        """Return (implementation, "" or reason) pairs in order of preference; the first with "" runs."""
         allowed = {impl.name for impl in self.active}
         return [(i.name, i.reason(*args) if i.name in allowed else "switched off by only()") for i in self.impls]
 
     def allows(self, name: str) -> bool:
-        """True unless `only` has switched the implementation of this name off."""
+        """Return True unless `only` has disabled the implementation of this name."""
         return any(impl.name == name for impl in self.active)
 
 
 def _faked(fake: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    # What is traced now may be counted later.
+    # Calls traced now may be counted later.
     register()
     return fake(*args, **options)
 
 
 @contextmanager
 def narrowed(name: str, fallback: str | None = None) -> Iterator[None]:
-    """Leave one implementation, by name, of every operation that has it; it holds for the whole process.
+    """Keep only the named implementation of every operation that has it, in the whole process.
 
     Args:
-        fallback: the implementation that runs in place of it where it refuses.
+        fallback: name of the implementation that runs if the named one does not support a call.
+
     Raises:
         ValueError: no operation has an implementation of that name.
     """
@@ -256,9 +260,9 @@ def narrowed(name: str, fallback: str | None = None) -> Iterator[None]:
 
 @contextmanager
 def traced_plainly(but: Sequence[str]) -> Iterator[None]:
-    """Inside, what is traced has plain torch in the place of our operators: of all operations but those of some names.
+    """Trace plain torch operations in place of our operators, except those named in `but`.
 
-    It holds for the whole process: for a program that goes where our operators are not.
+    Applies to the whole process; for programs that must run where our operators are not available.
     """
     before = [(operation, operation.traced) for operation in OPERATIONS if operation.name not in but]
     for operation, _ in before:

@@ -1,4 +1,4 @@
-"""Quantizing, multiplying and summing, each with its implementations in order of preference, and the choice."""
+"""Operations of linear layers (quantize, matmul, column sums), their implementations, and the choice between them."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,37 +28,36 @@ def _any_autocast() -> bool:
     return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
 
-#: () to True while torch.autocast is on for a kind of device.
+#: Returns True while torch.autocast is enabled for any device.
 any_autocast_enabled: Callable[[], bool] = getattr(_C, "_is_any_autocast_enabled", _any_autocast)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-#: Where the kernels are, and Triton: imported when a tensor on a GPU comes.
+#: Package of the GPU implementations, imported only when a GPU tensor arrives, because it imports Triton.
 GPU = "quaver.torch.backends.gpu"
 
 
 def no_kernels(x: Tensor, *_: Any) -> str:
-    """Why no kernel takes a tensor, whatever is to be done with it, or ""."""
+    """Return why no kernel supports a tensor on this device, or ""."""
     if x.is_cpu and not device.asked:
         return "the tensor is not on a GPU"
     return device.why_no_kernels(x.device)
 
 
 def on_host(x: Tensor) -> bool:
-    """True where plain torch is all that runs on x: on a CPU, in eager mode, unless a kernel is asked for by name."""
+    """Return True if only plain torch runs on x: on a CPU in eager mode, unless a kernel was requested by name."""
     return x.is_cpu and not device.asked and not is_tracing()
 
 
 def chosen(operation: Operation, x: Tensor) -> Callable[..., Any]:
-    """What runs an operation on x: where that is plain torch, the function itself."""
+    """Return the function that runs an operation on x: the plain torch function itself where only that runs."""
     return operation.impls[-1].run if on_host(x) else operation
 
 
-#: Given in place of noise, which rounding to nearest leaves alone, where backward quantizes again what forward has
-#: quantized: a compiler that took the two for one would keep the codes, of a weight a byte an element.
+#: Noise argument that marks a second quantization, in backward, of a tensor that forward has quantized. Otherwise a
+#: compiler would merge the two and save the codes, a byte per element of a weight. Rounding to nearest ignores it.
 AGAIN: Noise = 1, 0, 0
 
-# Quantizing an operand. What a kernel is told besides, such as where to note the amax, changes no bit: the caller looks
-# what was done.
+# ---- quantize: hints to kernels, such as where to record the amax, do not change the result ----
 
 
 def _quantize_traced(
@@ -70,21 +69,20 @@ def _quantize_traced(
     number: Tensor | None = None,
     transposed: bool | None = None,
 ) -> Quantized:
-    """With the number of a layer, the amax is recorded as its grad_output's.
+    """Quantize x while tracing; with a layer's `number`, record the amax as that of its grad_output.
 
     Args:
-        transposed: whether x is the transpose of what lies row by row; None looks. A compiler that traces a backward
-        knows
-            no strides: asked for them, it traces that backward once more and copies gradients that are not contiguous.
+        transposed: True if x is a transposed view of a row-major matrix; None checks the strides. Checking strides in a
+            compiled backward would trace it again and copy gradients that are not contiguous.
     """
     if transposed is None:
         transposed = x.stride(1) != 1 and x.stride(0) == 1
     tensor_id: Tensor | None
     count: Tensor | None
-    # Two calls of equal arguments are one to a compiler, as of layers of one input, but for what is made for each.
+    # Without separate tensors a compiler merges equal calls, such as those of layers with the same input.
     tensor_id = count = None
     if spec.rounding != "nearest":
-        # A tensor id that is a tensor is no constant of the graph: layers that share code share a graph.
+        # As a tensor, the id is not a constant of the graph, so layers with the same code share one.
         tensor_id, count = (
             torch.tensor(v, dtype=torch.int64, device="cpu") if isinstance(v, int) else v for v in noise[1:]
         )
@@ -136,7 +134,7 @@ QUANTIZE: Operation[Quantized] = Operation(
 )
 
 
-# Multiplying two.
+# ---- matmul ----
 
 
 def _no_gemms(a: Quantized, *_: Any) -> str:
@@ -192,15 +190,15 @@ MATMUL: Operation[Tensor] = Operation(
 
 
 def shown_matmul(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:
-    """MATMUL where all else is unseen: a selective checkpoint sees torch.ops.quaver.matmul, as in compiled code."""
+    """Run MATMUL as torch.ops.quaver.matmul, which a selective checkpoint sees, as in compiled code."""
     operands, compiled = (*flat(a), *flat(b)), active_context.compiled
     y: Tensor = selecting.shown(MATMUL.operator, *operands, dtype, bias, fast_accum)
     active_context.compiled = compiled
-    # What it keeps may not change, and an output may be written to.
+    # The checkpoint's cached result must not change, but an output may be written to.
     return y.clone()
 
 
-# An operand and its transpose.
+# ---- quantize both: an operand and its transpose ----
 
 
 def _two_calls(
@@ -229,8 +227,8 @@ def _both_traced(
     other_noise: Noise = QUIET,
     number: Tensor | None = None,
 ) -> tuple[Quantized, Quantized]:
-    """Of roundings to nearest; the number as `QUANTIZE.traced` takes it."""
-    # Not whether they are QUIET: to a compiler a default and the global that it names are two tuples.
+    """Quantize x and its transpose while tracing, rounding to nearest; `number` as in `QUANTIZE.traced`."""
+    # Does not compare with QUIET, because Dynamo sees a default and the global that it names as two tuples.
     assert spec.rounding == other.rounding == "nearest"
     *q, data, scale, of_tensor = QUANTIZE_BOTH.operator(x, spec.text, other.text, amax, _float(factor), number)
     return joined(x, spec, False, *q), joined(x.t(), other, False, data, scale, of_tensor, q[3])
@@ -247,9 +245,9 @@ def _both_kernel(
 
 
 def _unshared(q: Quantized) -> tuple[Tensor, ...]:
-    """`parts` that share nothing with another operand."""
+    """Return `parts` that share no memory with another operand."""
     data, *others = parts(q)
-    # The transpose of a row is the row.
+    # The transpose of a single row shares its memory.
     data = data.clone() if q.transposed and data.data_ptr() == q.data.data_ptr() else data
     return data, *(one.clone() for one in others)
 
@@ -258,9 +256,9 @@ def _both_fake(x: Tensor, text: str, other: str, *_: Any) -> tuple[Tensor, ...]:
     return *empty_parts(x, QuantSpec.parse(text)), *empty_parts(x.t(), QuantSpec.parse(other))[:3]
 
 
-#: x [rows, k] by one spec and its transpose by another, from one read of x where an implementation can do that:
-#: (x, spec, spec of the transpose, amax, factor, noise, noise of the transpose, whether factor is known not to be 0,
-#: where a kernel may note the amax, whether it may sum x over its rows).
+#: Quantizes x [rows, k] by one spec and its transpose by another, from one read of x if an implementation can.
+#: Arguments: (x, spec, spec of the transpose, amax, factor, noise, noise of the transpose, factor is known to be
+#: nonzero, where a kernel may record the amax, whether to sum x over its rows).
 QUANTIZE_BOTH: Operation[tuple[Quantized, Quantized]] = Operation(
     "quantize_both(Tensor x, str spec, str other, Tensor? amax, Tensor? factor, Tensor? number)"
     " -> (Tensor data, Tensor scale, Tensor tensor_factor, Tensor amax,"
@@ -284,7 +282,7 @@ def _code_bytes_fake(codes: Tensor) -> Tensor:
     return codes.new_empty(codes.shape, dtype=torch.uint8)
 
 
-#: Packed codes of four bits as bytes: Inductor knows no float4 on a CPU.
+#: Packed four-bit codes as bytes, because Inductor does not support float4 on a CPU.
 CODE_BYTES: Operation[Tensor] = Operation("code_bytes(Tensor codes) -> Tensor", _code_bytes, fake=_code_bytes_fake)
 
 
@@ -292,7 +290,7 @@ def _plain_sum(g: Tensor, dtype: torch.dtype) -> Tensor:
     return g.sum(0, dtype=torch.float32).to(dtype)
 
 
-#: The gradient [features] of a bias, of the gradient [tokens, features] of what it was added to.
+#: Gradient of a bias [features] from grad_output [tokens, features].
 BIAS_GRADIENT: Operation[Tensor] = Operation(
     "bias_gradient",
     [
@@ -304,7 +302,7 @@ BIAS_GRADIENT: Operation[Tensor] = Operation(
     traced=_plain_sum,
 )
 _ADD_UP = Implementation("triton", f"{GPU}.cross_entropy:add_up")
-#: The implementation that runs in place of one that `only` names and that refuses the call.
+#: Implementation that runs if the one named by `only` does not support the call.
 _FALL_BACK = {"triton": "reference", "native": "decoded"}
 
 
@@ -312,11 +310,11 @@ _FALL_BACK = {"triton": "reference", "native": "decoded"}
 def only(name: str) -> Iterator[None]:
     """Run one implementation of every operation, by name ("cpu", "reference", "triton"): `with only("reference"): ...`.
 
-    An operation that has none of that name runs as ever. "triton" on a CPU interprets the kernels, and specs without
-    one go to the reference; "native" and "decoded" run there too where torch can.
+    Operations without an implementation of that name are not affected. "triton" on a CPU interprets the kernels, and
+    specs without a kernel use the reference. "native" and "decoded" run on a CPU too if torch can.
 
-    It holds for the whole process, other threads included: on a GPU a backward runs in a thread of autograd's, which
-    must see it. Enter it in one thread at a time.
+    Applies to the whole process, because on a GPU backward runs in an autograd thread. Enter it in one thread at a
+    time.
     """
     with narrowed(name, _FALL_BACK.get(name)), device.asking(name):
         _resolved.clear()
@@ -327,13 +325,13 @@ def only(name: str) -> Iterator[None]:
 
 
 class ResolvedOperations(NamedTuple):
-    """What quantizes and multiplies under a recipe."""
+    """Functions that quantize and multiply under a recipe."""
 
-    #: Held, so that no other recipe gets its identity.
+    #: Referenced so that its id, the cache key, is not reused.
     recipe: Recipe
     quantize: Callable[..., Quantized]
     matmul: Callable[..., Tensor]
-    #: `QUANTIZE_BOTH` where one read of an operand can serve two GEMMs, else None: two calls take their time.
+    #: `QUANTIZE_BOTH` if one read of an operand can serve two GEMMs, else None.
     both: Callable[..., tuple[Quantized, Quantized]] | None = None
 
 
@@ -341,10 +339,10 @@ _resolved: dict[Any, ResolvedOperations] = {}
 
 
 def resolve(recipe: Recipe, x: Tensor) -> ResolvedOperations:
-    """The implementations that run a recipe's operations on operands like x.
+    """Return the implementations that run a recipe's operations on operands like x.
 
-    The choice does not depend on shapes, so it is made once for a recipe (and device, and dtype): asking takes as long
-    as a small GEMM.
+    The choice does not depend on shapes, so it is cached per recipe (and device and dtype); choosing takes as long as a
+    small GEMM.
     """
     resolved = _resolved.get(id(recipe) if x.is_cpu else (id(recipe), x.device, x.dtype))
     if resolved is None:
@@ -366,7 +364,7 @@ def _resolve(recipe: Recipe, x: Tensor) -> ResolvedOperations:
         return ResolvedOperations(recipe, run, MATMUL.pick(operand, operand, x.dtype, None))
     triton = QUANTIZE.named("triton")
     kernels = QUANTIZE.allows("triton") and any(not triton.reason(x, spec) for spec in specs)
-    # Asking again at each call which implementation it is takes as long as a launch.
+    # Choosing again at each call takes as long as a launch.
     multiply, both = MATMUL.eager, QUANTIZE_BOTH.eager
     if x.is_cuda and MATMUL.active is MATMUL.impls:
         multiply = MATMUL.named("decoded" if device.why_no_fp8(x.device, "native") else "native").run
@@ -376,10 +374,10 @@ def _resolve(recipe: Recipe, x: Tensor) -> ResolvedOperations:
 
 
 def bias_gradient(g: Tensor, dtype: torch.dtype, partial: Tensor | None = None) -> Tensor:
-    """g [tokens, features] summed over its tokens in float32, in a fixed order, and rounded once: [features].
+    """Sum g [tokens, features] over its tokens in float32, in a fixed order, rounded once; returns [features].
 
     Args:
-        partial: `Quantized.partial_sums` of g, where whatever quantized it summed it on the way: g is not read again.
+        partial: `Quantized.partial_sums` of g, if its quantization has computed them; g is then not read.
     """
     if partial is not None:
         total: Tensor = _ADD_UP.run(partial, dtype)
@@ -388,13 +386,13 @@ def bias_gradient(g: Tensor, dtype: torch.dtype, partial: Tensor | None = None) 
 
 
 def autocast_device(x: Tensor) -> str:
-    """The kind of torch.autocast that reaches a tensor; meta has none of its own."""
+    """Return the device type whose torch.autocast applies to a tensor; meta counts as CPU."""
     return "cpu" if x.is_cpu or x.is_meta else x.device.type
 
 
 @contextmanager
 def without_autocast(device: str) -> Iterator[None]:
-    """Keep an ambient torch.autocast from casting what a GEMM decodes; costs nothing where there is none."""
+    """Disable torch.autocast, so that it does not cast decoded operands; free if it is not enabled."""
     if not torch.is_autocast_enabled(device):
         yield
         return

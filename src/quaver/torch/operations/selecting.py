@@ -1,8 +1,8 @@
-"""What selective checkpoints see of a layer: the product of each of its GEMMs, by one operation, and nothing else.
+"""Support for selective checkpoints: they see the product of each GEMM of a layer as one operation, and nothing else.
 
 torch.utils.checkpoint's `create_selective_checkpoint_contexts` counts the operations of each kind in a forward, and
-takes those of the recomputation for the same ones, one by one. Of a layer they would not be: between the two a weight's
-codes are kept and plans are made.
+matches those of the recomputation by their order. Inside a layer they would not match, because weights are cached and
+plans are made in between.
 """
 
 import functools
@@ -20,14 +20,14 @@ from quaver.torch.numerics.rounding import is_tracing
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: The modes that such a checkpoint enters in a forward and in its recomputation. Without these names, or those of the
-#: stack of modes, layers are seen whole, and torch refuses what they write over.
+#: Modes that such a checkpoint enters in a forward and in its recomputation. If torch lacks these names, or those of
+#: the mode stack, checkpoints see all operations of layers, and torch rejects in-place writes.
 MODES = tuple(
     vars(checkpoint)[name]
     for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
     if hasattr(checkpoint, name)
 )
-#: () to the number of modes that see the operations of this thread.
+#: Returns the number of dispatch modes active in this thread.
 depth: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 _stack: Callable[[], Sequence[Any]] = getattr(dispatching, "_get_current_dispatch_mode_stack", lambda: ())
 _push: Callable[[Any], None] | None = getattr(dispatching, "_push_mode", None)
@@ -35,9 +35,9 @@ _pop: Callable[[], Any] | None = getattr(dispatching, "_pop_mode", None)
 
 
 class _SelectionState(threading.local):
-    #: All modes, the innermost first, while those of selective checkpoints see nothing of what runs.
+    #: All modes, innermost first, while operations are hidden from selective checkpoints.
     hidden: Sequence[Any] = ()
-    #: Those that see the inside of an operation of which selective checkpoints see the outside.
+    #: Other modes, which see the inside of an operation that selective checkpoints see as a whole.
     inside: Sequence[Any] = ()
 
 
@@ -45,18 +45,17 @@ _thread = _SelectionState()
 
 
 def is_active() -> bool:
-    """Whether a selective checkpoint sees what runs, eagerly, in this thread."""
+    """Return True if a selective checkpoint observes this thread in eager mode."""
     return depth() > 0 and _push is not None and _pop is not None and any(isinstance(m, MODES) for m in _stack())
 
 
 def is_hidden() -> bool:
-    """Whether this runs in a function that `unseen` made, under a selective checkpoint."""
+    """Return True inside a function wrapped by `unseen`, under a selective checkpoint."""
     return bool(_thread.hidden)
 
 
 def unseen(function: Callable[P, T]) -> Callable[P, T]:
-    """A function of whose operations selective checkpoints see those alone that `seen` or `shown` runs; any other mode
-    sees what it would see without a checkpoint."""
+    """Wrap a function so that selective checkpoints see only operations of `seen` or `shown`; other modes see all."""
 
     @functools.wraps(function)
     def run(*args: P.args, **options: P.kwargs) -> T:
@@ -70,14 +69,16 @@ def unseen(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def seen(function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-    """function(*args), where it is hidden from selective checkpoints, seen by all modes."""
+    """Run function(*args) visibly for all modes, inside a hidden function."""
     with _instead(_thread.hidden):
         return function(*args, **options)
 
 
 def shown(operator: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-    """operator(*args), where it is hidden from selective checkpoints, seen by those as one operation; other modes see
-    what its kernel does in `inside`, if it runs."""
+    """Run operator(*args) as one visible operation inside a hidden function.
+
+    Other modes see the operations of its kernel within `inside`.
+    """
     modes = _thread.hidden
     with _instead([mode for mode in modes if isinstance(mode, MODES)], inside=_others(modes)):
         return operator(*args, **options)
@@ -85,7 +86,7 @@ def shown(operator: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
 
 @contextmanager
 def inside() -> Iterator[None]:
-    """In the kernel of an operator that may be `shown`: other modes see what runs."""
+    """Make operations visible to other modes in the kernel of a `shown` operator."""
     if not _thread.inside:
         yield
         return
@@ -99,7 +100,7 @@ def _others(modes: Sequence[Any]) -> Sequence[Any]:
 
 @contextmanager
 def _instead(modes: Sequence[Any], hidden: Sequence[Any] = (), inside: Sequence[Any] = ()) -> Iterator[None]:
-    """Modes, the innermost first, in place of those that there are."""
+    """Replace the active modes by these, innermost first, while the context is open."""
     assert _push is not None and _pop is not None
     before, replaced = (_thread.hidden, _thread.inside), [_pop() for _ in range(depth())]
     _thread.hidden, _thread.inside = hidden, inside

@@ -1,1 +1,1 @@
-"""What outlives a call, and nothing else: recipe in force, histories, counts, kept weights, logs of recomputation."""
+"""State that outlives a call: current recipe, scaling histories, noise counters, weight cache, recomputation logs."""

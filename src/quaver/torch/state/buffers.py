@@ -1,4 +1,4 @@
-"""The buffers that recipes keep state in: making them, and making a checkpoint of any recipe fit."""
+"""State buffers of recipes: create them, and adapt checkpoints written under any recipe."""
 
 import threading
 import warnings
@@ -14,14 +14,15 @@ from quaver.torch.state.history import amax
 from quaver.torch.state.layer_state import device_of, state_of
 from quaver.torch.state.noise import fresh_count, stream_of, streams
 
-#: Buffers that recipes add.
+#: Names of the buffers that recipes add.
 STATE = ("history", "factor", "count")
 
 
 class _SavingState(threading.local):
-    """What a thread's state dicts are."""
+    """Kind of state dict that a thread is saving."""
 
-    #: None for all of a layer; else those of unconverted layers, with weights that were decoded so far by layer.
+    #: None for the full state of a layer; otherwise saves the layout of unconverted layers, with the weights
+    #: dequantized so far by layer.
     decoded: dict[nn.Module, Tensor] | None = None
 
 
@@ -29,12 +30,12 @@ saving = _SavingState()
 
 
 def prepare(layer: nn.Module, recipe: Recipe) -> None:
-    """Give a layer the buffers that a recipe keeps state in: for training, nothing else writes them."""
+    """Create the buffers that a recipe stores state in; only training needs them."""
     if layer_state.replaying():
-        # The first run has prepared it; since then another recipe may have.
+        # The first run has prepared the layer, and another recipe may have done so since.
         return
     if recipe.delayed is None and not recipe.stochastic and is_tracing():
-        # It has none to give, and a compiled step that noted so would be compiled again for the second.
+        # Nothing to create; recording that would recompile a compiled step at its second call.
         return
     if not is_tracing() and torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
@@ -49,8 +50,11 @@ def prepare(layer: nn.Module, recipe: Recipe) -> None:
 
 
 def outlast(layer: nn.Module) -> None:
-    """Make ordinary tensors of buffers that a copy, a load or a move in inference mode has made: torch forbids writes
-    to those elsewhere, and any step may roll a history."""
+    """Replace inference tensors among the state buffers by ordinary ones.
+
+    Copies, loads and moves in inference mode create them, and torch forbids writes to them elsewhere, but any step may
+    update a history.
+    """
     for name in STATE:
         buffer = layer._buffers.get(name)
         if buffer is not None and buffer.is_inference():
@@ -59,9 +63,10 @@ def outlast(layer: nn.Module) -> None:
 
 
 def match_state(layer: nn.Module, state_dict: Any, prefix: str, load: object) -> None:
-    """Make a checkpoint of any recipe fit: adopt state that the layer may need yet, drop what its recipe does not.
+    """Adapt a checkpoint written under any recipe: adopt state that the layer may still need, drop what its recipe does
+    not.
 
-    What lacks state altogether is of the unconverted model, or of a recipe without any: this layer's starts fresh.
+    A checkpoint without any state (unconverted model, or a stateless recipe) resets the layer's state.
     """
     stateless = not any(prefix + name in state_dict for name in STATE)
     for name in STATE:
@@ -93,14 +98,14 @@ def match_state(layer: nn.Module, state_dict: Any, prefix: str, load: object) ->
 
 
 def take_state(layer: nn.Module, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Make a buffer for what a checkpoint holds of a layer that has not run and takes its recipe from an autocast.
+    """Create a buffer for state in a checkpoint, for a layer without its own recipe that has not run yet.
 
     Returns:
-        Whether there was one to make.
+        True if a buffer was created.
     """
     if layer._buffers.get(name) is not None or layer.recipe is not None:
         return False
-    # A history lies column by column.
+    # A history is stored column-major.
     transposed = name == "history"
     lies = (*shape[:-2], shape[-1], shape[-2]) if transposed else shape
     buffer = torch.zeros(lies, dtype=dtype, device=device_of(layer))
@@ -110,14 +115,14 @@ def take_state(layer: nn.Module, name: str, shape: tuple[int, ...], dtype: torch
 
 
 def _match_stream(layer: nn.Module, state_dict: Any, key: str) -> None:
-    """Go on drawing from the stream that the checkpoint's layer drew from, unless it or this one goes by its name."""
+    """Continue the checkpoint's noise stream, unless either layer derives its stream from its name."""
     fresh = fresh_count(layer, state_dict[key].device)
     if layer.__dict__.get("qualified_name") is not None or stream_of(state_dict[key]) < 0:
         fresh[..., :2] = state_dict[key][..., :2]
         state_dict[key] = fresh
     else:
         state, first = state_of(layer), stream_of(state_dict[key])
-        # A rank of a mesh has the last of the matrices, and its serial is that of matrix 0.
+        # A rank of a mesh may have only later matrices of a stack; the serial is that of matrix 0.
         state.serial = first - int(state.members[0]) if state.members else first
         streams(layer)
 
@@ -126,7 +131,7 @@ def _start_fresh(layer: nn.Module, name: str, state_dict: Any, prefix: str) -> N
     first = next((name for name, p in layer._parameters.items() if p is not None), "weight")
     given, device = state_dict.get(prefix + first), device_of(layer)
     if device.type == "meta" and given is not None:
-        # A layer on meta takes on what the checkpoint holds, where that lies.
+        # A layer on meta gets the checkpoint's tensors, on their device.
         device = given.device
     if name == "count":
         state_dict[prefix + name] = fresh_count(layer, device)
@@ -136,13 +141,13 @@ def _start_fresh(layer: nn.Module, name: str, state_dict: Any, prefix: str) -> N
 
 
 class _LoadState:
-    """The load_state_dict that warned last, known by the list it collects missing keys in."""
+    """The load_state_dict call that warned last, identified by its list of missing keys."""
 
     current: object = None
 
 
 def _warn_once(load: object, sentence: str) -> None:
-    """Warn for the first layer of a load; the others say the same."""
+    """Warn for the first layer of a load only."""
     if _LoadState.current is not load:
         _LoadState.current = load
         warnings.warn(sentence + ", and so does what other layers lack", stacklevel=2)

@@ -1,4 +1,4 @@
-"""Which recipe is in force: `autocast` sets it, and `recipe_in_force` gives it to a layer."""
+"""Recipe context: `autocast` sets the recipe, `recipe_in_force` returns it, `checkpoint` recomputes under it."""
 
 import threading
 import warnings
@@ -16,28 +16,27 @@ from quaver.torch.state.history import roll, scaling_step
 from quaver.torch.state.layer_state import ReadLog, Replay, recomputing
 from quaver.torch.state.noise import order
 
-# ---- context ---------------------------------------------------------------------------------------------
+# ---- autocast ----
 
 
 class _Ambient(threading.local):
-    # Dynamo traces a thread-local; it does not trace a ContextVar. One tuple is one look-up.
-    #: The recipe, whether autocast(enabled=False) rules, and how many autocasts are open.
+    # A thread-local, because Dynamo traces it and not a ContextVar. A single tuple needs a single lookup.
+    #: (recipe, True inside autocast(enabled=False), number of open autocasts).
     now: tuple[Recipe | None, bool, int]
-    #: True once a quantizable layer has asked for its recipe since this thread entered an outermost autocast.
+    #: True once a quantizable layer has read its recipe since this thread entered an outermost autocast.
     asked = False
-    #: True once one has asked in any autocast of this thread, or before the first.
+    #: True once a quantizable layer has read its recipe in any autocast of this thread, or before the first.
     ever = False
-    #: True once a compiled layer has run in this thread: such layers ask nothing when they run.
+    #: True once a compiled layer has run in this thread; such layers do not read the recipe when they run.
     compiled = False
-    #: Where the forward of a pipeline's stage runs: an autograd function and its `apply` to what is called in the place
-    #: of that. No compiled code asks for it.
+    #: Set while the forward of a pipeline stage runs: maps an autograd function and its `apply` to the function to call
+    #: instead. Compiled code never reads it.
     split: Callable[[type[torch.autograd.Function], Callable[..., Any]], Callable[..., Any]] | None = None
-    #: Whether that takes the gradients of weights away from autograd, of layers that quantize nothing, too.
+    #: True if `split` takes weight gradients from autograd, including those of unquantized layers.
     takes_weights = False
 
     def __init__(self) -> None:
-        # Dynamo guards on whether an object has an attribute: one of the class alone, which a first autocast sets,
-        # would compile that function again.
+        # Dynamo guards on instance attributes: setting `now` later would make the first autocast recompile.
         self.now = None, False, 0
 
 
@@ -45,25 +44,26 @@ active_context = _Ambient()
 
 
 class autocast(ContextDecorator):
-    """Run the layers inside under a recipe; layers with a recipe of their own keep it.
+    """Run layers under a recipe; layers with a recipe of their own keep it.
 
-    It is for the forward pass: backward uses what forward used. Entering the outermost one with gradients enabled
-    begins a step of delayed scaling, and the histories of the layers that ran in this thread's earlier ones roll, after
-    one all-reduce of the maxima. Layers whose backward is still to come roll when their model runs forward again, so
-    that several models in one loop or one process train as each does alone.
+    Use it around the forward pass; backward uses the recipe of its forward. Entering the outermost autocast with
+    gradients enabled begins a step of delayed scaling: histories of layers that ran in this thread's earlier autocasts
+    are updated, after one all-reduce of the amaxes. Layers whose backward is still pending are updated when their model
+    runs forward again, so several models in one loop or process train as each does alone.
 
-    One that is left after a forward in which no quantizable layer ran warns. With gradients a forward is what made part
-    of a graph; without, any body counts, until a quantizable layer has run in this thread: after that the body may have
-    been empty. None warns in compiled code, nor where compiled layers ran in this thread.
+    Warns on exit if a forward ran but no quantizable layer did. With gradients, a forward is detected by new autograd
+    nodes. Without gradients any body counts, until a quantizable layer has run in this thread. There is no warning in
+    compiled code, or if compiled layers ran in this thread.
 
     Args:
         recipe: a name from `quaver.recipes.RECIPES` or a Recipe.
-        enabled: False switches quantization off inside, also for layers with their own recipe.
-        group: process group that delayed scaling's maxima are reduced over; the default group if torch.distributed
-            is initialized. All its ranks must enter alike. It is the layers' own from then on: outside of autocast they
-            are reduced over it too, and another group's step leaves them alone until they run.
+        enabled: False disables quantization inside, also for layers with their own recipe.
+        group: process group over which delayed scaling reduces its amaxes; the default group if torch.distributed is
+            initialized. All its ranks must enter in the same order. The layers keep the group afterwards, also outside
+            of autocast, and steps of other groups skip these layers until they run.
+
     Raises:
-        ValueError: unknown recipe, or none given.
+        ValueError: the recipe is unknown, or none was passed.
     """
 
     def __init__(self, recipe: str | Recipe | None = None, *, enabled: bool = True, group: Any = None) -> None:
@@ -72,13 +72,14 @@ class autocast(ContextDecorator):
         self.recipe = None if recipe is None else _resolve(recipe)
         self.enabled = enabled
         self.group = group
-        #: What each entry found, and of an outermost one: the step of delayed scaling, and the number of graph nodes.
+        #: For each entry the previous context; for an outermost entry also the previous step and the number of autograd
+        #: nodes.
         self._before: list[
             tuple[tuple[Recipe | None, bool, int], tuple[scaling_step.ScalingStep | None, int] | None]
         ] = []
 
     def _recreate_cm(self) -> "autocast":
-        # A decorated function may run in several threads at once.
+        # A new object, because a decorated function may run in several threads at once.
         return autocast(self.recipe, enabled=self.enabled, group=self.group)
 
     def __enter__(self) -> "autocast":
@@ -111,27 +112,29 @@ class autocast(ContextDecorator):
 
 
 NOTHING_RAN = (
-    "no quantizable layer ran inside autocast({}), so it quantized nothing; it reaches quaver.torch's layers: "
-    "call quaver.torch.convert(model, recipe) first, or make the model of quaver.torch.Linear"
+    "no quantizable layer ran inside autocast({}), so nothing was quantized; autocast applies to quaver.torch's "
+    "layers: call quaver.torch.convert(model, recipe) first, or build the model from quaver.torch.Linear"
 )
 
 
 def ran(before: int) -> bool:
-    """Whether something ran since there were so many nodes, as far as can be told; -1 is a body without gradients.
+    """Return True if a forward seems to have run since `before` nodes existed; -1 means without gradients.
 
-    That one leaves no trace: it is taken for a forward until the thread has run a quantizable layer. From then on it is
-    more likely that it was empty, as a loop over no batch is.
+    Without gradients there is no trace, so a forward is assumed until the thread has run a quantizable layer. After
+    that the body was more likely empty, such as a loop over no batches.
     """
     return not active_context.ever if before < 0 else nodes() != before
 
 
 def nodes() -> int:
-    """How many nodes of graphs this thread has made, by a name that torch does not document; 0 where it is missing."""
+    """Return the number of autograd nodes that this thread has created, from an undocumented torch function; 0 without
+    it.
+    """
     number = getattr(torch.autograd, "_get_sequence_nr", None)
     return 0 if number is None else int(number())
 
 
-#: The recipes without options, ready made: a compiler traces a lookup, but not how a recipe is built and checked.
+#: Recipes without options, built at import, because torch.compile can trace a lookup but not the construction.
 _PLAIN = {name: build() for name, build in recipes.RECIPES.items()}
 
 
@@ -143,16 +146,17 @@ def _resolve(recipe: str | Recipe) -> Recipe:
             return recipe
         if "(" in recipe:
             raise ValueError(
-                f"torch.compile cannot read the options in {recipe!r}; build the recipe outside of what is compiled, "
-                "recipe = quaver.recipes.get(text), and give autocast(recipe)"
+                f"torch.compile cannot parse the options in {recipe!r}; build the recipe outside of the compiled "
+                "function, recipe = quaver.recipes.get(text), and pass autocast(recipe)"
             )
     return recipes.get(recipe)
 
 
 def recipe_in_force(own: Recipe | None) -> Recipe | None:
-    """A layer's own recipe, else the innermost autocast's, else none; none where autocast(enabled=False) rules.
+    """Return the layer's own recipe, else that of the innermost autocast, else None; None inside
+    autocast(enabled=False).
 
-    It is what a quantizable layer asks when it runs.
+    Every quantizable layer calls this when it runs.
     """
     if not is_tracing():
         active_context.asked = True
@@ -160,36 +164,34 @@ def recipe_in_force(own: Recipe | None) -> Recipe | None:
 
 
 def in_force(own: Recipe | None) -> Recipe | None:
-    """`recipe_in_force` of what may have nothing to quantize under it."""
+    """Return the same as `recipe_in_force` without registering that a quantizable layer ran."""
     recipe, disabled, _ = active_context.now
     if own is None:
         return recipe
     return None if disabled else own
 
 
-# ---- checkpointing ---------------------------------------------------------------------------------------
-# Activation recomputation that is exact under every recipe.
-#
-# torch's own checkpoint, told what the first run took from state that moves on meanwhile: which recipe was in force,
-# delayed scaling's factors, the counts of the noise. So the forward may be run again after later forwards, after the
-# histories have rolled and after autocast has ended.
+# ---- activation checkpointing that is exact under every recipe ----
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function, keep nothing but its arguments for backward, and run it again there.
+    """Run a function without saving activations, and run it again in backward (activation checkpointing).
 
-    The random state is kept, so that dropout drops the same, and so are torch's checks that the second run does what
-    the first one did. Inside a compiled function it is torch's own checkpoint, which the compiler knows.
+    It is torch's checkpoint, extended to replay state that changes in between: recipe, delayed-scaling factors and
+    noise counters. So the recomputation is exact even after later forwards, history updates, and the end of autocast.
+    Outputs, gradients, histories and counts equal those without checkpointing. RNG state and torch's determinism checks
+    are as in torch's checkpoint, which is also what runs inside compiled functions.
 
     Args:
-        function: what to run; a module or a function, which may enter `autocast` itself.
-        *args, **kwargs: its own. `debug`, `determinism_check`, `early_stop` and `preserve_rng_state` are
-            torch.utils.checkpoint.checkpoint's.
+        function: module or function to run; it may enter `autocast` itself.
+        *args, **kwargs: its arguments. `debug`, `determinism_check`, `early_stop` and `preserve_rng_state` go to
+        torch.utils.checkpoint.checkpoint.
+
     Returns:
-        What the function returns.
+        The result of the function.
+
     Raises:
-        ValueError: use_reentrant=True or a context_fn is asked for: replaying needs this one.
-    Exact: outputs, gradients, histories and counts are those without checkpointing.
+        ValueError: use_reentrant=True or a context_fn was passed; the replay uses its own context_fn.
     """
     if kwargs.pop("use_reentrant", False) or "context_fn" in kwargs:
         raise ValueError(
@@ -202,13 +204,13 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _contexts() -> tuple[ReadLog, "_RecomputeContext"]:
-    """The contexts that torch enters around the first run, and around each run that repeats it."""
+    """Return the contexts for torch to enter around the first run, and around each recomputation."""
     log = ReadLog()
     return log, _RecomputeContext(log)
 
 
 class _RecomputeContext:
-    """The first run's recipe and reads in force, and what has taken gradients of weights from it."""
+    """Restores recipe, logged reads and weight-gradient handling of the first run around a recomputation."""
 
     def __init__(self, log: ReadLog) -> None:
         self.replay = Replay(log)

@@ -1,7 +1,7 @@
-"""How many values of each operand saturated, were flushed to zero or were not finite.
+"""Counters of quantization errors: values per operand that saturated, were flushed to zero, or were not finite.
 
-Off by default, and then free: a quantization looks at one attribute, `active.counters`. That is one for the process
-and not for the thread, because on a GPU backward runs in another thread than forward.
+Off by default and then free: quantization only checks `active.counters`. That attribute is process-wide instead of
+thread-local, because on a GPU backward runs in another thread than forward.
 """
 
 from collections import defaultdict
@@ -20,12 +20,12 @@ from quaver.torch.state.weight_cache import refresh
 
 @dataclass
 class OperandCounts:
-    """Counts of one operand of one layer, over everything quantized while counting."""
+    """Counts of one operand of one layer, over all quantizations while counting."""
 
     elements: int = 0
-    #: Stored as the largest magnitude though larger.
+    #: Values larger than the largest magnitude, stored as that.
     saturated: int = 0
-    #: Stored as zero though not zero.
+    #: Nonzero values stored as zero.
     flushed: int = 0
     #: Infinities and NaN.
     nonfinite: int = 0
@@ -36,9 +36,9 @@ NOTHING = "nothing was quantized while counting (compiled layers are not counted
 
 
 class Counters:
-    """Counts by layer and operand: "input", "weight", "grad_output", and with ".T" the copies for other GEMMs.
+    """Counts by layer and operand: "input", "weight", "grad_output", and with ".T" their transposes for other GEMMs.
 
-    `table[layer][operand]` is a `Counts`; an operand that two GEMMs share is counted once.
+    `table[layer][operand]` is an `OperandCounts`. An operand that two GEMMs share is counted once.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -46,7 +46,9 @@ class Counters:
         self.table: dict[str, dict[str, OperandCounts]] = defaultdict(lambda: defaultdict(OperandCounts))
 
     def note(self, layer: nn.Module, operand: str, x: Tensor, q: Quantized, parameter: str = "weight") -> None:
-        """Add up one operand of the product with a parameter; x is what was quantized, before a Hadamard."""
+        """Count one operand of the product with a parameter; x is the input of the quantization, before any Hadamard
+        rotation.
+        """
         name = self._names.get(id(layer))
         if name is None or is_tracing():
             return
@@ -54,7 +56,7 @@ class Counters:
         given = x.detach().to(torch.float32)
         exact = (rotate(given) if q.spec.hadamard else given).abs()
         finite = exact.isfinite()
-        # Where a scale is rounded, its largest value may miss the amax that it was made from by its last bits.
+        # With a rounded scale, the largest value may exceed the representable range by its last bits.
         tolerance = 1.0 if q.spec.power_of_two else 1.0 + 2.0**-22
         largest = q.spec.format.max * spread(q.scales(), q.spec.block, q.shape) * tolerance
         counts.elements += given.numel()
@@ -93,9 +95,9 @@ active = _ActiveCounts()
 
 @contextmanager
 def count(model: nn.Module) -> Iterator[Counters]:
-    """Count while this is open, in eager mode: `with count(model) as counters: step()`, then `print(counters)`.
+    """Count while the context is open, in eager mode: `with count(model) as counters: step()`, then `print(counters)`.
 
-    A weight is counted each time it is quantized; those kept from before are quantized anew.
+    A weight is counted each time it is quantized; cached weights are dropped at the start.
     """
     instance("count", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
     before = active.counters

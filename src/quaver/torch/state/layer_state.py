@@ -1,7 +1,7 @@
-"""What a layer holds from one call to the next beside its parameters and buffers: one object, made with the layer.
+"""State of a layer besides its parameters and buffers: one `LayerState` object, created with the layer.
 
-One rule for all of it: a copy, a pickle and what moves to another process keep `serial`, `delayed` and who else was
-copied, and everything else is made again when it is wanted.
+Copies, pickles and transfers to other processes preserve `serial`, `delayed` and the set of layers copied together;
+everything else is recreated on demand.
 """
 
 import threading
@@ -16,14 +16,14 @@ from quaver import recipes
 from quaver.recipes.spec import Recipe
 from quaver.torch.numerics.rounding import is_tracing
 
-# ---- layer -----------------------------------------------------------------------------------------------
+# ---- layer state ----
 
-#: `LayerState.last` of a layer that has not run.
+#: Value of `LayerState.last` for a layer that has not run.
 NEVER: Any = object()
 
 
 class LayerState:
-    """A quantizable layer's, by `state_of`."""
+    """State of a quantizable layer; get it by `state_of`."""
 
     __slots__ = (
         *("__weakref__", "agreed", "announced", "copied", "delayed", "drawn", "factors", "family", "initial", "last"),
@@ -35,53 +35,52 @@ class LayerState:
     def __init__(
         self, serial: int | None = None, delayed: Recipe | None = None, copied: bool = False, family: Any = None
     ) -> None:
-        #: The number of the noise of a layer without a name, None before its first use: `quaver.torch.state.noise`.
+        #: Number of the noise streams of a layer without a name, None before first use: see `quaver.torch.state.noise`.
         self.serial = serial
-        #: The recipe that the history is kept for.
+        #: Recipe that the history belongs to.
         self.delayed = delayed
-        #: Whether this is a copy that has not run: only one rank may hold it.
+        #: True for a copy that has not run, which may exist on one rank only.
         self.copied = copied
-        #: The recipe of the last forward, which its recomputation inside backward follows; `NEVER` before the first.
+        #: Recipe of the last forward, reused by its recomputation inside backward; `NEVER` before the first.
         self.last: Recipe | None = NEVER
-        #: Whether counters, logs or modes watched the last forward, which its recomputation follows too: it must save
-        #: what that saved. None where that forward kept nothing for backward.
+        #: True if counters, logs or modes observed the last forward. Its recomputation reuses the answer, because it
+        #: must save the same tensors. None if that forward saved nothing for backward.
         self.watched: bool | None = None
-        #: The recipe whose buffers the layer has.
+        #: Recipe for which the layer's buffers were created.
         self.prepared: Recipe | None = None
-        #: What the layer keeps of its weight: `quaver.torch.state.weight_cache`.
+        #: Cached operands of the weight: see `quaver.torch.state.weight_cache`.
         self.weights: Any = None
-        #: Of delayed scaling (`quaver.torch.state.history`): the number by which compiled code finds the layer, its
-        #: buffers as the host reads them, views of the places where kernels note an amax, the stack that one launch
-        #: rolls with the place in it, and the factors that a decided step was given.
+        #: Delayed scaling (`quaver.torch.state.history`): number by which compiled code finds the layer, buffers as
+        #: numpy views, views of the newest amaxes for kernels, (stack, index) of the launch that rolls the history, and
+        #: the factors of the last planned step.
         self.number: Tensor | None = None
         self.views: Any = None
         self.newest: Any = None
         self.stacked: Any = None
         self.factors: Any = None
-        #: The step that it ran in: `quaver.torch.state.history.scaling_step`.
+        #: Step of delayed scaling that the layer ran in: see `quaver.torch.state.history.scaling_step`.
         self.step: Any = None
-        #: The layers that were converted together, and whether its history has what no step wrote: compiled code's
-        #: amaxes, or a checkpoint's.
+        #: Layers converted together, and True if the history has amaxes of no step: from compiled code or a checkpoint.
         self.family = family
         self.recorded_apart = False
-        #: Row 0 of its history as all ranks had it when they last agreed on it.
+        #: Row 0 of the history as all ranks had it when they last synchronized it.
         self.agreed: list[float] | None = None
-        #: Of a pipeline the stage that it belongs to, by which ranks tell alike layers of different stages apart.
+        #: Pipeline stage of the layer, which distinguishes equal layers of different stages.
         self.stage: int | None = None
-        #: The streams of its noise, and the name or serial that they are of: `quaver.torch.state.noise`.
+        #: Noise streams, with the name or serial they were derived from: see `quaver.torch.state.noise`.
         self.streams: tuple[Any, dict[str, Tensor], dict[str, Any]] | None = None
-        #: What a decided step on a GPU draws from.
+        #: Noise arguments of a planned step on a GPU.
         self.drawn: Any = None
-        #: The rows of each matrix, by its name, where several lie one below the other in the weight, as gate and up do.
+        #: Rows of each matrix by name if the weight concatenates several, such as gate and up.
         self.pieces: dict[str, int] = {}
-        #: The names of its members where a weight is a stack of matrices, one for each expert: each has a history, a
-        #: count and streams of its own, those of a layer of that name in the place of this one. Empty elsewhere.
+        #: Names of the members if the weight is a stack of matrices, such as experts. Each member has the history,
+        #: counts and noise streams of a layer of that name. Empty for other layers.
         self.members: tuple[str, ...] = ()
-        #: Where those are parameters of their own, on the ranks of a mesh: which ones the last forward saw.
+        #: Members that the last forward saw, if they are separate parameters on the ranks of a mesh.
         self.seen: Any = None
-        #: The value in high precision that a weight of codes began with, on the CPU.
+        #: Initial high-precision value of a weight that is stored as codes, on the CPU.
         self.initial: Tensor | None = None
-        #: Whether a warning has told of its features.
+        #: True once a warning about the layer's features was issued.
         self.announced = False
 
     def __reduce__(self) -> Any:
@@ -91,41 +90,40 @@ class LayerState:
 def _copy(
     serial: int | None, delayed: Recipe | None, family: Any = None, pieces: Any = None, members: tuple[str, ...] = ()
 ) -> LayerState:
-    # The one object of a recipe, by which it is compared.
+    # `recipes.get` returns the unique object of a recipe; recipes are compared by identity.
     state = LayerState(serial, None if delayed is None else recipes.get(delayed), copied=True, family=family)
     state.pieces, state.members = dict(pieces or {}), members
     return state
 
 
 def state_of(layer: nn.Module) -> LayerState:
-    """The state of a quantizable layer."""
+    """Return the state of a quantizable layer."""
     state: LayerState = layer.__dict__["_state"]
     return state
 
 
 def device_of(layer: nn.Module) -> torch.device:
-    """Where a layer's first parameter is, its own or that of a module in it, such as a parametrization."""
+    """Return the device of a layer's first parameter, its own or that of a submodule such as a parametrization."""
     first = next((p for p in layer._parameters.values() if p is not None), None)
     return (next(layer.parameters()) if first is None else first).device
 
 
-# ---- recomputation ---------------------------------------------------------------------------------------
-# A log of the values that a forward read from its layers' state, and the replay that gives a second run the same.
-#
-# While a `Log` is written, what layers read from state that moves on (delayed scaling's factors, the counts of the
-# noise) is noted layer by layer; while it is replayed, they are given that instead and write nothing. Logs nest: what
-# is read inside the replay of one goes into those that are being written.
+# ---- recomputation: log the state that a forward reads, and replay it ----
+# While a `ReadLog` is open, reads of changing state (delayed-scaling factors, noise counters) are recorded per layer.
+# While it is replayed, layers get the recorded values and write nothing. Logs nest: reads during a replay go to the
+# logs that are open.
 
 _C: Any = torch._C
-#: () to the number of the backward that runs in this thread, -1 outside of one. Without it no recomputation is seen.
+#: Returns the number of the backward that runs in this thread, -1 outside of one. If torch lacks it, recomputation is
+#: not detected.
 graph_task_id: Callable[[], int] = getattr(_C, "_current_graph_task_id", lambda: -1)
 
-#: (the layer, what it read).
+#: (id of the layer, name of the value).
 Key = tuple[int, str]
 
 
 class _State(threading.local):
-    """The logs that this thread writes and replays; backward has its own thread on a GPU."""
+    """Logs that this thread writes and replays; on a GPU backward has its own thread."""
 
     writing: "tuple[ReadLog, ...]" = ()
     replay: "Replay | None" = None
@@ -135,17 +133,17 @@ state = _State()
 
 
 def replaying() -> bool:
-    """True while a forward runs again whose first run was logged: then nothing is noted and no state moves on."""
+    """Return True while a logged forward is recomputed: nothing is recorded and no state changes."""
     return not is_tracing() and state.replay is not None
 
 
 def recomputing() -> bool:
-    """Whether a backward is running: what runs forward inside it is checkpointing's recomputation."""
+    """Return True while a backward runs; a forward inside it is a recomputation of checkpointing."""
     return not is_tracing() and graph_task_id() != -1
 
 
 def recorded_amax(layer: object, what: str, present: Any) -> Any:
-    """What a layer read, and whether the first run read it; the present value otherwise, which is logged."""
+    """Return the value that the first run read, during a replay, else `present`; open logs record it."""
     key = id(layer), what
     if state.replay is not None:
         present = state.replay.next(key, present)
@@ -155,7 +153,7 @@ def recorded_amax(layer: object, what: str, present: Any) -> Any:
 
 
 class ReadLog:
-    """A context manager in which reads are noted."""
+    """Context manager that records reads of layer state."""
 
     def __init__(self) -> None:
         self.entries: defaultdict[Key, list[Any]] = defaultdict(list)
@@ -168,7 +166,7 @@ class ReadLog:
 
 
 class Replay:
-    """A context manager in which reads give what a log holds, from its start; it may be entered again."""
+    """Context manager in which reads return the values of a log from its start; may be entered again."""
 
     def __init__(self, log: ReadLog) -> None:
         self.log = log
@@ -176,7 +174,7 @@ class Replay:
         self.done: dict[Key, int] = {}
 
     def next(self, key: Key, present: Any) -> Any:
-        """The next value of this key; the present one for a layer that the first run did not call as often."""
+        """Return the next recorded value of a key, or `present` if the first run had fewer reads."""
         at = self.done.get(key, 0)
         self.done[key] = at + 1
         values = self.log.entries.get(key, ())

@@ -1,4 +1,4 @@
-"""Stochastic rounding's state in a layer: which Philox stream an operand draws from, and how often it has drawn."""
+"""State of stochastic rounding: the Philox stream of each operand of a layer, and how often it was used."""
 
 import threading
 import zlib
@@ -15,22 +15,22 @@ from quaver.torch.state.layer_state import device_of, state_of
 
 class _Order(threading.local):
     def __init__(self) -> None:
-        #: The next number within this thread's outermost autocast, None outside of one. Dynamo guards on whether an
-        #: instance has it, so that it has it from the start.
+        #: Next number within this thread's outermost autocast, None outside. Always set, because Dynamo guards on
+        #: instance attributes.
         self.next: int | None = None
 
 
-#: Numbers for the matrices of a stack.
+#: Numbers reserved for the matrices of a stack.
 STACK = 1 << 16
-#: `autocast` begins and ends it.
+#: Numbering of layers, started and ended by `autocast`.
 order = _Order()
 
 
 def assign_number(layer: nn.Module) -> None:
-    """Number a layer at its first use: in the order of use within the outermost autocast, 0 outside of one.
+    """Number a layer at its first use, in the order of use within the outermost autocast; 0 outside of one.
 
-    So a model that is built again draws the same noise. A stack takes `STACK` numbers, the first
-    of them for its matrices.
+    So a model that is built again draws the same noise. A stack reserves `STACK` numbers, the first of them for its
+    matrices.
     """
     state = state_of(layer)
     if state.serial is not None or layer.__dict__.get("qualified_name") is not None:
@@ -39,7 +39,7 @@ def assign_number(layer: nn.Module) -> None:
         state.serial = 0
     else:
         state.serial = order.next
-        # A rank may have some of a stack's matrices only.
+        # The full range, because a rank may have only some matrices of a stack.
         order.next += STACK if state.members else 1
     count = layer._buffers.get("count")
     if count is not None:
@@ -47,9 +47,9 @@ def assign_number(layer: nn.Module) -> None:
 
 
 def draw(layer: nn.Module, operand: str) -> Noise:
-    """(seed, stream, count) of an operand's next quantization; tell `drawn` when it is done.
+    """Return (seed, stream, count) for an operand's next quantization; call `drawn` afterwards.
 
-    Of a layer with members stream and count are tensors [members], and outside of a compiler the stream a list.
+    For a layer with members, stream and count are tensors [members]; outside of torch.compile the stream is a list.
     """
     count = layer._buffers.get("count")
     if count is None:
@@ -63,11 +63,11 @@ def draw(layer: nn.Module, operand: str) -> Noise:
 
 
 def drawn(layer: nn.Module, operand: str, by: Tensor | int = 1, first: int = 0) -> None:
-    """The count of an operand moves on; not where a forward runs again.
+    """Advance the count of an operand, except while a forward is recomputed.
 
     Args:
-        by: of some members, int64 or bool: 1 for each that has drawn.
-        first: the first of these.
+        by: for a range of members, int64 or bool: 1 for each that has drawn.
+        first: first member of the range.
     """
     count = layer._buffers.get("count")
     if count is None or layer_state.replaying():
@@ -80,12 +80,14 @@ def drawn(layer: nn.Module, operand: str, by: Tensor | int = 1, first: int = 0) 
 
 
 def tensor_id(layer: nn.Module, operand: str) -> int:
-    """Which Philox stream: the crc32 of "module.operand" where convert knows the name, else by `assign_number`."""
+    """Return the Philox stream of an operand: crc32 of "module.operand" if the layer has a name, else by
+    `assign_number`.
+    """
     return _numbers(layer)[operand]
 
 
 def tensor_ids(layer: nn.Module, operand: str) -> tuple[int, int]:
-    """`tensor_id` of an operand and of its transpose."""
+    """Return `tensor_id` of an operand and of its transpose."""
     numbers = _numbers(layer)
     return numbers[operand], numbers[operand + ".T"]
 
@@ -97,9 +99,9 @@ def _numbers(layer: nn.Module) -> dict[str, Any]:
 
 
 def streams(layer: nn.Module) -> dict[str, Tensor]:
-    """`tensor_id` of every operand, found before a compiler looks: it cannot trace a checksum.
+    """Return the streams of all operands as tensors, computed before torch.compile runs, which cannot trace crc32.
 
-    They are tensors because a number would be a constant of the graph, and layers could not share one.
+    Tensors, because numbers would be constants of the graph, and layers could not share a graph.
     """
     state = state_of(layer)
     kept = state.streams
@@ -123,12 +125,12 @@ def streams(layer: nn.Module) -> dict[str, Tensor]:
 
 
 def named_id(name: str, operand: str) -> int:
-    """The stream of an operand of a layer that has a name."""
+    """Return the stream of an operand of a named layer."""
     return zlib.crc32(f"{name}.{operand}".encode())
 
 
 def members_ids(name: str | None, serial: int | None, members: Sequence[str], operand: str) -> list[int]:
-    """The streams of members: those of layers of their names inside of this one, or numbered one after the other."""
+    """Return the streams of members: those of layers named "name.member", or consecutive numbers without a name."""
     if name is None:
         assert serial is not None
         return [2 * (serial + int(member)) + operand.endswith(".T") for member in members]
@@ -136,9 +138,9 @@ def members_ids(name: str | None, serial: int | None, members: Sequence[str], op
 
 
 def name_streams(layer: nn.Module) -> None:
-    """Make the streams of a layer that has a name: every function that names or copies a layer calls this.
+    """Compute the streams of a named layer; call this after naming or copying a layer.
 
-    A compiler may be the next to run it, whatever recipe it gets, and cannot trace a checksum.
+    torch.compile may run the layer next, under any recipe, and cannot trace crc32.
     """
     if layer.__dict__.get("qualified_name") is not None:
         with torch.inference_mode(False):
@@ -146,7 +148,7 @@ def name_streams(layer: nn.Module) -> None:
 
 
 def fresh_count(layer: nn.Module, device: Any = None) -> Tensor:
-    """Counts of 0 with the layer's number, or -1 if it has a name or no number yet. On the weight's device."""
+    """Return zero counts with the layer's number, or -1 if it has a name or no number yet; on the weight's device."""
     device = device_of(layer) if device is None else device
     state = state_of(layer)
     serial = None if layer.__dict__.get("qualified_name") is not None else state.serial
@@ -157,5 +159,5 @@ def fresh_count(layer: nn.Module, device: Any = None) -> Tensor:
 
 
 def stream_of(count: Tensor) -> int:
-    """The number of the first stream that goes with a count, or -1."""
+    """Return the number of the first stream that belongs to a count, or -1."""
     return int(count.view(-1, 3)[0, 2])

@@ -1,12 +1,12 @@
-"""A layer's quantized weight, kept for the micro-batches of one optimizer step and no longer.
+"""Weight cache: the quantized weight of a layer, reused by the micro-batches of one optimizer step.
 
-Much writes to a weight and leaves no trace: fused optimizers, collectives, FSDP's gathers, whatever shares its memory.
-So a window opens with a forward in gradient mode, whether the weight requires a gradient or not, and ends with the next
-step of any optimizer, or once the gradient is gone that a backward has left. Inside it the parameter, its version,
-address and storage must be the same, and setting a layer's weight drops what is kept: FSDP2 sets it whenever it gathers
-or frees it. A forward without gradients keeps, uses and drops nothing, unless `quaver.torch.frozen` holds its layer.
+Many writes to a weight leave no trace: fused optimizers, collectives, FSDP's all-gathers, aliased memory. So a cache
+window opens with a forward in gradient mode, and ends with the next step of any optimizer, or when the gradient left by
+a backward is gone. Within a window the parameter and its version, address and storage must not change. Setting a
+layer's weight drops its cache; FSDP2 does that at each gather and free. A forward without gradients neither reads nor
+writes the cache, unless `quaver.torch.frozen` covers its layer.
 
-What is kept belongs to one layer in one process: it is neither copied, pickled nor part of the state dict.
+A cache belongs to one layer in one process; it is not copied, pickled or saved in the state dict.
 """
 
 import threading
@@ -25,58 +25,60 @@ from quaver.recipes.text import instance
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.state.layer_state import graph_task_id, state_of
 
-#: Of a storage: which object it is in C++, or without that its address.
+#: Returns the identity of a storage: its C++ object, or its address if torch does not expose that.
 storage_id: Callable[[Any], int] = (
     attrgetter("_cdata") if hasattr(torch.UntypedStorage, "_cdata") else torch.UntypedStorage.data_ptr
 )
 
 
 class _OptimizerSteps:
-    """How often any optimizer has begun or ended a step since a weight was first kept, and how many were replayed."""
+    """Number of optimizer steps since a weight was first cached, counted at begin and end, and number of replayed
+    steps.
+    """
 
     count = 0
     replayed = 0
     hooked = False
 
 
-#: Reentrant: `buffer` takes it inside of what holds it.
+#: Reentrant, because `buffer` is called while it is locked.
 _lock = threading.RLock()
 
 
 class _ParameterVersion:
-    """A parameter between two changes; layers of one parameter share it.
+    """A parameter between two changes, shared by the layers of that parameter.
 
-    A parameter goes by its identity, not by a weak reference, which `torch.utils.swap_tensors` does not allow. A later
-    parameter with the same identity has another storage; on the same storage only a bare write tells them apart.
+    Identified by id instead of a weak reference, which `torch.utils.swap_tensors` does not allow. A later parameter
+    with the same id has another storage.
     """
 
     __slots__ = ("address", "held", "in_parts", "layout", "parameter", "place", "steps", "storage", "used", "version")
 
     def __init__(self, weight: Tensor, held: bool, before: "_ParameterVersion | None" = None) -> None:
-        #: Whether other ranks have parts of it too.
+        #: True if the parameter is sharded over ranks.
         self.in_parts = _is_in_parts(weight)
         memory = _memory(weight) if self.in_parts else weight
         storage = memory.untyped_storage()
         base = weight._base
-        #: Its identity, negative for a view of it, or 0 once the window has ended by itself.
+        #: id of the parameter, negated for a view of it, or 0 once the window has ended.
         self.parameter = id(weight) if base is None else -id(base)
-        #: Which view: another one may begin at the same address.
+        #: Shape and strides of a view, because another view may begin at the same address.
         self.layout = None if base is None else (weight.shape, weight.stride())
         self.place: int = storage_id(storage)
-        #: Held weakly, but held: a later storage cannot get its identity, as one can get its address.
+        #: Weak reference to the storage, so that a later storage cannot reuse its identity, as it can reuse an address.
         self.storage: StorageWeakRef = (
             before.storage if before is not None and before.place == self.place else StorageWeakRef(storage)
         )
         self.address = memory.data_ptr()
         self.version = weight._version
-        #: Whether `frozen` vouches for the weight: then only replayed steps are looked at.
+        #: True under `frozen`; then only replayed steps end the window.
         self.held = held
         self.steps = _OptimizerSteps.replayed if held else _OptimizerSteps.count
-        #: The backward that made the weight's gradient last, by its number; None before the first.
+        #: Number of the backward that last computed the weight's gradient; None before the first.
         self.used: int | None = None
 
     def holds(self, weight: Tensor) -> bool:
-        """Whether nothing says that the weight has changed since."""
+        """Return True if the weight has not changed since, as far as can be seen."""
         parameter = weight
         if self.parameter != id(weight):
             parameter = _parameter(weight)
@@ -92,35 +94,35 @@ class _ParameterVersion:
         if self.held:
             return self.steps == _OptimizerSteps.replayed
         if self.used is not None and parameter.grad is None and self.used != graph_task_id():
-            # In the backward that made it the gradient may be on its way.
+            # Inside that backward the gradient may not be accumulated yet.
             self.parameter = 0
             return False
         return self.steps == _OptimizerSteps.count
 
 
-#: The open window of each parameter, by its identity; a step ends them all.
+#: Open window of each parameter by id; an optimizer step clears them all.
 _windows: dict[int, _ParameterVersion] = {}
-#: Of what is not kept.
+#: Window of operands that are not cached.
 _NONE = _ParameterVersion.__new__(_ParameterVersion)
 
 
 class CachedWeight:
-    """A quantized weight, and by what it is recognized; a forward hands it to its backward."""
+    """A quantized weight with the key by which it is found; a forward passes it to its backward."""
 
     __slots__ = ("factor", "quantized", "ready", "spec", "window", "written")
 
     def __init__(
         self, quantized: Any, window: _ParameterVersion = _NONE, spec: QuantSpec | None = None, factor: Any = 0.0
     ) -> None:
-        #: A `Quantized`, or a `quaver.torch.numerics.grouped.WeightStack`. None once it was freed: a unit of FSDP's
-        #: holds no codes between forward and backward.
+        #: A `Quantized` or a `quaver.torch.numerics.grouped.WeightStack`; None once freed, since FSDP units hold no
+        #: codes between forward and backward.
         self.quantized: Any = quantized
         self.window = window
         self.spec = spec
         self.factor = factor
-        #: What an implementation has made of it; it goes with it.
+        #: Data derived by a plan, dropped together with the weight.
         self.ready: Any = None
-        #: Of a GPU's: `quaver.torch.backends.gpu.buffers.EntryByStream`.
+        #: `quaver.torch.backends.gpu.buffers.EntryByStream` for weights on a GPU.
         self.written: Any = None
 
     def free(self) -> None:
@@ -130,21 +132,21 @@ class CachedWeight:
 
 
 class _LayerCache:
-    """What one layer keeps."""
+    """Cached weights of one layer."""
 
     __slots__ = ("codes", "forwards", "frozen", "held", "now", "seen", "window")
 
     def __init__(self) -> None:
-        #: Entries by side ("fprop" or "dgrad"): of the window, and while `frozen` holds the layer.
+        #: Entries by side ("fprop" or "dgrad"): those of the window, and those cached under `frozen`.
         self.window: dict[str, CachedWeight] = {}
         self.held: dict[str, CachedWeight] = {}
-        #: One of the two.
+        #: The one of the two dicts that is in use.
         self.now = self.window
-        #: How many `frozen` hold the layer.
+        #: Number of open `frozen` contexts that cover the layer.
         self.frozen = 0
-        #: The operand that a weight of codes is: a view of it.
+        #: Operand view of a weight that is stored as codes.
         self.codes: Quantized | None = None
-        #: The weight that forwards without gradients have quantized, and how many have.
+        #: Weight that forwards without gradients have quantized, and how many forwards in a row.
         self.seen: tuple[int, ...] = ()
         self.forwards = 0
 
@@ -155,7 +157,7 @@ class _LayerCache:
 
 
 def buffer(layer: nn.Module) -> _LayerCache:
-    """What a layer keeps."""
+    """Return the cache of a layer, created if necessary."""
     state = state_of(layer)
     if state.weights is None:
         with _lock:
@@ -167,13 +169,13 @@ def buffer(layer: nn.Module) -> _LayerCache:
 def lookup(
     layer: nn.Module, side: str, weight: Tensor, spec: QuantSpec, factor: Any, training: bool = True
 ) -> CachedWeight | None:
-    """What is kept for a side ("fprop" or "dgrad"), or None where the weight, spec or factor may have changed.
+    """Return the cached entry for a side ("fprop" or "dgrad"), or None if weight, spec or factor may have changed.
 
     Args:
-        factor: the weight's encode factor, or what else stands for it.
-        training: whether the forward that asks runs, or ran, in gradient mode.
+        factor: encode factor of the weight, or another key for it.
+        training: True if the forward runs, or ran, in gradient mode.
     """
-    # Without a call: each forward asks.
+    # Reads the state directly, because every forward calls this.
     kept: _LayerCache | None = layer._state.weights  # type: ignore[union-attr, assignment]
     if kept is None:
         return None
@@ -189,10 +191,10 @@ def lookup(
 
 
 def begin(layer: nn.Module, weight: Tensor, training: bool = True) -> _ParameterVersion | None:
-    """The window that operands of the present weight belong to.
+    """Return the window for operands of the present weight, or None if the weight must not be cached.
 
-    It is taken before the weight is read, so that what another thread writes or holds meanwhile is seen. None where
-    nothing would show a change of the weight, or the forward has no gradients.
+    Call it before reading the weight, so that concurrent writes are noticed. None if changes of the weight could not be
+    seen, or for a forward without gradients.
     """
     held = frozen(layer)
     if not (training or held) or not can_keep(layer, weight):
@@ -207,7 +209,7 @@ def begin(layer: nn.Module, weight: Tensor, training: bool = True) -> _Parameter
 def keep(
     layer: nn.Module, side: str, weight: Tensor, spec: QuantSpec, factor: Any, q: Any, window: _ParameterVersion | None
 ) -> CachedWeight | None:
-    """Keep an operand in what `begin` gave; None where it gave nothing."""
+    """Cache an operand in the window that `begin` returned; None if that was None."""
     if window is None:
         return None
     entry = CachedWeight(q, window, spec, factor)
@@ -232,13 +234,15 @@ def _window(weight: Tensor, held: bool) -> _ParameterVersion:
 
 
 def can_keep(layer: nn.Module, weight: Tensor) -> bool:
-    """Whether changes of the weight can be seen, and what is made now outlives the mode it is made in."""
+    """Return True if changes of the weight can be seen, and tensors created now are not inference tensors."""
     return _can_be_seen(weight) and (frozen(layer) or not torch.is_inference_mode_enabled())
 
 
 def _can_be_seen(weight: Tensor) -> bool:
-    """Whether the weight is a plain parameter, or all of one transposed, or a DTensor: whose version tells of writes to
-    its part, and whose part of the address."""
+    """Return True if the weight is a plain parameter, a full transpose of one, or a DTensor.
+
+    A DTensor's version counts writes to its shard, whose address is compared.
+    """
     parameter = _parameter(weight)
     whole = parameter is weight or parameter.numel() == weight.numel()
     known = type(parameter) is nn.Parameter or (parameter is weight and _is_in_parts(weight))
@@ -246,35 +250,35 @@ def _can_be_seen(weight: Tensor) -> bool:
 
 
 def _is_in_parts(weight: Tensor) -> bool:
-    """Whether a weight is a DTensor."""
+    """Return True if the weight is a DTensor."""
     return type(weight) is not nn.Parameter and getattr(weight, "device_mesh", None) is not None
 
 
 def _memory(weight: Any) -> Tensor:
-    """The part of a DTensor that is here: the very tensor that the DTensor holds."""
+    """Return the local shard of a DTensor, without a copy."""
     with torch.no_grad():
         part: Tensor = weight.to_local()
     return part
 
 
 def _parameter(weight: Tensor) -> Tensor:
-    """The parameter itself of a weight that is a view of one, as of a layer that holds its weight transposed."""
+    """Return the parameter of which the weight is a view, or the weight itself."""
     base = weight._base
     return weight if base is None else base
 
 
 def used(layer: nn.Module) -> None:
-    """Note that a backward has made the weight's gradient: once that is gone, the weight may have changed."""
+    """Record that a backward has computed the weight's gradient; once that is gone, the weight may have changed."""
     kept: _LayerCache | None = state_of(layer).weights
     if kept is not None:
         task = graph_task_id()
-        # A list, since another thread may keep the layer's weight meanwhile.
+        # Copied to a list, because another thread may add entries.
         for entry in list(kept.window.values()):
             entry.window.used = task
 
 
 def look(layer: nn.Module, weight: Tensor) -> None:
-    """End the layer's window if its gradient is gone: a forward that does not use the window may bring another one."""
+    """End the layer's window if its gradient is gone; for forwards that do not use the cache."""
     kept: _LayerCache | None = state_of(layer).weights
     if kept is not None:
         for entry in list(kept.window.values()):
@@ -282,10 +286,10 @@ def look(layer: nn.Module, weight: Tensor) -> None:
 
 
 def refresh(model: nn.Module) -> None:
-    """Drop every kept weight of a model.
+    """Drop the cached weights of a model.
 
-    Call it after a write that leaves no trace, such as one through `.data` or `.numpy()`, while gradients are left for
-    the next micro-batch or `quaver.torch.frozen` holds the model; elsewhere such writes are seen.
+    Call it after a write that leaves no trace, such as through `.data` or `.numpy()`, while gradients are kept for the
+    next micro-batch or under `quaver.torch.frozen`. In all other cases such writes are noticed.
     """
     instance("refresh", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
     for module in model.modules():
@@ -294,14 +298,14 @@ def refresh(model: nn.Module) -> None:
 
 
 def drop(layer: nn.Module) -> None:
-    """Drop what one layer keeps of its weight; a forward that has run leaves its codes to its backward."""
+    """Drop a layer's cached weight; forwards that have run keep their codes for backward."""
     kept: _LayerCache | None = state_of(layer).weights
     if kept is not None:
         kept.drop()
 
 
 def free(layer: nn.Module) -> None:
-    """Drop what one layer keeps of its weight, also what the backwards of forwards that have run would use."""
+    """Drop a layer's cached weight, including the codes that pending backwards would use."""
     kept: _LayerCache | None = state_of(layer).weights
     if kept is not None:
         for entry in [*list(kept.window.values()), *list(kept.held.values())]:
@@ -316,34 +320,34 @@ def _count(*_: object) -> None:
 
 
 def stepped() -> None:
-    """Count a step that no hook has seen, as a replayed one."""
+    """Count an optimizer step that no hook has seen, such as a replayed one."""
     _count()
     with _lock:
         _OptimizerSteps.replayed += 1
 
 
-# For `quaver.torch.frozen`.
+# ---- `quaver.torch.frozen` ----
 
 
 def frozen(layer: nn.Module) -> bool:
-    """Whether a `frozen` holds the layer."""
+    """Return True if `frozen` covers the layer."""
     kept: _LayerCache | None = state_of(layer).weights
     return kept is not None and kept.frozen > 0
 
 
 def freeze(layer: nn.Module) -> None:
-    """Hold a layer's weight once more; what its window has kept waits."""
+    """Enter `frozen` for a layer; entries of its window remain for later."""
     with _lock:
         kept = buffer(layer)
         if not kept.frozen:
-            # A forward of another thread may have kept something after the last one's end.
+            # A forward of another thread may have added entries after the last exit.
             kept.held.clear()
         kept.frozen += 1
         kept.now = kept.held
 
 
 def thaw(layer: nn.Module) -> None:
-    """Hold a layer's weight once less; the last one drops what was kept meanwhile."""
+    """Leave `frozen` for a layer; the last exit drops the entries cached meanwhile."""
     with _lock:
         kept = buffer(layer)
         kept.frozen = max(0, kept.frozen - 1)
@@ -356,12 +360,12 @@ class _CacheHint:
     given = False
 
 
-#: So many forwards without gradients that quantize the same weight are worth a hint.
+#: Number of gradient-free forwards that quantize the same weight before a hint is given.
 FORWARDS = 100
 
 
 def quantized_again(layer: nn.Module, weight: Tensor) -> None:
-    """Count a forward without gradients that has quantized the weight; after `FORWARDS` of them name `frozen`, once."""
+    """Count a gradient-free forward that has quantized the weight; after `FORWARDS` of them suggest `frozen`, once."""
     if _CacheHint.given or not _can_be_seen(weight) or graph_task_id() != -1:
         return
     kept, seen = (
@@ -374,7 +378,7 @@ def quantized_again(layer: nn.Module, weight: Tensor) -> None:
         ),
     )
     if any(entry.window.holds(weight) for entry in list(kept.window.values())):
-        # The layer trains meanwhile: this may be the first pass of a reentrant checkpoint.
+        # The layer is training: this may be the first pass of a reentrant checkpoint.
         return
     kept.forwards = kept.forwards + 1 if kept.seen == seen else 1
     kept.seen = seen
@@ -383,6 +387,6 @@ def quantized_again(layer: nn.Module, weight: Tensor) -> None:
         rows, columns = weight.shape[-2:]
         warnings.warn(
             f"a {type(layer).__name__}({columns} → {rows}) has quantized the same weight in {FORWARDS} forwards "
-            "without gradients; run them inside `with quaver.torch.frozen(model):`, which quantizes it once",
+            "without gradients; run them inside `with quaver.torch.frozen(model):`, which quantizes it only once",
             stacklevel=2,
         )

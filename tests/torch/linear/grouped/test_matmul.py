@@ -293,7 +293,7 @@ def test_bad_input_is_a_sentence(x: Tensor, w: Tensor, offsets: Tensor, sentence
 
 
 def test_what_a_function_cannot_do_is_a_sentence() -> None:
-    with pytest.raises(ValueError, match="scales by a history"):
+    with pytest.raises(ValueError, match="uses delayed scaling"):
         qt.grouped_matmul(X, W, OFFSETS, recipe="delayed")
     x = torch.randn(8, 4, requires_grad=True)
     y = qt.grouped_matmul(x, W + 1.0, OFFSETS, recipe="tensorwise")

@@ -128,14 +128,14 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a flag": ({"k": True}, "k is True; give a whole number"),
     "scores": ({"k": 2, "scores": "sigmoit"}, "did you mean 'sigmoid'"),
     "groups that do not divide": ({"k": 2, "groups": 3, "top_groups": 1}, "3 groups do not divide 8 experts"),
-    "one of two": ({"k": 2, "groups": 4}, "given together"),
+    "one of two": ({"k": 2, "groups": 4}, "groups and top_groups together"),
     "more groups than there are": ({"k": 2, "groups": 4, "top_groups": 5}, "top_groups is 5 of 4"),
     "too few in the groups": ({"k": 3, "groups": 4, "top_groups": 1}, "fewer than the 3"),
     "best of more": ({"k": 4, "groups": 4, "top_groups": 2, "best_of_group": 3}, "has 2 experts"),
     "best of no group": ({"k": 2, "best_of_group": 1}, "give groups and top_groups"),
     "bias": ({"k": 2, "scores": "sigmoid", "bias": torch.zeros(7)}, "one number for each of the 8"),
     "softmax first": ({"k": 2, "scores": "sigmoid", "softmax_first": True}, "softmax_first belongs"),
-    "not normalized": ({"k": 2, "normalize": False}, "adds up to 1"),
+    "not normalized": ({"k": 2, "normalize": False}, "already sums to 1"),
 }
 
 

@@ -414,7 +414,7 @@ def bad_input(rank: int) -> None:
     refused("32 features of grad_output on each of 2 ranks.*blocks of 128", lambda: narrow(torch.zeros(4, 32)))
     torchs = qt.Linear(32, 32, recipe="mxfp8")
     parallelize_module(torchs, here, torch_styles.ColwiseParallel())
-    refused(r"put ColwiseParallel\(\) or RowwiseParallel\(\)", lambda: torchs(torch.zeros(4, 32)))
+    refused(r"use ColwiseParallel\(\) or RowwiseParallel\(\)", lambda: torchs(torch.zeros(4, 32)))
 
 
 def reverted_pickled_and_parametrized(rank: int) -> None:

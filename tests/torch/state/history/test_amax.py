@@ -277,7 +277,7 @@ def test_factors_of_another_format_are_not_used() -> None:
 def test_another_history_length_starts_fresh_with_a_warning() -> None:
     layer = qt.Linear(8, 6)
     step(layer, recipes.delayed(history=4), torch.randn(4, 8), torch.randn(4, 6))
-    with pytest.warns(UserWarning, match="history of 4 steps makes room for one of 6"):
+    with pytest.warns(UserWarning, match="history of 4 steps is replaced by an empty one of 6"):
         step(layer, recipes.delayed(history=6), torch.randn(4, 8), torch.randn(4, 6))
     assert layer.history.shape == (6, 3)
 

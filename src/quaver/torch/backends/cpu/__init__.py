@@ -1,1 +1,1 @@
-"""Quantizing and multiplying on a CPU, fast and exact; nothing here asks for a GPU or for Triton."""
+"""Fast and exact quantization and GEMMs on a CPU; imports neither CUDA nor Triton."""

@@ -1,4 +1,4 @@
-"""Codes to bf16 or float32 values on a CPU, block scales folded in: what `gemm` multiplies."""
+"""Decode codes to bf16 or float32 values on a CPU, with block scales applied: the operands of `gemm`."""
 
 import math
 import threading
@@ -14,38 +14,42 @@ from quaver.torch.backends.cpu import quantize
 from quaver.torch.backends.cpu.quantize import scalar
 from quaver.torch.numerics.quantized import FLOAT8, Quantized, spread
 
-# ---- decoding --------------------------------------------------------------------------------------------
+# ---- decoding ----
 
-#: Exponents of block scales that may be folded into the operands: products and sums stay normal float32 numbers.
+#: Range of exponents of block scales that may be multiplied into the operands; products and sums stay normal float32.
 FOLD = (-50, 6)
-#: Row scales within these go on the output one after the other without leaving the range.
+#: Range of row scales that can be applied to the output one after the other without overflow or underflow.
 ROWS = (2.0**-60, 2.0**60)
 
 
 def decode(q: Quantized, half: bool, tiny: bool, slot: str) -> tuple[Tensor, Tensor | float] | None:
-    """An operand [rows, k] as bf16 or float32 values, and what its product is to be multiplied by.
+    """Decode an operand [rows, k]; return bf16 or float32 values, and the factor for the product.
 
-    Block scales are in the matrix; scales of rows and of the tensor are not. None: the scales are too far apart for
-    that.
+    Block scales are multiplied into the values. Row scales and the tensor scale are returned as the factor. Returns
+    None if the scales differ too much for that.
 
     Args:
-        slot: of `quaver.torch.backends.cpu.quantize`, where the matrix may lie.
+        half: True for bf16, False for float32.
+        tiny: True if the operand is so small that the plain torch cast is fastest.
+        slot: scratch buffer of `quaver.torch.backends.cpu.quantize` that the values may use.
     """
     if q.spec.two_level:
         return _decode_two_level(q, half)
     if q.spec.scale == "unit":
-        # Its scales tell of no NaN, so that the values must.
+        # Unit scales cannot represent NaN, so the values must.
         values = q.values()
         return values.to(torch.bfloat16) if half else values, 1.0
     if not isinstance(q.scale, Tensor):
         if not tiny and math.frexp(q.scale)[0] == 0.5 and 2.0 ** FOLD[0] <= q.scale <= 2.0 ** FOLD[1]:
-            # Decoding multiplies by a power of two anyway, which saves a pass over the product.
+            # Decoding multiplies by a power of two anyway, so the scale costs nothing here and saves a pass over the
+            # product.
             return _values(q, half, tiny, slot, q.scale), 1.0
         return _values(q, half, tiny, slot), q.scale
     if q.spec.block[1] is not None:
         return _decode_blocks(q, half, tiny, slot)
     if q.spec.power_of_two:
-        # Decoding multiplies by a power of two anyway: a row's own saves two passes over the product.
+        # Decoding multiplies by a power of two anyway, so row scales cost nothing here and save two passes over the
+        # product.
         folded = _decode_blocks(q, half, tiny, slot)
         if folded is not None:
             return folded
@@ -58,7 +62,7 @@ def decode(q: Quantized, half: bool, tiny: bool, slot: str) -> tuple[Tensor, Ten
 
 def _decode_blocks(q: Quantized, half: bool, tiny: bool, slot: str) -> tuple[Tensor, float] | None:
     assert isinstance(q.scale, Tensor)
-    # Code 0 of E8M0 becomes 0: its data are zeros.
+    # E8M0 code 0 becomes 0, because the data of that block are zeros.
     scale = (q.scale.to(torch.int32) << 23).view(torch.float32) if q.spec.scale == "e8m0" else q.scale
     low, high = (t.item() for t in torch.aminmax(scale))
     if low == 0.0:
@@ -75,17 +79,19 @@ def _decode_blocks(q: Quantized, half: bool, tiny: bool, slot: str) -> tuple[Ten
 
 
 def rescales_exactly(q: Quantized) -> bool:
-    """True if its scales can be applied after the one rounding to bf16."""
+    """Return True if the scales can be applied exactly after the product was rounded to bf16."""
     return q.spec.power_of_two or q.spec.scale == "two_level"
 
 
 def folds_exactly(q: Quantized) -> bool:
-    """True if the decoded matrix holds bf16 values."""
+    """Return True if the decoded matrix consists of bf16 values."""
     return q.spec.power_of_two or q.spec.two_level or q.spec.block[1] is None
 
 
 def _folded(q: Quantized, values: Tensor, factor: Tensor) -> Tensor:
-    """An operand's values times the factors of their blocks, given as they lie; in place where blocks divide it."""
+    """Multiply an operand's values by the factors of their blocks, both in storage order; in place if blocks divide the
+    shape.
+    """
     (height, width), shape = q.spec.block, q.shape
     if q.transposed:
         values, factor = values.t(), factor.t()
@@ -103,7 +109,7 @@ def _decode_two_level(q: Quantized, half: bool) -> tuple[Tensor, float]:
 
 
 def _pairs_of(q: Quantized, half: bool) -> Tensor:
-    """The values of packed codes as they lie, in bf16 or float32."""
+    """Return the values of packed codes in storage order, in bf16 or float32."""
     rows, columns = q.lying_shape
     pairs = _e2m1_pairs(half).index_select(0, q.data.reshape(-1).to(torch.int32))
     return pairs.view(torch.bfloat16 if half else torch.float32).view(rows, -1)[:, :columns].contiguous()
@@ -113,7 +119,7 @@ _pairs: dict[bool, Tensor] = {}
 
 
 def _e2m1_pairs(half: bool) -> Tensor:
-    """Both values of every byte of packed E2M1, as one integer each: [256]."""
+    """Return both E2M1 values of every byte, as one integer each: [256]."""
     if half not in _pairs:
         byte = torch.arange(256, dtype=torch.int64, device="cpu")
         values = torch.from_numpy(numerics.values(E2M1).copy())
@@ -123,18 +129,20 @@ def _e2m1_pairs(half: bool) -> Tensor:
 
 
 def _values(q: Quantized, half: bool, tiny: bool, slot: str, factor: float = 1.0) -> Tensor:
-    """Codes to bf16 or float32 values times a power of two, without scales; NaN codes are not kept: their scale is
-    NaN."""
+    """Decode codes to bf16 or float32 values times a power of two, without scales.
+
+    NaN codes need not be preserved, because their scale is NaN.
+    """
     raw, left = _raw(q, half, tiny, slot, factor)
     values = raw if left == 1.0 else raw.mul_(scalar(left))
     return values.t() if q.transposed else values
 
 
 def _raw(q: Quantized, half: bool, tiny: bool, slot: str, factor: float = 1.0) -> tuple[Tensor, float]:
-    """Codes as they lie as values of a wider type, and the power of two by which they are still to be multiplied.
+    """Convert codes to a wider dtype in storage order; return the values and the remaining power-of-two factor.
 
-    FP8 codes are moved into its bits: E5M2 is the top byte of a float16, and both shift into a bfloat16, E4M3 into a
-    float16 too, with their signs carried along. Those of other formats are looked up.
+    FP8 codes are shifted into the bits of the wider dtype with their sign: E5M2 is the top byte of a float16; E5M2 and
+    E4M3 also fit into a bfloat16, and E4M3 into a float16. Other formats use a table.
     """
     data, fmt = q.data, q.spec.format
     if fmt.packed:
@@ -160,25 +168,31 @@ def _raw(q: Quantized, half: bool, tiny: bool, slot: str, factor: float = 1.0) -
     )
 
 
-#: How far codes are shifted into a bfloat16, the bits of it that they take, and how much less its exponent then says.
+#: By format: left shift of a code into a bfloat16, mask of its bits, and the exponent to add afterwards.
 INTO_BF16 = {"e4m3": (4, -30721, 120), "e5m2": (5, -28673, 112)}
 
 
 def _is_finite(q: Quantized) -> bool:
-    """True if E5M2's codes hold no infinity and no NaN: by a measured amax, which compiled code does not hand on, or by
-    the largest codes of either sign, which takes a quarter of what decoding by bits saves."""
+    """Return True if E5M2 codes have no infinity or NaN.
+
+    Uses the measured amax, which compiled code does not pass on, or else the largest codes of either sign. The latter
+    costs a quarter of what decoding by bits saves.
+    """
     if isinstance(q.amax, float):
         return q.amax < math.inf
     return bool(q.data.view(torch.int8).amax() < INFINITE) and bool(q.data.view(torch.uint8).amax() < 128 + INFINITE)
 
 
-#: The code of infinity in E5M2; those of NaN are above it.
+#: E5M2 code of infinity; larger codes are NaN.
 INFINITE = 124
 
 
 def _through_float32(codes: Tensor, slot: str, factor: float) -> Tensor:
-    """E5M2 codes to bf16 values times a power of two, in pieces that stay in the cache: torch converts float16 to
-    float32 and that to bf16 by vectors, but float16 to bf16 number by number."""
+    """Decode E5M2 codes to bf16 values times a power of two, in pieces that fit the cache.
+
+    torch converts float16 to float32 and float32 to bf16 with vector instructions, but float16 to bf16 one element at a
+    time.
+    """
     out = quantize.buffer(slot, codes.shape, torch.bfloat16)
     codes, step = codes.view(torch.uint8).contiguous(), quantize.PIECE // 4
     for part, values in zip(codes.view(-1).split(step), out.view(-1).split(step), strict=True):
@@ -189,7 +203,7 @@ def _through_float32(codes: Tensor, slot: str, factor: float) -> Tensor:
 
 
 def _copied(x: Tensor, dtype: torch.dtype, slot: str) -> Tensor:
-    """In another dtype, and in a slot where that is large."""
+    """Convert to another dtype, into a scratch buffer if the result is large."""
     if x.numel() * dtype.itemsize <= quantize.SMALLEST:
         return x.to(dtype)
     return quantize.buffer(slot, x.shape, dtype).copy_(x)
@@ -197,14 +211,14 @@ def _copied(x: Tensor, dtype: torch.dtype, slot: str) -> Tensor:
 
 @cache
 def _table(fmt: Format, half: bool) -> Tensor:
-    """The values of all bytes as codes of a format, bf16 or float32 [256]."""
+    """Return the values of all 256 codes of a format in bf16 or float32."""
     with torch.inference_mode(False):
         return torch.from_numpy(numerics.values(fmt).copy()).to(torch.bfloat16 if half else torch.float32)
 
 
 @cache
 def _int16(number: int) -> Tensor:
-    """A number as a tensor without dimensions: of one of Python's torch makes such a tensor in each call."""
+    """Return a cached 0-dimensional tensor; torch would create one per call from a Python number."""
     with torch.inference_mode(False):
         return torch.tensor(number, dtype=torch.int16, device="cpu")
 
@@ -213,29 +227,28 @@ _subnormal = 5e-324
 
 
 def _flushes_subnormals() -> bool:
-    """Whether this thread's arithmetic does, Python's included: what torch.set_flush_denormal asks for."""
+    """Return True if this thread flushes subnormals to zero, as set by torch.set_flush_denormal."""
     return _subnormal * 1.0 == 0.0
 
 
-# ---- repeated --------------------------------------------------------------------------------------------
-# Operands that several products of one call of a layer read, each decoded once.
-#
-# Query, key and value projections read one input, and a layer's two products in backward one gradient. Who calls them
-# marks that operand; its values then stay in a slot of `scratch` until the next marked operand takes it. The mark is of
-# one object in one call: codes that outlive a call, such as a weight's, may be written in between, and bear none.
+# ---- decoded operands shared by several GEMMs ----
+# Query, key and value projections read the same input, and dgrad and wgrad the same gradient. The caller marks such an
+# operand; its decoded values stay in a scratch buffer until the next marked operand takes it. A mark is valid for one
+# object in one call. Codes that outlive a call, such as a weight's, are not marked, because they could change in
+# between.
 
-#: Slots, of a layer's input and of the gradient of its output.
+#: Scratch buffers of marked operands: a layer's input, and the gradient of its output.
 INPUT, GRADIENT = "input", "gradient"
 
 
 class DecodeCacheKey:
-    """Says that an operand, and its transpose that shares the mark, will be read again in this call, by this thread."""
+    """Mark of an operand, shared with its transpose, that this thread reads again in the same call."""
 
     __slots__ = ("half", "slot", "values")
 
     def __init__(self, slot: str) -> None:
         self.slot = slot
-        #: As they lie, in bf16 or float32, and what the product is to be multiplied by.
+        #: Decoded values in storage order, in bf16 or float32, and the factor for the product.
         self.values: tuple[Tensor, float] | None = None
         self.half = False
 
@@ -243,7 +256,7 @@ class DecodeCacheKey:
 class _DecodeCache(threading.local):
     def __init__(self) -> None:
         self.of: dict[str, DecodeCacheKey] = {}
-        #: Codes of which operands are put together anew for each product, and their mark.
+        #: Marked codes from which an operand is rebuilt for each product, and their mark.
         self.codes: tuple[Tensor, DecodeCacheKey] | None = None
 
 
@@ -251,7 +264,7 @@ thread = _DecodeCache()
 
 
 def mark(q: Any, slot: str) -> None:
-    """Mark a large operand on a CPU, or the codes of which `mark_of` marks this thread's operands; nothing else."""
+    """Mark a large CPU operand, or codes from which this thread rebuilds operands; smaller ones are ignored."""
     data = q.data if isinstance(q, Quantized) else q
     if data is None or not data.is_cpu or data.numel() * 2 < quantize.SMALLEST:
         return
@@ -262,7 +275,7 @@ def mark(q: Any, slot: str) -> None:
 
 
 def unmark(q: Any) -> None:
-    """End the call, which an operand and codes outlive."""
+    """Remove the mark at the end of the call."""
     if isinstance(q, Quantized):
         q.mark = None
     else:
@@ -270,13 +283,13 @@ def unmark(q: Any) -> None:
 
 
 def mark_of(codes: Tensor) -> DecodeCacheKey | None:
-    """The mark of codes in this thread's call."""
+    """Return the mark of codes in this thread's current call, or None."""
     marked = thread.codes
     return marked[1] if marked is not None and marked[0] is codes else None
 
 
 def values_of(q: Quantized, half: bool, tiny: bool, slot: str) -> tuple[Tensor, Tensor | float] | None:
-    """`decode`, or what it gave before; a slot of its own is for operands that bear no mark."""
+    """Decode an operand, or return its values from an earlier call if it is marked; `slot` is for unmarked operands."""
     own = q.mark
     if own is None or tiny:
         return decode(q, half, tiny, slot)
@@ -284,7 +297,7 @@ def values_of(q: Quantized, half: bool, tiny: bool, slot: str) -> tuple[Tensor, 
     if own.values is not None and own.half is half and thread.of.get(own.slot) is own:
         values, factor = own.values
         return values.t() if q.transposed else values, factor
-    # Whose values lie there loses them.
+    # The mark whose values are in the buffer becomes invalid.
     thread.of.pop(own.slot, None)
     result = decode(q, half, tiny, own.slot)
     if result is not None and isinstance(result[1], float) and result[0].nbytes <= quantize.LARGEST:

@@ -1,10 +1,10 @@
-"""matmul on a CPU, fast and exact: eight-bit operands are decoded to bf16 values and multiplied with float32 sums.
+"""GEMMs on a CPU, fast and exact: eight-bit operands are decoded to bf16 values and multiplied with float32 sums.
 
-Every E4M3, E5M2 and E2M1 value is a bf16 value, also after multiplying by a power of two or by an E4M3 scale, and the
-product of two of them is exact in float32. So a bf16 GEMM, or a float32 GEMM that works in bf16 inside, adds up
-exactly the products that the recipe defines (docs/design/numerics.md). No setting of the process is changed for
-that: other threads would multiply by it. Where torch multiplies bf16 without the processor's help, which
-takes up to forty times as long as float32, values are decoded to float32.
+Every E4M3, E5M2 and E2M1 value is a bf16 value, also after multiplication by a power of two or an E4M3 scale, and the
+product of two of them is exact in float32. So a bf16 GEMM with float32 output, or a float32 GEMM that uses bf16
+internally, sums exactly the products that the recipe defines (docs/design/numerics.md). No process-wide setting is
+changed for that, because it would affect other threads. If torch has no bf16 instructions, which makes bf16 GEMMs up to
+forty times slower than float32, values are decoded to float32.
 """
 
 import ctypes
@@ -22,26 +22,26 @@ from quaver.torch.backends.cpu.decode import ROWS, decode, folds_exactly, rescal
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import Quantized
 
-# ---- team ------------------------------------------------------------------------------------------------
-# The threads by which torch's operations share work on a CPU, lent to work of Python's that releases its lock.
-#
-# torch's threads are a team of OpenMP's, and wait for the next operation actively, each on a core of its own: threads
-# of another kind, woken right after an operation, find those cores taken for milliseconds. So the team itself is
-# asked, by the call that a compiler makes of `#pragma omp parallel` (libgomp's ABI, which LLVM's library has too). It
-# is taken from what libtorch was linked with; where that has no such call, and in a fork, whose parent's team is gone,
-# the caller works alone.
+# ---- thread team: run Python work on torch's OpenMP threads ----
+# torch's OpenMP threads wait actively for the next operation, each on its own core. Threads of another pool, started
+# right after an operation, find those cores busy for milliseconds. So the work runs on the same team, through the
+# function that a compiler calls for `#pragma omp parallel` (libgomp's ABI, also in LLVM's library). It comes from the
+# library that libtorch is linked with. Without that function, and in a fork, where the team no longer exists, the
+# caller works alone.
 
 Unit = TypeVar("Unit")
 _PARALLEL = "GOMP_parallel"
-#: What a thread of the team runs, given an address that nothing reads.
+#: Function that each thread of the team runs; its argument is unused.
 _Inside = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _process = os.getpid()
 
 
 def share(work: Callable[[Iterator[Unit]], None], units: Sequence[Unit], helpers: int) -> None:
-    """Call work in this thread and in so many others, all with one iterator of the units: who is free takes the next.
+    """Run `work` in this thread and `helpers` others with one shared iterator of units, so that free threads take the
+    next.
 
-    Returns once every unit is done. An exception drops the units that are left, and is raised when all have ended.
+    Returns once all units are done. After an exception the remaining units are dropped, and it is raised when all
+    threads have ended.
     """
     left, errors = iter(units), list[BaseException]()
     parallel = _parallel() if helpers and os.getpid() == _process else None
@@ -49,7 +49,7 @@ def share(work: Callable[[Iterator[Unit]], None], units: Sequence[Unit], helpers
         return work(left)
 
     def inside(_: int) -> None:
-        # ctypes would print what is raised here, an interrupt too, and go on.
+        # ctypes would print an exception, even KeyboardInterrupt, and continue.
         try:
             work(left)
         except BaseException as error:
@@ -64,7 +64,7 @@ def share(work: Callable[[Iterator[Unit]], None], units: Sequence[Unit], helpers
 
 @cache
 def _parallel() -> Any | None:
-    """GOMP_parallel(what, its argument, threads, flags), or None."""
+    """Return GOMP_parallel(function, argument, threads, flags), or None."""
     try:
         parallel = libtorch()[_PARALLEL]
     except (OSError, AttributeError):
@@ -74,70 +74,68 @@ def _parallel() -> Any | None:
 
 
 def libtorch() -> ctypes.CDLL:
-    """What torch computes with on a CPU, and through it all that it was linked with. Raises: OSError."""
+    """Return libtorch_cpu with the libraries it is linked to. Raises OSError if it cannot be loaded."""
     return ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so"))
 
 
-# ---- brgemm ----------------------------------------------------------------------------------------------
-# float32 = bf16 @ bf16.T on CPUs whose vector units multiply bf16, block by block.
+# ---- brgemm: float32 = bf16 @ bf16.T, block by block ----
+# torch has no CPU operation with this product: its bf16 GEMM rounds the result to bf16, and the setting that lets
+# float32 GEMMs use bf16 internally is process-wide. The block that torch's CPU attention is made of does it:
+# `at::native::cpublas::brgemm` (aten/src/ATen/native/CPUBlas.h), exported by libtorch. It is used if its mangled name,
+# which encodes its arguments, is found, if the processor has the instructions, and if a test product is right. Each
+# block runs on one thread; torch's threads share the blocks of a product, and the bits equal those of one thread.
 #
-# No operation of torch has this product on a CPU: a bf16 one rounds its result to bf16, and the setting that lets
-# float32 ones multiply in bf16 inside belongs to the process. But the block of which torch makes its own CPU attention
-# does just this: `at::native::cpublas::brgemm` (aten/src/ATen/native/CPUBlas.h), which libtorch exports. It is taken
-# from there where its name, which spells out its arguments, is found, where the processor has the instructions, and
-# where a first product comes out right; otherwise nothing of this file runs. A block works on one thread; torch's
-# threads share a product's blocks, and the bits are those of one thread.
-#
-# libtorch compiles a block for each combination of sizes and strides and keeps it for the life of the thread, tens of
-# kilobytes each. So what depends on the number of tokens is cut and packed to a few sizes.
+# libtorch compiles a block of tens of kilobytes for each combination of sizes and strides, and caches it for the life
+# of the thread. So whatever depends on the number of tokens is cut and packed to a few sizes.
 
-#: brgemm(m, n, k, lda, ldb, ldc, add to C, A, B in pairs of rows, C, B is in pairs), and what ends its use.
+#: Mangled names of brgemm(m, n, k, lda, ldb, ldc, accumulate, A, B, C, B is in pairs of rows) and of its release
+#: function.
 _NAME = "_ZN2at6native7cpublas6brgemmEllllllbPKN3c108BFloat16ES5_Pfb"
 _RELEASE = "_ZN2at6native7cpublas14brgemm_releaseEb"
-#: Rows, columns and depth of a block. Where threads share, more rows: each block ends with asking for Python's lock.
+#: Rows, columns and depth of a block. Shared products use more rows, because each block ends by taking the GIL.
 BRGEMM_ROWS, SHARED_ROWS, COLUMNS, DEPTH = 128, 256, (64, 32), 512
-#: k is padded with zeros to a multiple of this.
+#: Multiple to which k is padded with zeros.
 STEP = 32
-#: Products of fewer rows, or of fewer m × n × k, are faster in plain float32: packing b costs as much as many rows.
+#: Fewest rows and smallest m × n × k; below them plain float32 is faster, because packing b costs as much as many rows.
 FEWEST, SMALLEST = 128, 1 << 23
 
 
 def takes(m: int, n: int, k: int) -> bool:
-    """True if a product [m, k] @ [n, k].T can run here."""
+    """Return True if brgemm supports a product [m, k] @ [n, k].T."""
     return m >= FEWEST and m * n * k >= SMALLEST and n % COLUMNS[-1] == 0 and _functions() is not None
 
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """a [m, k] @ b [n, k].T, both bf16 in any strides, n a multiple of 32; float32 [m, n].
+    """Multiply a [m, k] @ b [n, k].T, both bf16 with any strides, n a multiple of 32; returns float32 [m, n].
+
+    Products are exact. Sums of at most 512 of them are accumulated in float32, and then added in float32.
 
     Args:
-        out: where it is written if this is contiguous.
-    Bounded: products exact, sums of at most 512 of them in float32, then added up in float32.
+        out: written to if it is contiguous.
     """
     functions = _functions()
     assert functions is not None
-    # So many products are worth waking a thread.
+    # Each thread must get at least `SMALLEST` multiplications to be worth waking.
     threads = min(torch.get_num_threads(), a.numel() * b.shape[0] // SMALLEST)
     return _product(functions, a, b, max(0, threads - 1), out)
 
 
 def available() -> bool:
-    """True where this file can multiply; a compiler that traces takes it for a constant."""
+    """Return True if brgemm is available; torch.compile treats the result as a constant."""
     return _functions() is not None
 
 
-#: What `torch.compiler.assume_constant_result` sets, which would import the compiler.
+#: Flag that `torch.compiler.assume_constant_result` sets; calling it would import the compiler.
 available._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def multiply_each(a: Tensor, pairs: Tensor, out: Tensor) -> None:
-    """Write a [N, m, k] times matrices [k, n], all contiguous, to float32 out [N, m, n], in this thread.
+    """Multiply a [N, m, k] by matrices [k, n] into float32 out [N, m, n], all contiguous, in this thread.
 
-    libtorch compiles a block for each m, n, k and width of the pairs.
+    libtorch compiles a block for each m, n, k and width of `pairs`. Products are exact and added in float32.
 
     Args:
-        pairs: bf16 [N, at least k / 2, at least n, 2]: two consecutive rows of each matrix beside each other.
-    Bounded: products exact, added up in float32.
+        pairs: bf16 [N, at least k / 2, at least n, 2]: two consecutive rows of each matrix interleaved.
     """
     functions = _functions()
     assert functions is not None
@@ -153,7 +151,7 @@ def multiply_each(a: Tensor, pairs: Tensor, out: Tensor) -> None:
             at_a, at_b, at_c = of_a + 2 * i * m * k, of_b + 4 * i * depth * columns, of_c + 4 * i * m * n
             brgemm(m, n, k, k, columns, n, False, at_a, at_b, at_c, True)
     finally:
-        # What it holds is the thread's.
+        # The state to release belongs to the thread.
         release(True)
 
 
@@ -168,7 +166,7 @@ def _product(functions: tuple[Any, Any], a: Tensor, b: Tensor, helpers: int, out
     rows = min(SHARED_ROWS if helpers and m >= SHARED_ROWS else BRGEMM_ROWS, m)
 
     def multiply(units: Iterator[tuple[list[int], int]]) -> None:
-        # Addresses are taken here, so that what they lead to lives as long as a thread that writes there.
+        # Taking the addresses here keeps the tensors alive as long as a thread that writes to them.
         of_a, of_b = address(panels, torch.bfloat16, m * padded), address(pairs, torch.bfloat16, n * padded)
         of_c = address(c, torch.float32, m * n)
         try:
@@ -190,18 +188,18 @@ def _product(functions: tuple[Any, Any], a: Tensor, b: Tensor, helpers: int, out
                             True,
                         )
         finally:
-            # What it holds is the thread's.
+            # The state to release belongs to the thread.
             release(True)
 
-    # Columns inside: the rows of a block stay in the second cache.
+    # Columns are the inner loop, so that the rows of a block stay in the L2 cache.
     share(multiply, [(starts, j) for starts in _starts(m, rows) for j in range(n // width)], helpers)
     return c
 
 
 def _starts(m: int, rows: int) -> list[list[int]]:
-    """Where blocks of rows begin, those that one thread must do one after the other together.
+    """Return the first rows of all blocks, grouped into those that one thread must do in order.
 
-    The last block begins among the rows of the one before, and writes them once more.
+    The last block may overlap the one before it, and rewrites the common rows.
     """
     starts = [[i] for i in range(0, m - rows + 1, rows)]
     if m % rows:
@@ -210,14 +208,14 @@ def _starts(m: int, rows: int) -> list[list[int]]:
 
 
 def _panels(a: Tensor, padded: int) -> Tensor:
-    """a [m, k] in panels [m, DEPTH] one after the other, the last one narrower and filled up with zeros."""
+    """Pack a [m, k] into consecutive panels [m, DEPTH]; the last one is narrower and padded with zeros."""
     m, k = a.shape
     out = quantize.buffer("panels", (m * padded,), torch.bfloat16)
     for at in range(0, padded, DEPTH):
         depth = min(DEPTH, padded - at)
         panel = out[m * at : m * (at + depth)].view(m, depth)
         if at + depth <= k:
-            # One panel at a time: torch is quick with a transpose of two dimensions.
+            # One panel at a time, because torch transposes two dimensions fast.
             panel.copy_(a[:, at : at + depth])
         else:
             panel[:, : k - at].copy_(a[:, at:])
@@ -226,12 +224,12 @@ def _panels(a: Tensor, padded: int) -> Tensor:
 
 
 def _pairs(b: Tensor, width: int, padded: int) -> Tensor:
-    """b [n, k] in panels of columns, two consecutive k beside each other: [n / width, padded / 2, width, 2]."""
+    """Pack b [n, k] into column panels with two consecutive k interleaved: [n / width, padded / 2, width, 2]."""
     n, k = b.shape
     out = quantize.buffer("pairs", (n // width, padded // 2, width, 2), torch.bfloat16)
     even, words = k // 2, out.view(torch.int32).squeeze(-1)
     if b.is_contiguous() and k % 2 == 0 and b.storage_offset() % 2 == 0:
-        # A panel at a time: torch is quick with a transpose of two dimensions.
+        # One panel at a time, because torch transposes two dimensions fast.
         for panel, lines in zip(words, b.view(torch.int32).split(width), strict=True):
             panel[:even].copy_(lines.t())
     else:
@@ -249,10 +247,10 @@ def _pairs(b: Tensor, width: int, padded: int) -> Tensor:
 
 
 def address(t: Tensor, dtype: torch.dtype, elements: int) -> int:
-    """Where the memory of a tensor begins, for C, which looks at nothing.
+    """Return the address of a tensor's memory for C code, after checking dtype, device, layout and size.
 
     Raises:
-        ValueError: it is not of this dtype on the CPU, or not contiguous, or has another number of elements.
+        ValueError: the tensor is not of this dtype, not on the CPU, not contiguous, or of another size.
     """
     at = t.data_ptr() if t.dtype is dtype and t.device.type == "cpu" and t.is_contiguous() else 0
     if at == 0 or t.numel() != elements:
@@ -280,33 +278,31 @@ def _functions() -> tuple[Any, Any] | None:
 
 
 def _is_right(functions: tuple[Any, Any]) -> bool:
-    """A product that only the right blocks, order and sums get right."""
+    """Return True if a test product is right, which needs the right blocks, order and sums."""
     a = (torch.arange(3 * 8, dtype=torch.float32, device="cpu") % 11 - 5).view(3, 8)
     b = (torch.arange(64 * 8, dtype=torch.float32, device="cpu") % 7 - 3).view(64, 8)
     return torch.equal(_product(functions, a.bfloat16(), b.bfloat16(), 0), a @ b.t())
 
 
-# ---- narrow ----------------------------------------------------------------------------------------------
-# Products with few rows, on a CPU: a weight times one token, or a handful of them.
-#
-# Such a product reads its wide operand once, so what it costs is decoding. The wide operand is decoded a slice at a
-# time, small enough to stay in the cache, and multiplied in float32 at once. A matrix times a few vectors is summed in
-# one long row, whose errors add up: k is cut into pieces, and their sums are added in float64.
+# ---- narrow products: few rows or few columns ----
+# Such a product reads its wide operand once, so its cost is decoding. The wide operand is decoded in slices that fit
+# the cache, and multiplied in float32 at once. The errors of one long float32 sum would add up, so k is cut into
+# pieces, whose sums are added in float64.
 
-#: Elements that are decoded at a time: 3 MB with what decoding needs.
+#: Elements decoded at a time: 3 MB including temporaries.
 SLICE = 1 << 19
-#: Longest sum in float32: 256 of them lose 5e-7 even where one product outweighs all others.
+#: Longest float32 sum: 256 terms lose at most 5e-7 even if one product dominates.
 PIECE = 256
-#: The same where the sum goes along the memory, in as many parallel sums as a vector has lanes.
+#: The same for sums along contiguous memory, which run in as many parallel sums as a vector has lanes.
 CONTIGUOUS_PIECE = 1024
-#: So few outputs may all happen to cancel, which only float64 survives.
+#: Largest number of outputs for which all may cancel by chance, so that float64 is used.
 EXACT = 16
 
 
 def narrow_matmul(a: Quantized, b: Quantized) -> Tensor:
-    """a [m, k] @ b [n, k].T with scales, float64 [m, n] row by row, for small m or small n.
+    """Multiply a [m, k] @ b [n, k].T with scales for small m or small n; returns contiguous float64 [m, n].
 
-    Bounded: relative RMS below 1e-6 of float64 on the same operands.
+    The relative RMS error is below 1e-6 against float64 on the same operands.
     """
     return _narrow_matmul(a, b) if a.shape[0] <= b.shape[0] else _narrow_matmul(b, a).t().contiguous()
 
@@ -334,13 +330,13 @@ def _narrow_matmul(few: Quantized, wide: Quantized) -> Tensor:
 
 
 def _step(q: Quantized, columns: int) -> int:
-    """Rows of one slice, whole blocks of them."""
+    """Return the rows of one slice, a multiple of the block height."""
     block = q.lying_block[0] or 1
     return max(SLICE // columns // block, 1) * block
 
 
 def _lying_rows(q: Quantized, start: int, stop: int) -> Quantized:
-    """Some rows of an operand as it lies, from the start of a block on."""
+    """Return a range of stored rows of an operand, starting at a block boundary."""
     scale, block = q.scale, q.lying_block[0]
     if isinstance(scale, Tensor) and block is not None:
         scale = scale[start // block : -(-stop // block)]
@@ -351,10 +347,10 @@ def _lying_rows(q: Quantized, start: int, stop: int) -> Quantized:
 
 
 def _times(x: Tensor, part: Quantized, piece: int) -> Tensor:
-    """x [m, k] @ part [r, k].T, float64 [m, r]."""
+    """Multiply x [m, k] @ part [r, k].T; returns float64 [m, r]."""
     decoded = decode(part, half=False, tiny=False, slot="right")
     if decoded is None:
-        # Scales so far apart, or not finite, that float32 could not hold a product: float64 can.
+        # float32 cannot represent the products of scales that differ this much or are not finite.
         return x.double() @ reference.double(part).t()
     values, scale = decoded
     v = values.t()  # [k, r]
@@ -365,23 +361,23 @@ def _times(x: Tensor, part: Quantized, piece: int) -> Tensor:
     return y.mul_(scale.t() if isinstance(scale, Tensor) else scale)
 
 
-# ---- gemm ------------------------------------------------------------------------------------------------
+# ---- matmul ----
 
-#: Up to this m × n × k a plain float32 GEMM is fastest.
+#: Largest m × n × k for which a plain float32 GEMM is fastest.
 SMALL = 1 << 18
-#: Products with at most this many rows or columns are multiplied slice by slice.
+#: Largest number of rows or columns for which a product is computed slice by slice.
 NARROW = 4
-#: Products with at most so many too, where the other operand has so many elements that decoded it leaves the cache.
+#: The same limit if the other operand has at least this many elements, so that it exceeds the cache when decoded.
 NARROW_BESIDE = 16, 1 << 22
-#: A per-tensor operand of at most this many elements remembers its decoded matrix: decoding costs as much as its GEMM.
+#: Largest per-tensor operand in elements whose decoded values are cached; decoding costs as much as such a GEMM.
 REMEMBERED = 4096
-#: Products of scales within these can be folded into an eight-bit operand: its values and the sums stay normal.
+#: Range of scale products that can be multiplied into an eight-bit operand; its values and the sums stay normal.
 LIFTS = (2.0**-60, 2.0**60)
 _precision: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 
 
 def reason(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None, fast_accum: bool = False) -> str:
-    """Why this implementation does not take the call, or ""."""
+    """Return why this implementation does not support the call, or ""."""
     if a.swizzled or b.swizzled:
         return "the scales are in the order of a GPU's GEMM"
     return "" if a.data.is_cpu else "the operands are not on a CPU"
@@ -395,11 +391,12 @@ def matmul(
     fast_accum: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """a [m, k] @ b [n, k].T + bias.
+    """Compute a [m, k] @ b [n, k].T + bias in `dtype`.
+
+    The relative RMS error is below 1e-6 against float64 on the same operands for float32 output.
 
     Args:
-        out: of this dtype, where the result is written if it is given.
-    Bounded: relative RMS below 1e-6 of float64 on the same operands for float32 output.
+        out: tensor of this dtype to write to, or None.
     """
     (m, k), n = a.shape, b.shape[0]
     size, few = m * n * k, min(m, n)
@@ -417,15 +414,15 @@ def matmul(
         y = narrow_matmul(a, b)
         return _written((y if bias is None else y + bias).float().to(dtype), out)
     tiny = size <= SMALL
-    # A product that torch rounds to bf16 itself.
+    # torch rounds the product to bf16 itself.
     half = dtype is torch.bfloat16 and bias is None and not tiny and rescales_exactly(a) and rescales_exactly(b)
     half = half and multiplies_bf16()
     blocked = exact and not half and size >= SMALLEST and takes(m, n, k)
-    # Most bear no mark, and a call of Python's that decides so is saved.
+    # Most operands are unmarked; deciding inline saves a Python call.
     left = (decode if a.mark is None else values_of)(a, half or blocked, tiny, "left")
     right = (decode if b.mark is None else values_of)(b, half or blocked, tiny, "right")
     if left is None or right is None:
-        # Scales so far apart, or not finite, that float32 could not hold a product: float64 can.
+        # float32 cannot represent the products of scales that differ this much or are not finite.
         return _written(reference.matmul(a, b, dtype, bias), out)
     if blocked:
         y = product(left[0], right[0], out if dtype is torch.float32 else None)
@@ -440,14 +437,14 @@ def matmul(
 
 
 def _written(y: Tensor, out: Tensor | None) -> Tensor:
-    """A result where it is wanted."""
+    """Return the result, copied to `out` if one was passed."""
     return y if out is None or y is out else out.copy_(y)
 
 
 def decoded(q: Quantized) -> Tensor | None:
-    """The float32 values, as they lie, of an operand without its scales; remembered where they are few.
+    """Return the float32 values of an operand without its scales in storage order, cached if there are few.
 
-    None unless the product can take the scales: one, or one a row within `ROWS`, which also holds no NaN.
+    Returns None unless scales can be applied to the product: one scale, or one per row within `ROWS` and no NaN.
     """
     values = q.decoded
     if values is None:
@@ -464,7 +461,7 @@ def decoded(q: Quantized) -> Tensor | None:
 
 
 def _of_rows(q: Quantized) -> Tensor | float:
-    """Its scales in a column, or its one."""
+    """Return the row scales as a column, or the single scale."""
     return q.scale.t() if q.transposed and isinstance(q.scale, Tensor) else q.scale
 
 
@@ -474,10 +471,12 @@ _nothing = torch.zeros((), dtype=torch.float32, device="cpu")
 def scaled_product(
     left: Tensor, right: Tensor, a: Tensor | float, b: Tensor | float, dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
-    """left [m, k] @ right [k, n] × a × b + bias, of a few thousand elements, where every call counts; see `rescale`."""
+    """Compute left [m, k] @ right [k, n] × a × b + bias for a few thousand elements, with as few torch calls as
+    possible.
+    """
     scale = a * b if isinstance(a, float) and isinstance(b, float) else 0.0
     if LIFTS[0] < scale < LIFTS[1] and math.frexp(scale)[0] == 0.5:
-        # A power of two: each sum is what it would be without it.
+        # With a power of two the scaled sums equal the unscaled ones times the scale, bit for bit.
         y = torch.addmm(_nothing, left, right, beta=0, alpha=scale)
     else:
         y = rescale(torch.mm(left, right), a, b)
@@ -490,17 +489,17 @@ def scaled_product(
 
 @cache
 def multiplies_bf16() -> bool:
-    """Whether torch hands bf16 products on a CPU to oneDNN; else it computes them number by number."""
+    """Return True if torch uses oneDNN for bf16 products on a CPU; otherwise it computes them one element at a time."""
     return bool(getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)())
 
 
 def _rounds() -> bool:
-    """Whether the process has asked torch to round the operands of float32 products on a CPU."""
+    """Return True if the process lets torch round the operands of float32 products on a CPU."""
     return _precision.fp32_precision not in ("none", "ieee")
 
 
 def rescale(y: Tensor, a: Tensor | float, b: Tensor | float) -> Tensor:
-    """y × a × b in place: a number or a column [m, 1], and a number or a column [n, 1]."""
+    """Compute y × a × b in place; a is a number or a column [m, 1], b a number or a column [n, 1]."""
     if isinstance(a, float) and isinstance(b, float):
         return _rescale(y, a * b)
     for s in (a, b.t() if isinstance(b, Tensor) else b):
@@ -513,6 +512,6 @@ def _rescale(y: Tensor, s: float) -> Tensor:
         return y
     if 1e-37 < s < 1e37 or s != s:
         return y.mul_(s)
-    # The product of two scales may leave float32 though the result does not: apply it in halves.
+    # The product of two scales may leave float32 though the result does not, so it is applied in halves.
     half = math.ldexp(1.0, math.frexp(s)[1] // 2)
     return y.mul_(half).mul_(s / half)

@@ -1,8 +1,8 @@
-"""quantize on a CPU: torch's own casts, integer maxima, and plain floats where one scale serves the tensor.
+"""Quantization on a CPU: torch's own casts, integer maxima, and Python floats for per-tensor scales.
 
-A bf16 value times a power of two is exact, so bf16 operands stay bf16 until the cast; torch's cast saturates only in
-newer releases and only E4M3, so whatever can overflow is clipped first. Transposes are read where they lie: an operand
-whose rows are contiguous in the other direction keeps that layout.
+A bf16 value times a power of two is exact, so bf16 operands stay bf16 until the cast. torch's cast saturates only in
+newer releases and only for E4M3, so values that can overflow are clipped first. Transposes are read in storage order:
+an operand whose columns are contiguous is stored transposed.
 """
 
 import math
@@ -34,13 +34,11 @@ from quaver.torch.numerics.rounding import (
     usable,
 )
 
-# ---- scratch ---------------------------------------------------------------------------------------------
-# Memory that intermediate results on a CPU are written to again and again.
-#
-# A fresh tensor of megabytes is made of pages that the system hands out one by one, as a fault each, and takes back
-# when it goes: that takes several times as long as computing what is written there.
+# ---- scratch buffers ----
+# The system hands out a fresh tensor's pages one by one, each with a fault, and takes them back when it is freed. That
+# costs several times as much as computing the contents, so intermediate results reuse buffers.
 
-#: Bytes from which on it pays, and up to which a thread holds them for good.
+#: Smallest size in bytes that gets a scratch buffer, and largest that a thread keeps.
 SMALLEST, LARGEST = 1 << 16, 1 << 23
 #: Bytes of a piece that stays in a core's cache from one operation to the next.
 PIECE = 1 << 20
@@ -55,7 +53,10 @@ _held = _ScratchBuffers()
 
 
 def buffer(slot: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A contiguous tensor of anything, this thread's until it asks for the same slot again; never to be returned."""
+    """Return an uninitialized contiguous tensor, this thread's until it requests the same slot again.
+
+    Must not be returned to callers.
+    """
     size = math.prod(shape) * dtype.itemsize
     if not SMALLEST <= size <= LARGEST:
         return torch.empty(shape, dtype=dtype, device="cpu")
@@ -67,28 +68,28 @@ def buffer(slot: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def scratch_rows(x: Tensor) -> int:
-    """How many rows of a tensor make a piece of `PIECE` bytes; at least one."""
+    """Return how many rows of a tensor make a piece of `PIECE` bytes, at least one."""
     return max(1, PIECE * x.shape[0] // max(1, x.numel() * x.itemsize))
 
 
-# ---- fp8 -------------------------------------------------------------------------------------------------
+# ---- FP8 ----
 
 SMALLEST_NORMAL = 2.0**-126
-#: The bits of float32 1.0, and of NaN.
+#: Bits of float32 1.0, and of NaN.
 ONE_BITS, NAN_BITS = 0x3F800000, 0x7FC00000
 
 
 def reason(x: Tensor, spec: QuantSpec, *_: object) -> str:
-    """Why this implementation does not take the call, or ""."""
+    """Return why this implementation does not support the call, or ""."""
     if not x.is_cpu:
         return "the tensor is not on a CPU"
     if spec.format.name not in FLOAT8 or spec.hadamard or spec.rounding != "nearest" or spec.scale == "unit":
-        return "it is for nearest rounding to FP8 with one level of scales"
-    return "it holds one scale a tensor as a float32" if spec.per_tensor and spec.scale == "e8m0" else ""
+        return "it supports only rounding to nearest to FP8 with one level of scales"
+    return "its per-tensor scales are float32, not E8M0" if spec.per_tensor and spec.scale == "e8m0" else ""
 
 
 def quantize(x: Tensor, spec: QuantSpec, amax: Given = None, factor: Given = None, noise: object = None) -> Quantized:
-    """As `quaver.torch.numerics.reference.quantize`, bit for bit."""
+    """Quantize x; same arguments and bits as `quaver.torch.numerics.reference.quantize`."""
     transposed = not x.is_contiguous() and x.stride(1) != 1 and x.stride(0) == 1
     if not spec.per_tensor:
         return _blocks(x, spec, amax, transposed)
@@ -97,7 +98,7 @@ def quantize(x: Tensor, spec: QuantSpec, amax: Given = None, factor: Given = Non
 
 
 def per_tensor(x: Tensor, spec: QuantSpec, amax: Given = None, factor: Given = None) -> tuple[Tensor, float, float]:
-    """(codes as x lies, decode scale, amax of x) for a spec with one scale."""
+    """Quantize by a spec with one scale; return codes in storage order, decode scale and amax."""
     fmt, exact = spec.format, spec.power_of_two
     top = wanted = host_amax(x)
     if amax is not None:
@@ -106,7 +107,7 @@ def per_tensor(x: Tensor, spec: QuantSpec, amax: Given = None, factor: Given = N
     if e == 0.0:
         e = host_factor(wanted, fmt, exact)
     elif math.frexp(e)[0] != 0.5:
-        # A factor from elsewhere, such as an average of several.
+        # The caller's factor need not be a power of two; it may be an average.
         e, exact = float(np.float32(e)), False
     if not (top < math.inf and wanted < math.inf):
         scale = math.nan
@@ -123,7 +124,7 @@ def per_tensor(x: Tensor, spec: QuantSpec, amax: Given = None, factor: Given = N
 
 
 def _codes(x: Tensor, e: Tensor | float, fmt: Format, clips: bool) -> Tensor:
-    """x × e as codes, in pieces that stay in the cache; e is a factor, or along each dimension one or as many as x."""
+    """Encode x × e in pieces that fit the cache; e has one factor, or in each dimension one or as many as x."""
     if x.numel() * x.itemsize < SMALLEST:
         y = x * e
         return (y.clamp_(-fmt.max, fmt.max) if clips else y).type(FLOAT8[fmt.name])
@@ -137,15 +138,15 @@ def _codes(x: Tensor, e: Tensor | float, fmt: Format, clips: bool) -> Tensor:
     return out
 
 
-#: Up to this factor all that bf16 has below its normal numbers comes to less than half of any format's smallest code.
+#: Largest factor for which bf16 subnormals stay below half of any format's smallest code.
 LIFT = 2.0**100
 
 
 def _lifted(x: Tensor, exponent: int, fmt: Format) -> Tensor:
-    """bf16 x times 2**exponent as codes, in pieces that stay in the cache; nothing may leave the format's range.
+    """Encode bf16 x times 2**exponent in pieces that fit the cache; the result must be within the format's range.
 
-    The exponent goes to the bits' own, which takes a fourth of a product's time. Zeros and subnormals, which have none,
-    become numbers below 2**(exponent - 126): zeros of their sign, as they would be.
+    Adding to the exponent bits takes a quarter of the time of a multiplication. Zeros and subnormals become numbers
+    below 2**(exponent - 126), which round to zeros of the same sign.
     """
     out, steps = torch.empty(x.shape, dtype=FLOAT8[fmt.name], device="cpu"), _steps(exponent)
     rows = scratch_rows(x)
@@ -159,17 +160,17 @@ def _lifted(x: Tensor, exponent: int, fmt: Format) -> Tensor:
 
 @cache
 def _steps(exponent: int) -> Tensor:
-    """What an exponent is among the bits of a bf16 number, without dimensions."""
+    """Return an exponent at its position in bf16 bits, as a 0-dimensional tensor."""
     with torch.inference_mode(False):
         return torch.tensor(exponent << 7, dtype=torch.int16, device="cpu")
 
 
-#: Powers of two as tensors without dimensions: torch multiplies by one in half the time that a Python number takes.
+#: Powers of two as 0-dimensional tensors, by which torch multiplies twice as fast as by a Python number.
 _scalars: dict[float, Tensor] = {}
 
 
 def scalar(e: float) -> Tensor:
-    """A power of two as a tensor without dimensions."""
+    """Return a power of two as a cached 0-dimensional tensor."""
     kept = _scalars.get(e)
     if kept is None:
         with torch.inference_mode(False):
@@ -178,7 +179,7 @@ def scalar(e: float) -> Tensor:
 
 
 def host_amax(x: Tensor) -> float:
-    """The largest magnitude as a Python float, NaN if there is one; subnormals and empty tensors give 0."""
+    """Return the largest magnitude as a Python float: NaN if there is one, 0 for subnormals and empty tensors."""
     if x.numel() == 0:
         return 0.0
     low, high = torch.aminmax(x)
@@ -188,18 +189,17 @@ def host_amax(x: Tensor) -> float:
 
 
 def host_factor(amax: float, fmt: Format, power_of_two: bool) -> float:
-    """The encode factor of one amax; 1 where it is 0, infinite or NaN. Equal to
-    `reference.numerics.encode_factor`."""
+    """Return the encode factor of an amax (1 for 0, infinity and NaN), as `reference.numerics.encode_factor`."""
     if not SMALLEST_NORMAL <= amax < math.inf:
         return 1.0
     if power_of_two:
-        # The quotient is exact in double but for its last bits, and those do not reach a power of two from below: only
-        # amax = fmt.max / 2**p gives one, exactly.
+        # The double quotient is exact up to its last bits, and those cannot reach a power of two from below: only amax
+        # = fmt.max / 2**p gives one, exactly.
         p = math.frexp(fmt.max / amax)[1] - 1
         return (
             2.0**p if -100 < p < FACTOR_EXPONENTS[1] else 2.0 ** min(max(p, FACTOR_EXPONENTS[0]), FACTOR_EXPONENTS[1])
         )
-    # A quotient of two float32 in double, rounded to float32, is the correctly rounded quotient.
+    # A float32 quotient computed in double and rounded to float32 is correctly rounded.
     return float(np.float32(min(max(fmt.max / amax, SMALLEST_NORMAL), float(FLT_MAX))))
 
 
@@ -222,41 +222,41 @@ def _blocks(x: Tensor, spec: QuantSpec, amax: Given, transposed: bool) -> Quanti
     for dim in dims:
         e = e.unsqueeze(dim)
     e = e.to(view.dtype)
-    # Clipped where one is infinite, or scaled by another amax than its own.
+    # Clip if a block has an infinity, or if its factor comes from another amax than its own.
     data = _codes(*((view[0], e[0]) if view.shape[0] == 1 else (view, e)), spec.format, not finite)
     data = data.view(_padded_shape(view, dims))
     if data.shape != base.shape:
-        # A copy, so that backward does not keep the padding.
+        # Copied, so that backward does not keep the padding alive.
         data = data[: base.shape[0], : base.shape[1]].clone(memory_format=torch.contiguous_format)
     return Quantized(data, scale, spec, (x.shape[0], x.shape[1]), transposed, None, measured.view(torch.float32))
 
 
 def _given(bits: Tensor, amax: Given, spec: QuantSpec, transposed: bool) -> tuple[Tensor, Tensor]:
-    """The bits of the amaxes that count, as blocks lie, and the encode factors that follow from them."""
+    """Return the bits of the amaxes to use, in storage order of the blocks, and their encode factors."""
     if amax is None:
         return bits, reference.factors(bits, spec)
     given = reference.given_bits(amax, bits.t() if transposed else bits)
     given = (given.t() if transposed else given).contiguous()
     e = reference.factors(given, spec)
-    # An amax of 0 was given for data that need not be 0: they become zeros of their sign.
+    # The passed amax is 0 but the data may not be: they become zeros of their sign.
     return given, torch.where(given == 0, 0.0, e) if spec.scale == "e8m0" else e
 
 
 def _powers_of_two(bits: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, bool]:
-    """From the bits of amaxes their encode factors, the scales as they are stored, and whether all are finite.
+    """Return encode factors, stored scales, and whether all amaxes are finite, from the bits of the amaxes.
 
-    The exponent stays in its place among the bits; blocks without a factor are looked for only where there are some.
+    Exponents stay at their bit position; blocks without a factor are handled only if there are any.
     """
     fmt = spec.format
     low, high = (bound.item() for bound in torch.aminmax(bits))
-    # No factor is above 2**100.
+    # Factors are at most 2**100.
     place = bits.clamp(min=((127 - FACTOR_EXPONENTS[1] + fmt.emax) << 23) - 0x7FFFFF + fmt.max_mantissa)
     place = place.add_(0x7FFFFF - fmt.max_mantissa - (fmt.emax << 23)).bitwise_and_(0x7F800000)
     e, of_scale = ONE_BITS * 2 - place, place
     if low == 0 or high >= INFINITY_BITS:
         known = usable(bits)
         e = torch.where(known, e, ONE_BITS)
-        # Their own exponent fields, 0 and 255, are the codes of E8M0; a float32 scale is 1, or NaN.
+        # Exponent fields 0 and 255 are themselves the E8M0 codes; a float32 scale is 1 or NaN.
         other = bits if spec.scale == "e8m0" else torch.where(bits == 0, ONE_BITS, bits | NAN_BITS)
         of_scale = torch.where(known, place, other)
     scale = (of_scale >> 23).to(torch.uint8) if spec.scale == "e8m0" else of_scale.view(torch.float32)
@@ -264,8 +264,7 @@ def _powers_of_two(bits: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, bool]
 
 
 def blocked(base: Tensor, block: Block) -> tuple[Tensor, list[int]]:
-    """A matrix as blocks, and the dimensions of the view that lie within a block. Ragged edges are padded with
-    zeros."""
+    """View a matrix as blocks, zero-padded at ragged edges; return the view and its dimensions within a block."""
     rows, columns = base.shape
     br, bc = min(block[0] or rows, rows), min(block[1] or columns, columns)
     nr, nc = -(-rows // br), -(-columns // bc)
@@ -280,8 +279,9 @@ def blocked(base: Tensor, block: Block) -> tuple[Tensor, list[int]]:
 
 
 def largest_bits(view: Tensor, dims: list[int]) -> Tensor:
-    """The float32 bits of the largest magnitude of each block, int32; integers reduce several times faster than
-    floats."""
+    """Return the float32 bits of each block's largest magnitude as int32; integers reduce several times faster than
+    floats.
+    """
     if view.dtype is torch.bfloat16:
         bits, mask = view.view(torch.int16), 0x7FFF
     else:
@@ -291,7 +291,7 @@ def largest_bits(view: Tensor, dims: list[int]) -> Tensor:
     elif bits.shape[0] > 1:
         top = torch.cat([_amax(part, dims) for part in _masked(bits, mask)])
     else:
-        # A block's rows, or all of a row, are in several pieces.
+        # A single row of blocks is cut within the blocks.
         within = [dim - 1 for dim in dims]
         amax_values = [_amax(part, within) for part in _masked(bits[0], mask)]
         top = (reduce(torch.maximum, amax_values) if 0 in within else torch.cat(amax_values))[None]
@@ -301,7 +301,7 @@ def largest_bits(view: Tensor, dims: list[int]) -> Tensor:
 
 
 def _masked(bits: Tensor, mask: int) -> Iterator[Tensor]:
-    """bits & mask in pieces that stay in the cache, each until the next is asked for."""
+    """Yield bits & mask in pieces that fit the cache; each is valid until the next."""
     for part in bits.split(scratch_rows(bits)):
         yield torch.bitwise_and(part, mask, out=buffer("temporary", part.shape, part.dtype))
 
@@ -317,37 +317,36 @@ def _padded_shape(view: Tensor, dims: list[int]) -> tuple[int, int]:
     return (s[0], s[1] * s[2]) if dims == [2] else (s[0] * s[1], math.prod(s[2:]))
 
 
-# ---- few bits --------------------------------------------------------------------------------------------
-# Quantization to four and six bits on a CPU, in pieces that stay in its cache: two levels of scales, or E8M0's.
-#
-# Rounding to nearest is one table look-up: the upper half of a float32, with its last bit set if anything lies below,
-# tells the code, sign and NaN included. A bf16 number times a power of two is one, which has no more to tell.
+# ---- four and six bits ----
+# Two-level or E8M0 scales, in pieces that fit the cache. Rounding to nearest is one table look-up: the upper half of a
+# float32, with its last bit set if any lower bit is set, determines the code, including sign and NaN. For a bf16 number
+# times a power of two the upper half is already exact.
 
-#: Elements worked on at once.
+#: Elements processed at a time.
 FEW_BITS_CHUNK = 1 << 17
 
 
 def reason_two_level(x: Tensor, spec: QuantSpec, *_: object) -> str:
-    """Why this implementation does not take the call, or ""."""
+    """Return why this implementation does not support the call, or ""."""
     if not x.is_cpu:
         return "the tensor is not on a CPU"
     if not spec.two_level or spec.block[1] != 16:
-        return "it is for E2M1 with two levels of scales in blocks of 16"
+        return "it supports only E2M1 with two-level scales in blocks of 16"
     return ""
 
 
 def two_level(
     x: Tensor, spec: QuantSpec, amax: Given = None, factor: object = None, noise: EagerNoise = QUIET, parts: int = 1
 ) -> Quantized:
-    """As `quaver.torch.numerics.reference.quantize`, bit for bit.
+    """Quantize x with two-level scales; same bits as `quaver.torch.numerics.reference.quantize`.
 
     Args:
-        parts: into how many of as many rows x is divided, each with a tensor factor of its own: float32 [parts, 1].
+        parts: number of equal row ranges of x, each with its own tensor factor: float32 [parts, 1].
     """
     if x.numel() == 0:
         return reference.quantize(x, spec, amax)
     shape = (x.shape[0], spec.padded(x.shape[1]))
-    # A transpose is worked on as it lies, where its groups of 16 are whole lines, if that leaves no ragged block.
+    # A transpose is processed in storage order if its groups of 16 are whole lines and no block is ragged.
     transposed = not x.is_contiguous() and x.stride(0) == 1 and spec.block[0] == 1 and shape[1] % 16 == 0
     x = x.t() if transposed else x.contiguous()
     if spec.hadamard:
@@ -366,7 +365,7 @@ def two_level(
 
 
 def _pieces(x: Tensor, spec: QuantSpec) -> tuple[Tensor, ...]:
-    """Lines in cache-sized pieces, cut between blocks and groups."""
+    """Split x into pieces that fit the cache, at boundaries of blocks and groups."""
     step = max(spec.block[0] or 1, 16)
     return x.split(max(1, FEW_BITS_CHUNK // max(x.shape[1], 1) // step) * step)
 
@@ -379,7 +378,7 @@ def _largest(piece: Tensor, block: Block) -> Tensor:
 def _few_bit_codes(
     x: Tensor, e: Tensor, spec: QuantSpec, block: Block, shape: tuple[int, int], noise: EagerNoise, transposed: bool
 ) -> Tensor:
-    """Packed codes as x lies: two neighbours along k to a byte, k being the first axis if turned."""
+    """Return packed codes in storage order, two neighbours along k to a byte; k is the first axis if `transposed`."""
     lines, columns = x.shape
     data = x.new_empty((lines // 2, columns) if transposed else (lines, (columns + 1) // 2), dtype=torch.uint8)
     height, at = block[0] or lines, 0
@@ -404,16 +403,16 @@ def _few_bit_codes(
 
 
 def reason_e8m0(x: Tensor, spec: QuantSpec, *_: object) -> str:
-    """Why this implementation does not take the call, or ""."""
+    """Return why this implementation does not support the call, or ""."""
     if not x.is_cpu:
         return "the tensor is not on a CPU"
     if spec.scale != "e8m0" or spec.hadamard or spec.rounding != "nearest" or spec.format.bits > 6:
-        return "it is for nearest rounding to six bits or fewer with E8M0 scales"
+        return "it supports only rounding to nearest to six bits or fewer with E8M0 scales"
     return "" if spec.block[0] == 1 and spec.block[1] is not None else "it is for blocks along rows"
 
 
 def e8m0(x: Tensor, spec: QuantSpec, amax: Given = None, factor: Given = None, noise: object = QUIET) -> Quantized:
-    """As `quaver.torch.numerics.reference.quantize`, bit for bit."""
+    """Quantize x with E8M0 scales; same bits as `quaver.torch.numerics.reference.quantize`."""
     if x.numel() == 0 or amax is not None or factor is not None:
         return reference.quantize(x, spec, amax, factor)
     x, (rows, k), fmt = x.detach(), x.shape, spec.format
@@ -436,24 +435,24 @@ def e8m0(x: Tensor, spec: QuantSpec, amax: Given = None, factor: Given = None, n
 
 
 def _of_blocks(view: Tensor, e: Tensor, fmt: Format) -> Tensor:
-    """Blocks times their factors as codes, one a byte."""
+    """Encode blocks times their factors, one code per byte."""
     if view.dtype is torch.float32:
         return _nearest(view * e, fmt)
-    # What leaves bf16's normal numbers lies far below the smallest code, whichever way it is rounded.
+    # Products below bf16's normal range are far below the smallest code, whichever way they are rounded.
     index = (view * e.to(view.dtype)).view(torch.int16).to(torch.int32).bitwise_and_(0xFFFF)
     return _table(fmt).index_select(0, index.view(-1)).view(view.shape)
 
 
 @cache
 def _table(fmt: Format) -> Tensor:
-    """The code of each bf16 number in a format of at most eight bits, by its bits: uint8 [65536]."""
+    """Return the codes of all bf16 numbers by their bits, for a format of at most eight bits: uint8 [65536]."""
     values = (np.arange(65536, dtype=np.uint32) << 16).view(np.float32)
     with np.errstate(invalid="ignore"):
         return torch.from_numpy(numerics.encode(numerics.round_to(values, fmt), fmt))
 
 
 def _nearest(y: Tensor, fmt: Format) -> Tensor:
-    """float32 to codes, one a byte; ties to even, saturating, NaN to the largest."""
+    """Encode float32 to nearest even, one code per byte; saturating, NaN becomes the largest code."""
     bits = y.view(torch.int32)
     index = (bits >> 16).bitwise_and_(0xFFFF)
     index |= (bits & 0xFFFF) != 0
@@ -461,7 +460,7 @@ def _nearest(y: Tensor, fmt: Format) -> Tensor:
 
 
 def _pack(codes: Tensor) -> Tensor:
-    """Two codes to a byte, the lower nibble first."""
+    """Pack two codes to a byte, the lower nibble first."""
     if codes.shape[1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
     pairs = codes.contiguous().view(torch.int16)

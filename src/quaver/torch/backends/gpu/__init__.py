@@ -1,4 +1,4 @@
-"""What runs on an NVIDIA GPU: the kernels of `quaver.kernels`, and torch's scaled GEMMs; no layer.
+"""Fast implementations on an NVIDIA GPU: launches of `quaver.kernels`, and torch's scaled GEMMs.
 
-Importing the rooms imports Triton; `announcing` and `fused_quantize` do so when a tensor on a GPU comes.
+Importing the modules imports Triton, except `device` and `fused_quantize`, which do so when a GPU tensor arrives.
 """

@@ -1,7 +1,7 @@
-"""Activations on a GPU: forward, with what the next linear layer reads of the result from the same pass, and backward.
+"""Activations on a GPU: launches for forward and backward.
 
-The numbers are those of `quaver.torch.nn.activation` within its bounds; what is quantized is exactly the
-result quantized.
+The forward can quantize its result for the next linear layer in the same pass. Results equal those of
+`quaver.torch.nn.activation` within its bounds, and the codes are exactly those of the result quantized separately.
 """
 
 from collections.abc import Sequence
@@ -23,12 +23,12 @@ from quaver.torch.numerics.quantized import Quantized
 
 
 class ActivationKernel(NamedTuple):
-    """How the kernels compute a row of `quaver.torch.nn.activation.ACTIVATIONS`."""
+    """Kernel functions of one entry of `quaver.torch.nn.activation.ACTIVATIONS`."""
 
     forward: Any
     backward: Any
     gated: bool = False
-    #: True if gate and value are held within a limit, as gpt-oss holds them.
+    #: True if gate and value are clamped to a limit, as in gpt-oss.
     clamped: bool = False
 
 
@@ -43,7 +43,7 @@ _KINDS = {
 }
 _SIGMOID = activation.sigmoid, activation.sigmoid_backward
 _CLAMPED = activation.clamped_silu, activation.clamped_silu_backward
-#: The kinds by the name of the activation.
+#: Kernel functions by the name of the activation.
 KINDS = {
     **{name: ActivationKernel(*pair) for name, pair in _KINDS.items()},
     "glu": ActivationKernel(*_SIGMOID, gated=True),
@@ -60,9 +60,10 @@ TILE, BLOCK_TILE, BACKWARD_TILE = (128, 64, 4), (16, 128, 4), (32, 128, 4)
 
 
 def forward(name: str, options: Sequence[float], x: Sequence[Tensor]) -> Tensor:
-    """As `quaver.torch.nn.activation.ACTIVATE`.
+    """Apply an activation; same arguments and result as `quaver.torch.nn.activation.ACTIVATE`.
 
-    Bounded: for normally distributed inputs relative RMS 1e-6 of float64 before the rounding to x's dtype.
+    For normally distributed inputs the relative RMS error is at most 1e-6 against float64, before rounding to x's
+    dtype.
     """
     read = _halves(name, x)
     y: Tensor = _forwards(read, name, tuple(options), "none", None, (True, True, False))[0]
@@ -79,15 +80,17 @@ def activated(
     rows_wanted: bool = True,
     transposed_wanted: bool = False,
 ) -> FusedQuantizeResult:
-    """The activation of x, one tensor or two, and its result quantized or measured for a spec as in `gpu.norm`.
+    """Apply an activation to one or two tensors, and quantize or measure the result by a spec as in `gpu.norm`.
+
+    Given y, codes and amax are exact.
 
     Args:
-        spec: of the result as an operand [tokens, d], or None.
-        factor: encode factor of the tensor, float32 of one element, not 0: one pass quantizes; None measures.
-        want_output: whether y is written too; it is where only its amax is found.
-        rows_wanted, turned_wanted: with a factor, whether the codes are written as they lie and transposed; a transpose
-            alone is the `T` of what is given back.
-    Exact: what is quantized, and the amax, given y.
+        spec: spec of the result as an operand [tokens, d], or None.
+        factor: nonzero encode factor of the tensor, float32 of one element, to quantize in one pass; None measures the
+            amax.
+        want_output: True to write y too; it is always written if only its amax is measured.
+        rows_wanted, transposed_wanted: with a factor, whether to write codes row-major and transposed. If only the
+            transpose is written, it is the `T` of the returned operand.
     """
     kind = "none" if spec is None else mode(spec, factor is not None, _width(name, x))
     assert kind, f"no kernel activates and quantizes by {spec}"
@@ -127,7 +130,7 @@ def _forward_pass(
     if kind == "tensor" and wanted[2]:
         transposed = codes_in_words(columns, rows, spec)
     bm, bn, warps = TILE
-    # Blocks reach over the zeros that end the rows of both results.
+    # Blocks cover the zero padding of both results.
     across, down = (columns if q is None else q.shape[1]), (rows if transposed is None else transposed.shape[1])
     grid = -(-down // bm), -(-across // bn)
     lines = 0 if transposed is None else transposed.shape[1] // 16
@@ -187,17 +190,18 @@ def _limits(options: Sequence[float]) -> tuple[float, float]:
 
 
 def backward(name: str, options: Sequence[float], g: Tensor, x: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients of the inputs, contiguous, as `quaver.torch.nn.activation.backward`.
+    """Return the contiguous gradients of the inputs, as `quaver.torch.nn.activation.backward`.
 
-    Bounded: for normally distributed inputs relative RMS 1e-6 of float64 before the rounding to x's dtype.
+    For normally distributed inputs the relative RMS error is at most 1e-6 against float64, before rounding to x's
+    dtype.
     """
     read = (_rows(g), *_halves(name, x))
-    # Without an option it takes four fifths of the time.
+    # Without memory_format it takes four fifths of the time.
     of_inputs = [
         torch.empty_like(a) if a.is_contiguous() else torch.empty_like(a, memory_format=torch.contiguous_format)
         for a in x
     ]
-    # Of one input gate and value lie side by side, of two apart, and so do their gradients.
+    # If gate and value are halves of one input, so are their gradients.
     own = _halves(name, of_inputs) if KINDS[name].gated else of_inputs
     _backwards(read, name, tuple(options), len(x), own=own)
     return of_inputs
@@ -221,7 +225,7 @@ def _width(name: str, x: Sequence[Tensor]) -> int:
 
 
 def _halves(name: str, x: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-    """Gate (or the one input) and value as matrices whose last axis is contiguous."""
+    """Return gate (or the single input) and value (or None) as matrices with contiguous last axis."""
     first = _rows(x[0])
     if not KINDS[name].gated:
         return first, None
@@ -233,7 +237,7 @@ def _halves(name: str, x: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[..., d] as it is, or as a matrix whose last axis is contiguous."""
+    """Return [..., d] unchanged, or as a matrix with contiguous last axis."""
     if x.is_contiguous():
         return x
     flat = x.reshape(-1, x.shape[-1])

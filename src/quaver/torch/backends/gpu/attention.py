@@ -1,4 +1,4 @@
-"""Attention with quantized products on a GPU: which calls the kernels take, over which tiles they run."""
+"""Quantized attention on a GPU: which calls the kernels support, and their tiles and launches."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,30 +14,31 @@ from quaver.torch.backends.gpu.device import architecture, traits
 from quaver.torch.backends.gpu.launch_plan import LaunchPlan, LaunchPlanCache, LaunchSpec
 from quaver.torch.backends.gpu.tensorwise import DTYPES, SECOND_AXIS, format_constants, integers
 
-#: Features of a head that the tiles hold.
+#: Head dimensions that the tiles support.
 FEATURES = 32, 64, 128
-#: Elements that share a scale, where not a whole row or matrix does.
+#: Supported block widths, besides one scale per row or matrix.
 WIDTHS = 32, 64, 128
-#: Tokens of a program, those that it takes at a time, and its warps: forward, for dQ, and for dK and dV.
+#: Query or key tokens of a program, tokens per step, and warps: forward, dQ, and dK with dV.
 FORWARD, ROWS, COLUMNS = (128, 64, 8), (64, 64, 8), (64, 32, 8)
-#: For Δ and dQ where one scale serves each matrix and products are of warp groups: eight warps would share 64 queries
-#: by taking half of each product twice. And for Δ alone on other cards, where codes are made of bits, and elsewhere.
+#: The same for Δ and dQ with one scale per matrix where tensor cores multiply for warp groups: eight warps sharing 64
+#: queries would compute half of each product twice. Then for Δ alone on other GPUs, with codes made from bits, and with
+#: casts.
 OF_GROUPS, SUMS_ON_BITS, SUMS = (64, 64, 4), (64, 32, 4), (64, 64, 4)
-#: For dQ where tiles have scales of their own and products are of single warps: half as many queries, whose sums take
-#: half the registers; no product is taken twice then.
+#: The same for dQ if tiles have their own scales and single warps multiply: half as many queries, whose sums need half
+#: the registers, and no product is computed twice.
 OF_SCALES = 32, 64, 8
-#: KiB of shared memory that two stages of the tiles' loads have room in.
+#: KiB of shared memory that suffice for two stages of tile loads.
 TWO_STAGES = 160
-#: The oldest capability with a memory for sums of products, which take registers before.
+#: Oldest compute capability (times ten) with tensor memory for sums of products; older ones use registers.
 TENSOR_MEMORY = 100
 LOG2_E = 1.4426950408889634
 
-#: Codes [B, heads, rows, k], contiguous, and their scales, as `Heads` keeps them.
+#: Codes [B, heads, rows, k], contiguous, and their scales.
 Operand = tuple[Tensor, Tensor]
 
 
 class AttentionOperands(NamedTuple):
-    """What the products take; the last four are None where a matrix's codes serve its transpose."""
+    """Operands of the attention GEMMs; the last four are None if a matrix's codes serve its transpose too."""
 
     q: Operand
     k: Operand
@@ -50,14 +51,14 @@ class AttentionOperands(NamedTuple):
 
 
 def reason(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> str:
-    """Why the kernels do not take q [B, H, Sq, D], k [B, G, Sk, D] and v [B, G, Sk, Dv], or ""."""
+    """Return why the kernels do not support q [B, H, Sq, D], k [B, G, Sk, D] and v [B, G, Sk, Dv], or ""."""
     for one in (spec.input, spec.grad_output):
         if not one.power_of_two:
-            return f"its tiles hold scales that are powers of two, not those of {one}"
+            return f"its tiles support power-of-two scales only, not those of {one}"
         if one.block[1] not in (None, *WIDTHS):
-            return f"it takes blocks of {WIDTHS} elements, of rows or of heads, not of {one.block[1]}"
+            return f"it supports blocks of {WIDTHS} elements, whole rows and whole heads, not {one.block[1]}"
     if q.shape[3] not in FEATURES or v.shape[3] not in FEATURES:
-        return f"it takes heads of {FEATURES} features, not of {q.shape[3]} and {v.shape[3]}"
+        return f"it supports heads of {FEATURES} features, not {q.shape[3]} and {v.shape[3]}"
     if not min(q.numel(), k.numel(), v.numel()):
         return "there is nothing to attend"
     if q.shape[:2].numel() > SECOND_AXIS or max(q.shape[2], k.shape[2]) * max(FEATURES) >= 2**31:
@@ -69,12 +70,12 @@ def forward(
     operands: AttentionOperands, runs: Tensor | None, hidden: Tensor | None, sinks: Tensor | None,
     spec: AttentionSpec, scale: float, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The output [B, H, Sq, Dv] in dtype, lying as [B, Sq, H, Dv], and the logarithms of the softmax's sums, float64.
+    """Return the output [B, H, Sq, Dv], stored as [B, Sq, H, Dv], and the softmax's float64 logsumexp [B, H, Sq].
 
     Args:
-        operands: q, k, v; vt in place of v where it is not None.
-        runs: int32 [2, Sq], the first key that a query sees, and one past the last; neither falls.
-        hidden: bool, broadcastable to [B, H, Sq, Sk], True where a query may not see a key.
+        operands: q, k, v; vt replaces v if it is not None.
+        runs: int32 [2, Sq], the first key that a query attends to, and one past the last; both nondecreasing.
+        hidden: bool, broadcastable to [B, H, Sq, Sk], True where a query must not attend to a key.
         sinks: float32 [H].
     """
     tensors = (*operands.q, *operands.k, *(operands.vt or operands.v), runs, _bytes(hidden), sinks)
@@ -86,7 +87,7 @@ def backward(
     operands: AttentionOperands, runs: Tensor | None, hidden: Tensor | None, logsumexp: Tensor,
     spec: AttentionSpec, scale: float, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of q, k and v in dtype, and Δ = rowsum(P∘dP), float32 [B, H, Sq]; the arguments are forward's."""
+    """Return the gradients of q, k and v in dtype, and Δ = rowsum(P∘dP), float32 [B, H, Sq]."""
     seen_by = None if runs is None else _seen_by(runs, operands.k[0].shape[2])
     pairs = [operands.q, operands.k, operands.v, operands.do, operands.qt, operands.kt, operands.dot]
     tensors = [x for pair in pairs for x in pair or (None, None)]
@@ -99,7 +100,7 @@ def _bytes(hidden: Tensor | None) -> Tensor | None:
 
 
 def _seen_by(runs: Tensor, keys: int) -> Tensor:
-    """int32 [2, keys]: the first query that sees a key, and one past the last."""
+    """Return int32 [2, keys]: the first query that attends to a key, and one past the last."""
     every = torch.arange(keys, dtype=torch.int32, device=runs.device)
     of_both = [torch.searchsorted(ends.contiguous(), every, right=True, out_int32=True) for ends in (runs[1], runs[0])]
     return torch.stack(of_both)
@@ -110,19 +111,19 @@ def _width(spec: QuantSpec) -> int:
 
 
 def _blocks(spec: QuantSpec, scale: Tensor | None) -> int:
-    """Scales of a row, 0 where one serves the matrix."""
+    """Return the number of scales per row, 0 if one scale serves the matrix."""
     return 0 if scale is None or spec.per_tensor else scale.shape[3]
 
 
 def _apart(hidden: Tensor | None) -> tuple[int, ...]:
-    """Strides of [B, H, Sq, Sk], 0 along what it is broadcast over."""
+    """Return the strides of [B, H, Sq, Sk], 0 for broadcast axes."""
     if hidden is None:
         return 0, 0, 0, 0
     return tuple(0 if n == 1 else stride for n, stride in zip(hidden.shape, hidden.stride(), strict=True))
 
 
 def _tokens_first(x: Tensor, features: int, dtype: torch.dtype) -> BufferSpec:
-    """[B, heads, tokens, features] that lies as [B, tokens, heads, features]."""
+    """Return the buffer spec of [B, heads, tokens, features] stored as [B, tokens, heads, features]."""
     batch, heads, tokens = x.shape[:3]
     return BufferSpec(
         (batch, heads, tokens, features), (tokens * heads * features, features, heads * features, 1), dtype
@@ -130,13 +131,18 @@ def _tokens_first(x: Tensor, features: int, dtype: torch.dtype) -> BufferSpec:
 
 
 def _stages(device: torch.device, crowded: bool = False) -> int:
-    """Tiles of a sweep that are loaded at once; one where registers or shared memory do not suffice for two."""
+    """Return the pipeline stages of tile loads: one if registers or shared memory do not suffice for two."""
     return 1 if crowded or traits(device).shared < TWO_STAGES else 2
 
 
 def _rows(device: torch.device, half: bool, sums: bool, spans: bool) -> tuple[tuple[int, int, int], int]:
-    """The tiles and warps of `attention_rows`, and `_stages`: with float16 tiles or not, for Δ alone or not, with a
-    sweep for an amax of dS beside dQ or not."""
+    """Return tiles and warps of `attention_rows`, and its stages.
+
+    Args:
+        half: True if tiles are float16.
+        sums: True if only Δ is computed.
+        spans: True if the amax of dS is measured in the same sweep as dQ.
+    """
     groups = traits(device).groups
     if half and groups:
         return OF_GROUPS, _stages(device)
@@ -144,7 +150,7 @@ def _rows(device: torch.device, half: bool, sums: bool, spans: bool) -> tuple[tu
         return (SUMS_ON_BITS if integers(device) == 2 else SUMS), _stages(device, crowded=True)
     if half or groups:
         return ROWS, _stages(device, crowded=spans and architecture(device) < TENSOR_MEMORY)
-    # With one it spills 8 and 16 bytes where codes are made of bits; two take 46 KiB.
+    # One stage spills 8 and 16 bytes where codes are made from bits; two stages need 46 KiB.
     return OF_SCALES, 2
 
 
@@ -228,7 +234,7 @@ def _backward_pass(given: Sequence[Any], spec: AttentionSpec, scale: float, dtyp
     of_do = _blocks(spec.grad_output, do_scale)
     row_numbers = (*sizes, *blocks, _blocks(spec.input, kt_given[1]), of_do, *apart, *dq.strides[:3], *numbers)
     launches = []
-    # The amax of a head is known once all its programs have met.
+    # The amax of a head is known only after all its programs have finished.
     for sums, gradient in [(True, False), (False, True)] if by_head else [(True, True)]:
         spans = sums and gradient and width > ROWS[1]
         (bm, bn, warps), stages = _rows(q.device, half, sums and not gradient, spans)

@@ -1,7 +1,7 @@
-"""quantize on a GPU in narrow blocks, MXFP8 and NVFP4: scales are written in the order that Blackwell's GEMMs read.
+"""Quantization on a GPU in narrow blocks, MXFP8 and NVFP4, with scales in the order that Blackwell's GEMMs read.
 
-The transpose of an operand is written as such, beside it or instead: neither four-bit codes nor scales in that order
-can be read the other way round.
+The operand of the transpose is written separately, in addition or instead: four-bit codes and swizzled scales cannot be
+read in the other direction.
 """
 
 from collections.abc import Sequence
@@ -36,12 +36,12 @@ from quaver.torch.numerics.quantized import BLOCKS, FLOAT8, ROWS, Quantized
 MX_ROWS_BLOCK = 128, 128, 4
 MX_COLUMNS_BLOCK = 128, 128, 8
 NV_BLOCK = 128, 128, 4
-#: With random words in registers too: along rows, and down columns.
+#: The same with noise in registers too: along rows, and down columns.
 NV_STOCHASTIC_BLOCKS = (128, 64, 4), (64, 128, 4)
 
 
 def with_exponents(spec: QuantSpec | None, other: QuantSpec | None) -> bool:
-    """True if `by_exponents` takes these specs, of a matrix and of its transpose."""
+    """Return True if `by_exponents` supports these specs of a matrix and of its transpose."""
     one = spec or other
     assert one is not None
     kinds = one.scale == "e8m0" and one.block in ((1, 32), (32, 32)) and one.format.name in FLOAT8
@@ -49,7 +49,9 @@ def with_exponents(spec: QuantSpec | None, other: QuantSpec | None) -> bool:
 
 
 def with_two_levels(spec: QuantSpec | None, other: QuantSpec | None) -> bool:
-    """True if `by_two_levels` takes these: one spec, since random words and the rotation belong to a direction."""
+    """Return True if `by_two_levels` supports the specs; only one may be given, since noise and rotation have a
+    direction.
+    """
     one = spec or other
     assert one is not None
     return None in (spec, other) and one.two_level and one.block in ((1, 16), (16, 16))
@@ -58,9 +60,9 @@ def with_two_levels(spec: QuantSpec | None, other: QuantSpec | None) -> bool:
 def by_exponents(
     x: Tensor, spec: QuantSpec | None, other: QuantSpec | None, amax: Tensor | None = None
 ) -> tuple[Quantized | None, Quantized | None]:
-    """x [rows, k], its last axis contiguous, and its transpose in blocks of 32 or 32 × 32, as the reference does it.
+    """Quantize x [rows, k] with contiguous last axis, and its transpose, in MX blocks of 32 or 32 × 32.
 
-    The blocks' amaxes are not kept; where they are given the reference runs.
+    Same bits as the reference, which runs if amaxes are given. The amaxes of blocks are not returned.
     """
     one = spec or other
     assert one is not None
@@ -81,7 +83,7 @@ _mx = LaunchPlanCache(_mx_pass)
 
 
 def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, wanted: RequestedOperands) -> QuantizeLaunch | None:
-    """`by_exponents` of matrices like x, contiguous, whose sides are multiples of 16; both operands, or None."""
+    """Plan `by_exponents` for contiguous matrices like x, sides multiples of 16; both operands, or None."""
     return None if other is None else _mx_way(without_memory(x), spec, True, True, wanted)
 
 
@@ -102,8 +104,9 @@ def _mx_way(x: Tensor, spec: QuantSpec, straight: bool, transposed: bool, wanted
 
 
 def _apart(spec: QuantSpec, device: torch.device) -> bool:
-    """True where squares take a launch for each direction: the assembler for Blackwell that triton 3.7 has (ptxas 13.1)
-    dies of one for both, in whatever tiles."""
+    """Return True if squares need a launch per direction: ptxas 13.1 of Triton 3.7 crashes on Blackwell with one for
+    both.
+    """
     return spec.block[0] == 32 and architecture(device) >= 100 and triton.__version__.startswith("3.7.")
 
 
@@ -120,18 +123,20 @@ def _operand_of(q: Tensor | None, s: Tensor | None, rows: int, k: int, spec: Qua
 
 
 def _scales(rows: int, k: int, width: int) -> int:
-    """How many swizzled scales blocks of `width` have: whole tiles, which a kernel fills."""
+    """Return the number of swizzled scales for blocks of `width`: whole tiles, which a kernel fills."""
     return -(-rows // ROWS) * ROWS * across(k, width) * BLOCKS
 
 
 def across(k: int, width: int) -> int:
-    """Tiles of scales side by side."""
+    """Return the number of scale tiles along k."""
     return -(-k // (width * BLOCKS))
 
 
 def _mx_launch(tensors: tuple[Any, ...], spec: QuantSpec) -> LaunchSpec:
-    """Of x, its codes and their scales, its transpose's and theirs: as int32 the scales where they are alone, else the
-    transpose's codes."""
+    """Return the launch for x, codes, scales, transposed codes and their scales.
+
+    Codes of the transpose are int32; without a transpose the scales are.
+    """
     x, q, _, qt, _ = tensors
     rows, k = x.shape
     bm, bn, warps = MX_ROWS_BLOCK if qt is None else MX_COLUMNS_BLOCK
@@ -160,17 +165,19 @@ def _mx_launch(tensors: tuple[Any, ...], spec: QuantSpec) -> LaunchSpec:
 def by_two_levels(
     x: Tensor, spec: QuantSpec, amax: Tensor | None = None, noise: Any = (0, 0, 0), down: bool = False
 ) -> Quantized:
-    """x, its last axis contiguous, or its transpose if `down`, with one scale for 16 or 16 × 16, as the reference does.
+    """Quantize x with contiguous last axis, or its transpose if `down`, with two-level scales per 16 or 16 × 16.
+
+    Same bits as the reference.
 
     Args:
-        amax: the tensor's, float32 of one element, or None to measure it (after the rotation where there is one).
-        noise: (seed, tensor id, count); a count that is a tensor is not waited for.
+        amax: amax of the tensor, float32 of one element, or None to measure it (after the rotation, if any).
+        noise: (seed, tensor id, count); a count that is a tensor is not copied to the host.
     """
     rows, k = x.shape[::-1] if down else x.shape
     k = spec.padded(k)
     random = spec.rounding == "stochastic"
     if random and k % 4:
-        # Kernels draw words for four elements at once.
+        # Kernels draw noise for four elements at once.
         return reference.quantize(x.t() if down else x, spec, amax, None, noise)
     measured = (rotated(x, down) if spec.hadamard else measure(x)) if amax is None else None
     count = _count(noise[2], x.device) if random else None
@@ -186,8 +193,7 @@ def _count(count: Tensor | int, device: torch.device) -> Tensor:
 
 
 def halves(word: Tensor | int) -> tuple[int, int]:
-    """The low 32 bits as `quaver.kernels.numerics.whole_word` takes them, so that all layers share compiled
-    kernels."""
+    """Split the low 32 bits for `quaver.kernels.numerics.whole_word`, so that all layers share compiled kernels."""
     bits = int(word) & 0xFFFFFFFF
     return 2 * (bits & 0xFFFF) + 1, 2 * (bits >> 16) + 1
 
@@ -204,8 +210,7 @@ _nv = LaunchPlanCache(_nv_pass)
 
 
 def _nv_launch(tensors: tuple[Any, ...], spec: QuantSpec, key_words: tuple[int, ...], down: bool) -> LaunchSpec:
-    """Of x, codes and scales of it or, if `down`, of its transpose, the tensor's factor, the amax, and the count of the
-    noise."""
+    """Return the launch for x, codes and scales (of the transpose if `down`), tensor factor, amax, noise count."""
     x = tensors[0]
     rows, columns = x.shape
     k = spec.padded(rows if down else columns)
@@ -229,11 +234,13 @@ def _nv_launch(tensors: tuple[Any, ...], spec: QuantSpec, key_words: tuple[int, 
 def decided_in_two_levels(
     x: Tensor, spec: QuantSpec, other: QuantSpec | None, wanted: RequestedOperands
 ) -> QuantizeLaunch | None:
-    """`by_two_levels` of matrices like x, contiguous, whose sides are multiples of 16, and of their transposes, both in
-    lines; or None. One launch measures for both and moves the counts of the noise on, one writes both; inverses of the
-    tensor's factors, as GEMMs take them, are the last of the results.
+    """Plan `by_two_levels` for contiguous matrices like x with sides that are multiples of 16, and for their
+    transposes.
 
-    What goes to the launches is what each direction draws by, (seed, tensor id, transpose's id), and which are wanted.
+    One launch measures both and advances the noise counts, and one writes both. The last results are the inverse tensor
+    factors, as GEMMs take them. Returns None if the specs are not supported.
+
+    The launches get the noise keys (seed, tensor id, transpose's id), and which operands are needed.
     """
     if other is None or spec.hadamard or spec.scale != other.scale or not spec.block == other.block == (1, 16):
         return None
@@ -263,7 +270,7 @@ def decided_in_two_levels(
 
 
 def _nv_buffers(rows: int, k: int, fresh: bool, transposed: bool) -> tuple[BufferSpec, BufferSpec, BufferSpec]:
-    """For codes, scales, and the inverse of the tensor's factor."""
+    """Return buffer specs for codes, scales, and the inverse of the tensor factor."""
     codes = in_words(row_major((rows, -(-k // 32) * 16), PACKED4, transposed, fresh))
     scales = BufferSpec((_scales(rows, k, 16),), (1,), torch.float8_e4m3fn, _as_bytes, fresh)
     return codes, scales, whole((1, 1), torch.float32)._replace(fresh=fresh)
@@ -272,8 +279,11 @@ def _nv_buffers(rows: int, k: int, fresh: bool, transposed: bool) -> tuple[Buffe
 def _nv_both_launch(
     tensors: tuple[Any, ...], specs: tuple[QuantSpec, QuantSpec], wanted: tuple[bool, bool], key_words: Sequence[int]
 ) -> LaunchSpec:
-    """Of x, its codes and scales, its factor's inverse and its amax, the transpose's four, and the counts; what is not
-    wanted has no programs."""
+    """Return the launch for x, its codes, scales, inverse factor and amax, the same of the transpose, and the noise
+    counts.
+
+    An operand that is not needed gets no programs.
+    """
     (rows, columns), (spec, other) = tensors[0].shape, specs
     constants: dict[str, Any] = {
         "POWER_OF_TWO": spec.scale == "two_level",
@@ -293,11 +303,11 @@ def _nv_both_launch(
 
 
 def _amaxes_launch(x: Tensor, own: tuple[BufferSpec | None, ...], moves: tuple[bool, bool]) -> LaunchSpec:
-    """What measures a matrix as it is, and after the rotation of groups of its rows.
+    """Return the launch that measures a matrix, and the same after the rotation of groups of its rows.
 
     Args:
-        own: room for both, where programs meet, the counts of the noise, and room for what they were.
-        moves: which of the counts move on.
+        own: specs of both amaxes, workspace, noise counts, and a copy of the counts before the launch.
+        moves: which of the counts advance.
     """
     rows, columns = x.shape
     bm, bn, warps = NV_BLOCK
@@ -309,7 +319,7 @@ def _amaxes_launch(x: Tensor, own: tuple[BufferSpec | None, ...], moves: tuple[b
 
 
 def rotated(x: Tensor, down: bool) -> Tensor:
-    """The amax, float32 [1, 1], of x [rows, columns] after the rotation along its rows, or its columns if `down`."""
+    """Return the amax, float32 [1, 1], of x [rows, columns] rotated along its rows, or along its columns if `down`."""
     top: Tensor = _rotated((x,), down, own=(workspace(x.device),))[0]
     return top
 

@@ -1,4 +1,7 @@
-"""Room for what a launch writes, described before there is any: shape, strides and dtype, and how a kernel is told."""
+"""Descriptions of buffers that launches write: shape, strides and dtype, and how a kernel receives them.
+
+Also synchronizes tensors and cached weights that one CUDA stream writes and others read.
+"""
 
 import copy
 from collections.abc import Callable, Iterable
@@ -11,45 +14,45 @@ from quaver.torch.backends.gpu import capture
 from quaver.torch.numerics.grouped import WeightStack
 from quaver.torch.numerics.quantized import Quantized
 
-# ---- rooms -----------------------------------------------------------------------------------------------
+# ---- buffer specs ----
 
-#: Codes of four bits, as a GEMM takes them: two a byte.
+#: dtype of four-bit codes as GEMMs take them, two to a byte.
 PACKED4 = torch.float4_e2m1fn_x2
 
 
 class BufferSpec(NamedTuple):
-    """What a launch writes, as it is read."""
+    """Shape, strides and dtype of a tensor that a launch writes."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
-    #: As a kernel is told of it: one that is interpreted looks at more than an address.
+    #: Converts the tensor to the kernel's argument; the interpreter looks at more than the address.
     kernel_args: Callable[[Tensor], Tensor] = torch.Tensor.detach
-    #: In a `Way`, whether each call makes a new one; else a thread writes to one place on a stream, again and again.
+    #: True if a `QuantizeLaunch` allocates a new tensor per call; otherwise a thread reuses one per stream.
     fresh: bool = False
-    #: Whether launches take it for zeros; a place that is written to again they leave so.
+    #: True if launches expect zeros; a reused buffer is zero again after the launches.
     zeros: bool = False
 
 
 def whole(shape: tuple[int, ...], dtype: torch.dtype) -> BufferSpec:
-    """Room for a tensor whose rows lie one after the other."""
+    """Return the spec of a contiguous tensor."""
     return BufferSpec(shape, torch.empty(shape, dtype=dtype, device="meta").stride(), dtype)
 
 
 def row_major(shape: tuple[int, int], dtype: torch.dtype, transposed: bool = False, fresh: bool = False) -> BufferSpec:
-    """Room for a matrix whose rows lie one after the other; `transposed` gives its transpose, lying so."""
+    """Return the spec of a row-major matrix, or of its transposed view if `transposed`."""
     if transposed:
         return BufferSpec(shape[::-1], (1, shape[1]), dtype, torch.Tensor.t, fresh)
     return BufferSpec(shape, (shape[1], 1), dtype, fresh=fresh)
 
 
 def in_words(buffer: BufferSpec) -> BufferSpec:
-    """The same room, of codes that a kernel writes four to an int32."""
+    """Return the spec with the kernel argument viewed as int32, four codes each."""
     return buffer._replace(kernel_args=_words)
 
 
 def _words(codes: Tensor) -> Tensor:
-    """Codes that lie row by row, or their transpose, as they lie: four to an int32."""
+    """View row-major codes, or the transpose of column-major ones, as int32, four codes each."""
     return (codes if codes.is_contiguous() else codes.t()).view(torch.int32)
 
 
@@ -57,14 +60,13 @@ def empty(buffer: BufferSpec, device: torch.device) -> Tensor:
     if buffer.zeros:
         return torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
     if buffer.dtype is PACKED4:
-        # Of which torch fills none, as it does where algorithms are to be deterministic.
+        # torch cannot fill packed4 tensors, which it does in deterministic mode.
         return torch.empty_strided(buffer.shape, buffer.strides, dtype=torch.uint8, device=device).view(PACKED4)
     return torch.empty_strided(buffer.shape, buffer.strides, dtype=buffer.dtype, device=device)
 
 
 def pattern(buffer: BufferSpec, device: torch.device) -> Tensor:
-    """What `torch.empty_like` makes such rooms of, in two thirds of the time that their shape and dtype take: a tensor
-    without memory."""
+    """Return a tensor without memory for `torch.empty_like`, which is a third faster than shape and dtype."""
     with torch.inference_mode(False):
         tensor = empty(buffer, device)
     tensor.untyped_storage().resize_(0)
@@ -72,20 +74,19 @@ def pattern(buffer: BufferSpec, device: torch.device) -> Tensor:
 
 
 def told_of(buffer: BufferSpec, device: torch.device) -> Tensor:
-    """What a kernel is told of a room, without memory: to compile its launch by."""
+    """Return the kernel argument of a spec without memory, to compile a launch for it."""
     kernel_args = buffer.kernel_args(empty(buffer, device))
     kernel_args.untyped_storage().resize_(0)
     return kernel_args
 
 
-# ---- written ---------------------------------------------------------------------------------------------
-# Tensors, and cached quantized weights, that one CUDA stream writes and others read.
+# ---- tensors shared between CUDA streams ----
 
 
 class CrossStream:
-    """Tensors that the current stream has just written, so that other streams can wait for them.
+    """Tensors that the current stream has just written, on which other streams can wait.
 
-    Does nothing on a CPU, or while a CUDA graph is captured: a capture begins when the device is idle.
+    Does nothing on a CPU, or while a CUDA graph is captured, because a capture begins when the device is idle.
 
     Args:
         tensors: all on `device`.
@@ -98,11 +99,11 @@ class CrossStream:
         self._event: Any = None
         if device.type == "cuda" and not capture.capturing(device):
             self._event = torch.cuda.current_stream(device).record_event()
-            #: Handles of the streams that wrote the tensors or have waited.
+            #: Handles of the streams that wrote the tensors or have waited for them.
             self._streams = {capture.stream_of(device)}
 
     def wait(self) -> None:
-        """Have the current stream wait until the tensors are written; call it before the stream reads them.
+        """Make the current stream wait until the tensors are written; call this before the stream reads them.
 
         The allocator reuses their memory only after the work that is queued on this stream when they are freed.
         """
@@ -116,14 +117,13 @@ class CrossStream:
 
 
 class EntryByStream:
-    """A cached quantized weight (`weight_cache.CachedWeight`) of the current stream, with an entry for each other
-    stream.
+    """Cached quantized weight (`weight_cache.CachedWeight`) of the current stream, with an entry for each other stream.
 
-    Entries share codes and scales; a stream waits once until these are written. What is derived from them later, such
-    as a transpose, is kept in the entry of the stream that made it.
+    Entries share codes and scales; a stream waits once until these are written. Tensors derived later, such as a
+    transpose, are cached in the entry of the stream that made them.
 
     Args:
-        entry: as the current stream has just written it.
+        entry: entry that the current stream has just written.
     """
 
     __slots__ = ("_entries", "_memory", "_quantized", "_stream", "device")
@@ -131,18 +131,18 @@ class EntryByStream:
     def __init__(self, entry: Any, device: torch.device) -> None:
         self.device = device
         self._stream = capture.stream_of(device)
-        # A copy from before anything is derived on this stream.
+        # Copied before this stream derives anything from it.
         self._quantized = _shallow_copy(entry.quantized)
         operand = self._quantized.whole if isinstance(self._quantized, WeightStack) else self._quantized
         self._memory = CrossStream(_tensors_of(operand), device)
-        #: By the handle of the stream.
+        #: Entries by stream handle.
         self._entries: dict[int, Any] = {}
 
     def on_current_stream(self, entry: Any) -> Any:
-        """The entry of the current stream, which waits for the tensors at the first call.
+        """Return the entry of the current stream, which waits for the tensors at the first call.
 
         Args:
-            entry: that of the stream that wrote it.
+            entry: entry of the stream that wrote it.
         """
         stream = capture.stream_of(self.device)
         if stream == self._stream:
@@ -161,7 +161,9 @@ class EntryByStream:
 
 
 def _shallow_copy(q: Any) -> Any:
-    """A `Quantized` with its transpose, or a `Stack`, on the same tensors; changes to the copy leave `q` as it is."""
+    """Copy a `Quantized` with its transpose, or a `WeightStack`, sharing tensors; changes to the copy do not affect
+    `q`.
+    """
     if isinstance(q, WeightStack):
         stack = WeightStack(q.parts, None if q.whole is None else _shallow_copy(q.whole))
         stack.amax = q.amax
@@ -173,7 +175,7 @@ def _shallow_copy(q: Any) -> Any:
 
 
 def _tensors_of(q: Quantized | None) -> list[Tensor]:
-    """The tensors of an operand and of its transpose; none for None."""
+    """Return the tensors of an operand and of its transpose; [] for None."""
     if q is None:
         return []
     operands = [q] if q.twin is None else [q, q.twin]

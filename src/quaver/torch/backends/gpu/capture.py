@@ -1,10 +1,9 @@
-"""CUDA graphs: whether one is captured, and the rehearsal of a capture.
+"""CUDA graphs: detect a capture, and rehearse one.
 
-A capture loads no kernel, tries no GEMM and makes nothing that later work uses: the driver refuses the first, and what
-a graph allocates is filled at its replays alone. So whatever a capture launches must have run before, and a capture
-decides otherwise than eager work: it neither reads what a layer keeps of its weight nor takes a step that was decided
-beforehand. A rehearsal runs eagerly and decides as a capture does: then every kernel, every GEMM and every room that
-the capture takes is there.
+A capture must load no kernel, probe no GEMM and create nothing that later work uses: the driver refuses the first two,
+and memory allocated by a graph is filled only at replay. So all that a capture launches must have run before. A capture
+also chooses other code than eager work: it neither reads the weight cache nor runs planned steps. A rehearsal runs
+eagerly but makes the same choices, so that afterwards all kernels, GEMMs and buffers of the capture exist.
 
 Source: CUDA's programming guide, "Prohibited and Unhandled Operations" of stream capture.
 """
@@ -22,27 +21,29 @@ def _raw_stream(index: int) -> int:
     return torch.cuda.current_stream(index).cuda_stream
 
 
-#: Of a GPU's index: the address of its current stream. Builds of torch for a CPU lack the name, and nothing calls it
-#: there.
+#: Returns the address of the current stream of a GPU, by index. CPU builds of torch lack the function and never call
+#: it.
 raw_stream: Callable[[int], int] = getattr(_C, "_cuda_getCurrentRawStream", _raw_stream)
-#: The streams on which a capture is rehearsed: device and handle. Backward runs in a thread of autograd's, but on the
-#: stream of its forward.
+#: Streams on which a capture is rehearsed, as (device, handle). Backward runs in an autograd thread, but on the stream
+#: of its forward.
 rehearsed: set[tuple[torch.device, int]] = set()
 
 
 def capturing(device: torch.device) -> bool:
-    """True while a CUDA graph is captured on the current stream: nothing may be made for later use.
+    """Return True while a CUDA graph is captured on the current stream; nothing may then be created for later use.
 
     Args:
         device: as tensors have it.
     """
-    # A GPU's has an index; its type is a string that torch makes at each question.
+    # GPU devices have an index; `device.type` is slow because torch builds a new string each time.
     return device.index is not None and device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def as_captured(device: torch.device) -> bool:
-    """True while a CUDA graph is captured on the current stream, and while that is rehearsed: what is kept from one
-    call to the next is neither read nor left, and no step decided beforehand runs."""
+    """Return True while a CUDA graph is captured on the current stream, or while that is rehearsed.
+
+    Caches between calls are then neither read nor written, and planned steps do not run.
+    """
     if rehearsed and (device, stream_of(device)) in rehearsed:
         return True
     return capturing(device)
@@ -50,10 +51,11 @@ def as_captured(device: torch.device) -> bool:
 
 @contextmanager
 def rehearsing(device: torch.device) -> Iterator[None]:
-    """While open, what runs on the device's current stream decides as a capture on that stream will.
+    """Make work on the device's current stream choose the same code as a capture on that stream, while the context is
+    open.
 
     Args:
-        device: as tensors have it, or "cuda" for the current one.
+        device: as tensors have it, or "cuda" for the current GPU.
     """
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -67,5 +69,5 @@ def rehearsing(device: torch.device) -> Iterator[None]:
 
 
 def stream_of(device: torch.device) -> int:
-    """The handle of a device's current stream; 0 off a GPU."""
+    """Return the handle of a device's current stream; 0 without a GPU."""
     return raw_stream(device.index) if device.type == "cuda" else 0

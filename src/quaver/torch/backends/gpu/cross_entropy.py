@@ -1,4 +1,4 @@
-"""Cross entropy of a chunk of logits on a GPU: the kernel's launch."""
+"""Cross entropy of a chunk of logits, and column sums of matrices, on a GPU."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,24 +14,26 @@ from quaver.torch.backends.gpu.launch import aligned, multiprocessors
 from quaver.torch.backends.gpu.launch_plan import LaunchPlan, LaunchPlanCache, LaunchSpec
 from quaver.torch.backends.gpu.quantize_launch import QuantizeLaunch
 
-# ---- cross entropy ---------------------------------------------------------------------------------------
+# ---- cross entropy ----
 
 #: Columns of a block, and warps.
 BLOCK, WARPS = 4096, 8
 
-#: ignore_index, label_smoothing, z_loss, soft_cap; 0 switches a term off.
+#: (ignore_index, label_smoothing, z_loss, soft_cap); 0 disables a term.
 Rule = tuple[int, float, float, float]
 
 
 def reason(x: Tensor, weight: Tensor, *_: Any) -> str:
-    """Why the kernel does not take the logits x @ weight.T, or ""; the device has been asked before."""
+    """Return why the kernel does not support the logits x @ weight.T, or ""; the caller has checked the device."""
     if x.dtype not in DTYPES:
         return "it takes rows of float32, bfloat16 or float16"
     return "" if max(x.shape[0], weight.shape[0]) < 2**31 else "a side is beyond 2^31 - 1"
 
 
 def losses(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
-    """(logits x @ weight.T + bias, or their gradient if it is asked for, and losses [rows]): see `rows`."""
+    """Return the logits x @ weight.T + bias, or their gradient if requested, and the losses [rows]; options as in
+    `rows`.
+    """
     logits = padded_rows(x.shape[0], weight.shape[0], x.dtype, x.device)
     torch.mm(x, weight.t(), out=logits) if bias is None else torch.addmm(bias, x, weight.t(), out=logits)
     return logits, rows(logits, *options, padded=True)
@@ -40,14 +42,14 @@ def losses(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> tup
 def rows(
     logits: Tensor, targets: Tensor, weights: Tensor | None, gradient: bool, rule: Rule, *, padded: bool = False
 ) -> Tensor:
-    """Losses float32 [rows] of logits [rows, columns], which the gradient replaces if asked for.
+    """Return float32 losses [rows] of logits [rows, columns], which are overwritten by their gradient if requested.
 
     Args:
         targets: int64 [rows].
-        weights: float32 [rows] that the gradient is multiplied by, or None.
-        padded: whether what lies between the rows may be overwritten: see `padded_rows`.
+        weights: float32 [rows] by which the gradient is multiplied, or None.
+        padded: True if the memory between rows may be overwritten: see `padded_rows`.
     """
-    # A column of a batch's labels has its rows apart.
+    # A column of a batch of labels is not contiguous.
     targets, weights = targets.contiguous(), None if weights is None else weights.contiguous()
     ignore_index, *terms = rule
     losses: Tensor = _passes((logits, targets, weights), gradient, ignore_index, *map(float, terms), padded)[0]
@@ -55,7 +57,7 @@ def rows(
 
 
 def padded_rows(count: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Room for logits [count, columns], their rows multiples of 16 apart: else they would be read number by number."""
+    """Allocate logits [count, columns] with a row stride that is a multiple of 16, which allows vectorized reads."""
     return torch.empty((count, -(-columns // 16) * 16), dtype=dtype, device=device)[:, :columns]
 
 
@@ -88,49 +90,50 @@ def _pass(
 _passes = LaunchPlanCache(_pass)
 
 
-# ---- column sums -----------------------------------------------------------------------------------------
-# Sums over the rows of a matrix on a GPU, in a fixed order: the gradient of a bias, and of partial sums.
+# ---- column sums in a fixed order: bias gradients, and partial sums ----
 
-#: Rows, columns and warps of a block that reads a matrix, and of one that adds partial sums up.
+#: Rows, columns and warps of a block that reads a matrix, and of one that adds partial sums.
 COLUMN_SUM_BLOCK, LAST_BLOCK = (32, 128, 4), (32, 32, 4)
-#: Programs of a multiprocessor that keep enough reads in flight.
+#: Programs per multiprocessor that keep enough reads in flight.
 PROGRAMS = 8
-#: Partial sums, one for so many rows of a matrix, that one launch adds up without taking long.
+#: Largest number of partial sums that one launch adds quickly.
 FEW = 1024
 
 
 def column_sum_reason(g: Tensor, dtype: torch.dtype) -> str:
-    """Why the kernel does not sum a gradient [tokens, features] over its tokens, or ""; the device has been asked."""
+    """Return why the kernel does not sum a gradient [tokens, features] over tokens, or ""; the caller has checked the
+    device.
+    """
     other = {g.dtype, dtype} - {torch.float32, torch.bfloat16, torch.float16}
     if other:
         return f"its kernel is for float32, bfloat16 and float16, not {other.pop()}"
     if not g.numel():
         return "there is nothing to sum"
-    return f"a side of {max(g.shape)} elements is more than it counts" if max(g.shape) > 2**30 else ""
+    return f"a side of {max(g.shape)} elements is too long for its kernel" if max(g.shape) > 2**30 else ""
 
 
 def column_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum of x [rows, columns] over its rows, [columns], summed in float32 and rounded once.
+    """Sum x [rows, columns] over its rows in float32, rounded once to dtype; returns [columns].
 
-    One launch for few rows, else a second one that adds up what the programs of the first have found.
-    Bounded: relative RMS 1e-6 of float64 before that rounding; the same bits for the same values on the same GPU.
+    One launch for few rows; otherwise a second one adds the partial sums of the first. The relative RMS error is at
+    most 1e-6 against float64 before rounding. Deterministic on the same GPU.
     """
-    # The bits must not depend on an address.
+    # The bits must not depend on the address.
     x = x if x.stride(1) == 1 and aligned(x) else x.clone(memory_format=torch.contiguous_format)
     out: Tensor = _sums((x,), dtype, False)[0]
     return out
 
 
 def sum_rows(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """As `column_sum`, for few rows and in one launch; x lies row by row, aligned."""
+    """Sum a row-major, aligned x over few rows in one launch, otherwise like `column_sum`."""
     out: Tensor = _sums((x,), dtype, True)[0]
     return out
 
 
 def add_up(partial: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum over rows of what another kernel summed by blocks of rows, float32 [blocks, columns]: [columns].
+    """Sum float32 partial sums [blocks, columns] of another kernel over blocks; returns [columns].
 
-    Bounded: as `column_sum` of the matrix, in another order of float32 sums: not its bits, but the same at every run.
+    Same precision as `column_sum` of the matrix, but in another order, so the bits differ. Deterministic.
     """
     return sum_rows(partial, dtype) if partial.shape[0] <= FEW else column_sum(partial, dtype)
 
@@ -142,7 +145,7 @@ def _column_sum_pass(given: Sequence[Any], dtype: torch.dtype, few: bool) -> Lau
 def _launches(
     x: Tensor | BufferSpec, device: torch.device, dtype: torch.dtype, few: bool
 ) -> tuple[tuple[BufferSpec, ...], list[LaunchSpec]]:
-    """What is written, the sums first, and by which launches."""
+    """Return the buffer specs, the sums first, and the launches."""
     rows, columns = x.shape
     apart = x.strides[0] if isinstance(x, BufferSpec) else x.stride(0)
     bm, bn, _ = COLUMN_SUM_BLOCK
@@ -164,7 +167,9 @@ _sums = LaunchPlanCache(_column_sum_pass)
 
 
 def summed(way: QuantizeLaunch, dtype: torch.dtype) -> QuantizeLaunch:
-    """A way that sums the matrix over its rows besides, as `column_sum` or `add_up`, in the place of sums of blocks."""
+    """Extend a `QuantizeLaunch` to sum the matrix over its rows, replacing the sums of blocks, as `column_sum` or
+    `add_up`.
+    """
     partial = way.buffers[4]
     few = partial is not None and partial.shape[0] <= FEW
     buffers, launches = _launches(way.x if partial is None else partial, way.x.device, dtype, few)
@@ -180,7 +185,7 @@ def summed(way: QuantizeLaunch, dtype: torch.dtype) -> QuantizeLaunch:
 def sum_launch(
     partial: Tensor | BufferSpec, out: BufferSpec, rows: int, columns: int, second: BufferSpec | None = None
 ) -> LaunchSpec:
-    """The launch that adds up partial sums [rows, columns], which lie row by row; the last columns to a second room."""
+    """Return the launch that adds row-major partial sums [rows, columns]; the last columns go to `second` if given."""
     each = -(-rows // LAST_BLOCK[0]) * LAST_BLOCK[0]
     return _launch(partial, out, (rows, columns, columns), each, LAST_BLOCK, second)
 
@@ -193,15 +198,16 @@ def _launch(
     block: tuple[int, int, int],
     second: BufferSpec | None = None,
 ) -> LaunchSpec:
-    """Rows of x, `each` of them at a time, to out [columns], or [down, columns]; to out and a second, side by side.
+    """Return the launch that sums `each` rows of x at a time to out [columns] or [down, columns], or to out and
+    `second`.
 
     Args:
-        extent: rows, columns, and how far rows lie apart.
+        extent: rows, columns and row stride.
     """
     rows, columns, _ = extent
     bm, bn, warps = block
     down = -(-rows // each)
-    # Whole blocks: the last program too has rows to the end of its share.
+    # The last program also has whole blocks.
     constants = {"BM": bm, "BN": bn, "EVEN": rows == each * down and columns % bn == 0}
     numbers = (*extent, each, 0 if second is None else out.shape[0])
     return LaunchSpec(column_sums, (-(-columns // bn), down), (x, out, second), numbers, constants, warps)

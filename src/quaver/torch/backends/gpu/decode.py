@@ -1,4 +1,4 @@
-"""Quantized operands back to values on a GPU, from whatever layout: one read of the codes, one write of the values."""
+"""Dequantize operands of any layout on a GPU: one read of the codes, one write of the values."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,18 +21,18 @@ DTYPES = torch.bfloat16, torch.float32
 
 
 def holds(spec: QuantSpec, dtype: torch.dtype, outer: bool = True) -> bool:
-    """Whether a dtype holds the values of an operand times its scales; `outer` as in `decode`."""
+    """Return True if a dtype represents the values of an operand times its scales; `outer` as in `decode`."""
     if dtype is torch.float32 or spec.power_of_two or spec.scale == "two_level":
         return True
     return not outer and (spec.block[1] is None or spec.two_level)
 
 
 def reason(q: Quantized, dtype: torch.dtype, outer: bool = True) -> str:
-    """Why `decode` does not take these, or ""."""
+    """Return why `decode` does not support these, or ""."""
     if dtype not in DTYPES:
         return f"values are decoded to bfloat16 or float32, not to {dtype}"
     if not holds(q.spec, dtype, outer):
-        return f"bfloat16 does not hold the values of {q.spec} times its scales; decode to float32"
+        return f"bfloat16 cannot represent the values of {q.spec} times its scales; decode to float32"
     if not (q.spec.format.packed or q.spec.format.name in FLOAT8):
         return f"its kernel decodes FP8 and E2M1, not {q.spec.format}"
     width = q.lying_block[1]
@@ -42,19 +42,22 @@ def reason(q: Quantized, dtype: torch.dtype, outer: bool = True) -> str:
 
 
 def decode(q: Quantized, dtype: torch.dtype = torch.bfloat16, outer: bool = True) -> Tensor:
-    """An operand's data times its scales.
+    """Return an operand's data times its scales.
+
+    Exact in both dtypes, equal to `Quantized.dequantize`, except that values beyond the dtype become its largest
+    number. A NaN scale makes its block NaN.
 
     Args:
-        q: [rows, k], turned or not, its scales swizzled or not.
+        q: [rows, k], stored transposed or not, scales swizzled or not.
         dtype: bfloat16 or float32.
-        outer: fold in the scales of whole rows and of the tensor too (of two-level scales: its factor). Without them
-            values stay near 1 however large the operand is, and the product is multiplied by them.
+        outer: True to apply row and tensor scales too (for two-level scales: the factor). Without them values stay near
+            1 however large the operand is, and the caller applies the scales to the product.
+
     Returns:
-        [rows, k]; of a turned operand the transpose of what lies in memory, which a GEMM reads as well.
+        [rows, k]; for a transposed operand a transposed view, which a GEMM reads as well.
+
     Raises:
         ValueError: the dtype would round the products, or there is no kernel for the block.
-    Exact: in bfloat16 as in float32, where `Quantized.dequantize` gives the same; but what is beyond the dtype becomes
-    its largest number. A NaN scale makes its block NaN.
     """
     why = reason(q, dtype, outer)
     if why:
@@ -69,7 +72,7 @@ def decode(q: Quantized, dtype: torch.dtype = torch.bfloat16, outer: bool = True
 
 
 def _scale(q: Quantized, outer: bool) -> Tensor | None:
-    """The stored scales that are to be folded in, or None."""
+    """Return the stored scales to apply, or None."""
     if q.spec.scale == "unit" or (not outer and q.spec.block[1] is None):
         return None
     if isinstance(q.scale, Tensor):

@@ -1,4 +1,4 @@
-"""The facts about a device that decide which implementation runs, and the sentences that say why one does not."""
+"""Properties of a device that decide which implementation runs, and the reasons why one does not."""
 
 import importlib.util
 import os
@@ -13,21 +13,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-#: The oldest capabilities that the kernels run on, and that have FP8 GEMMs.
+#: Oldest compute capability (times ten) that runs the kernels, and oldest that has FP8 GEMMs.
 KERNELS, FP8_GEMMS = 80, 89
 
 
 class DeviceTraits(NamedTuple):
-    """What differs from one architecture to the next other than by its age."""
+    """Properties of an architecture that do not follow from its age."""
 
-    #: KiB of shared memory that a program may take.
+    #: KiB of shared memory that a program may use.
     shared: int
-    #: Whether tensor cores take the products of four warps at once (Hopper's wgmma, Blackwell's tcgen05).
+    #: True if tensor cores multiply for four warps at once (Hopper's wgmma, Blackwell's tcgen05).
     groups: bool = False
 
 
-#: Every architecture that CUDA compiles for, from Turing on; 101 is what CUDA 12 called 110, and 88, which CUDA 13 has
-#: (PTX ISA 9.0), counts as the least until its numbers are read. Source: NVIDIA, CUDA C++ Programming Guide, "Technical
+#: All architectures of CUDA from Turing on. CUDA 12 called 110 by the number 101. 88, new in CUDA 13 (PTX ISA 9.0),
+#: gets the smallest values until its own are known. Source: NVIDIA, CUDA C++ Programming Guide, "Technical
 #: Specifications per Compute Capability"; PTX ISA, wgmma and tcgen05.
 TRAITS = {
     75: DeviceTraits(64),
@@ -44,22 +44,22 @@ TRAITS = {
     120: DeviceTraits(99),
     121: DeviceTraits(99),
 }
-#: What one that is not there yet is taken to have: tiles for it run on every card from Ampere on.
+#: Traits of unknown architectures; tiles for it run on every GPU from Ampere on.
 LEAST = DeviceTraits(99)
-#: Versions that the kernels are checked with, the first and the last.
+#: First and last Triton version that the kernels are tested with.
 TRITON = (3, 6), (3, 9)
-#: What `quaver.torch.only` asks for: an implementation that runs on a CPU where it is named, and never else.
+#: Implementations requested by `quaver.torch.only`: they also run on a CPU when named, and never otherwise.
 asked: set[str] = set()
-#: What launches are recorded for, the innermost last: see `quaver.torch.backends.gpu.launch.recording`.
+#: Architectures that launches are recorded for, innermost last: see `quaver.torch.backends.gpu.launch.recording`.
 recorded: list[int | None] = [None]
-#: What this process keeps of launches and of what runs on such tensors, filled at import; a recording begins and ends
-#: with none. Two threads may decide the same: either's may be kept.
+#: Caches of launches and plans, registered at import; a recording starts and ends with empty ones. If two threads fill
+#: the same entry, either may win.
 tables: list[dict[Any, Any]] = []
 
 
 @contextmanager
 def asking(name: str) -> Iterator[None]:
-    """While open, an implementation of a GPU that is asked for by name takes tensors on a CPU as well as it can."""
+    """Let a GPU implementation that was requested by name accept CPU tensors while the context is open."""
     added = {name} & {"triton", "native", "decoded"} - asked
     asked.update(added)
     try:
@@ -69,18 +69,18 @@ def asking(name: str) -> Iterator[None]:
 
 
 def architecture(device: torch.device) -> int:
-    """80, 86, 89, 90, 100, 120: the compute capability times ten; of the recording where there is one; 90 off a GPU."""
+    """Return the compute capability times ten (80, 86, 89, ...), or that of the recording; 90 without a GPU."""
     arch = recorded[-1]
     return _architecture(device) if arch is None else arch
 
 
 def traits(device: torch.device) -> DeviceTraits:
-    """Those of a device's architecture, or `LEAST`."""
+    """Return the traits of a device's architecture, or `LEAST`."""
     return TRAITS.get(architecture(device), LEAST)
 
 
 def recorded_arch() -> int | None:
-    """The architecture that launches are recorded for, or None."""
+    """Return the architecture that launches are recorded for, or None."""
     return recorded[-1]
 
 
@@ -93,7 +93,7 @@ def _architecture(device: torch.device) -> int:
 
 
 def refusal(error: Exception, device: torch.device) -> str:
-    """The first line of what a probe raised.
+    """Return the first line of the error that a probe raised.
 
     Raises:
         RuntimeError: the CUDA context of the device is lost, so that every later call would fail.
@@ -111,12 +111,12 @@ def refusal(error: Exception, device: torch.device) -> str:
 
 
 def why_no_fp8(device: torch.device, what: str) -> str:
-    """Why FP8 GEMMs, by their implementation's name, do not run on a device, or ""."""
+    """Return why FP8 GEMMs of the named implementation do not run on a device, or ""."""
     return _off_a_gpu(device, what) or _why_no_fp8(architecture(device))
 
 
 def _off_a_gpu(device: torch.device, what: str) -> str:
-    """Why a device is no GPU, or ""; a CPU passes for one where an implementation is asked for by name."""
+    """Return why a device is no GPU, or ""; a CPU counts as one if the implementation was requested by name."""
     passes = device.type == "cuda" or (device.type == "cpu" and what in asked)
     return "" if passes else "the tensor is not on a GPU"
 
@@ -124,27 +124,27 @@ def _off_a_gpu(device: torch.device, what: str) -> str:
 @cache
 def _why_no_fp8(arch: int) -> str:
     if torch.version.hip is not None:
-        return "this is ROCm; the kernels and FP8 GEMMs are NVIDIA's"
+        return "this is ROCm; the kernels and FP8 GEMMs need an NVIDIA GPU"
     if arch < FP8_GEMMS:
-        return f"compute capability {_capability(arch)} has no FP8 GEMMs, which take 8.9 (Ada), 9.0 (Hopper) or newer"
+        return f"compute capability {_capability(arch)} has no FP8 GEMMs, which need 8.9 (Ada), 9.0 (Hopper) or newer"
     return ""
 
 
 @cache
 def _why_too_old(arch: int) -> str:
-    """Why no kernel runs on a GPU, or ""."""
+    """Return why the kernels do not run on this architecture, or ""."""
     if torch.version.hip is not None:
         return _why_no_fp8(arch)
     if arch < KERNELS:
         return (
-            f"compute capability {_capability(arch)} is below 8.0 (Ampere), which the kernels take; "
-            "the same numbers are computed in plain torch operations"
+            f"compute capability {_capability(arch)} is below 8.0 (Ampere), which the kernels need; the same numbers "
+            "are computed by plain torch operations"
         )
     return ""
 
 
 def why_no_kernels(device: torch.device) -> str:
-    """Why the Triton kernels do not run on a device, or ""."""
+    """Return why the Triton kernels do not run on a device, or ""."""
     if recorded[-1] is not None:
         return ""
     why = _off_a_gpu(device, "triton") or _why_too_old(architecture(device)) or why_no_triton()
@@ -155,7 +155,7 @@ def why_no_kernels(device: torch.device) -> str:
 
 @cache
 def why_no_triton() -> str:
-    """Why there are no kernels in this installation, or ""."""
+    """Return why Triton is missing or too old, or ""; warns if it is newer than tested."""
     if importlib.util.find_spec("triton") is None:
         how = "pip install triton-windows" if sys.platform == "win32" else "pip install triton"
         return f"Triton is not installed ({how})"
@@ -166,8 +166,8 @@ def why_no_triton() -> str:
         return f"triton {triton.__version__} is older than {_dotted(TRITON[0])}, the first that the kernels work with"
     if version > TRITON[1]:
         warnings.warn(
-            f"triton {triton.__version__} is newer than {_dotted(TRITON[1])}, the last that the kernels are checked "
-            "with; with quaver.torch.only('reference') nothing depends on it",
+            f"triton {triton.__version__} is newer than {_dotted(TRITON[1])}, the last tested version; "
+            "quaver.torch.only('reference') does not depend on it",
             stacklevel=2,
         )
     return ""
@@ -187,14 +187,14 @@ def _capability(arch: int) -> str:
 
 
 def name(device: torch.device) -> str:
-    """The name of a device in a sentence."""
+    """Return the name of a device for messages."""
     if device.type != "cuda":
         return str(device)
     return f"{torch.cuda.get_device_name(device)} (sm_{architecture(device)})"
 
 
 def out_of_memory(x: Tensor, copies: int) -> torch.OutOfMemoryError:
-    """The sentence for a quantization that finds no memory."""
+    """Return the error for a quantization that runs out of memory."""
     size = copies * x.numel() / 2**20
     return torch.OutOfMemoryError(
         f"no memory for the quantized copy of a {x.dtype} tensor of shape {tuple(x.shape)}, {size:.0f} MiB. "

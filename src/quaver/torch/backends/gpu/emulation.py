@@ -1,4 +1,7 @@
-"""Operands in blocks that share a power of two, as bf16 values: a launch from a matrix, one from what is kept."""
+"""Emulated operands: bf16 values of blockwise quantized matrices, made in one launch from a matrix or from saved codes.
+
+Also kernels that finish float32 products, and grouped GEMMs of decoded operands.
+"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -26,43 +29,45 @@ from quaver.torch.backends.gpu.launch_plan import LaunchPlan, LaunchPlanCache, L
 from quaver.torch.backends.gpu.tensorwise import DTYPES, grid, integers, measure
 from quaver.torch.numerics.quantized import FLOAT8
 
-# ---- blocks ----------------------------------------------------------------------------------------------
+# ---- blocks with power-of-two scales ----
 
-#: Rows and columns of a program's block, and its warps; of blocks of 128 rows they are as many.
+#: Rows and columns of a program's block, and its warps; the tall one is for square blocks of 128.
 BLOCK, TALL_BLOCK = (64, 128, 4), (128, 128, 8)
 WIDTHS = 16, 32, 64, 128
 
 
 def serves(spec: QuantSpec, other: QuantSpec) -> bool:
-    """True if `values` takes a matrix by the first spec, and its transpose by the second."""
+    """Return True if `values` supports a matrix by the first spec and its transpose by the second."""
     height, width = spec.block
     powers = spec.power_of_two and spec.scale != "unit" and width in WIDTHS and height in (1, width)
     return powers and spec == other and spec.rounding == "nearest" and not spec.hadamard
 
 
 def values(x: Tensor, spec: QuantSpec, keeps: bool) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
-    """A matrix [rows, columns], contiguous, as operands of bf16 GEMMs.
+    """Round a contiguous matrix [rows, columns] to the bf16 values of its codes.
+
+    Equals `Quantized.dequantize`, except that values of 2**128 and more become bf16's largest number.
 
     Args:
-        spec: of it and of its transpose; `serves` says which.
-        keeps: whether the transpose is kept for later.
+        spec: spec of the matrix and of its transpose, supported by `serves`.
+        keeps: True to save codes of the transpose for backward instead of returning its values.
+
     Returns:
-        The values of its codes; those of its transpose's codes, lying as x lies (None where they are kept, or where
-        blocks are square, so that both are the same); and what is kept of them, for `kept_values`: codes and scales.
-    Exact: what `Quantized.dequantize` gives; but 2**128 and more, which no bf16 holds, becomes its largest number.
+        The values of the matrix; those of its transpose in the layout of x (None if saved as codes, or if blocks are
+        square, so that both are the same); and the saved codes and scales for `kept_values`, or None.
     """
     along, down, codes, scales = _passes((x,), spec, keeps)
     return along, down, None if codes is None else (codes, scales)
 
 
 def kept_values(codes: Tensor, scales: Tensor, spec: QuantSpec) -> Tensor:
-    """What is kept of a transpose as bf16 values, lying as the matrix lay."""
+    """Decode the saved codes of a transpose to bf16 values, in the layout of the matrix."""
     out: Tensor = _kept((codes, scales), spec)[0]
     return out
 
 
 def kept_format(fmt: Format) -> Format | None:
-    """The eight-bit format in which a format's values are kept, or None where none holds them all."""
+    """Return the eight-bit format that holds all values of a format, in which they are saved; None if there is none."""
     return next((f for f in (E4M3, E5M2) if _holds(f, fmt)), None)
 
 
@@ -128,10 +133,9 @@ _passes = LaunchPlanCache(_pass)
 _kept = LaunchPlanCache(_kept_pass)
 
 
-# ---- folding ---------------------------------------------------------------------------------------------
-# Products in float32 to results: scales that no operand took in, a bias, one rounding, by one launch.
+# ---- finishing float32 products: scales, bias and rounding in one launch ----
 
-#: Rows and columns of a program's block, and its warps; elements of one of two products.
+#: Rows and columns of a program's block and its warps; the same for `round_two` in elements.
 FOLD_BLOCK = 16, 256, 4
 FLAT, FLAT_WARPS = 4096, 4
 
@@ -140,15 +144,16 @@ def fold(
     y: Tensor, dtype: torch.dtype, bias: Tensor | None = None, of_rows: Tensor | None = None,
     of_columns: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """y [rows, columns] float32, contiguous, times the scales of its rows and columns, plus bias [columns].
+    """Multiply y [rows, columns], contiguous float32, by row and column scales, and add bias [columns].
+
+    Rounds in float32 after each step, and once to `dtype`.
 
     Args:
-        dtype: of the result.
+        dtype: dtype of the result.
         bias: of any dtype that kernels read.
-        of_rows, of_columns: float32, one for each or one for all.
-    Bounded: float32's roundings of the scales' products and of the sum, and one to dtype.
+        of_rows, of_columns: float32 scales, one per row or column, or a single one.
     """
-    # The kernel reads neighbours: a view or an expanded bias lies otherwise.
+    # The kernel reads contiguous vectors, unlike views and an expanded bias.
     lines = [None if t is None else t.reshape(-1).contiguous() for t in (of_rows, of_columns, bias)]
     given = (y, *lines)
     out: Tensor = _folds(given, dtype)[0]
@@ -156,7 +161,7 @@ def fold(
 
 
 def round_two(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Two float32 matrices, contiguous, in another dtype: rounded once."""
+    """Round two contiguous float32 matrices to another dtype in one launch."""
     rounded: tuple[Tensor, Tensor] = tuple(_two((a, b), dtype))
     return rounded
 
@@ -195,11 +200,10 @@ _folds = LaunchPlanCache(_fold_pass)
 _two = LaunchPlanCache(_two_pass)
 
 
-# ---- groups ----------------------------------------------------------------------------------------------
-# Grouped products of decoded operands by kernels of our own: any dtype, any card from Ampere on, no word from the host
-# of how many rows a group has.
+# ---- grouped products of decoded operands by Triton kernels ----
+# For any dtype and any GPU from Ampere on, without copying the group sizes to the host.
 
-#: Rows, columns and depth of a program's block, and its warps: of bf16 values, and of float32 ones.
+#: Rows, columns and depth of a program's block, and its warps, by dtype.
 BLOCKS = {torch.bfloat16: (64, 128, 64, 4), torch.float32: (32, 32, 32, 4)}
 
 
@@ -213,13 +217,14 @@ def multiply(
     of_rows: Tensor | None = None,
     of_columns: Tensor | None = None,
 ) -> Tensor:
-    """x [T, k] by each group's matrix of w [groups · n, k], transposed: [T, n], zeros for rows of no group.
+    """Multiply x [T, k] by each group's transposed matrix of w [groups · n, k]; returns [T, n], zeros for rows of no
+    group.
 
     Args:
-        x, w: bf16 both, or float32 both, row by row.
+        x, w: row-major, both bf16 or both float32.
         ends: int32 [groups].
         bias: [groups, n].
-        of_rows, of_columns: scales that the values lack, float32 [T] and [groups · n].
+        of_rows, of_columns: scales to apply to the product, float32 [T] and [groups · n].
     """
     given = (x, w, ends, *_lines(of_rows, of_columns, bias))
     y: Tensor = _multiplies(given, n, dtype)[0]
@@ -235,11 +240,11 @@ def add_up(
     of_rows: Tensor | None = None,
     of_columns: Tensor | None = None,
 ) -> Tensor:
-    """x [m, slots] by w [n, slots], transposed, summed over each group's slots: [groups, m, n].
+    """Multiply x [m, slots] by transposed w [n, slots], summed over each group's slots; returns [groups, m, n].
 
     Args:
-        ends: int32 [groups], where its slots end.
-        line: slots of which each group has a multiple.
+        ends: int32 [groups], the end of each group's slots.
+        line: number of which each group's slots are a multiple.
         of_rows, of_columns: float32 [groups, m] and [groups, n].
     """
     given = (x, w, ends, *_lines(of_rows, of_columns))
@@ -280,26 +285,25 @@ _multiplies = LaunchPlanCache(_multiply_pass)
 _sums = LaunchPlanCache(_sum_pass)
 
 
-# ---- two level -------------------------------------------------------------------------------------------
-# Operands with two-level scales as bf16 values: a launch that measures, one from the matrix, one from what is kept.
+# ---- two-level scales: bf16 values in two launches, measure and round ----
 
-#: Rows and columns of a program's block, and its warps; where both results are values; with random words too.
+#: Rows and columns of a program's block and its warps: one result as values, both, and with noise too.
 TWO_LEVEL_BLOCK, BOTH_BLOCK, RANDOM_BLOCK = (128, 128, 4), (128, 128, 8), (64, 128, 8)
 WIDTH = 16
 
 
 class StochasticRounding(NamedTuple):
-    """What rounding at random draws from, of a matrix and of its transpose."""
+    """Noise for stochastic rounding of a matrix and of its transpose."""
 
     seed: int
     stream: int
     transposed_stream: int
-    #: int64 of two elements and more: how often each was rounded so. It moves on.
+    #: int64 of at least two elements: how often each was rounded before; the kernels advance it.
     counts: Tensor
 
 
 def serves_two_level(spec: QuantSpec, other: QuantSpec) -> bool:
-    """True if `values` takes a matrix by the first spec, and its transpose by the second."""
+    """Return True if `two_level_values` supports a matrix by the first spec and its transpose by the second."""
     lines = spec.block == other.block == (1, WIDTH) and not spec.hadamard
     squares = spec == other and spec.block == (WIDTH, WIDTH) and spec.rounding == "nearest" and not spec.hadamard
     return spec.scale == other.scale == "two_level" and (lines or squares)
@@ -314,12 +318,13 @@ def two_level_values(
     straight: bool = True,
     transposed: bool = True,
 ) -> tuple[Tensor | None, Tensor | None, tuple[Tensor, Tensor] | None]:
-    """A matrix [rows, columns], contiguous, whole sixteens of rows, as operands of bf16 GEMMs; as `blocks.values`.
+    """Round a contiguous matrix [rows, columns], rows a multiple of 16, to the values of its codes; returns as
+    `values`.
 
     Args:
-        other: of the transpose.
-        noise: where either is rounded at random.
-        straight, turned: which of the two is wanted.
+        other: spec of the transpose.
+        noise: needed if either is rounded stochastically.
+        straight, transposed: which of the two results are needed.
     """
     square = spec.block[0] == WIDTH
     straight, transposed = straight or square, transposed and not square
@@ -342,7 +347,7 @@ def two_level_values(
 
 
 def cached_two_level_values(codes: Tensor, scales: Tensor) -> Tensor:
-    """What is kept of a transpose as bf16 values, lying as the matrix lay."""
+    """Decode the saved codes of a transpose to bf16 values, in the layout of the matrix."""
     out: Tensor = _cached_two_level((codes, scales))[0]
     return out
 
@@ -386,7 +391,7 @@ def _two_level_pass(
     codes = scales = None
     if transposed and keeps:
         codes = whole((rows // WIDTH, 2, columns), torch.int32)
-        # A row more, of which the first place is the tensor's.
+        # One more row, whose first element stores the tensor factor.
         scales = whole((rows // WIDTH + 1, columns), torch.uint8)
     buffers: tuple[BufferSpec | None, ...] = (along, down, codes, scales)
     random = "stochastic" in (spec.rounding, other.rounding)

@@ -1,4 +1,7 @@
-"""What is said once: which GEMMs of a recipe do not run natively on a GPU, and why."""
+"""Kernels that compute the input of linear layers and quantize it in the same pass; imports Triton only when needed.
+
+Also issues the warning which GEMMs of a recipe do not run natively on a GPU.
+"""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -11,13 +14,13 @@ from quaver.recipes.spec import QuantSpec, Recipe
 from quaver.torch.backends.gpu import device
 from quaver.torch.numerics.quantized import FLOAT8, Quantized
 
-# ---- announcing ------------------------------------------------------------------------------------------
+# ---- warnings ----
 
 _announced: set[tuple[str, torch.device]] = set()
 
 
 def warn_once(recipe: Recipe, x: Tensor) -> None:
-    """Warn once for a recipe and a GPU which of its GEMMs do not run natively, and why."""
+    """Warn once per recipe and GPU which GEMMs do not run natively, and why."""
     known = str(recipe), x.device
     if known in _announced or not recipe.quantizes:
         return
@@ -26,7 +29,7 @@ def warn_once(recipe: Recipe, x: Tensor) -> None:
     why = device.why_no_fp8(x.device, "native")
     reasons = {why: list(gemms)} if why else {}
     if not why:
-        # Triton is imported when a tensor on a GPU comes.
+        # Triton is imported only when a GPU tensor arrives.
         from quaver.torch.backends.gpu import scaled_mm
 
         for name, operands in gemms.items():
@@ -41,30 +44,29 @@ def warn_once(recipe: Recipe, x: Tensor) -> None:
         )
 
 
-# ---- results ---------------------------------------------------------------------------------------------
-# What kernels that make the input of linear layers write for a spec, and what they give.
+# ---- results ----
 
-#: The widest row that lies in registers, forward.
+#: Widest row that a forward kernel keeps in registers.
 WIDEST = 16384
 
 
 class FusedQuantizeResult(NamedTuple):
-    """The results of a prologue that quantizes."""
+    """Results of a prologue that quantizes its output."""
 
-    #: Its result, or None where the caller did not want it.
+    #: Output in high precision, or None if it was not requested.
     y: Tensor | None
-    #: That as an operand; None where only the amax was found.
+    #: Output as an operand, or None if only the amax was measured.
     quantized: Quantized | None
     amax: Tensor | None
-    #: The tensors that its backward needs.
+    #: Tensors that the prologue's backward needs.
     saved: tuple[Any, ...]
 
 
 def mode(spec: QuantSpec, one_pass: bool, columns: int) -> str:
-    """The name of what a kernel writes for a spec, or "" where one pass saves nothing.
+    """Return the name of the fused kernel mode for a spec, or "" if fusing saves nothing.
 
     Args:
-        one_pass: whether the encode factor of the tensor is known.
+        one_pass: True if the encode factor of the tensor is known.
     """
     if spec.format.name not in FLOAT8 or spec.rounding != "nearest" or spec.hadamard:
         return ""
@@ -79,18 +81,15 @@ def mode(spec: QuantSpec, one_pass: bool, columns: int) -> str:
     return "e8m0" if spec.block == (1, 32) and spec.scale == "e8m0" else ""
 
 
-# ---- producers -------------------------------------------------------------------------------------------
-# Kernels that make the input of linear layers on a GPU and quantize it in the same pass.
-#
-# Importing this module imports no kernels; they are imported when one is wanted.
+# ---- producers ----
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-#: The widest row: 65535 blocks, as many as a grid has on its second axis, of 64 columns.
+#: Widest row: 64 columns for each of the 65535 programs that a grid has on its second axis.
 WIDEST_PRODUCERS = 65535 * 64
 
 
 def reason_unsupported(x: Tensor, *_: Any) -> str:
-    """Why no kernel normalizes or activates a tensor, whatever goes with it, or ""."""
+    """Return why no kernel normalizes or activates this tensor, or ""."""
     if x.is_cpu and not device.asked:
         return "the tensor is not on a GPU"
     why = device.why_no_kernels(x.device)
@@ -105,21 +104,22 @@ def reason_unsupported(x: Tensor, *_: Any) -> str:
 
 
 class QuantizingProducer(Protocol):
-    """What makes the input of linear layers, and may quantize it."""
+    """Interface of an operation that computes the input of linear layers and may quantize it."""
 
     def quantized(
         self, x: Sequence[Any], spec: QuantSpec, factor: Tensor | None, want_output: bool, transposed: bool
     ) -> FusedQuantizeResult | None:
-        """On a GPU: the input quantized by the kernel that makes it, or with its amax; see
+        """Compute the input and quantize it, or measure its amax, in one GPU kernel; see
         `quaver.torch.backends.gpu.norm`.
 
         Args:
-            spec: with one scale for the tensor, or blocks along a row.
-            factor: known, so that one pass quantizes; or None.
-            want_output: whether the input itself is needed too.
-            transposed: write the codes of the transpose alone.
+            spec: spec with one scale per tensor, or with blocks along a row.
+            factor: known encode factor, so that one pass quantizes; or None.
+            want_output: True if the input itself is needed too.
+            transposed: True to write only the codes of the transpose.
+
         Returns:
-            None where the prologue has no such kernel.
+            The results, or None if there is no such kernel.
         """
 
 
@@ -134,22 +134,24 @@ def operand(
     turn: bool,
     agree: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[FusedQuantizeResult, Quantized, Quantized | None] | None:
-    """A prologue's result [..., width] quantized on the way, or None where that saves nothing.
+    """Run a prologue that quantizes its result [..., width] in the same pass, or return None if that saves nothing.
+
+    Codes, scales and amax equal those of the same result quantized separately.
 
     Args:
-        factor: encode factor of delayed scaling, 0 where unset; or None.
-        is_set: True if it is known not to be 0: then one pass writes the codes. Else one pass makes the result and its
-            amax, and a second one casts.
+        factor: encode factor of delayed scaling, 0 if unset; or None.
+        is_set: True if it is known to be nonzero: then one pass writes the codes. Otherwise one pass computes the
+            result and its amax, and a second one casts.
         want_output: True if the result itself is needed too.
-        turn: True if the transpose is wanted.
-        agree: gives of an amax of this tensor that of a larger one, of which others have the rest.
+        turn: True if the transpose is needed.
+        agree: maps the amax of this shard to that of the whole tensor.
+
     Returns:
-        What the prologue made, that as an operand, and its transpose if that was wanted.
-    Exact: the codes, scales and amax of the result, made by the same kernel, and quantized.
+        The prologue's results, its operand, and the transpose if it was requested.
     """
     kind = mode(spec, is_set, width)
     whole = kind in ("amax", "tensor")
-    # Narrower blocks have no amax to save, and of a result that is written anyway both directions take one read.
+    # Narrower blocks have no amax to reuse, and a result that is written anyway can be read once for both directions.
     if not kind or (not whole and (want_output or turn)) or (factor is not None and not whole):
         return None
     on_device = _on_device(factor, x[0]) if whole else None  # type: ignore[arg-type]
@@ -165,14 +167,14 @@ def operand(
         q.amax = agree(q.amax)
     if not turn:
         return result, q, None
-    # Neither refers to the other: of one that is dropped the memory is free.
+    # No references between the two, so that each can be freed alone.
     transposed, q.twin = q.T, None
     transposed.twin = None
     return result, q, transposed
 
 
 def cast(y: Tensor, spec: QuantSpec, factor: Tensor | None, amax: Tensor | None, turn: bool) -> Quantized:
-    """y [rows, k] by its measured amax, or a set factor, and its transpose as the `twin` where GEMMs read one."""
+    """Quantize y [rows, k] by a measured amax or a set factor, with the transpose as `twin` if GEMMs need a copy."""
     from quaver.torch.backends.gpu.scaled_mm import reads_transposes
     from quaver.torch.backends.gpu.tensorwise import per_tensor
 
@@ -182,7 +184,9 @@ def cast(y: Tensor, spec: QuantSpec, factor: Tensor | None, amax: Tensor | None,
 def recomputed(
     prologue: QuantizingProducer, saved: Sequence[Any], spec: QuantSpec, factor: Tensor | float | None, is_set: bool
 ) -> Quantized | None:
-    """The transpose of what a prologue made, quantized by one pass over what it kept; None where that takes two."""
+    """Recompute and quantize the transpose of a prologue's output in one pass over its saved tensors; None if that
+    takes two.
+    """
     if mode(spec, is_set, 1) != "tensor":
         return None
     result = prologue.quantized(saved, spec, _on_device(factor, saved[0]), False, True)

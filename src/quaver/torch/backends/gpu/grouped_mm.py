@@ -1,14 +1,14 @@
-"""Grouped GEMMs of codes by torch's own, without a word from the host of how many rows a group has.
+"""Grouped GEMMs of codes by torch's own functions, without copying the group sizes to the host.
 
     rows     y[t]    = a[t] @ b[e].T                    of tokens [T, k] and a matrix [n, k] of each group
     sums     y[e]    = a[:, slots of e] @ b[:, slots of e].T    of transposes [n, slots] and [k, slots]
 
-`torch.nn.functional.scaled_grouped_mm` multiplies codes by CUTLASS; which operands it takes is tried once.
+`torch.nn.functional.scaled_grouped_mm` multiplies codes with CUTLASS; supported operands are probed once.
 
 Source: the checks of torch's aten/src/ATen/native/cuda/GroupedBlas.cpp and GroupedMMUtils.h (2.13): compute capability
-9 or 10, bf16 results, int32 offsets, features multiples of 16; E4M3 by E4M3 with a scale a row; MXFP8 and NVFP4 in
-builds with FBGEMM_GENAI, whose scales are swizzled group by group, each group's rows filled up to 128 and its sums to
-four blocks; no bias. In bf16 fewer than 1024 groups. Not measured on a GPU yet.
+9 or 10, bf16 results, int32 offsets, features multiples of 16, no bias. E4M3 by E4M3 with one scale per row. MXFP8 and
+NVFP4 in builds with FBGEMM_GENAI, with scales swizzled per group, each group's rows padded to 128 and its sums to four
+blocks. In bf16 fewer than 1024 groups. Not measured on a GPU yet.
 """
 
 from dataclasses import replace
@@ -28,20 +28,18 @@ from quaver.torch.numerics import grouped, reference
 from quaver.torch.numerics.grouped import GroupedOperand, GroupOffsets, in_lines, of_groups
 from quaver.torch.numerics.quantized import BLOCKS, ROWS, Quantized, spread, swizzle
 
-# ---- grouped values --------------------------------------------------------------------------------------
-# Grouped GEMMs of decoded operands, where no native one takes or writes what is wanted.
-#
-# Codes become bf16 values, exactly, or float32 where bf16 does not hold them, with the scales of blocks folded in;
-# those of whole rows and groups go on the product. They are multiplied by torch's grouped GEMM in bf16, or by kernels
-# of our own, neither of which asks the host how many rows a group has. Without both it is done group by group, which
-# waits.
+# ---- grouped GEMMs of decoded operands ----
+# Codes become bf16 values exactly, or float32 if bf16 cannot represent them, with block scales multiplied in; scales of
+# whole rows and groups are applied to the product. torch's bf16 grouped GEMM or a Triton kernel multiplies them;
+# neither copies group sizes to the host. Without both, groups are multiplied one by one, which synchronizes.
 
-#: Compute capabilities of which torch multiplies groups in bf16 without waiting, whole; and how many groups, at most.
+#: Major compute capabilities on which torch has a bf16 grouped GEMM without synchronization, and its maximum number of
+#: groups.
 MAJORS, MOST_GROUPS = (9, 10), 1023
 
 
 def finished_rows(y: Tensor, bias: Tensor | None, offsets: GroupOffsets) -> Tensor:
-    """A bias, and zeros for tokens of no group: what was not written may be anything, NaN too."""
+    """Add the bias, and zero the rows of tokens that belong to no group, which the GEMM leaves uninitialized."""
     group = offsets.slots(1).group
     if bias is not None:
         y = y.add_(of_groups(bias, group).to(y.dtype))
@@ -49,12 +47,11 @@ def finished_rows(y: Tensor, bias: Tensor | None, offsets: GroupOffsets) -> Tens
 
 
 def values_of_rows(a: GroupedOperand, offsets: GroupOffsets) -> tuple[Tensor, Tensor | None]:
-    """Tokens as bf16 values [T, k] (float32 where bf16 cannot hold them), and what multiplies each row of a product:
-    float32 [T, 1], or None."""
+    """Decode tokens to bf16 values [T, k] (float32 if needed), and return the row factors float32 [T, 1] or None."""
     scale, factor = grouped.row_scales(a, offsets)
     spec = replace(a.spec, block=(1, a.spec.block[1]), rounding="nearest")
     if spec.block[1] is None and spec.scale == "e8m0":
-        # A scale a row, as its code: folded into the product as any other.
+        # One E8M0 scale per row, applied to the product like any other row scale.
         return _plain(a), Quantized(a.data, scale, spec, a.shape).scales()
     return scaled_mm.decode(Quantized(a.data, scale, spec, a.shape, tensor_factor=factor))
 
@@ -64,8 +61,10 @@ def _plain(a: GroupedOperand) -> Tensor:
 
 
 def values_of_sums(a: GroupedOperand) -> tuple[Tensor, Tensor | None]:
-    """Transposes as values [rows, slots], and what multiplies each row of a group's product: float32
-    [groups, rows or 1], or None."""
+    """Decode transposes to values [rows, slots], and return the row factors of each group's product or None.
+
+    Factors are float32 [groups, rows or 1].
+    """
     spec, outer = a.spec, None
     if spec.two_level:
         assert a.factor is not None
@@ -84,25 +83,25 @@ def values_of_sums(a: GroupedOperand) -> tuple[Tensor, Tensor | None]:
 
 
 def _without_factor(a: GroupedOperand) -> Tensor:
-    """Decode scales of slots, [slots, blocks of rows], without those of groups."""
+    """Return the decode scales of slots, [slots, blocks of rows], without the factors of groups."""
     assert a.factor is not None
     one = torch.ones_like(a.factor)
     return grouped.slot_scales(GroupedOperand(a.data, a.scale, one, a.spec, True, a.slots, a.k))
 
 
 def alike(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Both sides in the wider of their dtypes."""
+    """Convert both sides to the wider of their dtypes."""
     dtype = torch.bfloat16 if a.dtype is b.dtype is torch.bfloat16 else torch.float32
     return a.to(dtype).contiguous(), b.to(dtype).contiguous()
 
 
 def reason_decoded(a: Any, b: Any, offsets: GroupOffsets, n: int, dtype: torch.dtype, *_: Any) -> str:
-    """Why torch's bf16 GEMM does not multiply the values of these, or ""."""
+    """Return why torch's bf16 grouped GEMM does not support these decoded operands, or ""."""
     return _why_not_bf16(a, b, dtype, n, offsets.groups)
 
 
 def reason_decoded_sums(a: GroupedOperand, b: GroupedOperand, dtype: torch.dtype, *_: Any) -> str:
-    """The same of what is summed over the rows of groups."""
+    """Return why torch's bf16 grouped GEMM does not support these sums over the rows of groups, or ""."""
     return _why_not_bf16(a, b, dtype, b.data.shape[0], a.slots.groups, a.data.shape[0])
 
 
@@ -111,13 +110,13 @@ def _why_not_bf16(a: Any, b: Any, dtype: torch.dtype, *sides: int) -> str:
     if arch // 10 not in MAJORS:
         return f"torch multiplies groups in bf16 on compute capabilities 9 and 10, and this GPU is sm_{arch}"
     if dtype is not torch.bfloat16:
-        return f"it writes bfloat16, and the result is to be {dtype}"
+        return f"it writes bfloat16, and the result must be {dtype}"
     for spec in (a.spec, b.spec):
         if not (spec.power_of_two or spec.scale == "two_level"):
             return f"scales of {spec} are no powers of two, and the result would be rounded before them"
     *features, groups = sides[0], *sides[2:], sides[1]
     if any(side % 8 for side in (*features, b.shape[1] if isinstance(b, Quantized) else 8)):
-        return "its features are multiples of 8"
+        return "its features must be multiples of 8"
     if groups > MOST_GROUPS or not groups:
         return f"it takes from 1 to {MOST_GROUPS} groups, not {groups}"
     return "there is nothing to add up" if 0 in (*a.shape, *b.shape) else ""
@@ -132,27 +131,27 @@ def bf16_matmul(
     bias: Tensor | None = None,
     fast_accum: bool = False,
 ) -> Tensor:
-    """`matmul` of decoded operands by torch's grouped GEMM in bf16.
+    """Run `matmul` on decoded operands by torch's bf16 grouped GEMM.
 
-    Bounded: one rounding of float32 sums to bf16; a bias is a second one.
+    Float32 sums are rounded once to bf16; a bias adds a second rounding.
     """
     (x, of_rows), (w, of_columns) = values_of_rows(a, offsets), scaled_mm.decode(b)
     left, right = alike(x, w)
     y = F.grouped_mm(left, right.view(offsets.groups, n, -1).transpose(1, 2), offs=offsets.ends)
     for scale in (of_rows, None if of_columns is None else _columns(of_columns, offsets, n)):
-        # Powers of two: nothing is rounded again.
+        # Powers of two, so nothing is rounded again.
         y = y if scale is None else y * scale.to(torch.bfloat16)
     return finished_rows(y, bias, offsets)
 
 
 def _columns(of_columns: Tensor, offsets: GroupOffsets, n: int) -> Tensor:
-    """Scales of the columns of each token's group, [T, n]."""
+    """Return the column scales of each token's group, [T, n]."""
     scale = of_columns.expand(offsets.groups * n, 1) if of_columns.numel() == 1 else of_columns
     return of_groups(scale.view(offsets.groups, n), offsets.slots(1).group)
 
 
 def bf16_sums(a: GroupedOperand, b: GroupedOperand, dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
-    """`sums` of decoded operands by torch's grouped GEMM in bf16. Bounded: one rounding of float32 sums."""
+    """Run `sums` on decoded operands by torch's bf16 grouped GEMM; float32 sums are rounded once."""
     (x, of_rows), (w, of_columns) = values_of_sums(a), values_of_sums(b)
     left, right = alike(x, w)
     y = F.grouped_mm(left, right.t(), offs=a.slots.ends)
@@ -164,11 +163,11 @@ def bf16_sums(a: GroupedOperand, b: GroupedOperand, dtype: torch.dtype, fast_acc
     return y.masked_fill_((a.slots.sizes == 0).view(-1, 1, 1), 0.0)
 
 
-# Their values, by kernels.
+# ---- decoded operands by Triton kernels ----
 
 
 def reason_kernel(a: Any, *_: Any) -> str:
-    """Why no kernel of ours multiplies groups, or ""."""
+    """Return why the Triton kernels cannot multiply groups, or ""."""
     return why_no_kernels(a.data.device)
 
 
@@ -181,7 +180,7 @@ def kernel_matmul(
     bias: Tensor | None = None,
     fast_accum: bool = False,
 ) -> Tensor:
-    """`matmul` of decoded operands by a kernel. Bounded: one rounding of float32 sums."""
+    """Run `matmul` on decoded operands by a Triton kernel; float32 sums are rounded once."""
     if 0 in (*a.shape, *b.shape):
         return group_by_group(a, b, offsets, n, dtype, bias)
     from quaver.torch.backends.gpu import emulation
@@ -194,7 +193,7 @@ def kernel_matmul(
 
 
 def kernel_sums(a: GroupedOperand, b: GroupedOperand, dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
-    """`sums` of decoded operands by a kernel. Bounded: one rounding of float32 sums."""
+    """Run `sums` on decoded operands by a Triton kernel; float32 sums are rounded once."""
     (m, _), (n, _), groups_ = a.shape, b.shape, a.slots.groups
     if 0 in (m, n, groups_, a.slots.count):
         return torch.zeros((groups_, m, n), dtype=dtype, device=a.data.device)
@@ -208,7 +207,7 @@ def kernel_sums(a: GroupedOperand, b: GroupedOperand, dtype: torch.dtype, fast_a
     return emulation.add_up(left, right, a.slots.ends, a.slots.multiple, dtype, rows, columns)
 
 
-# Group by group, which waits for the offsets.
+# ---- one group at a time, which copies the offsets to the host ----
 
 
 def group_by_group(
@@ -253,13 +252,13 @@ def sums_group_by_group(a: GroupedOperand, b: GroupedOperand, dtype: torch.dtype
     return y
 
 
-# ---- grouped mm ------------------------------------------------------------------------------------------
+# ---- native grouped GEMMs ----
 
 
 class GroupedGemmKind(NamedTuple):
-    """A kind of scaled grouped GEMM."""
+    """Kind of scaled grouped GEMM."""
 
-    #: Compute capabilities that torch asks it of, whole: 9.0, and 10.0 with its like.
+    #: Major compute capabilities for which torch allows it: 9 is 9.0, and 10 is 10.0 and 10.3.
     majors: tuple[int, ...]
     scaling: tuple[ScalingType, ...]
     swizzle: tuple[SwizzleType, ...] | None
@@ -267,7 +266,7 @@ class GroupedGemmKind(NamedTuple):
 
 SWIZZLED = SwizzleType.SWIZZLE_32_4_4
 KINDS = {
-    # On 10.0 torch's wheel has kernels for 9.0 alone, which trap there and take the CUDA context along.
+    # On 10.0 torch's wheel has only kernels for 9.0, which trap there and destroy the CUDA context.
     "row": GroupedGemmKind((9,), (ScalingType.RowWise,), None),
     "mx": GroupedGemmKind((10,), (ScalingType.BlockWise1x32,), (SWIZZLED,)),
     "nv": GroupedGemmKind(
@@ -279,22 +278,22 @@ _probes: dict[tuple[torch.device, str, bool, bool], str] = {}
 
 
 def kind_of(a: QuantSpec, b: QuantSpec) -> str:
-    """By what name of `KINDS` operands are multiplied; "" if by none."""
+    """Return the key of `KINDS` that multiplies operands of these specs, or ""."""
     kinds = {_kind(a), _kind(b)}
     return kinds.pop() if len(kinds) == 1 else ""
 
 
 def _kind(spec: QuantSpec) -> str:
-    # A scale of a group is one of each of its rows.
+    # A scale per group is expanded to one per row.
     name = {"tensor": "row", "row": "row", "mx": "mx", "nv": "nv"}.get(role(spec), "")
     return name if spec.format == (E2M1 if name == "nv" else E4M3) else ""
 
 
 def reason(a: GroupedOperand, b: Any, offsets: GroupOffsets, n: int, dtype: torch.dtype, *rest: Any) -> str:
-    """Why these operands are not multiplied natively, row by row, or ""; the device has been asked before."""
+    """Return why these operands have no native grouped GEMM, or ""; the caller has checked the device."""
     why = _why_not(a.spec, b.spec, a.data.device, n, dtype)
     if not why and kind_of(a.spec, b.spec) == "mx" and b.shape[1] % 32:
-        # torch counts scales of whole blocks; a last, partial one has a scale here.
+        # torch counts scales of whole blocks, but a partial last block has a scale here.
         why = f"k is {b.shape[1]}; it takes whole blocks of 32"
     if not why and 0 in (*a.shape, *b.shape):
         why = "there is nothing to add up"
@@ -302,7 +301,7 @@ def reason(a: GroupedOperand, b: Any, offsets: GroupOffsets, n: int, dtype: torc
 
 
 def reason_sums(a: GroupedOperand, b: GroupedOperand, dtype: torch.dtype, fast_accum: bool = False) -> str:
-    """Why these operands are not multiplied natively, summed over the rows of groups, or ""."""
+    """Return why these operands have no native grouped GEMM that sums over the rows of groups, or ""."""
     why = _why_not(a.spec, b.spec, a.data.device, b.data.shape[0], dtype)
     if not why and a.data.shape[0] % 16:
         why = f"the output has {a.data.shape[0]} rows; it takes multiples of 16"
@@ -321,7 +320,7 @@ def _why_not(a: QuantSpec, b: QuantSpec, device: torch.device, n: int, dtype: to
         where = " and ".join(map(str, KINDS[name].majors))
         return f"torch multiplies groups of {a} by {b} on compute capability {where}, and this GPU is sm_{arch}"
     if dtype is not torch.bfloat16:
-        return f"it writes bfloat16, and the result is to be {dtype}"
+        return f"it writes bfloat16, and the result must be {dtype}"
     return f"the output has {n} columns; it takes multiples of 16" if n % 16 else ""
 
 
@@ -341,9 +340,9 @@ def matmul(
     bias: Tensor | None = None,
     fast_accum: bool = False,
 ) -> Tensor:
-    """a [T, k] by each group's matrix of b [groups · n, k], transposed: bf16 [T, n]; zeros for tokens of no group.
+    """Multiply a [T, k] by each group's transposed matrix of b [groups · n, k]; returns bf16 [T, n].
 
-    Bounded: fast accumulation on Hopper keeps 13 bits of a sum; a bias is a second rounding to bf16.
+    Tokens of no group give zeros. Fast accumulation on Hopper keeps 13 bits of a sum; a bias adds a second rounding.
     """
     name, groups = kind_of(a.spec, b.spec), offsets.groups
     rows, factor = grouped.row_scales(a, offsets)
@@ -354,14 +353,14 @@ def matmul(
 
 
 def sums(a: GroupedOperand, b: GroupedOperand, dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
-    """a [n, slots] by b [k, slots], transposed, summed over each group's slots: bf16 [groups, n, k].
+    """Multiply a [n, slots] by transposed b [k, slots], summed over each group's slots; returns bf16 [groups, n, k].
 
-    Bounded: as `matmul`.
+    Precision as in `matmul`.
     """
     name = kind_of(a.spec, b.spec)
     left, right = _packed(a), _packed(b).t()
     y = _run(name, left, right, _of_sums(name, a), _of_sums(name, b), a.slots.ends, fast_accum)
-    # What is summed over nothing may be anything.
+    # The GEMM leaves sums over empty groups uninitialized.
     return y.masked_fill_((a.slots.sizes == 0).view(-1, 1, 1), 0.0)
 
 
@@ -386,7 +385,7 @@ def _run(
 
 
 def _rows(a: GroupedOperand) -> Tensor:
-    """Codes row by row, as a GEMM wants them."""
+    """Return row-major codes as the GEMM needs them."""
     return matrix(Quantized(a.data, 1.0, a.spec, a.shape))
 
 
@@ -395,7 +394,7 @@ def _packed(a: GroupedOperand) -> Tensor:
 
 
 def _of_rows(name: str, scale: Tensor, factor: Tensor | None, offsets: GroupOffsets) -> list[Tensor]:
-    """Scales of tokens: one each, or those of blocks in the order of each group's own GEMM."""
+    """Return the scales of tokens: one each, or block scales swizzled per group."""
     if name == "row":
         return [scale.reshape(-1).contiguous()]
     filled = offsets.slots(ROWS)
@@ -404,7 +403,7 @@ def _of_rows(name: str, scale: Tensor, factor: Tensor | None, offsets: GroupOffs
 
 
 def _of_matrices(name: str, b: Quantized, groups: int, n: int) -> list[Tensor]:
-    """Scales of the groups' matrices, [groups, ...]."""
+    """Return the scales of the groups' matrices, [groups, ...]."""
     scale = b.plain_scale()
     if name == "row":
         return [scale.reshape(groups, n).contiguous()]
@@ -415,7 +414,7 @@ def _of_matrices(name: str, b: Quantized, groups: int, n: int) -> list[Tensor]:
 
 
 def _of_sums(name: str, a: GroupedOperand) -> list[Tensor]:
-    """Scales of transposes that are summed over slots: one a group's row, or those of blocks, group after group."""
+    """Return the scales of transposes summed over slots: one per row of each group, or block scales per group."""
     rows, groups = a.data.shape[0], a.slots.groups
     if name == "row":
         return [a.scale.expand(groups, rows).reshape(-1).contiguous()]
@@ -423,8 +422,10 @@ def _of_sums(name: str, a: GroupedOperand) -> list[Tensor]:
 
 
 def _swizzled(a: GroupedOperand) -> Tensor:
-    """Stored scales [blocks of slots, blocks of rows] in tiles of 128 rows and four blocks of slots: all tiles of a
-    group before those of the next, in which those of its first rows come first."""
+    """Swizzle stored scales [blocks of slots, blocks of rows] into tiles of 128 rows and four blocks of slots.
+
+    All tiles of a group precede those of the next group, ordered by rows within the group.
+    """
     rows = a.data.shape[0]
     scale = a.scale.t()
     height = a.spec.block[0]
@@ -434,7 +435,7 @@ def _swizzled(a: GroupedOperand) -> Tensor:
     tiles = swizzle(scale).view(tall, across, ROWS * BLOCKS)
     width = a.spec.block[1]
     assert width is not None
-    # Of each column of tiles its group, and how many that and those before it have.
+    # Group of each column of tiles, number of columns of each group, and number of columns before it.
     group = a.slots.group[:: width * BLOCKS]
     of_group = a.slots.filled // (width * BLOCKS)
     first = of_group.cumsum(0) - of_group
@@ -442,7 +443,7 @@ def _swizzled(a: GroupedOperand) -> Tensor:
     column = torch.arange(across, dtype=torch.int64, device=scale.device)
     row = torch.arange(tall, dtype=torch.int64, device=scale.device).unsqueeze(1)
     none = group == a.slots.groups
-    # What is of no group lies behind all others.
+    # Tiles that belong to no group come last.
     behind = of_group.sum() * tall + row * none.sum() + none.cumsum(0) - 1
     place = torch.where(none, behind, before * tall + row * own + column - before)
     out = torch.empty_like(tiles).view(tall * across, -1)
@@ -458,14 +459,14 @@ def _with_factor(name: str, blocks: Tensor, factor: Tensor | None) -> list[Tenso
 
 
 def probe(device: torch.device, name: str, summed: bool, fast_accum: bool) -> str:
-    """Try a small product with an empty group and tokens of none, once: "" or why it is not used."""
+    """Probe a small product with an empty group and tokens of no group, once; return "" or why it is not used."""
     key = device, name, summed, fast_accum
     if key not in _probes:
         _probes[key] = _probe(*key)
     return _probes[key]
 
 
-#: What stands for a kind in its probe.
+#: Spec used to probe each kind.
 SPECS = {
     "row": QuantSpec(E4M3, (1, None)),
     "mx": QuantSpec(E4M3, (1, 32), "e8m0"),
@@ -499,17 +500,16 @@ def _probe(device: torch.device, name: str, summed: bool, fast_accum: bool) -> s
     return "" if off < TOLERANCE else f"a probe of it was off by {off:.2g} of the result"
 
 
-# ---- grouped high ----------------------------------------------------------------------------------------
-# Grouped GEMMs of what is not quantized, by torch's in bf16, by kernels of any dtype, or group by group.
+# ---- unquantized grouped GEMMs: torch's in bf16, Triton kernels, or one group at a time ----
 
 
 def reason_high(x: Tensor, w: Tensor, offsets: GroupOffsets, dtype: torch.dtype, *_: Any) -> str:
-    """Why torch's grouped GEMM does not multiply these without waiting, or ""."""
+    """Return why torch's grouped GEMM cannot multiply these without synchronization, or ""."""
     return _why_not_high(x, w.transpose(1, 2), offsets.groups, dtype)
 
 
 def reason_high_sums(a: Tensor, b: Tensor, offsets: GroupOffsets, dtype: torch.dtype) -> str:
-    """Why torch's grouped GEMM does not sum over these groups without waiting, or ""."""
+    """Return why torch's grouped GEMM cannot sum over these groups without synchronization, or ""."""
     return _why_not_high(a.t(), b, offsets.groups, dtype)
 
 
@@ -523,27 +523,27 @@ def _why_not_high(a: Tensor, b: Tensor, groups: int, dtype: torch.dtype) -> str:
         return "there is nothing to add up"
     if not 0 < groups <= MOST_GROUPS:
         return f"it takes from 1 to {MOST_GROUPS} groups, not {groups}"
-    return "" if in_lines(a) and in_lines(b) else "its rows begin at multiples of 16 bytes"
+    return "" if in_lines(a) and in_lines(b) else "its rows must begin at multiples of 16 bytes"
 
 
 def high_matmul(x: Tensor, w: Tensor, offsets: GroupOffsets, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-    """x [T, k] by each group's w [groups, n, k], transposed, in bf16: zeros for rows of no group."""
+    """Multiply x [T, k] by each group's transposed w [groups, n, k] in bf16; rows of no group give zeros."""
     return finished_rows(F.grouped_mm(x, w.transpose(1, 2), offs=offsets.ends), bias, offsets)
 
 
 def high_sums(a: Tensor, b: Tensor, offsets: GroupOffsets, dtype: torch.dtype) -> Tensor:
-    """a [T, n] by b [T, k], transposed, summed over each group's rows: bf16 [groups, n, k]."""
+    """Multiply transposed a [T, n] by b [T, k], summed over each group's rows; returns bf16 [groups, n, k]."""
     y = F.grouped_mm(a.t(), b, offs=offsets.ends)
     return y.masked_fill_((offsets.slots(1).sizes == 0).view(-1, 1, 1), 0.0)
 
 
 def reason_kernel_high(x: Tensor, w: Tensor, *_: Any) -> str:
-    """Why no kernel of ours multiplies these, or ""; the device has been asked before."""
+    """Return why the Triton kernels cannot multiply these, or ""; the caller has checked the device."""
     return "there is nothing to add up" if 0 in (*x.shape, *w.shape) else ""
 
 
 def kernel_high(x: Tensor, w: Tensor, offsets: GroupOffsets, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-    """`high_matmul` of any dtype."""
+    """Run `high_matmul` by a Triton kernel, for any dtype."""
     from quaver.torch.backends.gpu import emulation
 
     left, right = alike(x, w.reshape(-1, w.shape[2]))
@@ -551,14 +551,14 @@ def kernel_high(x: Tensor, w: Tensor, offsets: GroupOffsets, dtype: torch.dtype,
 
 
 def kernel_high_sums(a: Tensor, b: Tensor, offsets: GroupOffsets, dtype: torch.dtype) -> Tensor:
-    """`high_sums` of any dtype."""
+    """Run `high_sums` by a Triton kernel, for any dtype."""
     from quaver.torch.backends.gpu import emulation
 
     return emulation.add_up(*alike(a.t(), b.t()), offsets.ends, 1, dtype)
 
 
 def high_group_by_group(x: Tensor, w: Tensor, offsets: GroupOffsets, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-    """`high_matmul` of any dtype, which waits for the offsets."""
+    """Run `high_matmul` one group at a time for any dtype; copies the offsets to the host."""
     y = torch.zeros((offsets.rows, w.shape[1]), dtype=dtype, device=x.device)
     for group, (start, end) in enumerate(offsets.bounds()):
         if end > start:
@@ -567,7 +567,7 @@ def high_group_by_group(x: Tensor, w: Tensor, offsets: GroupOffsets, dtype: torc
 
 
 def high_sums_group_by_group(a: Tensor, b: Tensor, offsets: GroupOffsets, dtype: torch.dtype) -> Tensor:
-    """`high_sums` of any dtype, which waits for the offsets."""
+    """Run `high_sums` one group at a time for any dtype; copies the offsets to the host."""
     y = torch.zeros((offsets.groups, a.shape[1], b.shape[1]), dtype=dtype, device=a.device)
     for group, (start, end) in enumerate(offsets.bounds()):
         if end > start:

@@ -1,11 +1,12 @@
-"""Triton's interpreter, made to round as a GPU does.
+"""Fixes for Triton's interpreter, so that it rounds as a GPU does.
 
-Versions 3.6 to 3.9 round ties away from zero on the way to FP8, drop the carry into the exponent, turn NaN into a
-number, and truncate float32 to bf16 (triton-lang/triton#11897); with numpy 2.4 and later a loop whose bound is computed
-fails. Products of bf16 are taken of the bits, as whole numbers, and before 3.9 `tl.fma` rounds twice. Before 3.8
-`tl.maximum` and `tl.minimum` keep a NaN that a GPU drops unless `PropagateNan.ALL` is asked for. `mend` replaces the
-conversion by torch's, saturating as `cvt.rn.satfinite` does, multiplies in float32, rounds `tl.fma` once, and drops
-those NaN.
+Triton 3.6 to 3.9 round ties away from zero when converting to FP8, drop the carry into the exponent, turn NaN into a
+number, and truncate float32 to bf16 (triton-lang/triton#11897). With numpy 2.4 and later, loops with a computed bound
+fail. bf16 products are computed on the bits as integers. Before 3.9 `tl.fma` rounds twice. Before 3.8 `tl.maximum` and
+`tl.minimum` keep a NaN that a GPU drops unless `PropagateNan.ALL` is passed.
+
+`mend` replaces the conversion by torch's, saturating like `cvt.rn.satfinite`. It multiplies in float32, rounds `tl.fma`
+once, and drops those NaN.
 """
 
 import warnings
@@ -37,7 +38,7 @@ _mended: list[Any] = []
 
 
 def mend() -> None:
-    """Install the conversion, once for the process. It acts where kernels are interpreted, nowhere else."""
+    """Install the fixes once per process; they affect interpreted kernels only."""
     if _mended:
         return
     original = interpreter._convert_float
@@ -64,7 +65,7 @@ def mend() -> None:
         return product(self, *(_wide(x) for x in (a, b)), *rest)
 
     def _wide(x: Any) -> Any:
-        # Its products of bf16 are of the bits, as if they were whole numbers; those of float32 are numpy's.
+        # The interpreter multiplies bf16 bits as integers; float32 products are numpy's and right.
         if x.dtype.scalar not in _NARROW:
             return x
         return interpreter.TensorHandle(convert(x.data, x.dtype.scalar, tl.float32, None).view(np.float32), tl.float32)
@@ -90,16 +91,16 @@ def mend() -> None:
 def run(
     fn: Any, grid: tuple[int, ...], dtypes: Sequence[Any], numbers: Sequence[Any], constants: dict[str, Any]
 ) -> Callable[..., None]:
-    """A launch in the interpreter, as a function of its tensors, which are read as these dtypes.
+    """Return a launch in the interpreter as a function of its tensors, which are read as these dtypes.
 
-    Overflows are a kernel's own business.
+    Floating-point warnings are silenced, because overflow is the kernel's business.
     """
     mend()
 
     def launch(*tensors: Any) -> None:
         read = [t if t is None or t.dtype is dtype else t.view(dtype) for t, dtype in zip(tensors, dtypes, strict=True)]
         with np.errstate(all="ignore"), warnings.catch_warnings():
-            # The maximum of nothing but NaN, which is one, is a warning of Python's.
+            # numpy warns about a maximum over NaN only.
             warnings.simplefilter("ignore", RuntimeWarning)
             fn[grid](*read, *numbers, **constants)
 
@@ -107,11 +108,14 @@ def run(
 
 
 def _fused(x: Any, y: Any, z: Any) -> Any:
-    """x y + z of float32, rounded once: the product is exact in float64, whose sum is rounded to odd, so that the
-    rounding to float32 sees what was cut off (Boldo and Melquiond, IEEE Transactions on Computers 57, 2008)."""
+    """Compute x y + z of float32, rounded once.
+
+    The product is exact in float64. The sum is rounded to odd, so that the rounding to float32 sees the bits that were
+    cut off (Boldo and Melquiond, IEEE Transactions on Computers 57, 2008).
+    """
     product, term = x.astype(np.float64) * y, z.astype(np.float64)
     total = np.asarray(product + term)
-    # What the sum lacks, exactly; not a number where the sum is none.
+    # Exact rounding error of the sum; NaN if the sum is not finite.
     share = total - product
     rest = (product - (total - share)) + (term - share)
     bits = total.view(np.int64)

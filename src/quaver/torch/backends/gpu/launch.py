@@ -1,11 +1,11 @@
-"""Launching a kernel at the cost of one call into C: compiled once, kept with its grid and its numbers.
+"""Kernel launches at the cost of one C call: compiled once, cached with grid and scalar arguments.
 
-`launcher` compiles a kernel for tensors of given dtypes and alignments and for given numbers, and returns a function of
-the tensors alone. `quaver.torch.backends.gpu.launch_plan` keeps it under all that decides it. Triton's own
-`kernel[grid](...)` finds out anew at each call what it was called with, which takes as long as a small layer.
+`launcher` compiles a kernel for tensors of given dtypes and alignments and for given scalars, and returns a function of
+the tensors alone. `quaver.torch.backends.gpu.launch_plan` caches these functions. Triton's own `kernel[grid](...)`
+analyses its arguments at each call, which takes as long as a small layer.
 
-Under `recording` nothing runs: what would be compiled is noted, so that a machine without a GPU compiles just what one
-with a GPU runs. With TRITON_INTERPRET=1 kernels run in Triton's interpreter, mended where it rounds wrongly.
+Under `recording` nothing runs: launches are only recorded, so that a machine without a GPU can compile exactly what a
+GPU runs. With TRITON_INTERPRET=1 kernels run in Triton's interpreter, with the fixes of `interpreter`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,9 +26,9 @@ from quaver.torch.backends.gpu import capture, device, interpreter
 from quaver.torch.backends.gpu.capture import raw_stream
 
 _C: Any = torch._C
-#: () to the index of the current GPU. Builds of torch for a CPU lack the name, and nothing calls it there.
+#: Returns the index of the current GPU. CPU builds of torch lack the function and never call it.
 current_gpu: Callable[[], int] = getattr(_C, "_cuda_getDevice", torch.cuda.current_device)
-#: What Triton calls the dtypes.
+#: Triton's names of the dtypes.
 TYPES = {
     torch.float64: "fp64",
     torch.float32: "fp32",
@@ -43,9 +43,9 @@ TYPES = {
     torch.uint8: "u8",
     torch.bool: "i1",
 }
-#: Dtypes that Triton knows from Ada on; before, kernels take codes as bytes.
+#: dtypes that Triton supports from Ada on; on older GPUs kernels take the codes as bytes.
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-#: Passes of a kind before they start anew: a run with ever new shapes must not grow for ever.
+#: Largest number of plans of a kind; a full cache is cleared, so that ever new shapes do not fill memory.
 MOST_KEPT = 4096
 
 Run = Callable[..., None]
@@ -53,18 +53,18 @@ Run = Callable[..., None]
 
 @dataclass(frozen=True)
 class KernelLaunch:
-    """A kernel as it would be compiled, and the grid it would run on."""
+    """A kernel with everything needed to compile it, and its grid."""
 
     fn: Any
     grid: tuple[int, int, int]
     signature: dict[str, str]
     constants: dict[str, Any]
-    #: Names of the arguments that are known to be multiples of 16: addresses and strides that allow wide accesses.
+    #: Names of arguments that are multiples of 16: addresses and strides that allow wide accesses.
     divisible: tuple[str, ...]
     warps: int
-    #: The most registers of a thread, or None for as many as the compiler likes.
+    #: Maximum number of registers per thread; None leaves it to the compiler.
     registers: int | None = None
-    #: By argument, the bytes of each tensor.
+    #: Size of each tensor in bytes, by argument name.
     sizes: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -72,16 +72,17 @@ class KernelLaunch:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What `triton.compile` takes besides the source.
+        """Options for `triton.compile`.
 
-        Products and sums become no one operation, rounded once: its bits are not plain torch's, nor the interpreter's.
+        Floating-point fusion is off: a fused multiply-add rounds once and would differ from plain torch and the
+        interpreter.
         """
         most = {} if self.registers is None else {"maxnreg": self.registers}
         return {"num_warps": self.warps, "enable_fp_fusion": False, **most}
 
     @property
     def kernel(self) -> tuple[Any, ...]:
-        """The key of the compiled kernel: launches of one kernel may differ in their grid and their numbers."""
+        """Key of the compiled kernel; launches of one kernel may differ in grid and scalars."""
         parts = (self.signature.items(), self.constants.items(), self.divisible, self.options.items())
         return (self.fn, *map(tuple, parts))
 
@@ -98,7 +99,7 @@ _recorded: list[KernelLaunch] | None = None
 
 @contextmanager
 def recording(arch: int) -> Iterator[list[KernelLaunch]]:
-    """Note what would be launched on a GPU of this architecture (80, 86, 89, 90, 100, 120), and launch nothing."""
+    """Record the launches for a GPU of this architecture (80, 86, 89, 90, 100, 120) instead of running them."""
     global _recorded
     before = _recorded
     launches: list[KernelLaunch] = []
@@ -119,7 +120,7 @@ def _forget() -> None:
 
 
 def interpreted(fn: Any) -> bool:
-    """True if Triton interprets a kernel instead of compiling it."""
+    """Return True if Triton interprets a kernel instead of compiling it."""
     return isinstance(fn, InterpretedFunction)
 
 
@@ -132,19 +133,20 @@ def launcher(
     warps: int = 4,
     registers: int | None = None,
 ) -> Run:
-    """The launch of a kernel as a function of tensors like these.
+    """Return a kernel launch as a function of tensors like the given ones.
 
     Args:
         fn: a triton.jit function whose arguments are tensors, then numbers, then constants.
-        grid: programs along up to three axes.
-        tensors: all on one device; None where a kernel takes nothing, and then always None.
-        numbers: fixed; whether one is a multiple of 16 is compiled in.
-        constants: by name.
-        warps: of a program.
-        registers: as that of `Launch`.
+        grid: numbers of programs along up to three axes.
+        tensors: example arguments on one device; None for an argument that is always None.
+        numbers: fixed scalars; divisibility by 16 is compiled in.
+        constants: constexpr arguments by name.
+        warps: warps per program.
+        registers: maximum number of registers per thread, or None.
+
     Returns:
-        A function of the tensors: the same device, addresses that are multiples of 16 where these are, and the same
-        dtypes or others of the same memory: four codes may go for an int32.
+        A function of tensors on the same device, with addresses that are multiples of 16 where the examples' are. Their
+        dtypes are the same, or others for the same memory: an int32 may be four codes.
     """
     constants = constants or {}
     x, y, z = (*grid, 1, 1)[:3]
@@ -159,7 +161,7 @@ def launcher(
 
 
 def read_as(x: Tensor) -> torch.dtype:
-    """What a kernel takes a tensor's elements for: triton-lang/triton#8929."""
+    """Return the dtype as which a kernel reads a tensor's elements: see triton-lang/triton#8929."""
     return torch.uint8 if x.dtype in FP8 and device.architecture(x.device) < 89 else x.dtype
 
 
@@ -172,7 +174,7 @@ def describe(
     warps: int,
     registers: int | None = None,
 ) -> KernelLaunch:
-    """What `launcher` compiles for these arguments."""
+    """Return the `KernelLaunch` that `launcher` compiles for these arguments."""
     signature: dict[str, str] = {}
     divisible: list[str] = []
     absent: dict[str, Any] = {}
@@ -183,11 +185,11 @@ def describe(
         elif isinstance(value, Tensor):
             signature[name] = "*" + TYPES[read_as(value)]
             sizes[name] = value.numel() * value.element_size()
-            # Single numbers may lie anywhere, and gain nothing from a known address.
+            # One-element tensors may have any address and gain nothing from alignment.
             if value.numel() > 1 and aligned(value):
                 divisible.append(name)
         elif isinstance(value, int):
-            # Kernels multiply strides by up to 3 before they widen them.
+            # Kernels multiply strides by up to 3 before they widen them to int64.
             most = 2**29 if "stride" in name else 2**31
             signature[name] = "i32" if -most <= value < most else "i64"
             if value % 16 == 0:
@@ -201,9 +203,9 @@ def describe(
 
 
 def card(device: torch.device) -> tuple[int, Callable[[], int], Callable[[int], int], Callable[[int], Any]]:
-    """A GPU's index, a function for the current one's index, a function for its stream, and a context that enters it.
+    """Return a GPU's index, and functions for the current index, for its stream, and for a context that enters it.
 
-    A launch asks CUDA for these alone: a stub in their place counts a launch's host time without a GPU.
+    Launches call CUDA through these only, so that a stub can measure host time without a GPU.
     """
     return device.index, current_gpu, raw_stream, torch.cuda.device
 
@@ -211,8 +213,8 @@ def card(device: torch.device) -> tuple[int, Callable[[], int], Callable[[int], 
 def _compiled(launch: KernelLaunch, tensors: Sequence[Tensor | None], numbers: Sequence[int | float]) -> Run:
     devices = sorted({str(t.device) for t in tensors if t is not None})
     if len(devices) > 1:
-        # A kernel is told addresses: on a GPU another device's address is no memory, or the memory of another tensor.
-        raise RuntimeError(f"{launch.fn.__name__} is given tensors on {' and '.join(devices)}; move them to one device")
+        # Kernels get raw addresses: one of another device would be invalid, or memory of another tensor.
+        raise RuntimeError(f"{launch.fn.__name__} got tensors on {' and '.join(devices)}; move them to one device")
     index, current, stream_of, entering = card(next(t.device for t in tensors if t is not None))
     with entering(index):
         _, start, function, middle = _loaded(launch, index)
@@ -221,8 +223,9 @@ def _compiled(launch: KernelLaunch, tensors: Sequence[Tensor | None], numbers: S
     x, y, z = launch.grid
 
     def run(*given: Tensor | None) -> None:
-        # Addresses, since of a tensor the launcher asks Python for its address and the driver whether it is a GPU's.
-        # Between function and arguments go hooks of profilers that wrap launches; those that watch the driver see them.
+        # Addresses, because for a tensor the launcher would ask Python for the address and the driver for its device.
+        # The arguments between function and addresses are hooks of profilers that wrap launches. Profilers of the
+        # driver work without them.
         addresses = [None if t is None else t.data_ptr() for t in given]
         if current() == index:
             start(x, y, z, stream_of(index), function, *middle, *addresses, *tail)
@@ -230,40 +233,40 @@ def _compiled(launch: KernelLaunch, tensors: Sequence[Tensor | None], numbers: S
             with entering(index):
                 start(x, y, z, stream_of(index), function, *middle, *addresses, *tail)
 
-    #: On a stream of the current GPU: start(*head, *addresses, *tail) is the launch.
+    #: For a stream of the current GPU: start(*head, *addresses, *tail) launches the kernel.
     run.on = lambda stream: (start, (x, y, z, stream, function, *middle), tail)  # type: ignore[attr-defined]
     return run
 
 
 def _start_of(kernel: Any) -> tuple[Callable[..., None], Any, tuple[Any, ...]]:
-    """What starts a kernel, its handle, and what goes between that and the arguments."""
+    """Return the C function that starts a kernel, the kernel's handle, and the arguments between handle and tensors."""
     run, function, hooks = kernel.run, kernel.function, (kernel.packed_metadata, None, None, None)
     scratch = [getattr(run, f"{name}_scratch_size", 1) for name in ("global", "profile")]
     if triton.__version__.startswith("3.6.") and scratch == [0, 0]:
-        # What its Python would do at each launch is to allocate nothing.
+        # Triton 3.6's Python wrapper would allocate nothing at each launch, so it is skipped.
         return run.launch, function, (run.launch_cooperative_grid, run.launch_pdl, None, None, *hooks)
     return run, function, hooks
 
 
-#: What is on a GPU, for good: `triton.compile` puts the same code there again each time, and later versions of Triton
-#: take it away, under a launch that still has its address, when what was compiled is let go.
+#: Kernels loaded on a GPU, cached forever. `triton.compile` loads the same code again each time, and later versions of
+#: Triton unload it when the compiled object is freed, even if a launch still has its address.
 _kernels: "dict[Any, _LoadedKernel]" = {}
-#: Held while a kernel is compiled and put on a GPU: a second thread would put it there once more, and what it replaces
-#: would be let go under the first one's launches.
+#: Lock for compiling and loading a kernel: a second thread would load it again, and the replaced kernel would be
+#: unloaded under the launches of the first.
 _loading = Lock()
 
 
 class _LoadedKernel(NamedTuple):
-    #: Held, since it owns what is on the GPU.
+    #: Referenced because it owns the code on the GPU.
     kernel: Any
-    #: As `_start_of`.
+    #: Results of `_start_of`.
     start: Callable[..., None]
     function: Any
     middle: tuple[Any, ...]
 
 
 def _loaded(launch: KernelLaunch, index: int) -> _LoadedKernel:
-    """The kernel on the current GPU, of this index: one for all shapes that are compiled alike."""
+    """Return the kernel loaded on GPU `index`, the current one; shapes that compile to the same code share it."""
     key = index, launch.kernel
     loaded = _kernels.get(key)
     if loaded is not None:
@@ -272,7 +275,7 @@ def _loaded(launch: KernelLaunch, index: int) -> _LoadedKernel:
         loaded = _kernels.get(key)
         if loaded is None:
             kernel = _load(launch)
-            # Triton puts it on the GPU when it is first asked for what starts it.
+            # Triton loads the kernel when its start function is first requested.
             loaded = _kernels[key] = _LoadedKernel(kernel, *_start_of(kernel))
     return loaded
 
@@ -282,7 +285,7 @@ def _load(launch: KernelLaunch) -> Any:
     return triton.compile(launch.source, target=target, options=launch.options)
 
 
-#: Meeting places of a device, and the row that each stream has of them.
+#: Workspaces of a device, and the row of each stream.
 _rooms: dict[torch.device, Tensor] = {}
 _workspaces: dict[tuple[torch.device, int], Tensor] = {}
 STREAMS = 256
@@ -292,10 +295,10 @@ _making = Lock()
 
 
 def workspace(device: torch.device) -> Tensor:
-    """int32 [4] of zeros where the programs of a launch meet: each kernel leaves them zero, each stream has its own.
+    """Return int32 [4] zeros through which the programs of a launch synchronize; each stream has its own.
 
-    All of a device's are made at once. CUDA graphs keep the row of the stream that they are captured on: two captured
-    on one stream must not be replayed at the same time.
+    Every kernel leaves them zero. All workspaces of a device are allocated at once. A CUDA graph keeps the row of its
+    capture stream, so two graphs captured on one stream must not be replayed at the same time.
     """
     stream = capture.stream_of(device)
     words = _workspaces.get((device, stream))
@@ -306,7 +309,7 @@ def _row(device: torch.device, stream: int) -> Tensor:
     with _making, torch.inference_mode(False):
         buffer = _rooms.get(device)
         if buffer is None and capture.capturing(device):
-            # Memory of the graph, filled at each replay: of no use to anything else.
+            # Memory of this graph, filled at each replay and useless to other work.
             return torch.zeros(4, dtype=torch.int32, device=device)
         if buffer is None:
             buffer = torch.zeros((STREAMS, 32), dtype=torch.int32, device=device)
@@ -317,18 +320,18 @@ def _row(device: torch.device, stream: int) -> Tensor:
         taken = sum(known == device for known, _ in _workspaces)
         if taken == STREAMS:
             raise RuntimeError(f"more than {STREAMS} streams quantize on {device}; use fewer CUDA streams")
-        # Rows of their own cache line. Another thread may have taken one for this stream.
+        # Rows are a cache line apart. Another thread may have taken one for this stream.
         return _workspaces.setdefault((device, stream), buffer[taken, :4])
 
 
 def aligned(x: Tensor) -> bool:
-    """True if a tensor's address is a multiple of 16, as wide loads need."""
+    """Return True if a tensor's address is a multiple of 16, as wide loads need."""
     return x.is_meta or x.data_ptr() & 15 == 0
 
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """How many programs a GPU runs side by side, at least; 132 where there is none."""
+    """Return the number of multiprocessors of a GPU; 132 without one."""
     if device.type != "cuda":
         return 132
     number: int = torch.cuda.get_device_properties(device).multi_processor_count
@@ -336,5 +339,5 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def power_above(n: int) -> int:
-    """The smallest power of two that is not below n, and 1 for none."""
+    """Return the smallest power of two that is at least n, and 1 for 0."""
     return 1 << max(0, n - 1).bit_length()

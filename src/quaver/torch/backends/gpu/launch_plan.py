@@ -1,6 +1,6 @@
-"""A pass over tensors with everything decided: which kernels are launched, with which numbers, and what they write.
+"""Launch plans: the kernels, scalars and output buffers for tensors of one layout, worked out once and cached.
 
-Found out once for tensors that lie alike: a call then makes room for the results, and launches with addresses.
+A call then only allocates the results and launches with addresses.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -14,36 +14,36 @@ from quaver.torch.backends.gpu import launch
 from quaver.torch.backends.gpu.buffers import BufferSpec, pattern, told_of
 from quaver.torch.backends.gpu.device import tables
 
-#: In loops of C.
+#: Function to map over tensors in C loops.
 address_of = torch.Tensor.data_ptr
 
 
 class LaunchSpec(NamedTuple):
-    """One launch of a pass; what it says is what `launch.launcher` takes."""
+    """One launch of a plan, with the arguments of `launch.launcher`."""
 
     kernel: Any
     grid: Sequence[int]
-    #: Of the pass's own, in the kernel's order; None where it takes nothing.
+    #: Tensors and buffer specs of the plan in the kernel's order; None for an absent argument.
     tensors: Sequence[Tensor | BufferSpec | None]
     numbers: Sequence[int | float]
     constants: dict[str, Any]
     warps: int
-    #: As `launch.KernelLaunch.registers`.
+    #: Maximum number of registers per thread, or None.
     registers: int | None = None
 
     def compiled(self, device: torch.device) -> launch.Run:
-        """The launch as a function of tensors like its own, rooms as their kernel is told of them."""
+        """Compile the launch; return a function of its tensors."""
         kernel_args = [told_of(x, device) if isinstance(x, BufferSpec) else x for x in self.tensors]
         return launch.launcher(self.kernel, self.grid, kernel_args, *self[3:])
 
 
 class LaunchPlan:
-    """What is launched on tensors like those given.
+    """Launches for tensors of one layout.
 
     Args:
-        given: tensors like those that a call gives, each an object of its own, the first not None.
-        buffers: what is written; None is what no kernel writes.
-        launches: in their order.
+        given: example tensors, each a distinct object; the first is not None.
+        buffers: specs of the outputs; None for an output that no kernel writes.
+        launches: in order.
     """
 
     __slots__ = ("buffers", "card", "parts", "patterns", "results", "runs", "zeroed")
@@ -54,23 +54,23 @@ class LaunchPlan:
         device = given[0].device  # type: ignore[union-attr]
         self.card, self.buffers = launch.card(device)[:3], [buffer for buffer in buffers if buffer is not None]
         self.patterns = [pattern(buffer, device) for buffer in self.buffers]
-        #: Which of the rooms must hold zeros at first.
+        #: Indices of buffers that must be zero at first.
         self.zeroed = [i for i, buffer in enumerate(self.buffers) if buffer.zeros]
-        #: Of what was written, with None behind it: the rooms as they were asked for.
+        #: Picks the results, in the order of `buffers`, from the written tensors with None appended.
         numbers = iter(range(len(buffers)))
         order = [-1 if buffer is None else next(numbers) for buffer in buffers]
         self.results: Callable[[list[Any]], Sequence[Any]] = itemgetter(*order) if len(order) > 1 else list
         places = {id(x): i for i, x in enumerate((*given, *self.buffers)) if x is not None}
-        #: Functions of tensors, and what picks those that they take.
+        #: Compiled launches, and functions that pick the tensors of each.
         self.runs: list[tuple[launch.Run, Callable[..., Any]]] = []
         for one in launches:
             taken = itemgetter(*(-1 if x is None else places[id(x)] for x in one.tensors))
             self.runs.append((one.compiled(device), taken))
-        #: What starts them with addresses, by stream; None where they are interpreted.
+        #: Start functions with their arguments, by stream; None if the kernels are interpreted.
         self.parts: dict[int, list[Any]] | None = {} if all(hasattr(run, "on") for run, _ in self.runs) else None
 
     def __call__(self, given: Sequence[Tensor | None], addresses: list[int | None]) -> Sequence[Any]:
-        """The rooms, written; None where there is none."""
+        """Allocate the outputs and run the launches; returns the outputs, None where a spec is None."""
         written: list[Any] = list(map(torch.empty_like, self.patterns))
         for i in self.zeroed:
             written[i].zero_()
@@ -93,10 +93,10 @@ class LaunchPlan:
 
 
 class LaunchPlanCache:
-    """Passes of one kind: called with tensors, it decides the pass for such tensors once and runs it.
+    """Cache of plans of one kind, called with tensors; each layout of tensors is planned once.
 
     Args:
-        decide: (tensors like those given, *decided) to the pass, which follows from the key below alone.
+        decide: (example tensors, *decided) -> plan, which must depend only on the key computed below.
     """
 
     def __init__(self, decide: Callable[..., LaunchPlan]) -> None:
@@ -105,12 +105,12 @@ class LaunchPlanCache:
         tables.append(self.kept)
 
     def __call__(self, given: Sequence[Tensor | None], *decided: Hashable, own: Sequence[Tensor | None] = ()) -> Any:
-        """The rooms of the pass.
+        """Run the plan for these tensors and return its outputs.
 
         Args:
-            given: what it reads, which may lie anywhere; the first not None.
-            decided: what else it follows from.
-            own: what it reads or writes besides: new tensors, whose shapes and strides follow from the others.
+            given: tensors to read, with any strides; the first is not None.
+            decided: other values that the plan depends on.
+            own: further tensors to read or write: new ones, whose shapes and strides follow from the others.
         """
         facts: list[Any] = [decided, given[0].device]  # type: ignore[union-attr]
         addresses: list[int | None] = []

@@ -1,7 +1,7 @@
-"""Normalizations on a GPU: forward, with what a quantized layer reads of the output from the same pass, and backward.
+"""Normalizations and rotary positions on a GPU: launches for forward and backward.
 
-The numbers are those of `quaver.torch.nn.norm` within its bounds; what is quantized is exactly the output
-quantized.
+The forward can quantize its output in the same pass. Outputs equal those of `quaver.torch.nn.norm` within its bounds,
+and the codes are exactly those of the output quantized separately.
 """
 
 import math
@@ -23,28 +23,28 @@ from quaver.torch.backends.gpu.launch_plan import LaunchPlan, LaunchPlanCache, L
 from quaver.torch.backends.gpu.tensorwise import DTYPES, buffer_for_codes, format_constants
 from quaver.torch.numerics.quantized import Quantized
 
-# ---- norm ------------------------------------------------------------------------------------------------
+# ---- normalization ----
 
-#: The widest row that lies in registers backward, where fewer fit than forward, and the block of wider ones.
+#: Widest row that a backward kernel keeps in registers (less than in forward), and the block for wider ones.
 WIDEST_BACKWARD, WIDE_BLOCK = 8192, 4096
-#: The narrowest, which leaves a warp eight elements a thread.
+#: Narrowest block, with eight elements for each thread of a warp.
 NARROWEST = 256
-#: Programs of a multiprocessor: forward, and backward, where each has sums of its own.
+#: Programs per multiprocessor, in forward, and in backward, where each program keeps sums of its own.
 FORWARD_PROGRAMS, BACKWARD_PROGRAMS = 8, 2
-#: Most neighbours that a thread holds.
+#: Largest number of adjacent elements per thread.
 MOST = 8
-#: Whether the mean is subtracted.
+#: True if the normalization subtracts the mean.
 CENTRED = {"LayerNorm": True, "RMSNorm": False, "L2": False}
-#: A kernel's constants where nothing is quantized.
+#: Kernel constants if nothing is quantized.
 _NO_FORMAT = {"POWER_OF_TWO": True, "EMAX": 0, "TOP_MANTISSA": 0, "MAX": 1.0, "INTEGERS": 0}
 
 
 def forward(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, normalization: str, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `quaver.torch.nn.norm.NORMALIZE`.
+    """Normalize x; same arguments and results as `quaver.torch.nn.norm.NORMALIZE`.
 
-    Bounded: relative RMS 1e-6 of float64 before the rounding to x's dtype.
+    The relative RMS error is at most 1e-6 against float64, before rounding to x's dtype.
     """
     if not x.is_contiguous() or x.data_ptr() & 15:
         result = normalized(x, gamma, beta, normalization, eps)
@@ -64,14 +64,16 @@ def normalized(
     factor: Tensor | None = None,
     want_output: bool = True,
 ) -> FusedQuantizeResult:
-    """The normalization of x [..., d], and its output quantized or measured for a spec that `mode` has a name for.
+    """Normalize x [..., d], and quantize or measure the output by a spec that `mode` supports.
+
+    Given y, codes and amax are exact.
 
     Args:
-        gamma, beta: [d], each in a dtype of its own, or None.
-        spec: of the output as an operand [tokens, d], or None.
-        factor: encode factor of the tensor, float32 of one element, not 0: one pass quantizes; None measures.
-        want_output: whether y is written too; it is where only its amax is found.
-    Exact: what is quantized, and the amax, given y.
+        gamma, beta: [d], each in its own dtype, or None.
+        spec: spec of the output as an operand [tokens, d], or None.
+        factor: nonzero encode factor of the tensor, float32 of one element, to quantize in one pass; None measures the
+            amax.
+        want_output: True to write y too; it is always written if only its amax is measured.
     """
     columns = x.shape[-1]
     kind = "none" if spec is None else mode(spec, factor is not None, columns)
@@ -93,19 +95,19 @@ def normalized(
     return FusedQuantizeResult(y, operand, top, (x, gamma, beta, mean, inverse))
 
 
-#: Where the programs of a launch meet, to find the amax of the tensor.
+#: Modes whose programs synchronize to find the amax of the tensor.
 MEETING = ("amax", "tensor")
 
 
 def buffers_for(
     kind: str, spec: QuantSpec | None, rows: int, columns: int
 ) -> tuple[BufferSpec | None, BufferSpec | None]:
-    """Room for the codes and the scales of a matrix."""
+    """Return the buffer specs of a matrix's codes and scales; None if not written."""
     if spec is None or kind == "amax":
         return None, None
     q = buffer_for_codes(rows, columns, spec)
     if kind == "e8m0":
-        # What no block has is zero.
+        # Scales of padding are zero.
         ragged = rows % 128 != 0 or columns % 128 != 0
         tiles = whole((-(-rows // 128) * 128 * (-(-columns // 128) * 4),), torch.uint8)
         return q, tiles._replace(zeros=ragged)
@@ -151,7 +153,7 @@ _forwards = LaunchPlanCache(_forward_pass)
 
 
 def row_block(columns: int) -> tuple[int, int]:
-    """Columns of a program that holds a whole row, and its warps."""
+    """Return the columns of a program that keeps a whole row, and its warps."""
     bn = max(NARROWEST, 1 << (columns - 1).bit_length())
     return bn, min(max(bn // 512, 1), 32)
 
@@ -165,9 +167,10 @@ def backward(
     inverse: Tensor,
     normalization: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `quaver.torch.nn.norm.NORMALIZE_BACKWARD`; gradients of parameters that are not there are empty.
+    """Return the gradients of x, gamma and beta, as `quaver.torch.nn.norm.NORMALIZE_BACKWARD`; empty for absent
+    parameters.
 
-    Bounded: relative RMS 1e-6 of float64 in float32. Deterministic.
+    The relative RMS error is at most 1e-6 against float64 in float32. Deterministic.
     """
     flat = _rows(x)
     own = None if gamma is None else gamma.contiguous(), mean, inverse
@@ -186,9 +189,9 @@ def _backward_pass(given: Sequence[Any], normalization: str, of_beta: torch.dtyp
     partial = sums = of_shift = None
     if gamma is not None:
         width = columns if of_beta is None else 2 * columns
-        # Rows in registers are summed there; wider ones add to memory.
+        # Rows in registers are summed there; wider ones are accumulated in memory.
         partial = whole((programs, width), torch.float32)._replace(zeros=columns > WIDEST_BACKWARD)
-        # Rounded once, to what they are the gradients of.
+        # Rounded once, to the dtypes of the parameters.
         sums = whole((columns,), gamma.dtype)
         of_shift = None if of_beta is None else whole((columns,), of_beta)
     tensors = (g, x, gamma, mean, inverse, dx, partial)
@@ -210,8 +213,8 @@ _backwards = LaunchPlanCache(_backward_pass)
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[..., d] as it is, or as a matrix whose last axis is contiguous."""
-    # The order of a sum, and so its bits, must not depend on an address, nor on how far rows lie apart.
+    """Return [..., d] unchanged, or as a matrix with contiguous last axis."""
+    # The order of a sum, and so its bits, must not depend on the address or on the row stride.
     if x.is_contiguous() and not x.data_ptr() & 15:
         return x
     flat = x.reshape(-1, x.shape[-1])
@@ -223,60 +226,63 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def extent(x: Tensor) -> tuple[int, int, int]:
-    """Rows, columns, and how far rows lie apart, of what `_rows` gives."""
+    """Return rows, columns and row stride of a result of `_rows`."""
     columns = x.shape[-1]
     return x.numel() // columns, columns, columns if x.is_contiguous() else x.stride(0)
 
 
 def vector(*matrices: Tensor) -> int:
-    """Neighbours in a thread: 16 bytes of the first, or what rows and their distances are multiples of."""
+    """Return the adjacent elements per thread: 16 bytes of the first matrix, limited by what divides columns and row
+    strides.
+    """
     most = 16 // matrices[0].element_size()
     return math.gcd(most, *(n for x in matrices for n in extent(x)[1:]))
 
 
-# ---- rope ------------------------------------------------------------------------------------------------
-# Rotary positions on a GPU: which tensors the kernel takes, over which grid it runs.
+# ---- rotary positions ----
 
 #: Most elements of a program's block, and its warps.
 BLOCK, WARPS = 2048, 4
-#: The widest head.
+#: Widest head.
 WIDEST_ROPE = 1024
 
 
 def reason(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *_: bool) -> str:
-    """Why the kernel does not turn these, or ""; the device has been asked before."""
+    """Return why the kernel does not rotate these, or ""; the caller has checked the device."""
     return _reason(q, cos, sin) or ("" if k is None else _reason(k, cos, sin))
 
 
 def _reason(x: Tensor, cos: Tensor, sin: Tensor) -> str:
     if x.dtype not in DTYPES_rope or cos.dtype is not torch.float32 or sin.dtype is not torch.float32:
-        return "it turns float32, bfloat16 and float16 by tables in float32"
+        return "it rotates float32, bfloat16 and float16 by float32 tables"
     if x.dim() not in (3, 4) or x.numel() == 0 or x.shape[-1] > WIDEST_ROPE or x.shape[:-2].numel() >= 2**31:
-        return f"it takes [B, S, H, D] and [T, H, D], not empty, with D up to {WIDEST_ROPE} and fewer than 2^31 tokens"
+        return f"it supports nonempty [B, S, H, D] and [T, H, D] with D up to {WIDEST_ROPE} and fewer than 2^31 tokens"
     if cos.shape != sin.shape or cos.stride() != sin.stride() or cos.dim() > x.dim() or cos.dim() < 2:
-        return "cosines and sines are not laid out alike"
+        return "cosines and sines have different shapes or strides"
     if cos.shape[-2] != 1 or cos.shape[-1] % 2 or cos.shape[-1] > x.shape[-1] or cos.stride(-1) != 1:
-        return "the tables are not of one angle a pair, the same for all heads"
+        return "the tables do not have one angle per pair, the same for all heads"
     shared = zip(reversed(cos.shape[:-2]), reversed(x.shape[:-2]), strict=False)
     if x.stride(-1) != 1 or any(of_table not in (1, of_x) for of_table, of_x in shared):
-        return "features are not next to each other, or the tables do not fit the tokens"
+        return "features are not contiguous, or the tables do not fit the tokens"
     return ""
 
 
 def turn(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, back: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """q, and k of the same tokens if there is one, turned by the tables or back: contiguous results of their dtypes.
+    """Rotate q, and k of the same tokens if given, by the tables, or back if `back`; results are contiguous.
 
-    Exact: the bits of the plain formula in `quaver.torch.nn.attention.rope`.
+    The bits equal those of the plain formula in `quaver.torch.nn.attention.rope`.
     """
     q_out, k_out, _ = _passes((q, k, None, cos, sin), interleaved, back)
     return q_out, k_out
 
 
 def turn_parts(x: Sequence[Tensor], heads: int, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, ...]:
-    """q, of so many heads, and k turned, and v copied, out of one tensor that holds all their heads; or those three, as
-    gradients go, turned back and copied into one. Exact, as `turn`."""
+    """Split one tensor with all heads into rotated q (of `heads` heads), rotated k, and copied v.
+
+    With three tensors, which are gradients, rotate back and join them into one. Same bits as `turn`.
+    """
     whole = x[0]
     together: tuple[Tensor, ...] = ()
     groups = (whole.shape[-2] - heads) // 2 if len(x) == 1 else x[1].shape[-2]
@@ -324,7 +330,7 @@ _passes = LaunchPlanCache(_pass)
 
 
 def _strides(x: Tensor | None) -> tuple[int, int, int]:
-    """The strides of the outer tokens, the inner ones and the heads; 0 where an axis is missing or shared."""
+    """Return the strides of outer tokens, inner tokens and heads; 0 for a missing or broadcast axis."""
     if x is None:
         return 0, 0, 0
     strides = [0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True)]

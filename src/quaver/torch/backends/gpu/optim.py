@@ -1,8 +1,8 @@
-"""An optimizer's step of many parameters by one launch for each way to step; see `quaver.kernels.optim`.
+"""Optimizer steps of many parameters in one launch per specialization; kernels are in `quaver.kernels.optim`.
 
-What is launched is described by `Form`, which is compiled in, and by rows of addresses and numbers, one a parameter.
-The rows go to the device once and again when one of them is another. A graph that is captured copies its rows at every
-replay from memory of the host that is kept as long as what launches.
+A launch is compiled for a `StepSpecialization`, and gets a table of addresses and numbers with one row per parameter.
+The table is copied to the device again whenever a row changes. A captured graph copies its table at every replay from
+host memory that lives as long as the launches.
 """
 
 from collections.abc import Sequence
@@ -22,15 +22,15 @@ from quaver.torch.backends.gpu.buffers import CrossStream
 from quaver.torch.backends.gpu.launch_plan import LaunchPlan, LaunchPlanCache, LaunchSpec
 from quaver.torch.backends.gpu.tensorwise import integers
 
-#: Blocks that a program takes at once, and how often: 16 elements a thread. Where each element is looked for by itself,
-#: which takes more registers, so many at once, the more often.
+#: Blocks that a program processes at once, and rounds: 16 elements per thread. FEW_BLOCKS is used where each element is
+#: addressed separately, which needs more registers.
 BLOCKS, ROUNDS, WARPS = 32, 8, 4
 FEW_BLOCKS = 8
-#: The most that a thread may have.
+#: Maximum number of registers per thread.
 REGISTERS = 255
-#: Elements that share a scale of a moment.
+#: Elements that share the scale of a moment.
 BLOCK, FIELDS = 64, codes.FIELDS.value
-#: What kernels call dtypes: codes of eight bits are bytes.
+#: Triton's dtypes; eight-bit codes are bytes.
 TYPES = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
@@ -46,7 +46,7 @@ KEEPINGS = {
     **{"plain": codes.PLAIN.value, "remainder": codes.REMAINDER.value},
     **{"residual8": codes.RESIDUAL.value, "residual16": codes.RESIDUAL.value, "float32": codes.MASTER.value},
 }
-#: Of moments, by the name of their code; those with scales have bfloat16 ones of blocks of 64.
+#: Storage of moments by name of the code; codes with scales have a bfloat16 scale per block of 64.
 KINDS = {
     **{"float32": codes.FLOAT32.value, "bfloat16": codes.BFLOAT16.value},
     **{"int8_mitchell": codes.INT8.value, "uint8_mitchell4": codes.UINT8.value},
@@ -55,70 +55,71 @@ KINDS = {
 
 @dataclass(frozen=True)
 class MomentFormat:
-    """How a moment is kept."""
+    """Storage of a moment."""
 
-    #: In `KINDS`.
+    #: Key of `KINDS`.
     code: str
     stochastic: bool = False
 
 
 @dataclass(frozen=True)
 class StepSpecialization:
-    """What a launch is compiled for: parameters that step alike."""
+    """Compile-time properties of a launch, shared by the parameters that it steps."""
 
-    #: In `RULES`.
+    #: Key of `RULES`.
     rule: str
     clamp: bool
     maximize: bool
-    #: In `KEEPINGS`.
+    #: Key of `KEEPINGS`.
     master_format: str
-    #: Of the weight, of what is beside it (None: nothing), and of the gradient, whose uint8 are E4M3 in blocks of 128.
+    #: dtypes of the weight, of its residual or master (None without), and of the gradient (uint8: E4M3 in blocks of
+    #: 128).
     weight: torch.dtype
     beside: torch.dtype | None
     gradient: torch.dtype
     moments: tuple[MomentFormat, ...]
-    #: Of codes with one scale in all, known before the step, or with scales of blocks.
+    #: Spec of a weight stored as codes, with one scale known before the step, or with block scales; else None.
     spec: QuantSpec | None = None
-    #: Whether the weight, or its residual, is rounded at random.
+    #: True if the weight, or its residual, is rounded stochastically.
     stochastic: bool = False
-    #: Whether gradients are multiplied by a number first.
+    #: True if gradients are first multiplied by a factor.
     factored: bool = False
-    #: Whether parameters are whole chunks of blocks that lie one after the other, at multiples of 16 bytes.
+    #: True if parameters are whole chunks of contiguous blocks at addresses that are multiples of 16.
     even: bool = True
 
     @property
     def blocks(self) -> int:
-        """That a program takes at once."""
+        """Number of blocks that a program processes at once."""
         return BLOCKS if self.even else FEW_BLOCKS
 
     @property
     def high(self) -> int:
-        """Rows of the weight that share a scale with others; 0 where all do, or it is a float."""
+        """Rows of the weight that share a scale; 0 with a single scale, or if the weight is not stored as codes."""
         return 0 if self.spec is None else self.spec.block[0] or 0
 
     @property
     def wide(self) -> int:
-        """Of blocks of a row, how many a tile has side by side."""
+        """Number of blocks of a row that are side by side in a tile."""
         return 2 if self.high == 128 else 1
 
     @property
     def twice(self) -> bool:
-        """Whether a tile is more than a program takes at once, which then goes over it twice."""
+        """True if a tile is larger than one round of a program, which then passes over it twice."""
         return self.high > self.blocks // self.wide
 
     @property
     def registers(self) -> int | None:
-        """Of a thread, where a compiler that is not told takes fewer than it needs, for one program more."""
+        """Registers per thread where the compiler would otherwise spill to fit one more program, else None."""
         spills = self.master_format == "residual8" and (self.spec is None or self.high == 1 or not self.even)
         return REGISTERS if (self.twice and self.even) or spills else None
 
     def tiles(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Of a weight with scales of blocks: rows of a tile, and how many there are."""
+        """Return the rows of a tile and the number of tiles, for a weight with block scales."""
         rows = max(self.high, self.blocks // self.wide)
         return rows, -(-shape[0] // rows) * -(-shape[1] // (self.wide * BLOCK))
 
     def constants(self, device: torch.device) -> dict[str, Any]:
-        """As the kernel takes them."""
+        """Return the constexpr arguments of the kernel."""
         first, second = (*self.moments, None, None)[:2]
         spec = self.spec
         return {
@@ -162,14 +163,15 @@ def _of_moment(name: str, moment: MomentFormat | None) -> dict[str, Any]:
 
 @dataclass
 class ParameterRow:
-    """One parameter: a matrix [rows, columns], its elements one after the other."""
+    """One parameter as a contiguous matrix [rows, columns]."""
 
     form: StepSpecialization
-    #: As `Form` says them: the weight and its scale, what is beside it, codes and scale of each moment; gradient and
-    #: its scale, the gradient's factor, amax of the stored weight and count of steps, float32 of one element each.
+    #: Tensors by name, with the dtypes of `StepSpecialization`: weight and its scale, residual or master, codes and
+    #: scale of each moment, gradient and its scale; float32 of one element: gradient factor, amax of the stored weight,
+    #: and step count.
     tensors: dict[str, Tensor | None]
     shape: tuple[int, int]
-    #: Of its first element in the whole parameter that ranks may divide, of the parameter, and of the noise.
+    #: Index of the first element in the whole parameter, of which this may be a shard; parameter number; noise seed.
     first: int
     number: int
     seed: int
@@ -178,7 +180,7 @@ class ParameterRow:
 
     @property
     def written(self) -> list[Tensor]:
-        """What the kernel writes."""
+        """Tensors that the kernel writes."""
         read = ("gradient", "gradient_scale", "factor")
         return [t for name, t in self.tensors.items() if t is not None and name not in read]
 
@@ -188,7 +190,7 @@ class ParameterRow:
 
     @property
     def _tasks(self) -> tuple[int, int]:
-        """What its programs take, blocks or tiles, and how many of them one takes."""
+        """Number of blocks or tiles, and how many of them one program processes."""
         form = self.form
         if not form.high:
             return self.blocks, BLOCKS * ROUNDS
@@ -196,7 +198,7 @@ class ParameterRow:
 
     @property
     def chunks(self) -> list[tuple[int, int]]:
-        """The first block or tile of each program, and its rounds."""
+        """First block or tile of each program, and its number of rounds."""
         form, (tasks, most) = self.form, self._tasks
         firsts = range(0, tasks, most)
         if not form.high:
@@ -209,7 +211,7 @@ class ParameterRow:
 
     @property
     def words(self) -> list[int]:
-        """As the table has them."""
+        """Row of this parameter in the table."""
         given = (self.tensors.get(name) for name in NAMES)
         tasks, most = self._tasks
         numbers = (self.shape[1], -(-self.shape[1] // BLOCK), self.blocks, -(-tasks // most), self.first, self.number)
@@ -217,7 +219,7 @@ class ParameterRow:
         return [*(0 if t is None else t.data_ptr() for t in given), *numbers, *seed]
 
 
-#: Of a row's tensors, in the table's order.
+#: Names of a row's tensors, in the order of the table.
 NAMES = (
     *("weight", "weight_scale", "beside", "first", "first_scale", "second", "second_scale"),
     *("gradient", "gradient_scale", "factor", "amax", "step"),
@@ -226,20 +228,20 @@ assert len(NAMES) == codes.STEP.value + 1
 
 
 def even(form: StepSpecialization, tensors: Sequence[Tensor], shape: tuple[int, int]) -> bool:
-    """Whether a parameter is read in runs: see `Form.even`, which `form` says.
+    """Return True if a parameter can use `StepSpecialization.even`.
 
     Args:
-        tensors: all of its shape.
+        tensors: all tensors with the shape of the parameter.
     """
     rows, columns = shape
-    # Two of a row's blocks share a scale of a gradient in codes.
+    # Two blocks of a row share the scale of an eight-bit gradient.
     whole = columns % (BLOCK * max(form.wide, 2 if form.gradient is torch.uint8 else 1)) == 0
     in_all = rows % form.tiles(shape)[0] if form.high else rows * -(-columns // BLOCK) % BLOCKS
     return whole and not in_all and all(t.data_ptr() % 16 == 0 for t in tensors)
 
 
 class OptimizerLaunches:
-    """Launches of one optimizer on one device, and what they read besides tensors of parameters."""
+    """Launches of one optimizer on one device, with their tables and workspaces."""
 
     def __init__(self) -> None:
         self._words: list[list[int]] = []
@@ -247,22 +249,22 @@ class OptimizerLaunches:
         self._table: Tensor | None = None
         self._chunks: dict[StepSpecialization, Tensor] = {}
         self._work: Tensor | None = None
-        #: These three as the stream that made them has them.
+        #: Lets other streams wait for these three.
         self._made: CrossStream | None = None
-        #: What the rows of a capture go to.
+        #: Pinned memory for the table of a capture.
         self._pinned: Tensor | None = None
-        #: What captured graphs read.
+        #: Tensors that captured graphs read.
         self._captured: list[Any] = []
 
     def __call__(
         self, rows: Sequence[ParameterRow], scalars: Tensor, keep: Tensor | None = None, counts: Tensor | None = None
     ) -> None:
-        """Step parameters in place, each way to step by one launch.
+        """Step parameters in place, with one launch per specialization.
 
         Args:
-            scalars: the rule's, float32 [scalars, rows].
-            keep: bool [], False leaves everything as it is.
-            counts: int64 [rows], raised by how many updates were held to their bound.
+            scalars: scalars of the rule, float32 [scalars, rows].
+            keep: bool []; False leaves everything unchanged.
+            counts: int64 [rows], increased by the number of updates that were clamped.
         """
         device = scalars.device
         self._know(rows, device)
@@ -275,14 +277,14 @@ class OptimizerLaunches:
             launch(form, chunks, self._table, scalars, self._work, kernel_args, own)
 
     def _know(self, rows: Sequence[ParameterRow], device: torch.device) -> None:
-        """Have the rows on the device."""
+        """Copy the table to the device if it has changed."""
         words, forms = [row.words for row in rows], [row.form for row in rows]
         alike = forms == self._forms and _sizes(words) == _sizes(self._words)
         if capture.capturing(device):
             self._capture(words, alike)
             return
         if self._pinned is None and device.type == "cuda":
-            # A capture may allocate none.
+            # Allocated before a capture, which must not allocate pinned memory.
             self._pinned = torch.empty((len(rows), FIELDS), dtype=torch.int64, device="cpu", pin_memory=True)
         if self._made is not None:
             self._made.wait()
@@ -301,22 +303,22 @@ class OptimizerLaunches:
         self._made = CrossStream((self._table, self._work, *self._chunks.values()), device)
 
     def _capture(self, words: list[list[int]], alike: bool) -> None:
-        """Have the rows copied by the graph, from memory that stays.
+        """Let the graph copy the table at each replay, from memory that is never freed.
 
         Raises:
-            RuntimeError: no step before the capture stepped these parameters so.
+            RuntimeError: the step before the capture had other parameters or specializations.
         """
         if not alike or self._table is None:
             raise RuntimeError(
-                "an optimizer's step is captured that steps other parameters, or others so, than the step before: take "
-                "one step as it will be captured first, as CapturedStep does"
+                "the captured optimizer step has other parameters or settings than the step before: first take one "
+                "step exactly as it will be captured, as CapturedStep does"
             )
         host, table = _host(words), torch.empty_like(self._table)
         if self._pinned is not None:
             host = self._pinned.copy_(host)
         table.copy_(host, non_blocking=True)
         self._captured += [host, table, self._work, *self._chunks.values()]
-        # What runs later makes its own: the graph reads these at each replay.
+        # Later steps make new ones, because the graph reads these at each replay.
         self._table, self._pinned, self._made, self._words, self._forms = table, None, None, [], []
 
 
@@ -329,7 +331,7 @@ def launch(
     keep: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> None:
-    """The kernel; its tensors are those of `quaver.kernels.optim.step.step`, or of `step_of_blocks`."""
+    """Run the kernel; its tensors are those of `quaver.kernels.optim.step.step` or `step_of_blocks`."""
     _steps((chunks, table, scalars, work, keep, counts), form, len(table))
 
 
@@ -338,7 +340,7 @@ def _sizes(words: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
 
 
 def _chunks(rows: Sequence[ParameterRow]) -> dict[StepSpecialization, list[tuple[int, int, int]]]:
-    """By form: a parameter, its first block or tile and rounds for each program."""
+    """Return for each specialization the list of (parameter, first block or tile, rounds), one per program."""
     chunks: dict[StepSpecialization, list[tuple[int, int, int]]] = {}
     for number, row in enumerate(rows):
         chunks.setdefault(row.form, []).extend((number, *chunk) for chunk in row.chunks)

@@ -1,8 +1,8 @@
-"""quantize on a GPU: which kernels serve a spec, over which of the two directions of a matrix.
+"""Quantization on a GPU: which kernels support a spec, for a matrix, its transpose, or both.
 
-A family of kernels reads a matrix once as it lies, row by row, and writes its operand, that of its transpose, or both.
-A weight's or a gradient's transpose, a view, is therefore never copied: the matrix it is a view of is read, and what is
-written is the transpose.
+Kernels read a matrix once, row by row in storage order, and write its operand, that of its transpose, or both. So the
+transpose of a weight or gradient, which is a view, is never copied: the underlying matrix is read, and the operand of
+the transpose is written.
 """
 
 from collections.abc import Callable
@@ -26,40 +26,40 @@ from quaver.torch.numerics.quantized import FLOAT8, Quantized
 
 #: No noise: (seed, tensor id, count) of stochastic rounding.
 QUIET = (0, 0, 0)
-#: What kernels read, and how long a side may be: they count rows and columns in 32 bits, whole blocks of them.
+#: dtypes that kernels read, and the longest side of a matrix: they index rows and columns in 32 bits, in whole blocks.
 READ, LONGEST_SIDE = (torch.float32, torch.bfloat16, torch.float16), 2**31 - 2**15
 Pair = tuple[Quantized | None, Quantized | None]
 
 
 class QuantizeCall(NamedTuple):
-    """One call: x [rows, k], its last axis contiguous, not empty, and how it is quantized."""
+    """One quantization: a nonempty x [rows, k] with contiguous last axis, and the specs of its operands."""
 
     x: Tensor
-    #: For x as it lies, or None where that is not asked for.
+    #: Spec of x in storage order, or None if that operand is not requested.
     spec: QuantSpec | None
-    #: For its transpose [k, rows], or None.
+    #: Spec of the transpose [k, rows], or None.
     other: QuantSpec | None
-    #: float32 on x's device, or None to measure it: of the one operand, or of both where the spec's blocks are square.
+    #: float32 amaxes on x's device, or None to measure them; valid for both operands if blocks are square.
     amax: Tensor | None
-    #: Of delayed scaling, float32 of one element, 0 where unset; or None.
+    #: Encode factor of delayed scaling, float32 of one element, 0 if unset; None without delayed scaling.
     factor: Tensor | None
-    #: True if factor is known not to be 0.
+    #: True if `factor` is known to be nonzero.
     is_set: bool
     noise: Any
     other_noise: Any
-    #: A history's newest amax, float32 of one element, which the kernel raises to this one; or None.
+    #: Newest amax of a scaling history, float32 of one element, which the kernel raises to this one; or None.
     newest: Tensor | None
-    #: True if x is to be summed over its rows, where the same read gives that.
+    #: True to also sum x over its rows, if the same read can do it.
     sums: bool = False
 
 
 class QuantizeKernels(NamedTuple):
-    """Kernels, and what they are for."""
+    """Kernels of one kind of scaling."""
 
-    #: Whether they write both operands from one read, by these specs; or the one whose spec is not None.
+    #: Returns True if one read writes operands by both specs, or the one whose spec is not None.
     serves: Callable[[QuantSpec | None, QuantSpec | None], bool]
     run: Callable[[QuantizeCall], Pair]
-    #: Both operands of a matrix decided beforehand, or the first alone, for a Linear's step; or None.
+    #: Plans both operands of a matrix, or the first alone, for a planned linear layer; None if unsupported.
     decided: Callable[[Tensor, QuantSpec, QuantSpec | None, RequestedOperands], QuantizeLaunch | None] | None = None
 
 
@@ -68,7 +68,7 @@ def _by_tensor(spec: QuantSpec | None, other: QuantSpec | None) -> bool:
 
 
 def _plain(*specs: QuantSpec | None) -> bool:
-    """FP8 rounded to nearest, with float32 scales."""
+    """Return True if all specs are FP8 rounded to nearest with float32 scales."""
     return all(
         s is None
         or (
@@ -84,7 +84,7 @@ def _plain(*specs: QuantSpec | None) -> bool:
 def _run_by_tensor(call: QuantizeCall) -> Pair:
     x, spec = call.x, call.spec or call.other
     assert spec is not None
-    # Where a GEMM reads either direction, a transpose is a view.
+    # Where GEMMs read either direction, the transpose is a view.
     views = reads_transposes(x.device)
     both = call.spec is not None and call.other is not None
     as_it_lies = call.spec is not None or views
@@ -93,7 +93,7 @@ def _run_by_tensor(call: QuantizeCall) -> Pair:
     if not both:
         return (q, None) if call.spec is not None else (None, q.T if views else q)
     transposed, q.twin = q.T, None
-    # Neither refers to the other: of one that is dropped the memory is free.
+    # No references between the two, so that each can be freed alone.
     transposed.twin = None
     return q, transposed
 
@@ -110,7 +110,7 @@ def _in_rows(spec: QuantSpec | None, other: QuantSpec | None) -> bool:
 
 
 def _running(kernels: Callable[..., Pair]) -> Callable[[QuantizeCall], Pair]:
-    """What calls kernels that need no more of a call."""
+    """Adapt kernels that need only x, the specs and the amax to the signature of `QuantizeKernels.run`."""
     return lambda call: kernels(call.x, call.spec, call.other, call.amax)
 
 
@@ -121,7 +121,7 @@ def _run_with_two_levels(call: QuantizeCall) -> Pair:
     return None, by_two_levels(call.x, call.other, call.amax, call.other_noise, down=True)
 
 
-#: In order of preference.
+#: Kernels in order of preference.
 FAMILIES = [
     QuantizeKernels(_by_tensor, _run_by_tensor, tensorwise.decided),
     QuantizeKernels(_in_blocks, _running(by_blocks), rowwise.decided_blockwise),
@@ -142,16 +142,16 @@ def family_of(spec: QuantSpec | None, other: QuantSpec | None) -> QuantizeKernel
 
 
 def reason(x: Tensor, spec: QuantSpec, *_: object) -> str:
-    """Why no kernel quantizes this, or ""; the device has been asked before."""
+    """Return why no kernel quantizes x by this spec, or ""; the caller has checked the device."""
     if x.dtype not in READ:
         return f"its kernels read float32, bfloat16 and float16, not {x.dtype}"
     if x.shape and max(x.shape) > LONGEST_SIDE:
-        return f"a side of {max(x.shape)} elements is more than its kernels count"
+        return f"a side of {max(x.shape)} elements is too long for its kernels"
     return "" if family_of(spec, None) else f"it has no kernel for {spec}"
 
 
 def reason_both(x: Tensor, spec: QuantSpec, other: QuantSpec, *_: object) -> str:
-    """Why `quantize_both` is not for this call, or "": then two calls of `quantize` are made."""
+    """Return why `quantize_both` does not support the call, so that `quantize` is called twice, or ""."""
     why = reason(x, spec)
     if why:
         return why
@@ -167,11 +167,11 @@ def quantize(
     is_set: bool = False,
     newest: Tensor | None = None,
 ) -> Quantized:
-    """As `quaver.torch.numerics.reference.quantize`, bit for bit.
+    """Quantize x by kernels; same bits as `quaver.torch.numerics.reference.quantize`.
 
     Args:
-        is_set: True if factor is known not to be 0, so that one pass over x is enough.
-        newest: the place where the kernel notes the amax, float32 of one element; the result says whether it did.
+        is_set: True if `factor` is known to be nonzero, so that one pass over x suffices.
+        newest: float32 of one element in which the kernel may record the amax; the result says whether it did.
     """
     family = family_of(spec, None)
     if family is None or _not_for_kernels(x, spec, factor):
@@ -199,13 +199,12 @@ def quantize_both(
     newest: Tensor | None = None,
     sums: bool = False,
 ) -> tuple[Quantized, Quantized]:
-    """x [rows, k] by `spec` and its transpose [k, rows] by `other`, from one read of x where a kernel does that.
+    """Quantize x [rows, k] by `spec` and its transpose [k, rows] by `other`, from one read of x if a kernel can.
 
     Args:
-        amax: of x; one that is given serves the transpose too only where the blocks are square.
-        newest: as `quantize` takes it; the first of the results says whether it was noted.
-        sums: of x over its rows, wanted where they cost no read: the first of the results holds them as `partial_sums`,
-            or None.
+        amax: amax of x; a given one is used for the transpose too only if blocks are square.
+        newest: as in `quantize`; the first result says whether it was recorded.
+        sums: True to sum x over its rows if that costs no extra read: `partial_sums` of the first result, or None.
     """
     family = family_of(spec, other)
     transposed_amax = amax.t() if isinstance(amax, Tensor) and amax.dim() == 2 else amax
@@ -229,7 +228,7 @@ def quantize_both(
 
 
 def _not_for_kernels(x: Tensor, spec: QuantSpec, factor: Tensor | float | None) -> bool:
-    """True if x is empty or too large for kernels, or if this is delayed scaling of blocks, which no recipe uses."""
+    """Return True if x is empty or too large for kernels, or for delayed scaling of blocks, which no recipe uses."""
     delayed_blocks = factor is not None and not spec.per_tensor
     return x.numel() == 0 or x.dtype not in READ or max(x.shape) > LONGEST_SIDE or delayed_blocks
 
@@ -252,7 +251,7 @@ def _call(
         is_set = factor != 0.0
         factor = torch.full((1,), factor, dtype=torch.float32, device=x.device) if is_set else None
     elif factor is not None and (factor.dtype is not torch.float32 or factor.device != x.device):
-        # A kernel is told an address, whatever lies there.
+        # Kernels get raw addresses, so the tensor must be on their device.
         factor = factor.to(x.device, torch.float32)
     x = x if x.stride(1) == 1 else x.contiguous()
     return QuantizeCall(x, spec, other, amax, factor, is_set, noise, other_noise, newest, sums)

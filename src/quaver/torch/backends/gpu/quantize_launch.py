@@ -1,7 +1,7 @@
-"""How a matrix becomes two operands, its own and its transpose's: what is written, and by which launches.
+"""Planned quantization of a matrix and its transpose: the launches, and the buffers they write.
 
-A family of kernels says so for a shape, before there is a matrix: see `both_ways`. Two matrices of which the same
-kernels make operands may share their launches.
+Kernels describe both for a shape, before there is a matrix: see `RowColQuantizer`. Two matrices quantized by the same
+kernels may share launches.
 """
 
 import math
@@ -20,34 +20,34 @@ from quaver.torch.backends.gpu import capture, launch
 from quaver.torch.backends.gpu.buffers import PACKED4, BufferSpec, empty, pattern, row_major
 from quaver.torch.backends.gpu.launch_plan import LaunchSpec
 
-# ---- ways ------------------------------------------------------------------------------------------------
+# ---- launches ----
 
-#: Up to so many elements codes that no layer keeps are written to a place of their own; larger ones take memory for as
-#: long as they are needed, and their launches wait for the GPU anyway.
+#: Largest matrix in elements whose uncached codes are written to a reused buffer. For larger ones new memory is
+#: allocated for as long as needed; their launches wait for the GPU anyway.
 SMALL = 1 << 16
-#: Two matrices of up to so many elements share their launches. A cast reads what was measured from a GPU's second-level
-#: cache, which holds both; of larger ones it would read the first from memory, for longer than a launch takes.
+#: Largest number of elements of two matrices that share launches. The cast reads what was measured from the L2 cache,
+#: which holds both; with larger ones it would read the first from memory again, which takes longer than a launch.
 TOGETHER = 1 << 23
 
-#: What a matrix [rows, columns] became, as scaled GEMMs take it: codes [rows, columns] and their scales; codes of the
-#: transpose and their scales, of the right side of a GEMM where they are kept: [rows, columns], lying as [columns,
-#: rows], or None and None where no GEMM takes them; and sums over the rows (float32 of blocks of them, unless launches
-#: of the way have added them up), or the amax of what is kept, or None.
+#: Operands of a matrix [rows, columns] as scaled GEMMs take them: (codes, scales, codes of the transpose, scales of the
+#: transpose, extra). If cached as the right side of a GEMM, the transposed codes are [rows, columns] stored as
+#: [columns, rows]; they are None if no GEMM reads them. `extra` is the sum over rows (float32, per block of rows unless
+#: further launches add the blocks), or the amax, or None.
 Decided = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
 def zeros(n: int) -> BufferSpec:
-    """Where the programs of a launch, or of one and the next, meet: int32."""
+    """Return the spec of n zero int32, through which programs of a launch, or of consecutive launches, synchronize."""
     return BufferSpec((n,), (1,), torch.int32, zeros=True)
 
 
 def without_memory(x: Tensor) -> Tensor:
-    """What stands for a matrix while it is found out how to launch on such."""
+    """Return a contiguous tensor without memory with the shape and dtype of x, for planning launches."""
     return pattern(row_major((x.shape[0], x.shape[1]), x.dtype), x.device)
 
 
-#: A kernel, and what does for two matrices, in one launch, what it does for one. A dict would hash its keys while this
-#: is imported, before `hash_callees_first` can.
+#: Pairs of kernels: one matrix per launch, and two matrices per launch. Not a dict, because that would hash the kernels
+#: at import, before `hash_callees_first` can.
 OF_TWO = (
     (tensorwise.amax, tensorwise.amax_of_two),
     (tensorwise.cast, tensorwise.cast_two),
@@ -57,11 +57,11 @@ OF_TWO = (
 
 
 def of_two(a: LaunchSpec, b: LaunchSpec) -> LaunchSpec | None:
-    """Two launches as one; None where no kernel does both."""
+    """Merge two launches into one; None if no kernel does both."""
     fn = next((two for one, two in OF_TWO if one is a.kernel), None)
     if fn is None or a.kernel is not b.kernel or a.warps != b.warps:
         return None
-    # One axis of programs, of which the kernel itself finds rows and columns.
+    # The merged launch has one axis of programs, from which the kernel computes rows and columns.
     constants = {name: value for name, value in a.constants.items() if name in fn.arg_names}
     for name, value in b.constants.items():
         if f"{name}_2" in fn.arg_names:
@@ -74,32 +74,36 @@ def of_two(a: LaunchSpec, b: LaunchSpec) -> LaunchSpec | None:
     )
 
 
-#: In the place of tensors: the encode factor that delayed scaling gives for a matrix, and its history's newest amax.
+#: Placeholders for the delayed-scaling tensors of a matrix: encode factor, and newest amax of the history.
 FACTOR, NEWEST = row_major((1, 1), torch.float32), row_major((1, 1), torch.float32)
-#: Or, where a matrix is rounded at random, how often it was, and its transpose: the first of two, which may lie
-#: anywhere.
+#: Placeholder for the counts of stochastic roundings of a matrix and its transpose: two int64.
 COUNTS = row_major((1, 1), torch.int64)
 
 
 @dataclass(slots=True)
 class DelayedInputs:
-    """What delayed scaling gives for a matrix."""
+    """Delayed-scaling arguments of one matrix."""
 
-    #: Whether its encode factor is known to be set, so that one pass is enough, and whether its amax is noted.
+    #: (True if the encode factor is known to be set, so that one pass suffices; True if the amax is recorded).
     known_and_recorded_amax: tuple[bool, bool]
-    #: Encode factors of a layer's operands, and which of them is the matrix's.
+    #: Encode factors of the layer's operands, and the column of this matrix.
     factors: Tensor
     column: int
-    #: The newest amax of its history, float32 of one element, which is raised to this one; or None.
+    #: Newest amax of the history, float32 of one element, which is raised to this one; or None.
     newest: Tensor | None
-    #: The addresses of both.
+    #: Addresses of factor and newest amax.
     factor_at: int
     newest_at: int | None
 
 
 class RngInputs:
-    """What a matrix that is rounded at random draws from, in the place of what delayed scaling gives: seed and streams,
-    its own and its transpose's; which of the two are wanted; and how often each was rounded so."""
+    """Noise arguments of one stochastically rounded matrix, passed in place of `DelayedInputs`.
+
+    Args:
+        streams: seed, stream of the matrix, stream of its transpose.
+        wanted: which of the two operands are needed.
+        counts: how often each was rounded before.
+    """
 
     __slots__ = ("factor_at", "factors", "known_and_recorded_amax")
 
@@ -107,7 +111,7 @@ class RngInputs:
     newest = newest_at = None
 
     def __init__(self, streams: tuple[int, int, int], wanted: tuple[bool, bool], counts: Tensor) -> None:
-        #: What the launches are chosen by.
+        #: Key by which the launches are chosen.
         self.known_and_recorded_amax = streams, wanted
         self.factors, self.factor_at = counts, counts.data_ptr()
 
@@ -118,43 +122,44 @@ def of_matrix(factors: Tensor, column: int, known: bool, newest: Tensor | None) 
 
 
 class RequestedOperands(NamedTuple):
-    """What is asked of a `Way`."""
+    """Operands that a `QuantizeLaunch` must produce."""
 
-    #: Whether the transpose is kept, so that each call must write a new one; and the codes themselves, as of a weight.
+    #: True if the transpose (or the codes themselves, as of a weight) is cached, so that each call must allocate it.
     transpose: bool = False
     codes: bool = False
-    #: Whether blocks of rows are summed where that costs no read, for the gradient of a bias.
+    #: True to sum blocks of rows if that costs no extra read, for the gradient of a bias.
     sums: bool = False
-    #: Whether GEMMs read either direction, so that where one scale serves both the transpose is a view.
+    #: True if GEMMs read either direction, so that with a common scale the transpose is a view.
     views: bool = False
 
 
 class QuantizeLaunch(NamedTuple):
-    """How a matrix becomes its operands."""
+    """Buffers and launches that quantize matrices of one shape."""
 
-    #: What stands for the matrix [rows, columns], which is contiguous.
+    #: Placeholder of the contiguous matrix [rows, columns].
     x: Tensor
-    #: For codes, scales, codes of the transpose, its scales (None where nothing writes them), sums of blocks of rows,
-    #: and for what launches need among themselves.
+    #: Specs of codes, scales, transposed codes, their scales (None if not written), sums of blocks of rows, and
+    #: temporaries.
     buffers: tuple[BufferSpec | None, ...]
-    #: Whether delayed scaling knows the factor, and whether it notes the amax (both None without), to the launches: of
-    #: the matrix, the rooms, `FACTOR` and `NEWEST`. Of a matrix that is rounded at random, what `Drawn` has instead.
+    #: Returns the launches, which use the matrix, the buffers, `FACTOR` and `NEWEST`. Arguments: whether delayed
+    #: scaling knows the factor, and whether it records the amax (both None without delayed scaling). For stochastic
+    #: rounding the arguments are those of `RngInputs` instead.
     launches: Callable[[Any, Any], Sequence[LaunchSpec]]
-    #: Rooms, counted from 1 on, that become `Decided`; where nothing writes them, those that serve.
+    #: Indices of the buffers, from 1 on, that become `Decided`; buffers that are not written are replaced by others.
     results: tuple[int, ...] = (1, 2, 3, 4, 5)
-    #: Whether the transpose is a view of the codes, in the place of the third room.
+    #: True if the transpose is a view of the codes instead of the third buffer.
     transposed: bool = False
-    #: What a call gives besides the matrix.
+    #: Placeholders of the arguments that a call passes besides the matrix.
     given: tuple[BufferSpec, BufferSpec | None] = (FACTOR, NEWEST)
 
 
 def share(a: QuantizeLaunch, b: QuantizeLaunch) -> bool:
-    """True if one launch does for two matrices what one does for each, throughout."""
+    """Return True if all launches of two matrices can be merged."""
     return shared_launches([way.launches(None, None) for way in (a, b)]) is not None
 
 
 def shared_launches(by_way: Sequence[Sequence[LaunchSpec]]) -> list[LaunchSpec] | None:
-    """The launches of two matrices, each as one with the other's; None where that cannot be."""
+    """Merge the launches of two matrices pairwise; None if any pair cannot be merged."""
     if len(by_way[0]) != len(by_way[1]):
         return None
     shared = []
@@ -166,19 +171,17 @@ def shared_launches(by_way: Sequence[Sequence[LaunchSpec]]) -> list[LaunchSpec] 
     return shared
 
 
-# ---- both ways -------------------------------------------------------------------------------------------
-# A matrix to two operands, its own and its transpose's, with everything decided beforehand: for `linear.plan_gpu`.
-#
-# Which kernels run, what they write and where is found out once for a shape. A call then makes room for what is kept,
-# and launches; codes that the next GEMMs read and no layer keeps are written to a place of their own, again and again.
+# ---- planned quantization, used by `linear.plan_gpu` ----
+# Kernels and buffers are worked out once per shape. A call allocates what is cached or saved, and launches. Codes that
+# only the next GEMMs read are written to a reused buffer.
 
 
 class RowColQuantizer:
-    """What writes both operands of a matrix, or of each of two by launches that they share.
+    """Quantizes a matrix to both operands, or two matrices in shared launches.
 
     Args:
-        device: theirs.
-        ways: one a matrix; of two, such as `share`.
+        device: device of the matrices.
+        ways: one `QuantizeLaunch` per matrix; two must satisfy `share`.
     """
 
     __slots__ = (
@@ -199,32 +202,35 @@ class RowColQuantizer:
     def __init__(self, device: torch.device, *ways: QuantizeLaunch) -> None:
         self.device, self.ways = device, ways
         self.card = launch.card(device)[:3]
-        #: By matrix: itself, its rooms, its factor, its newest amax, and nothing.
+        #: Per matrix: the matrix, its buffers, factor, newest amax, and None.
         self.buffers: list[BufferSpec | None] = []
         results: list[int] = []
-        #: Where those begin whose transposes are views of their codes; of these, where each call makes new codes.
+        #: Offsets of the matrices whose transposes are views of their codes, and of those that allocate new codes per
+        #: call.
         self.transposed: list[int] = []
         self.again: list[int] = []
         for way in ways:
-            #: Where the last one begins.
+            #: Offset of the last matrix.
             self.second = len(self.buffers)
             self.transposed += [self.second] if way.transposed else []
             self.again += [self.second] if way.transposed and way.buffers[0] and way.buffers[0].fresh else []
             results += [self.second + i for i in way.results]
             self.buffers += [None, *way.buffers, None, None, None]
         self.results: Callable[[list[Any]], Any] = itemgetter(*results)
-        #: What each call makes, and patterns of it.
+        #: Buffers that each call allocates, and patterns for them.
         self.fresh = [(i, pattern(buffer, device)) for i, buffer in enumerate(self.buffers) if buffer and buffer.fresh]
-        #: Whether codes of four bits are among them.
+        #: True if packed4 codes are among them.
         self.packed4 = any(like.dtype is PACKED4 for _, like in self.fresh)
-        #: The launches, by what delayed scaling gives and by stream.
+        #: Launches by (delayed-scaling key, stream).
         self.parts: dict[Any, list[Part]] = {}
-        #: Tensors and addresses of the other rooms by thread and stream.
+        #: Tensors and addresses of the reused buffers by (thread, stream).
         self.places: dict[tuple[int, int], tuple[list[Any], list[Any]]] = {}
 
     def __call__(self, x: Tensor, given: DelayedInputs | RngInputs | None = None, *second: Any) -> Any:
-        """`Decided` of a matrix like that of the first way; and, one after the other, of the `second` (matrix, what
-        delayed scaling gives for it or None)."""
+        """Quantize a matrix like that of the first way; `second` is (matrix, arguments or None) of the second way.
+
+        Returns the `Decided` of the first matrix, followed by that of the second.
+        """
         index, current, stream_of = self.card
         stream = stream_of(index)
         tensors, addresses = self.places.get((get_ident(), stream)) or self._place(stream)
@@ -251,7 +257,7 @@ class RowColQuantizer:
                 for start, head, take, tail, _ in parts:
                     start(*(head + take(addresses) + tail))
         except BaseException:
-            # Another matrix would meet what one launch has left for the next.
+            # After an error, zero the buffers that a completed launch may have left nonzero for the next.
             for buffer, tensor in zip(self.buffers, tensors, strict=True):
                 if buffer is not None and buffer.zeros:
                     tensor.zero_()
@@ -273,7 +279,7 @@ class RowColQuantizer:
     def _decide(self, key: Any, stream: int) -> "list[Part]":
         by_way, takes, at = [], [], 0
         for way, one in zip(self.ways, (key,) if len(self.ways) == 1 else key, strict=True):
-            # What no kernel takes is found in the last place, where nothing is.
+            # Absent arguments map to the last entry, which is None.
             whose = (way.x, *way.buffers, *way.given, None)
             places = {id(x): at + i for i, x in enumerate(whose)}
             launches = way.launches(*(one or (None, None)))
@@ -287,13 +293,13 @@ class RowColQuantizer:
             pairs = zip(shared, ([*a, *b] for a, b in zip(*takes, strict=True)), strict=True)
         parts = [_part(one.compiled(self.device), taken, stream) for one, taken in pairs]
         if len(self.parts) >= launch.MOST_KEPT:
-            # Each layer that rounds at random has its own.
+            # Each layer with stochastic rounding has entries of its own.
             self.parts.clear()
         self.parts[key, stream] = parts
         return parts
 
     def _run(self, tensors: list[Any], parts: "list[Part]", taken: Sequence[Any]) -> None:
-        """Launches that take tensors and no addresses."""
+        """Run launches that take tensors instead of addresses."""
         kernel_args = [
             None if buffer is None else buffer.kernel_args(t) for buffer, t in zip(self.buffers, tensors, strict=True)
         ]
@@ -316,7 +322,7 @@ class RowColQuantizer:
                 self._turn(tensors, self.transposed)
             place = tensors, [None if t is None else t.data_ptr() for t in tensors]
             if capture.capturing(self.device):
-                # Memory of the graph, filled at each replay: of no use to anything else.
+                # Memory of this graph, filled at each replay and useless to other work.
                 return place
             if len(_places) >= launch.MOST_KEPT:
                 _places.clear()
@@ -325,11 +331,11 @@ class RowColQuantizer:
         return place
 
 
-#: By thread, stream, device and rooms: layers share them.
+#: Reused buffers by thread, stream, device and specs; layers share them.
 _places: dict[Any, tuple[list[Any], list[Any]]] = {}
 
-#: A launch as it is started: Triton's launcher (None where the kernel is interpreted), what goes before the addresses,
-#: what picks those, what comes after them, and the launch as a function of tensors.
+#: A launch: Triton's launcher (None if interpreted), arguments before the addresses, a function that picks the
+#: addresses, arguments after them, and the launch as a function of tensors.
 Part = tuple[Any, Any, Callable[[Sequence[Any]], tuple[Any, ...]], Any, launch.Run]
 
 

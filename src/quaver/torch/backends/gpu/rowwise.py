@@ -1,4 +1,7 @@
-"""One scale for each row: launches for rows, for the rows of the transpose, and for both."""
+"""Launches for one scale per row, and for blocks of 128 elements or 128 × 128 squares.
+
+Each quantizes rows, the rows of the transpose, or both.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -27,11 +30,11 @@ from quaver.torch.backends.gpu.tensorwise import (
 )
 from quaver.torch.numerics.quantized import Quantized
 
-# ---- rowwise ---------------------------------------------------------------------------------------------
+# ---- one scale per row ----
 
-#: The longest row that a program holds.
+#: Longest row that a program keeps in registers.
 LONGEST = 16384
-#: Elements of a program's block, and of one that takes the columns' amaxes too.
+#: Elements of a program's block, without and with amaxes of columns.
 HELD, HELD_BOTH = 8192, 16384
 #: Rows and columns of a program's block, and its warps.
 LONG_BLOCK = 1, 4096, 8
@@ -42,11 +45,11 @@ COLUMN_BLOCK = 128, 64, 4
 def by_rows(
     x: Tensor, spec: QuantSpec | None, other: QuantSpec | None, amax: Tensor | None = None
 ) -> tuple[Quantized | None, Quantized | None]:
-    """x [rows, k] as it lies by `spec`, its transpose by `other`, each where it is not None.
+    """Quantize x [rows, k] in storage order by `spec`, and its transpose by `other`; either may be None.
 
     Args:
-        x: its last axis contiguous.
-        amax: float32 in the shape of the scales of the one operand that is asked for, or of one element.
+        x: matrix with contiguous last axis.
+        amax: float32 in the shape of the scales of the single requested operand, or of one element.
     """
     rows, k = x.shape
     given = None if amax is None else amax.expand(k if spec is None else rows, 1).contiguous()
@@ -64,7 +67,10 @@ _passes = LaunchPlanCache(_pass)
 
 
 def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, wanted: RequestedOperands) -> QuantizeLaunch | None:
-    """`by_rows` of matrices like x, contiguous, whose sides are multiples of 16; without the transpose, or None."""
+    """Plan `by_rows` for contiguous matrices like x with sides that are multiples of 16; `other` may be None.
+
+    Returns None if the rows are too long.
+    """
     return None if x.shape[1] > LONGEST else _way(without_memory(x), spec, other, wanted)
 
 
@@ -92,7 +98,7 @@ def _way(
 
 
 def _rows(tensors: tuple[Any, ...], spec: QuantSpec) -> LaunchSpec:
-    """What writes the operand: of x, its codes, their scales, the columns' amaxes and amaxes given."""
+    """Return the launch that quantizes rows; tensors are x, codes, scales, amaxes of columns, and given amaxes."""
     x, q, scale, amax_values, given = tensors
     rows, k = x.shape
     if k > LONGEST:
@@ -101,7 +107,7 @@ def _rows(tensors: tuple[Any, ...], spec: QuantSpec) -> LaunchSpec:
     bm, steps = _heights(x, bn, HELD if amax_values is None else HELD_BOTH, amax_values is not None)
     even = rows % (bm * steps) == 0 and k == bn
     if not even:
-        # Masks and the columns' amaxes together take more registers than let two programs share a multiprocessor.
+        # Masks and column amaxes together need too many registers for two programs per multiprocessor.
         bm, steps = _heights(x, bn, HELD, amax_values is not None)
     constants = {
         "BM": bm,
@@ -113,16 +119,16 @@ def _rows(tensors: tuple[Any, ...], spec: QuantSpec) -> LaunchSpec:
         "dtype": DTYPES[spec.format.name],
         **format_constants(spec, x.device),
     }
-    # A program that keeps maxima of columns too fills half of a multiprocessor by itself.
+    # A program that also measures columns occupies half of a multiprocessor.
     warps = 8 if bn < LONGEST else 16 if amax_values is None else 32
     numbers = (rows, k, x.stride(0), padded(k))
     return LaunchSpec(kernels.rowwise, (-(-rows // (bm * steps)),), tensors, numbers, constants, warps)
 
 
 def _heights(x: Tensor, bn: int, held: int, amax_values: bool) -> tuple[int, int]:
-    """Rows of a program's block, and how many blocks it takes one after another.
+    """Return rows of a program's block, and how many blocks a program processes in turn.
 
-    Fewer programs send fewer maxima of columns; there must be enough for every multiprocessor to have some.
+    Fewer programs send fewer column maxima, but every multiprocessor must have some.
     """
     bm = max(held // bn, 1)
     if not amax_values:
@@ -147,7 +153,7 @@ def _long_rows(tensors: tuple[Any, ...], spec: QuantSpec) -> LaunchSpec:
 
 
 def _column_amaxes(x: Tensor, amax_values: BufferSpec | None) -> LaunchSpec:
-    """Of the bits of the amax of each column."""
+    """Return the launch that measures the amax bits of each column."""
     rows, k = x.shape
     bm, bn, warps = AMAX_BLOCK
     across = -(-k // bn)
@@ -159,7 +165,9 @@ def _column_amaxes(x: Tensor, amax_values: BufferSpec | None) -> LaunchSpec:
 
 
 def _columns(tensors: tuple[Any, ...], spec: QuantSpec) -> LaunchSpec:
-    """What writes the transpose: of x, its codes as int32, their scales, the columns' amaxes and amaxes given."""
+    """Return the launch that writes the transpose; tensors are x, codes as int32, scales, column amaxes, and given
+    amaxes.
+    """
     x, _, _, _, given = tensors
     rows, k = x.shape
     bm, bn, warps = COLUMN_BLOCK
@@ -179,32 +187,31 @@ def _columns(tensors: tuple[Any, ...], spec: QuantSpec) -> LaunchSpec:
 
 
 def buffer_for_amax_values(k: int) -> int:
-    """Numbers where the amaxes of k columns are collected, and those who read them counted."""
+    """Return the number of int32 for the amaxes of k columns and the counters of their readers."""
     return k + -(-k // COLUMN_BLOCK[1])
 
 
-# ---- blockwise -------------------------------------------------------------------------------------------
-# One scale for 128 elements of a row, or for a square of 128 by 128: launches, and scales as cuBLAS reads them.
-#
-# Scales of runs lie block by block, [blocks, rows], and those of squares row by row, [blocks of rows, blocks of k],
-# each row of them padded to a multiple of four.
+# ---- one scale per 128 elements of a row, or per 128 × 128 square ----
+# Scales are in cuBLAS's layout. Those of 1 × 128 blocks are [blocks, rows]; those of squares are [blocks of rows,
+# blocks of k], padded to a multiple of four blocks of k.
 # Source: torch's aten/src/ATen/native/cuda/ScaledBlas.cpp for the strides.
 
 BLOCK = 128
-#: Warps of a program that writes the transpose, and of one that does not.
+#: Warps of a program with and without the transpose.
 WARPS, ROW_WARPS = 8, 4
-#: Registers of a thread with which three programs that write both share a multiprocessor: one computes while two load.
+#: Registers per thread with which three programs that write both operands share a multiprocessor: one computes while
+#: two load.
 REGISTERS = 80
 
 
 def by_blocks(
     x: Tensor, spec: QuantSpec | None, other: QuantSpec | None, amax: Tensor | None = None
 ) -> tuple[Quantized | None, Quantized | None]:
-    """x [rows, k] as it lies by `spec`, its transpose by `other`, each where it is not None, from one read of x.
+    """Quantize x [rows, k] in storage order by `spec`, and its transpose by `other`, from one read; either may be None.
 
     Args:
-        x: its last axis contiguous.
-        amax: float32 in the shape of the scales of what is asked for, or of one element; None measures it.
+        x: matrix with contiguous last axis.
+        amax: float32 in the shape of the requested scales, or of one element; None measures it.
     """
     rows, k = x.shape
     known = spec or other
@@ -227,7 +234,9 @@ _passes_blockwise = LaunchPlanCache(_pass_blockwise)
 def decided_blockwise(
     x: Tensor, spec: QuantSpec, other: QuantSpec | None, wanted: RequestedOperands
 ) -> QuantizeLaunch | None:
-    """`by_blocks` of matrices like x, contiguous, whose sides are multiples of 16; both operands, in runs, or None."""
+    """Plan `by_blocks` for contiguous matrices like x with sides that are multiples of 16; needs both operands, 1 ×
+    128.
+    """
     return None if other is None or spec.block[0] == BLOCK else _way_blockwise(without_memory(x), spec, other, wanted)
 
 
@@ -255,20 +264,20 @@ def _operand_of(q: Tensor | None, scale: Tensor | None, spec: QuantSpec | None, 
 
 
 def _shape(rows: int, k: int, square: bool) -> tuple[int, int]:
-    """Of the scales of an operand [rows, k], as they lie: those of runs are read the other way round."""
+    """Return the stored shape of the scales of an operand [rows, k]; those of 1 × 128 blocks are stored transposed."""
     blocks = -(-k // BLOCK)
     return (-(-rows // BLOCK), -(-blocks // 4) * 4) if square else (blocks, rows)
 
 
 def _buffer(rows: int, k: int, spec: QuantSpec, fresh: bool) -> BufferSpec:
-    """Room for those scales; zeros fill the rows of squares'."""
+    """Return the buffer spec of these scales; those of squares are padded with zeros."""
     square = spec.block[0] == BLOCK
     buffer = row_major(_shape(rows, k, square), torch.float32, not square, fresh)
     return buffer._replace(zeros=square and -(-k // BLOCK) % 4 != 0)
 
 
 def _as_scales(amax: Tensor, shape: tuple[int, int], square: bool) -> Tensor:
-    """An amax that was given as the scales lie."""
+    """Bring a given amax into the layout of the scales."""
     if amax.numel() == 1:
         return amax.reshape(1, 1).expand(shape).contiguous()
     if not square:
@@ -277,7 +286,7 @@ def _as_scales(amax: Tensor, shape: tuple[int, int], square: bool) -> Tensor:
 
 
 def _launch(tensors: tuple[Any, ...], spec: QuantSpec) -> LaunchSpec:
-    """Of x, its codes, its transpose's as int32, the scales of both, and amaxes given; None where they are not."""
+    """Return the launch for x, codes, transposed codes as int32, both scales, given amaxes; absent ones are None."""
     x, q, qt, _, _, given = tensors
     rows, k = x.shape
     programs, tall = grid(-(-rows // BLOCK), -(-k // BLOCK))
@@ -297,7 +306,7 @@ def _launch(tensors: tuple[Any, ...], spec: QuantSpec) -> LaunchSpec:
     numbers = (rows, k, x.stride(0), 0 if q is None else padded(k), 0 if qt is None else padded(rows) // 16, *apart)
     kernel = squares_kernel if square else blockwise_kernel
     warps = ROW_WARPS if qt is None else WARPS
-    # Divisions for scales that are no powers of two take more, and so do float32 and codes rounded on their bits.
+    # Divisions for other scales need more registers, and so do float32 inputs and codes rounded on their bits.
     few = spec.power_of_two and constants["EVEN"] and x.element_size() == 2 and architecture(x.device) >= 90
     both = q is not None and qt is not None and not square
     return LaunchSpec(kernel, programs, tensors, numbers, constants, warps, REGISTERS if both and few else None)

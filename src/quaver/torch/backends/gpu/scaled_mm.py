@@ -1,7 +1,7 @@
-"""matmul by cuBLASLt, by way of `torch.nn.functional.scaled_mm`: which of its kinds takes two specs, and what it wants.
+"""GEMMs by cuBLASLt through `torch.nn.functional.scaled_mm`: which kind supports two specs, and its operand layouts.
 
-What a GEMM is for is asked of it once: for each device, pair of specs, output and class of shapes a small product is
-computed and compared with the decoded one. A GEMM that refuses or differs is not used, and `explain` says why.
+Each kind of GEMM is probed once per device, pair of specs, output dtype and class of shapes: a small product is
+compared with the decoded one. A GEMM that raises or differs is not used, and `explain` says why.
 
 Source: the checks of torch's aten/src/ATen/native/cuda/ScaledBlas.cpp (2.13); cuBLAS's documentation of cublasLtMatmul.
 """
@@ -19,22 +19,20 @@ from quaver.torch.backends.gpu.device import architecture, recorded_arch, refusa
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import FLOAT8, Quantized, filled, pack, spread, swizzle
 
-# ---- operands --------------------------------------------------------------------------------------------
-# How the operands of a scaled GEMM are handed over: data row by row, scales in the order of their kind.
-#
-# What the kernels write is taken as it is; anything else, such as what was quantized by plain torch operations, is
-# brought into that layout first.
+# ---- operand layouts: row-major codes, scales in the order of each kind ----
+# Operands written by the kernels are used as they are; others, such as those quantized by plain torch operations, are
+# converted first.
 #
 # Source: torch's aten/src/ATen/native/cuda/ScaledBlas.cpp for the shapes and strides.
 
-#: Bytes that a row is a multiple of.
+#: Bytes of which a row must be a multiple.
 LINE = 16
 
 
 def matrix(q: Quantized) -> Tensor:
-    """The codes [rows, k] row by row, rows filled with zeros to a multiple of 16 bytes.
+    """Return the codes [rows, k] row-major, with rows zero-padded to a multiple of 16 bytes.
 
-    A turned operand is transposed, and lies so from then on.
+    An operand stored transposed is transposed in place first (see `settle`).
     """
     if q.transposed:
         settle(q)
@@ -49,14 +47,14 @@ def matrix(q: Quantized) -> Tensor:
 
 
 def any_matrix(q: Quantized) -> Tensor:
-    """The codes [rows, k] as they lie, for GEMMs that read them in either direction."""
+    """Return the codes [rows, k] in either storage order, for GEMMs that read both."""
     codes = q.data
     fits = q.transposed and not (codes.shape[0] % LINE or codes.stride(0) % LINE or codes.data_ptr() % LINE)
     return codes.t() if fits and codes.stride(1) == 1 and codes.shape[1] % LINE == 0 else matrix(q)
 
 
 def settle(q: Quantized) -> None:
-    """Make an operand lie as it is read."""
+    """Convert an operand that is stored transposed to row-major storage, in place."""
     scale = q.plain_scale().t() if isinstance(q.scale, Tensor) else q.scale
     q.data = pack(q.codes()) if q.spec.format.packed else transpose(q.data)
     q.scale = scale
@@ -65,7 +63,7 @@ def settle(q: Quantized) -> None:
 
 
 def transpose(codes: Tensor) -> Tensor:
-    """Eight-bit codes [rows, k] to [k, rows], the rows filled with zeros."""
+    """Transpose eight-bit codes [rows, k] to [k, rows], with zero-padded rows."""
     if not why_no_kernels(codes.device):
         from quaver.torch.backends.gpu import tensorwise as kernel
 
@@ -75,13 +73,13 @@ def transpose(codes: Tensor) -> Tensor:
 
 
 def _ends_in_zeros(codes: Tensor, whole: int) -> bool:
-    """True if zeros fill the ends of rows, as `Quantized` describes it."""
+    """Return True if rows are zero-padded in memory, as `Quantized` describes."""
     buffer = codes.untyped_storage().nbytes() - codes.storage_offset()
     return codes.stride(0) == whole and buffer >= codes.shape[0] * whole
 
 
 def scales(q: Quantized, kind: str, right: bool) -> list[Tensor]:
-    """An operand's scales as a kind of GEMM takes them: `gpu.scaled_mm.ScaledGemmKind`. The operand is not turned."""
+    """Return an operand's scales in the layout of a GEMM kind (`ScaledGemmKind`), without changing the operand."""
     if kind == "one":
         return [_one(q.device)]
     if kind == "nv":
@@ -97,7 +95,7 @@ def scales(q: Quantized, kind: str, right: bool) -> list[Tensor]:
         rows = rows if rows.is_contiguous() else rows.contiguous()
         if right:
             return [rows.view(1, -1)]
-        # A stride along one column means nothing, but it is looked at.
+        # The stride of a single column is meaningless but checked.
         return [rows if rows.stride(1) == 1 else rows.view(-1).unsqueeze(1)]
     if kind == "1x128":
         return [by_columns(scale)]
@@ -105,7 +103,7 @@ def scales(q: Quantized, kind: str, right: bool) -> list[Tensor]:
 
 
 def by_columns(scale: Tensor) -> Tensor:
-    """[rows, blocks], strides (1, rows)."""
+    """Return the scales [rows, blocks] with strides (1, rows)."""
     rows, blocks = scale.shape
     if scale.stride(0) != 1 or (scale.stride(1) != rows and blocks > 1):
         scale = scale.t().contiguous()
@@ -113,7 +111,9 @@ def by_columns(scale: Tensor) -> Tensor:
 
 
 def _squares(scale: Tensor) -> Tensor:
-    """[blocks of rows, blocks of k] as [blocks of k rounded up to 4, blocks of rows], the first axis contiguous."""
+    """Return scales [blocks of rows, blocks of k] as [blocks of k rounded up to 4, blocks of rows], first axis
+    contiguous.
+    """
     rows, blocks = scale.shape
     whole = -(-blocks // 4) * 4
     buffer = scale.untyped_storage().nbytes() // 4 - scale.storage_offset()
@@ -128,7 +128,7 @@ def _swizzled(q: Quantized) -> Tensor:
         return q.scale
     scale = q.scale
     if scale.dtype is torch.float32:
-        # Powers of two in wider blocks: the exponent field is the E8M0 code, of NaN too.
+        # Powers of two in wider blocks: the exponent field is the E8M0 code, also for NaN.
         codes = (scale.contiguous().view(torch.int32) >> 23).to(torch.uint8)
         scale = codes.repeat_interleave(4, 1)[:, : -(-q.shape[1] // 32)]
     return swizzle(spread(scale, (q.spec.block[0], 1), (q.shape[0], scale.shape[1])))
@@ -143,76 +143,72 @@ def _one(device: torch.device) -> Tensor:
         with torch.inference_mode(False):
             one = torch.ones((1, 1), dtype=torch.float32, device=device)
         if capture.capturing(device):
-            # Memory of the graph, filled at each replay: of no use to anything else.
+            # Memory of this graph, filled at each replay and useless to other work.
             return one
         if device.type == "cuda":
             # Other streams do not wait for this one.
             torch.cuda.current_stream(device).synchronize()
-        # Another thread may have made one.
+        # Another thread may have created one.
         one = _ones.setdefault(device, one)
     return one
 
 
-# ---- products --------------------------------------------------------------------------------------------
-# GEMMs of bf16 values with float32 sums, where a product becomes a result by one rounding.
-#
-# torch's default lets cuBLAS add up parts of a sum in the output's dtype where it splits the sum over multiprocessors
-# that the output leaves idle (`allow_bf16_reduced_precision_reduction`): in bf16 each part would be rounded. The
-# setting is the process's, which the library does not change, so a product whose output does not fill a GPU is written
-# in float32, whose parts are float32 too, and rounded by a launch more.
+# ---- bf16 GEMMs with float32 sums and one final rounding ----
+# By default torch lets cuBLAS split a sum over idle multiprocessors and add the parts in the output's dtype
+# (`allow_bf16_reduced_precision_reduction`), which rounds each part to bf16. That setting is process-wide, and Quaver
+# does not change it. So a product whose output does not fill a GPU is written in float32, and rounded by another
+# launch.
 #
 # Source: cuBLAS's documentation of CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION; torch's notes on numerical
 # accuracy.
 
-#: The oldest capability with bf16 tensor cores.
+#: Oldest compute capability (times ten) with bf16 tensor cores.
 HALF = 80
-#: Elements of an output that leaves no multiprocessor idle: four tiles of 256 × 128 for each of some 130.
+#: Output elements that occupy all multiprocessors: four tiles of 256 × 128 for each of about 130.
 FILLS = 1 << 24
 
 
 def fills(m: int, n: int) -> bool:
-    """True if the sums of an output [m, n] are not split, so that a GEMM may write bf16 itself."""
+    """Return True if the sums of an output [m, n] are not split, so that the GEMM may write bf16 itself."""
     return m * n >= FILLS
 
 
 def wide(x: Tensor, y: Tensor) -> Tensor:
-    """x @ y in float32, of two bf16 matrices or in true float32, whatever the process allows torch."""
+    """Compute x @ y in float32 for two bf16 matrices, or in true float32 whatever the process-wide settings."""
     if x.is_cuda:
         if x.dtype is y.dtype is torch.bfloat16 and torch.version.hip is None and architecture(x.device) >= HALF:
             return torch.mm(x, y, out_dtype=torch.float32)
         if torch.backends.cuda.matmul.fp32_precision not in ("none", "ieee"):
-            # TF32 would round the operands, and the setting is the process's: other threads would see it change.
+            # TF32 would round the operands, and changing the process-wide setting would affect other threads.
             return (x.double() @ y.double()).float()
     return x.float() @ y.float()
 
 
 def narrow(x: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
-    """x @ y + bias of bf16 matrices in bf16, where the output `fills` a GPU."""
+    """Compute x @ y + bias of bf16 matrices in bf16, for outputs that `fills` accepts."""
     if x.is_cuda:
         return torch.mm(x, y) if bias is None else torch.addmm(bias, x, y)
     z = x.float() @ y.float()
     return (z if bias is None else z.add_(bias)).to(torch.bfloat16)
 
 
-# ---- decoded ---------------------------------------------------------------------------------------------
-# matmul where no native GEMM takes the operands: they are decoded to bf16 and multiplied with float32 sums.
-#
+# ---- decoded GEMMs: operands decoded to bf16, float32 sums ----
 # Every FP8 and E2M1 value is a bf16 value, also times a power of two or an E4M3 scale, and products of two are exact in
-# float32. So scales of blocks of k are folded into the values, and those of tensors and rows into the product. What the
-# library quantizes stays within bf16's normal range, but for values that round up to 2**128, which neither bf16 nor
-# float32 has: they are held to bf16's largest number. Blocks of k whose scales are no powers of two have no bf16
-# values: they are decoded to float32 and multiplied in true float32.
+# float32. So scales of blocks along k are multiplied into the values, and those of tensors and rows into the product.
+# Operands stay within bf16's normal range, except values that round up to 2**128, which neither bf16 nor float32 can
+# represent: they are clamped to bf16's largest number. Blocks along k with scales that are no powers of two have no
+# exact bf16 values: they are decoded to float32 and multiplied in true float32.
 
-#: What a kernel reads a bias in.
+#: dtypes of a bias that kernels read.
 READ = torch.float32, torch.bfloat16, torch.float16
 
 
 def matmul(
     a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None = None, fast_accum: bool = False
 ) -> Tensor:
-    """a [m, k] @ b [n, k].T + bias.
+    """Compute a [m, k] @ b [n, k].T + bias on decoded operands.
 
-    Bounded: relative RMS below 1e-6 of float64 on the same operands for float32 output.
+    The relative RMS error is below 1e-6 against float64 on the same operands for float32 output.
     """
     if 0 in (a.shape[0], *b.shape):
         return reference.matmul(a, b, dtype, bias)
@@ -226,8 +222,10 @@ def matmul(
 def finished(
     z: Tensor, dtype: torch.dtype, bias: Tensor | None, of_rows: Tensor | None = None, of_columns: Tensor | None = None
 ) -> Tensor:
-    """A float32 product [m, n], which may be overwritten, times the scales of a's rows and b's, plus a bias: in dtype,
-    by one launch where there are kernels."""
+    """Multiply a float32 product [m, n] by row and column scales, add the bias, and round to `dtype`; may overwrite z.
+
+    Uses one launch if there are kernels.
+    """
     if of_rows is None and of_columns is None and bias is None:
         return z.to(dtype)
     if not why_no_kernels(z.device) and (bias is None or bias.dtype in READ):
@@ -239,8 +237,11 @@ def finished(
 
 
 def decode(q: Quantized) -> tuple[Tensor, Tensor | None]:
-    """An operand as bf16 values [rows, k] (float32 where bf16 cannot hold them), and what multiplies each row of its
-    product: float32 [rows or 1, 1], or None."""
+    """Decode an operand to bf16 values [rows, k] (float32 if bf16 cannot represent them), and the factor for the
+    product.
+
+    The factor is float32 [rows or 1, 1], or None.
+    """
     outer = None
     if q.spec.two_level:
         assert q.tensor_factor is not None
@@ -253,12 +254,12 @@ def decode(q: Quantized) -> tuple[Tensor, Tensor | None]:
 
 
 def _of_rows(scales: Tensor, q: Quantized) -> Tensor:
-    """Scales of blocks of rows [blocks, 1] to one a row."""
+    """Expand scales of blocks of rows [blocks, 1] to one per row."""
     return spread(scales, (q.spec.block[0], 1), (q.shape[0], 1))
 
 
 def _values(q: Quantized, dtype: torch.dtype) -> Tensor:
-    """The data [rows, k] times the scales of their blocks of k, without those of rows and of the tensor."""
+    """Return the values [rows, k] times the scales of blocks along k, without row and tensor scales."""
     if not why_no_kernels(q.device):
         from quaver.torch.backends.gpu import decode as kernel
 
@@ -277,7 +278,7 @@ def _values(q: Quantized, dtype: torch.dtype) -> Tensor:
 
 
 def rescale(y: Tensor, *scales: Tensor) -> Tensor:
-    """y × each scale, in place. In halves, since one scale may take a value out of the range where both do not."""
+    """Multiply y by each scale in place, in halves, because one scale may overflow where the product does not."""
     halves = [_halves(s) for s in scales]
     for part in (0, 1):
         for pair in halves:
@@ -286,30 +287,30 @@ def rescale(y: Tensor, *scales: Tensor) -> Tensor:
 
 
 def _halves(scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Two factors of about the same size, the first a power of two; NaN in the second."""
+    """Split a scale into two factors of similar size, the first a power of two; NaN goes to the second."""
     first = ((((scale.view(torch.int32) >> 23) & 0xFF) + 127 >> 1) << 23).view(torch.float32)
     return first, scale / first
 
 
-# ---- scaled mm -------------------------------------------------------------------------------------------
+# ---- native scaled GEMMs ----
 
 
 class ScaledGemmKind(NamedTuple):
-    """A kind of scaled GEMM."""
+    """Kind of scaled GEMM, named by the granularity of its scales."""
 
-    #: Names what of an operand a scale is for; also of `gpu.scaled_mm.scales`.
+    #: Granularity of each operand's scales, as in `scales`.
     a: str
     b: str
-    #: Capabilities that have it, the first and the last.
+    #: First and last compute capability (times ten) that supports it.
     first: int
     last: int = 999
-    #: True if it leaves out all scales: they go on its float32 output.
+    #: True if it gets unit scales, and the real scales are applied to its float32 output.
     bare: bool = False
-    #: True if it reads transposes where they lie.
+    #: True if it reads transposed operands without a copy.
     loose: bool = False
 
 
-#: What is tried for two operands, by what their scales are for, in order of preference.
+#: Kinds to try for two operands by the granularity of their scales, in order of preference.
 KINDS: dict[tuple[str, ...], tuple[ScaledGemmKind, ...]] = {
     ("tensor", "tensor"): (ScaledGemmKind("tensor", "tensor", 100, loose=True), ScaledGemmKind("tensor", "tensor", 89)),
     ("row", "row"): (ScaledGemmKind("row", "row", 89), ScaledGemmKind("one", "one", 89, bare=True)),
@@ -329,28 +330,28 @@ SCALING = {
     "nv": [ScalingType.BlockWise1x16, ScalingType.TensorWise],
 }
 SWIZZLE = {"mx": [SwizzleType.SWIZZLE_32_4_4], "nv": [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]}
-#: Kinds that can accumulate faster and coarser.
+#: Kinds that support fast accumulation.
 FAST = ("tensor", "row", "one")
-#: What a probe may be off by: it looks for scales that are read wrongly, not for roundings.
+#: Relative error that a probe tolerates; it detects scales that are read wrongly, not rounding.
 TOLERANCE = 2.0**-5
 
 
 class GemmChoice(NamedTuple):
-    """How all calls of a class are computed."""
+    """Implementation chosen for all calls of a class."""
 
-    #: The kind of GEMM; None if no native one computes them.
+    #: Kind of GEMM, or None if no native one supports the class.
     kind: ScaledGemmKind | None
-    #: Why no native GEMM computes them, or "".
+    #: Why no native GEMM supports the class, or "".
     why: str
-    #: The dtype that the GEMM writes.
+    #: dtype that the GEMM writes.
     out: torch.dtype
     #: True if the GEMM adds the bias.
     adds: bool
-    #: Held, so that no other spec gets an identity of theirs.
+    #: Referenced so that their ids, part of the key, are not reused.
     specs: tuple[QuantSpec, QuantSpec]
 
 
-#: Where a layer has transposes: the left operand of dgrad and of wgrad, and whether it is one; the right one always is.
+#: Left operands of dgrad and wgrad, and whether each is transposed; the right operand always is.
 WHOLE = QuantSpec(E4M3)
 TRANSPOSED = ((QuantSpec(E5M2), False), (QuantSpec(E5M2), True), (WHOLE, True))
 
@@ -359,17 +360,17 @@ _transposes: dict[tuple[torch.device, int], bool] = {}
 
 
 def reason(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None, fast_accum: bool = False) -> str:
-    """Why no native GEMM takes these operands, or ""; the device has been asked before."""
+    """Return why no native GEMM supports these operands, or ""; the caller has checked the device."""
     return way(a, b, dtype, bias).why
 
 
 def scaled_matmul(
     a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None = None, fast_accum: bool = False
 ) -> Tensor:
-    """a [m, k] @ b [n, k].T + bias, natively where that can be, else decoded.
+    """Compute a [m, k] @ b [n, k].T + bias by a native GEMM if possible, else decoded.
 
-    Bounded: fast accumulation on Ada and Hopper keeps 13 bits of a sum, and cuBLASLt's usual one float32's, added up in
-    an order of its own. Not measured on a GPU yet.
+    Fast accumulation on Ada and Hopper keeps 13 bits of a sum; otherwise sums are float32 in cuBLASLt's order. Not
+    measured on a GPU yet.
     """
     chosen = way(a, b, dtype, bias)
     if chosen.kind is None:
@@ -378,7 +379,7 @@ def scaled_matmul(
 
 
 def way(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None) -> GemmChoice:
-    """How a call like this one is computed, decided once."""
+    """Return the implementation for calls like this one, chosen at the first of them."""
     (m, k), n = a.shape, b.shape[0]
     shapes = _evenness(m), n & 15 > 0, _evenness(k, 128), m == 0 or n == 0 or k == 0, a.transposed, b.transposed
     device = a.data.device
@@ -392,14 +393,15 @@ def way(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None) -> 
 
 
 def _evenness(size: int, most: int = 16) -> int:
-    """The largest power of two up to `most` that divides a size: rules of cuBLASLt ask for nothing else."""
+    """Return the largest power of two up to `most` that divides a size; cuBLASLt's rules depend only on that."""
     return min(size & -size, most)
 
 
 def reads_transposes(device: torch.device) -> bool:
-    """True if GEMMs of two scales read a transpose where it lies, in each place where a layer has one; tried once.
+    """Return True if per-tensor-scaled GEMMs read transposed operands without a copy in all places of a layer; probed
+    once.
 
-    From Blackwell on they may: which card and which version of cuBLASLt does is not known beforehand.
+    That is possible from Blackwell on, but depends on the GPU and the version of cuBLASLt.
     """
     arch = architecture(device)
     if arch < 100:
@@ -415,7 +417,9 @@ def reads_transposes(device: torch.device) -> bool:
 
 
 def _reads(device: torch.device, left: QuantSpec, transposed: bool) -> bool:
-    """Whether the kind that reads transposes takes these: the left operand, turned or not, and a turned right one."""
+    """Return True if the GEMM kind for transposes supports a left operand, transposed or not, and a transposed right
+    one.
+    """
     codes = torch.empty((128, 128), dtype=torch.uint8, device=device)
     scale = torch.ones((1, 1), dtype=torch.float32, device=device)
     a, b = (
@@ -427,7 +431,7 @@ def _reads(device: torch.device, left: QuantSpec, transposed: bool) -> bool:
 
 
 def role(spec: QuantSpec) -> str:
-    """What an operand's scales are for, as the table names it; "" where no GEMM knows them."""
+    """Return the granularity of an operand's scales as a key of `KINDS`, or "" if no GEMM supports it."""
     if spec.two_level:
         return "nv" if spec.block[1] == 16 and spec.block[0] in (1, 16) else ""
     if spec.format.name not in FLOAT8:
@@ -435,7 +439,7 @@ def role(spec: QuantSpec) -> str:
     if spec.scale != "e8m0" and spec.block[1] is None:
         return {None: "tensor", 1: "row"}.get(spec.block[0], "")
     if spec.format != E4M3:
-        # torch takes E5M2 with one scale for a tensor or a row alone.
+        # torch supports E5M2 only with one scale per tensor or row.
         return ""
     if spec.scale == "e8m0":
         return "mx" if spec.block[1] == 32 and spec.block[0] in (1, 32) else ""
@@ -443,7 +447,7 @@ def role(spec: QuantSpec) -> str:
 
 
 def unavailable(a: QuantSpec, b: QuantSpec, device: torch.device) -> str:
-    """Why a device multiplies no operands of two specs natively, or ""; without trying."""
+    """Return why a device has no native GEMM for two specs, or "", without probing."""
     arch, roles = architecture(device), _roles(a, b, device)
     if roles not in KINDS:
         return f"cuBLASLt has no GEMM for {a} by {b}"
@@ -456,7 +460,7 @@ def unavailable(a: QuantSpec, b: QuantSpec, device: torch.device) -> str:
 
 
 def why_not_native(a: QuantSpec, b: QuantSpec, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str:
-    """Why a device multiplies no operands of two specs natively, or ""; the device is asked, with even sizes."""
+    """Return why a device has no native GEMM for two specs, or ""; probes the device with even sizes."""
     why = unavailable(a, b, device)
     if why or recorded_arch() is not None or device.type == "meta":
         return why
@@ -471,7 +475,7 @@ def _roles(a: QuantSpec, b: QuantSpec, device: torch.device) -> tuple[str, ...]:
     if set(roles) == {"tensor", "row"}:
         return "row", "row"
     if set(roles) <= {"1x128", "128x128"} and a.power_of_two and b.power_of_two and architecture(device) >= 100:
-        # Blackwell has narrower blocks alone, whose scales are powers of two: one of them four times does.
+        # Blackwell supports narrower blocks only, with power-of-two scales: each scale is repeated four times.
         return "mx", "mx"
     return roles
 
@@ -496,12 +500,14 @@ def _decide(a: Quantized, b: Quantized, dtype: torch.dtype, bias: torch.dtype | 
 
 
 def _leaves_the_stream(kind: ScaledGemmKind, arch: int) -> bool:
-    """Whether a GEMM is launched on the default stream, not the current one: pytorch/pytorch#177651, mended in 2.12."""
+    """Return True if the GEMM would run on the default stream instead of the current one: pytorch/pytorch#177651, fixed
+    in     2.12.
+    """
     return kind.a == "row" and arch == 89 and torch.__version__ < "2.12"
 
 
 def _additions(kind: ScaledGemmKind, dtype: torch.dtype, bias: torch.dtype | None) -> tuple[bool, ...]:
-    """Whether the GEMM adds the bias itself: tried first where it can, and then without, the bias added after it."""
+    """Return the ways to add the bias, in order: by the GEMM (True) if possible, then after it (False)."""
     return (True, False) if bias is dtype and dtype is not torch.float32 and not kind.bare else (False,)
 
 
@@ -537,7 +543,7 @@ def _run(
 
 
 def _probe(chosen: GemmChoice, a: Quantized, b: Quantized, dtype: torch.dtype, bias: torch.dtype | None) -> str:
-    """Try a small product of the same class: "" or why the call is not computed in this way."""
+    """Run a small product of the same class; return "" or why the implementation is not used."""
     device = a.data.device
     m, k, n = 160 + _evenness(a.shape[0]) % 16, 640 + _evenness(a.shape[1], 128) % 128, 144
     generator = torch.Generator("cpu").manual_seed(0)
@@ -549,7 +555,7 @@ def _probe(chosen: GemmChoice, a: Quantized, b: Quantized, dtype: torch.dtype, b
         expected = matmul(left, right, torch.float32, extra)
         off = ((y.float() - expected).norm() / expected.norm()).item()
     except torch.OutOfMemoryError:
-        # Says nothing of the GEMM.
+        # Being out of memory says nothing about the GEMM.
         raise
     except (RuntimeError, ValueError, NotImplementedError) as error:
         return refusal(error, device)
@@ -557,7 +563,7 @@ def _probe(chosen: GemmChoice, a: Quantized, b: Quantized, dtype: torch.dtype, b
 
 
 def _uneven(rows: int, k: int, generator: torch.Generator) -> Tensor:
-    """Numbers whose blocks, of any size that has scales, differ in their scales from their neighbours."""
+    """Return random numbers whose blocks, of any supported size, have different scales than their neighbours."""
     x = torch.randn((rows, k), generator=generator, dtype=torch.float32, device="cpu").mul_(4.0)
     for height, width in ((1, k), (16, 16), (128, 128)):
         shape = -(-rows // height), -(-k // width)
@@ -567,10 +573,12 @@ def _uneven(rows: int, k: int, generator: torch.Generator) -> Tensor:
 
 
 def _made_like(x: Tensor, like: Quantized, device: torch.device) -> Quantized:
-    """x by a spec, nearest and without what goes before the rounding; on a device, lying as an operand lies."""
+    """Quantize x by a spec like that of `like`, nearest and without rotation, on a device and in the same storage
+    order.
+    """
     spec = QuantSpec(like.spec.format, like.spec.block, like.spec.scale)
     transposed = like.transposed and spec.block[0] == spec.block[1]
-    # A transpose lies row by row as every operand does, or it would be brought into order before the GEMM sees it.
+    # Operands that are stored transposed get row-major source data, or they would be copied before the GEMM.
     q = reference.quantize(x.t().contiguous() if transposed else x, spec)
     return Quantized(
         q.data.to(device),

@@ -1,6 +1,6 @@
-"""The causal convolution before a scan on a GPU: which tensors its kernels take, and over which grids they run.
+"""State-space kernels on a GPU: launches of the causal convolution and of the chunked scan, forward and backward.
 
-The numbers are those of `quaver.torch.nn.ssm.causal_conv` within its bounds.
+Results equal those of `quaver.torch.nn.ssm` within its bounds.
 """
 
 from collections.abc import Sequence
@@ -29,9 +29,9 @@ from quaver.torch.backends.gpu.launch import aligned, multiprocessors, power_abo
 from quaver.torch.backends.gpu.launch_plan import LaunchPlan, LaunchPlanCache, LaunchSpec
 from quaver.torch.backends.gpu.ssm_chunks import MOST, ChunkTable, chunks_of
 
-# ---- convolution -----------------------------------------------------------------------------------------
+# ---- causal convolution ----
 
-#: The most taps, of which each is a read of a tile and code of its own.
+#: Maximum number of taps; each is unrolled into a tile read.
 TAPS = 16
 #: Tokens, channels and warps of a program.
 TILE = 64, 64, 4
@@ -40,30 +40,30 @@ TILE = 64, 64, 4
 def reason(
     x: Tensor, weight: Tensor, bias: Tensor | None, initial: Tensor | None, cu_seqlens: Tensor | None, activation: str
 ) -> str:
-    """Why no kernel convolves x [B, T, channels], or ""; the device has been asked before."""
+    """Return why no kernel convolves x [B, T, channels], or ""; the caller has checked the device."""
     odd = {t.dtype for t in (x, weight, bias, initial) if t is not None} - set(DTYPES)
     if odd:
         return f"its kernels read float32, bfloat16 and float16, not {odd.pop()}"
     if weight.shape[1] > TAPS:
         return f"its kernels take {TAPS} taps at most, not {weight.shape[1]}"
     if activation not in KINDS or KINDS[activation].gated:
-        return f"its kernels know no {activation!r} of one tensor"
+        return f"its kernels have no activation {activation!r} of a single tensor"
     if not x.numel():
         return "there is nothing to convolve"
-    return "there are more tokens than kernels count" if x.shape[0] * x.shape[1] >= 2**31 else ""
+    return "there are too many tokens for its kernels" if x.shape[0] * x.shape[1] >= 2**31 else ""
 
 
 def reason_backward(g: Tensor, *given: Any) -> str:
-    """The same of the way back."""
+    """Return why no kernel computes the backward, or ""; the caller has checked the device."""
     return reason(*given)
 
 
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, initial: Tensor | None, cu_seqlens: Tensor | None, activation: str
 ) -> Tensor:
-    """As `quaver.torch.nn.ssm.causal_conv.FORWARD`.
+    """Convolve x; same arguments and result as `quaver.torch.nn.ssm.causal_conv.FORWARD`.
 
-    Bounded: relative RMS 1e-6 of float64 before the rounding to x's dtype.
+    The relative RMS error is at most 1e-6 against float64, before rounding to x's dtype.
     """
     y: Tensor = _run(_forwards, (), x, weight, bias, initial, cu_seqlens, activation)[0]
     return y.view(x.shape)
@@ -78,9 +78,9 @@ def backward(
     cu_seqlens: Tensor | None,
     activation: str,
 ) -> list[Tensor]:
-    """As `quaver.torch.nn.ssm.causal_conv.BACKWARD`.
+    """Return the gradients of x, weight, bias and initial state, as `quaver.torch.nn.ssm.causal_conv.BACKWARD`.
 
-    Bounded, as forward.
+    Precision as in `forward`.
     """
     *_, sums, dx, d_initial = _run(_backwards, (_rows(g),), x, weight, bias, initial, cu_seqlens, activation)
     taps, nothing = weight.shape[1], x.new_empty(0)
@@ -106,24 +106,24 @@ def _run(
     activation: str,
 ) -> Any:
     chunks = chunks_of(x, cu_seqlens, TILE[0])
-    # Of a single tap nothing comes before.
+    # A single tap needs no earlier tokens.
     initial = None if initial is None or weight.shape[1] == 1 else initial.contiguous()
     own = (weight.contiguous(), None if bias is None else bias.contiguous(), initial, chunks.table)
     return passes((*first, _rows(x), *own), activation, *chunks[:5], chunks.even)
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[B, T, channels] as [tokens, channels] whose channels lie side by side, as it is or as a copy."""
+    """Return [B, T, channels] as [tokens, channels] with contiguous channels, copied if necessary."""
     rows = x.flatten(0, 1)
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 class _ConvolutionPlan:
-    """What the launches of a convolution share.
+    """Arguments that the launches of a convolution share.
 
     Args:
-        given: x [tokens, channels], weight, bias, initial and the table of chunks.
-        chunks: as the first five of `quaver.torch.backends.gpu.ssm_chunks.ChunkTable`, and whether all are full.
+        given: x [tokens, channels], weight, bias, initial state and the table of chunks.
+        chunks: first five fields of `quaver.torch.backends.gpu.ssm_chunks.ChunkTable`, and whether all chunks are full.
     """
 
     def __init__(self, given: Sequence[Any], activation: str, *chunks: int) -> None:
@@ -160,7 +160,7 @@ def _backward_pass(given: Sequence[Any], activation: str, *chunks: int) -> Launc
     partial, sums = whole((plan.count, wanted), wide), whole((wanted,), wide)
     d_initial = None
     if plan.initial is not None:
-        # Of a sequence without tokens no program knows.
+        # No program writes the gradient of a sequence without tokens, so it starts at zero.
         early = (plan.sequences, plan.taps - 1, plan.channels)
         d_initial = whole(early, plan.initial.dtype)._replace(zeros=plan.table is not None)
     of_z = (g, *plan.read, dz, partial)
@@ -181,35 +181,34 @@ def _backward_pass(given: Sequence[Any], activation: str, *chunks: int) -> Launc
 _backwards = LaunchPlanCache(_backward_pass)
 
 
-# ---- scan ------------------------------------------------------------------------------------------------
-# The scan of a state space on a GPU: steps, states of chunks, states passed on, outputs; and the way back.
-#
-# The numbers are those of `quaver.torch.nn.ssm.chunked_scan` within its bounds in float32; of bf16 and fp16
-# operands products round what they multiply.
+# ---- chunked scan: steps, states of chunks, states passed on, outputs; and backward ----
+# Results equal those of `quaver.torch.nn.ssm.chunked_scan` within its bounds in float32. With bf16 and fp16 inputs the
+# operands of products are rounded.
 
-#: The widest head and the widest state that lie in registers, and the fewest columns of a product.
+#: Widest head and widest state that fit in registers, and fewest columns of a product.
 HEAD, STATE, FEWEST = 128, 256, 16
-#: Those of which 64 tokens lie there.
+#: The same limits for chunks of 64 tokens.
 NARROW_HEAD, NARROW_STATE = 64, 128
-#: Of float32, which no tensor core multiplies whole: torch's own products take what is wider.
+#: Limit for float32, which tensor cores do not multiply exactly; wider float32 inputs use torch's products.
 NARROW_FLOAT32 = 32
-#: Heads of a program that takes steps, and elements of one that passes states on.
+#: Heads of a program that computes steps, and elements of one that passes states on.
 STEPS, PASSED = 16, 1024
-#: Elements of a state that one program makes.
+#: Elements of a state that one program computes.
 MADE = 64 * 128
-#: Programs of a multiprocessor, before more heads share what a group's products take.
+#: Programs per multiprocessor that are wanted before more heads share the products of their group.
 PROGRAMS = 4
-#: The same on the way back, of which two sums of products lie in registers.
+#: Columns in backward, where two sums of products are in registers.
 BACK_COLUMNS = 64
-#: Warps: products of 64 tokens are of four on Hopper and the B200; eight would take half of them twice. Before Hopper
-#: operands of products lie in registers, of which those of four do not suffice where outputs are made.
+#: Warps of a program, of a program before Hopper, and Hopper's capability. From Hopper on products of 64 tokens use
+#: four warps, and eight would compute half of them twice. Before Hopper operands are in registers, of which four warps
+#: have too few where outputs are computed.
 WARPS, MANY, HOPPER = 4, 8, 90
-#: Tiles of a loop over heads that are loaded at once.
+#: Pipeline stages of a loop over heads.
 STAGES = 1
 
 
 class ScanConfig(NamedTuple):
-    """What is decided of a scan, besides its tensors."""
+    """Arguments of a scan that are not tensors."""
 
     softplus: bool
     least: float
@@ -223,31 +222,31 @@ class ScanConfig(NamedTuple):
 
 
 def reason_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, *rest: Any) -> str:
-    """Why no kernel scans x [B, T, H, P], or ""; the device has been asked before."""
+    """Return why no kernel scans x [B, T, H, P], or ""; the caller has checked the device."""
     if x.dtype not in DTYPES or dt.dtype not in DTYPES:
         return f"its kernels read float32, bfloat16 and float16, not {x.dtype} and {dt.dtype}"
     if x.shape[-1] > HEAD or B.shape[-1] > STATE:
-        return f"heads of {x.shape[-1]} features and states of {B.shape[-1]} are more than lie in registers"
+        return f"heads of {x.shape[-1]} features and states of {B.shape[-1]} do not fit into registers"
     if D is not None and D.dim() == 2:
-        return "its kernels skip by one number a head"
+        return "its kernels support only one D per head"
     if x.dtype is torch.float32 and max(x.shape[-1], B.shape[-1]) > NARROW_FLOAT32:
-        return f"products of float32 take registers for {NARROW_FLOAT32} features, not {max(x.shape[-1], B.shape[-1])}"
+        return f"its float32 kernels support up to {NARROW_FLOAT32} features, not {max(x.shape[-1], B.shape[-1])}"
     if not x.numel() or not B.numel():
         return "there is nothing to scan"
     if x.shape[0] * x.shape[1] * max(x.shape[2] * x.shape[3], 1) >= 2**40 or x.shape[2] > 65535:
-        return "there are more tokens or heads than a grid counts"
+        return "there are too many tokens or heads for a grid"
     return ""
 
 
 def reason_backward_scan(g: Tensor, g_final: Tensor, *given: Any) -> str:
-    """The same of the way back."""
+    """Return why no kernel computes the backward, or ""; the caller has checked the device."""
     return reason_scan(*given)
 
 
 def forward_scan(*given: Any) -> tuple[Tensor, Tensor]:
-    """As `quaver.torch.nn.ssm.scan.FORWARD`.
+    """Scan x; same arguments and results as `quaver.torch.nn.ssm.scan.FORWARD`.
 
-    Bounded: in float32 3e-6 relative RMS of the recurrence in float64; in bf16 1e-2.
+    The relative RMS error against the recurrence in float64 is at most 3e-6 in float32, and 1e-2 in bf16.
     """
     x, initial = given[0], given[7]
     tensors, chunks, how = _read(given)
@@ -257,9 +256,9 @@ def forward_scan(*given: Any) -> tuple[Tensor, Tensor]:
 
 
 def backward_scan(g: Tensor, g_final: Tensor, *given: Any) -> list[Tensor]:
-    """As `quaver.torch.nn.ssm.scan.BACKWARD`; states are made again.
+    """Return the gradients of a scan, as `quaver.torch.nn.ssm.scan.BACKWARD`; the states are recomputed.
 
-    Bounded, as forward.
+    Precision as in `forward_scan`.
     """
     x, dt, A, B, C, D, bias, initial = given[:8]
     tensors, chunks, how = _read(given)
@@ -285,9 +284,9 @@ def backward_scan(g: Tensor, g_final: Tensor, *given: Any) -> list[Tensor]:
 
 
 def _read(given: Sequence[Any]) -> tuple[tuple[Tensor | None, ...], ChunkTable, ScanConfig]:
-    """x, dt, A, B, C, D and the bias as kernels read them, the chunks, and what else is decided."""
+    """Return x, dt, A, B, C, D and bias in the layouts of the kernels, the chunks, and the configuration."""
     x, dt, A, B, C, D, bias, _, cu_seqlens, softplus, limit, chunk = given
-    # Of more features registers do not hold what belongs to 64 tokens.
+    # With more features, registers do not suffice for 64 tokens.
     narrow = x.shape[3] <= NARROW_HEAD and B.shape[3] <= NARROW_STATE and x.dtype is not torch.float32
     chunks = chunks_of(x, cu_seqlens, chunk, MOST if narrow else MOST // 2)
     least, most = map(float, limit.split(","))
@@ -301,15 +300,15 @@ def _read(given: Sequence[Any]) -> tuple[tuple[Tensor | None, ...], ChunkTable, 
 
 
 def _side_by_side(x: Tensor) -> Tensor:
-    """[T, heads, features] whose heads lie side by side, as it is or as a copy."""
+    """Return [T, heads, features] with contiguous heads and features, copied if necessary."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
 class _ScanPlan:
-    """The launches of a scan, and the rooms that they write.
+    """Launches of a scan, and the buffers that they write.
 
     Args:
-        given: x, dt, A, B, C, D, bias, the first states, the table of chunks and their ranges.
+        given: x, dt, A, B, C, D, bias, initial states, table of chunks and ranges of chunks.
     """
 
     def __init__(self, given: Sequence[Any], how: ScanConfig) -> None:
@@ -328,14 +327,14 @@ class _ScanPlan:
         self.states = self.x.shape[1], self.dim, self.width
 
     def lane(self) -> BufferSpec:
-        """A number a token of each chunk and head."""
+        """Return the buffer spec of one number per chunk, head and token of the chunk."""
         return whole((*self.lanes, self.how.size), torch.float32)
 
     def state(self, dtype: torch.dtype, leading: int | None = None) -> BufferSpec:
         return whole((self.how.total if leading is None else leading, *self.states), dtype)
 
     def _each(self) -> int:
-        """Heads of a group that one program takes: the more, the fewer times their group's products are made."""
+        """Return the heads of a group per program; more heads share more of the group's products."""
         most, programs = 1, PROGRAMS * multiprocessors(self.x.device)
         for n in (2, 4, 8, 16):
             if self.shared % n == 0 and self.how.total * self.heads // n >= programs:
@@ -350,7 +349,7 @@ class _ScanPlan:
         return LaunchSpec(steps, (how.total, -(-self.heads // STEPS)), tensors, numbers, constants, WARPS)
 
     def added(self, values: Tensor, rows: Tensor, out: BufferSpec, into: bool) -> LaunchSpec:
-        """What each chunk adds to a state, or to the gradient of one."""
+        """Return the launch that computes the contribution of each chunk to a state, or to the gradient of a state."""
         how, bn = self.how, min(MADE // self.whole["BP"], self.whole["BN"])
         stride = values.stride(0), rows.stride(0)
         numbers = (self.heads, self.shared, self.dim, self.width, *stride, how.per, how.tokens)
@@ -369,7 +368,7 @@ class _ScanPlan:
         return LaunchSpec(pass_states, grid, tensors, (self.heads, numbers, how.per), constants, WARPS)
 
     def numbers(self, *first: Tensor) -> tuple[int, ...]:
-        """Of launches that take `each` heads of a chunk."""
+        """Return the scalars of launches that process `each` heads of a chunk."""
         strides = [t.stride(0) for t in (*first, self.x, self.B, self.C)]
         return (self.heads, self.shared, self.each, self.dim, self.width, *strides, self.how.per, self.how.tokens)
 
@@ -396,10 +395,10 @@ _forwards_scan = LaunchPlanCache(_forward_pass_scan)
 
 
 class _ScanBackward(_ScanPlan):
-    """The way back of a scan.
+    """Launches of the backward of a scan.
 
     Args:
-        given: the gradients of the outputs and the last states, and what a `_Plan` takes.
+        given: gradients of outputs and final states, and the tensors of a `_ScanPlan`.
     """
 
     def __init__(self, given: Sequence[Any], how: ScanConfig) -> None:
@@ -409,7 +408,7 @@ class _ScanBackward(_ScanPlan):
         self.blocks = heads // self.each
         self.products = whole((count, self.blocks, how.size, how.size), wide)
         self.inside, self.left, self.direct = (self.lane() for _ in range(3))
-        #: Columns of a state that one program takes, and programs that share its columns.
+        #: Columns of a state per program, and programs that share the columns.
         self.columns = min(BACK_COLUMNS, self.whole["BN"])
         self.parts = -(-self.width // self.columns)
         self.entered = whole((self.parts, *self.lanes, how.size), wide)
@@ -461,7 +460,7 @@ def _backward_pass_scan(given: Sequence[Any], how: ScanConfig) -> LaunchPlan:
     plan = _ScanBackward(given, how)
     wide, sequences = torch.float32, how.sequences
     entering, leaving = (plan.state(plan.x.dtype) for _ in range(2))
-    # One after the other: what chunks add to states, and what they add to gradients of states.
+    # Separate buffers for contributions to states and to gradients of states.
     added, back = (plan.state(wide) for _ in range(2))
     final, d_first = (plan.state(wide, sequences) for _ in range(2))
     partial, sums = whole((how.total, plan.sums_width), wide), whole((plan.sums_width,), wide)

@@ -1,41 +1,41 @@
-"""Sequences of a scan or a convolution on a GPU: the chunks that programs take, without a look at lengths there."""
+"""Chunks of sequences for scans and convolutions on a GPU, computed without copying the lengths to the host."""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-#: Tokens of a chunk: the most, and the fewest that products of matrices take.
+#: Most and fewest tokens of a chunk; matrix products need the latter.
 MOST, FEWEST = 64, 16
 
 
 class ChunkTable(NamedTuple):
-    """Of all sequences, one after the other."""
+    """Chunks of all sequences, in order."""
 
-    #: Tokens of a chunk; chunks; sequences.
+    #: Tokens of a chunk, number of chunks, number of sequences.
     size: int
     total: int
     sequences: int
-    #: Chunks and tokens of a sequence, where all have as many.
+    #: Chunks and tokens of a sequence if all sequences have the same length.
     per: int
     tokens: int
-    #: int32 [total, 4], as `quaver.kernels.ssm.place_of` reads it, and int32 [sequences + 1], the first
-    #: chunk of each sequence; None where all have as many.
+    #: int32 [total, 4] as `quaver.kernels.ssm.place_of` reads it, and int32 [sequences + 1] with the first chunk of
+    #: each sequence; both None if all have the same length.
     table: Tensor | None = None
     ranges: Tensor | None = None
 
     @property
     def even(self) -> bool:
-        """Whether each chunk is known to be full."""
+        """True if every chunk is known to be full."""
         return self.table is None and self.tokens % self.size == 0
 
 
 def chunks_of(x: Tensor, cu_seqlens: Tensor | None, chunk: int, most: int = MOST) -> ChunkTable:
-    """The chunks of x [B, T, ...], or of the sequences in one row of it.
+    """Return the chunks of x [B, T, ...], or of the sequences packed in its single row.
 
     Args:
-        chunk: tokens that are asked for, 0 for as many as there may be.
-        most: a power of two.
+        chunk: requested tokens per chunk, 0 for the maximum.
+        most: maximum tokens per chunk, a power of two.
     """
     batch, tokens = x.shape[:2]
     size = most if not chunk else min(most, max(FEWEST, 1 << (chunk.bit_length() - 1)))
@@ -44,7 +44,7 @@ def chunks_of(x: Tensor, cu_seqlens: Tensor | None, chunk: int, most: int = MOST
         return ChunkTable(size, batch * per, batch, per, tokens)
     starts = cu_seqlens.to(x.device, torch.int64)
     sequences = starts.shape[0] - 1
-    # As many as there can be; those beyond the last sequence have no tokens.
+    # Upper bound of the number of chunks; those after the last sequence have no tokens.
     count = tokens // size + sequences
     ranges = torch.zeros(sequences + 1, dtype=torch.int64, device=x.device)
     torch.cumsum((starts.diff() + size - 1) // size, 0, out=ranges[1:])

@@ -1,4 +1,4 @@
-"""One scale for the tensor: which launches measure it, cast it and transpose it."""
+"""Launches for one scale per tensor: measure the amax, cast, and transpose codes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,47 +26,47 @@ from quaver.torch.backends.gpu.quantize_launch import (
 )
 from quaver.torch.numerics.quantized import FLOAT8, Quantized, filled
 
-# ---- codes -----------------------------------------------------------------------------------------------
-# Room for eight-bit codes, and what a kernel must know to write them.
-#
-# Rows are padded by zeros to a multiple of 16 bytes, which is what the GEMMs ask of k, so that no number of tokens is
-# special: a kernel fills the padding too.
+# ---- eight-bit codes: buffers and kernel constants ----
+# Rows are padded with zeros to a multiple of 16 bytes, as GEMMs require of k, so that any number of tokens works. The
+# kernels write the padding too.
 
-#: What Triton calls the formats.
+#: Triton's dtypes of the formats.
 DTYPES = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
 
-#: Programs along the second axis of a grid; along the first there may be 2**31 - 1.
+#: Maximum number of programs along the second axis of a grid; the first allows 2**31 - 1.
 SECOND_AXIS = 65535
 
 
 def grid(down: int, across: int) -> tuple[tuple[int, int], bool]:
-    """Programs over a matrix of so many blocks, neighbours in a row beside each other; whether the rows come first."""
+    """Return a grid over down × across blocks, row neighbours adjacent, and whether rows are its first axis."""
     tall = down > SECOND_AXIS
     return ((down, across) if tall else (across, down)), tall
 
 
 def empty_codes(rows: int, k: int, spec: QuantSpec, device: torch.device) -> Tensor:
-    """Room for eight-bit codes [rows, k], rows rounded up to 16 bytes: the whole buffer, which a kernel fills."""
+    """Allocate eight-bit codes [rows, k padded to 16 bytes], which a kernel fills completely."""
     return torch.empty((rows, padded(k)), dtype=FLOAT8[spec.format.name], device=device)
 
 
 def buffer_for_codes(rows: int, k: int, spec: QuantSpec, fresh: bool = False) -> BufferSpec:
-    """The same, before there is any."""
+    """Return the buffer spec of `empty_codes`."""
     return row_major((rows, padded(k)), FLOAT8[spec.format.name], fresh=fresh)
 
 
 def codes_in_words(rows: int, k: int, spec: QuantSpec, transposed: bool = False, fresh: bool = False) -> BufferSpec:
-    """The same, of codes that a kernel writes four to an int32; `transposed` gives the transpose of what lies so."""
+    """Return the buffer spec of codes that a kernel writes as int32, four each; `transposed` makes it a transposed
+    view.
+    """
     return in_words(row_major((rows, padded(k)), FLOAT8[spec.format.name], transposed, fresh))
 
 
 def padded(k: int) -> int:
-    """Codes of a row of k, with those that fill it up."""
+    """Round k up to a multiple of 16, the stored length of a row of codes."""
     return -(-k // 16) * 16
 
 
 def format_constants(spec: QuantSpec, device: torch.device) -> dict[str, Any]:
-    """What a kernel knows of a format and of how its scales are found."""
+    """Return the kernel constants of a format and of the way its scales are computed."""
     fmt = spec.format
     return {
         "POWER_OF_TWO": spec.power_of_two,
@@ -78,17 +78,17 @@ def format_constants(spec: QuantSpec, device: torch.device) -> dict[str, Any]:
 
 
 def integers(device: torch.device) -> int:
-    """How kernels find codes, as `quaver.kernels.numerics.encode` has it: by a cast, or on the bits."""
+    """Return how kernels encode: by a cast (0) or on the bits, as in `quaver.kernels.numerics.encode`."""
     arch = architecture(device)
     return 0 if arch > 89 else 1 if arch == 89 else 2
 
 
 def of(codes: Tensor, k: int) -> Tensor:
-    """The k columns of a buffer that are codes."""
+    """Return the k columns of a buffer without its padding."""
     return codes if codes.shape[1] == k else codes[:, :k]
 
 
-# ---- tensorwise ------------------------------------------------------------------------------------------
+# ---- one scale per tensor ----
 
 #: Rows and columns of a program's block, and its warps.
 AMAX_BLOCK = 32, 512, 4
@@ -96,7 +96,7 @@ CAST_BLOCK = 128, 64, 4
 
 
 def measure(x: Tensor) -> Tensor:
-    """The amax of a matrix [rows, columns], float32 [1, 1], by one pass over it."""
+    """Measure the amax of a matrix [rows, columns] in one pass; returns float32 [1, 1]."""
     top: Tensor = _measures((x,), own=(workspace(x.device),))[0]
     return top
 
@@ -110,11 +110,11 @@ _measures = LaunchPlanCache(_measuring_pass)
 
 
 def _measuring(x: Tensor, top: BufferSpec, work: Tensor | BufferSpec) -> LaunchSpec:
-    """What measures a matrix, of it, what is written and the meeting place."""
+    """Return the launch that measures x, with its output and workspace."""
     rows, columns = x.shape
     bm, bn, warps = AMAX_BLOCK
     even = rows % bm == 0 and columns % bn == 0
-    # 128 masked loads a thread do not fit its registers.
+    # 128 masked loads per thread do not fit the registers.
     bm = bm if even else bm // 4
     programs, tall = grid(-(-rows // bm), -(-columns // bn))
     numbers = (rows, columns, x.stride(0), programs[0] * programs[1])
@@ -134,19 +134,19 @@ def per_tensor(
     measured_amax: Tensor | None = None,
     sums: bool = False,
 ) -> Quantized:
-    """One scale for the tensor.
+    """Quantize x with one scale for the tensor.
 
     Args:
-        x: [rows, k], its last axis contiguous.
+        x: [rows, k] with contiguous last axis.
         amax: float32 of one element, or None to measure it.
-        factor: of delayed scaling, float32 of one element, 0 where unset; or None.
-        is_set: whether factor is known not to be 0: then one pass does.
-        both: write the transpose too, and keep it as `twin`.
-        as_it_lies: else the transpose alone is written and returned.
-        newest: float32 of one element, a history's newest amax, which is raised to this one where that is finite.
-        measured_amax: the amax of x, float32 of one element, where whatever made x has measured it; unlike `amax` it
-            is not combined with what the cast finds.
-        sums: of x over its rows, from the same read, left as `partial_sums`.
+        factor: encode factor of delayed scaling, float32 of one element, 0 if unset; or None.
+        is_set: True if `factor` is known to be nonzero, so that one pass suffices.
+        both: True to write the transpose too, stored as `twin`.
+        as_it_lies: False to write and return only the transpose.
+        newest: newest amax of a history, float32 of one element, raised to this one if that is finite.
+        measured_amax: amax of x, float32 of one element, if the producer of x has measured it; unlike `amax` it is not
+            combined with what the cast finds.
+        sums: True to sum x over its rows in the same read, returned as `partial_sums`.
     """
     rows, k = x.shape
     measured = amax is None and not (is_set and factor is not None)
@@ -189,18 +189,20 @@ _casts = LaunchPlanCache(_cast_pass)
 
 
 def buffer_for_sums(rows: int, k: int) -> BufferSpec:
-    """For what a cast of a matrix [rows, k] leaves of its sums: float32 [blocks of rows, k]."""
+    """Return the buffer spec for sums that the cast of a matrix [rows, k] writes: float32 [blocks of rows, k]."""
     return whole((-(-rows // CAST_BLOCK[0]), k), torch.float32)
 
 
 def _cast(tensors: tuple[Any, ...], spec: QuantSpec) -> LaunchSpec:
-    """What casts a matrix: of x, its codes, its transpose's as int32, their scale, the amax, the factor, an amax that
-    is given, a history's newest, the meeting place and the sums of blocks of rows, which are None where they are not
-    taken."""
+    """Return the launch that casts a matrix.
+
+    Tensors are x, codes, transposed codes as int32, scale, amax, factor, given amax, newest amax of a history,
+    workspace, and sums of blocks of rows; absent ones are None.
+    """
     x, q, qt, _, _, factor, amax, newest, work, partial = tensors
     rows, k = x.shape
     bm, bn, warps = CAST_BLOCK
-    # Blocks reach over the zeros that end the rows of both results; four codes of the transpose are a word.
+    # Blocks cover the zero padding of both results, because an int32 holds four codes of the transpose.
     down, across = rows if qt is None else padded(rows), k if q is None else padded(k)
     programs, tall = grid(-(-down // bm), -(-across // bn))
     constants = {
@@ -224,7 +226,7 @@ def _cast(tensors: tuple[Any, ...], spec: QuantSpec) -> LaunchSpec:
 
 
 def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, wanted: RequestedOperands) -> QuantizeLaunch | None:
-    """`per_tensor` of matrices like x, contiguous, whose sides are multiples of 16; both operands, or None."""
+    """Plan `per_tensor` for contiguous matrices like x with sides that are multiples of 16; both operands, or None."""
     if other is None:
         return None
     x = without_memory(x)
@@ -242,30 +244,29 @@ def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, wanted: Request
         return [cast] if known else [_measuring(x, top, work), cast]
 
     buffers = (q, scale, qt, None, partial, top, work)
-    # What is kept of a view is the right side of a GEMM: the codes as they are.
+    # The cached operand of a view is the right side of a GEMM: the codes as they are.
     results = (1, 2, 1 if views and kept else 3, 2, 6 if wanted.transpose else 5)
     return QuantizeLaunch(x, buffers, launches, results, views and not kept)
 
 
-# ---- transposing -----------------------------------------------------------------------------------------
-# The transpose of codes as bytes of its own, for GEMMs that read their operands row by row only.
+# ---- copying the transpose of codes, for GEMMs that read rows only ----
 
 #: Rows and columns of a program's block, and its warps.
 BLOCK = 128, 128, 4
-#: Bytes that rows are a multiple of.
+#: Bytes of which a row must be a multiple.
 LINE = 16
 
 
 def transpose(codes: Tensor) -> Tensor:
-    """Eight-bit codes [rows, k] to [k, rows], rows padded with zeros to 16 bytes: the [k, rows] view of the buffer.
+    """Transpose eight-bit codes [rows, k] to [k, rows], with rows zero-padded to 16 bytes; returns the view [k, rows].
 
-    Codes whose rows do not lie whole int32 apart are copied first.
+    Codes whose row stride is not a whole number of int32 are copied first.
     """
     rows, k = codes.shape
     if codes.numel() == 0:
         return codes.new_empty((k, rows))
     if codes.stride(0) == 1 and codes.stride(1) != 1:
-        # It is a transpose already, of memory that lies as it is wanted.
+        # Already a transposed view, so the underlying memory is the result.
         return filled(codes.t(), padded(rows))[:, :rows]
     words = _in_words(codes if _lies_well(codes) else filled(codes, padded(k)))
     out: Tensor = _passes((words,), k, codes.dtype)[0]
@@ -273,7 +274,7 @@ def transpose(codes: Tensor) -> Tensor:
 
 
 def _lies_well(codes: Tensor) -> bool:
-    """True if rows are whole lines of 16 bytes, from a multiple of 16 on, the last one too."""
+    """Return True if all rows, including the last, are whole and aligned 16-byte lines."""
     rows, k = codes.shape
     stride = codes.stride(0)
     if codes.stride(1) != 1 or stride % LINE or stride < k or not aligned(codes):
@@ -282,7 +283,7 @@ def _lies_well(codes: Tensor) -> bool:
 
 
 def _in_words(codes: Tensor) -> Tensor:
-    """Such codes as int32, with what fills the rows; nothing of that is written anywhere."""
+    """View such codes as int32 including their padding, which is read but never written out."""
     return codes.as_strided((codes.shape[0], codes.stride(0)), (codes.stride(0), 1)).view(torch.int32)
 
 

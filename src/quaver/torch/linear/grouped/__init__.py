@@ -1,1 +1,1 @@
-"""One GEMM an expert over rows that lie group by group: operands, products, gradients; nothing routes a token here."""
+"""One GEMM per expert over rows sorted by group: operands, GEMMs and gradients. Routing is in `quaver.torch.nn`."""

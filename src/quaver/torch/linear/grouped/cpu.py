@@ -1,7 +1,7 @@
-"""Grouped products group by group, where the host knows how many rows each has: on a CPU.
+"""Grouped products on a CPU, one group after the other, because the host knows the size of each group.
 
-Each group goes the way of a linear layer that sees nothing else, with its bits: its rows are quantized, multiplied and
-written to their place while they are in the cache. Where no scale reaches over two rows, all are quantized at once.
+Each group is computed like a linear layer of its own, with the same bits. Its rows are quantized, multiplied and
+written while they are in the cache. Rows of all groups are quantized at once if no scale spans two rows.
 """
 
 from collections.abc import Sequence
@@ -31,34 +31,37 @@ from quaver.torch.operations import ops
 from quaver.torch.state import weight_cache
 from quaver.torch.state.history import amax
 
-#: Elements that torch's operations quantize within the cache.
+#: Largest number of elements that torch operations quantize within the CPU cache.
 CACHED = 1 << 18
 
 
 class WgradOperands(NamedTuple):
-    """What wgrad consumes: an operand [K, tokens] of each group, or what fprop consumed [tokens, K], None of those
-    without tokens; or the rows themselves, in high precision or as codes that backward decodes."""
+    """Operands that wgrad reads.
+
+    `parts` has for each group an operand [K, tokens] or fprop's operand [tokens, K], or None without tokens. Otherwise
+    `rows` has the rows of all groups in high precision, or as codes that backward decodes.
+    """
 
     parts: Sequence[Quantized | None] = ()
     rows: Tensor | Quantized | None = None
-    #: On a GPU, in the place of `parts`.
+    #: Operand of all groups on a GPU, in place of `parts`.
     laid: GroupedOperand | None = None
 
 
 def together(spec: QuantSpec) -> bool:
-    """Whether the rows of all groups may be quantized at once: none shares a scale or noise with another."""
+    """Return True if rows of all groups can be quantized at once: no two rows share a scale or noise."""
     return spec.block[0] == 1 and spec.rounding == "nearest" and not spec.two_level
 
 
 def forward(
     call: GroupedContext, x: Tensor | Quantized, high: Tensor | None, weight: Tensor, bias: Tensor | None, keeps: bool
 ) -> tuple[Tensor, WgradOperands | None]:
-    """y [T, N], and what wgrad will consume if `keeps`.
+    """Compute y [T, N], and the operands of wgrad if `keeps`.
 
     Args:
-        x: rows [T, K]; quantized already where they are codes.
-        high: these in high precision where they are codes, if there are such.
-        weight: [groups, N, K], or codes of it.
+        x: rows [T, K] in high precision or quantized.
+        high: high-precision values of quantized rows, or None if there are none.
+        weight: [groups, N, K], or its codes.
         bias: [groups, N].
     """
     recipe, bounds = call.recipe, call.offsets.bounds()
@@ -99,7 +102,7 @@ def forward(
             part = plain(q, call.dtype) if values is None else values[start:end]  # type: ignore[arg-type]
             parts[group] = run.quantized(group, amax.INPUT, "input.T", part.t(), c, transposed_noise, amax_values)
         elif keeps and recipe.kept_input is not None:
-            # What fprop consumed, or its transpose.
+            # fprop's operand, or its transposed view.
             assert q is not None
             parts[group] = q.T if plan.input else q
     run.settle(amax.INPUT, amax_values if not given else None)
@@ -111,7 +114,7 @@ def forward(
 
 
 def recomputed(call: GroupedContext, x: Tensor | Quantized, high: Tensor | None) -> WgradOperands:
-    """What wgrad consumes, of rows that backward has made again: no history and no counter sees codes twice."""
+    """Return the wgrad operands of recomputed rows, without recording amaxes or counting them again."""
     recipe, bounds = call.recipe, call.offsets.bounds()
     a, c = recipe.fprop.a, recipe.wgrad.b
     values = x if isinstance(x, Tensor) else high
@@ -142,11 +145,11 @@ def backward(
     needs: Sequence[Any],
     like: GradientLike,
 ) -> tuple[Tensor | None, Any, Tensor | None]:
-    """Of the gradient g [T, N]: those of the rows [T, K], of the weight and of the bias, as they are needed.
+    """Return the needed gradients of rows [T, K], weight and bias from grad_output g [T, N].
 
     Args:
-        needs: whether each is; `LATER` of the weight gives a function in its place.
-        like: what weight and bias are like.
+        needs: one flag per gradient; `LATER` for the weight returns a function instead of a tensor.
+        like: shapes and dtypes of the gradients of weight and bias.
     """
     need_input, need_weight, need_bias = needs
     recipe, plan, bounds = call.recipe, call.recipe.plan, call.offsets.bounds()
@@ -161,7 +164,7 @@ def backward(
     transposed_noise = call.noise("grad_output.T", c) if turns and c is not None else None
     grad_x = _empty(g, (g.shape[0], like.features), call.dtype, bounds) if need_input else None
     grad_w = like.new_weight(g.device, like.weight_dtype) if need_weight and need_weight is not LATER else None
-    # What is asked for later may be asked for in float32.
+    # A gradient that is computed later may be requested in float32.
     bias_dtype = torch.float32 if need_bias is LATER else like.bias_dtype
     grad_b = g.new_zeros(like.bias, dtype=bias_dtype) if need_bias else None
     whole = None
@@ -219,7 +222,7 @@ def _unquantized(
     needs: Sequence[Any],
     like: GradientLike,
 ) -> tuple[Tensor | None, Any, Tensor | None] | None:
-    """`backward` by `all_groups`; None where that does not take it."""
+    """Run `backward` by `all_groups`, or return None if that does not support the call."""
     need_input, need_weight, need_bias = needs
     if call.recipe.quantizes or call.codes is not None or need_bias or need_weight is LATER:
         return None
@@ -241,11 +244,12 @@ def _unquantized(
 
 
 def all_groups(call: GroupedContext, a: Tensor, b: Tensor) -> Tensor | None:
-    """What is not quantized by torch's own grouped GEMM, which on a CPU multiplies one group after the other with the
-    bits of a GEMM of each; None where it does not take these.
+    """Multiply unquantized operands by torch's grouped GEMM, or return None if it does not support them.
+
+    On a CPU it multiplies group by group, with the bits of separate GEMMs.
 
     Args:
-        a, b: rows [T, k] by matrices [groups, k, n], to [T, n]; or [m, T] by rows [T, n], to [groups, m, n].
+        a, b: rows [T, k] and matrices [groups, k, n], giving [T, n]; or [m, T] and rows [T, n], giving [groups, m, n].
     """
     if not (a.is_cpu and a.dtype is b.dtype is call.dtype and a.dtype in ops.DTYPES) or 0 in (*a.shape, *b.shape):
         return None
@@ -263,7 +267,7 @@ def all_groups(call: GroupedContext, a: Tensor, b: Tensor) -> Tensor | None:
 
 
 def features(call: GroupedContext, weight: Tensor) -> tuple[int, int]:
-    """N and K of a weight [groups, N, K], also where that is codes."""
+    """Return N and K of a weight [groups, N, K], including one stored as codes."""
     return (weight.shape[1], weight.shape[2]) if call.codes is None else call.codes.shape(weight)
 
 
@@ -276,7 +280,7 @@ def _weights(
     *,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The gradients of the weights, as they lie, of those groups that have not been computed."""
+    """Compute the missing weight gradients, and return all of them in the layout of the parameter."""
     later = grad is None
     grad = like.new_weight(run.call.offsets.ends.device, dtype) if grad is None else grad
     for group, bounds in enumerate(run.call.offsets.bounds()):
@@ -292,7 +296,7 @@ def _weights(
 def _of_weight(
     run: "_HostRun", g: Any, kept: WgradOperands | None, group: int, bounds: tuple[int, int], grad: Tensor | None
 ) -> None:
-    """One group's: grad_output.T [N, tokens] by input.T [K, tokens]."""
+    """Compute the weight gradient of one group: grad_output.T [N, tokens] times input.T [K, tokens]."""
     assert kept is not None and grad is not None
     operand, rows = kept.parts[group] if kept.parts else None, kept.rows
     if isinstance(g, Quantized):
@@ -307,29 +311,32 @@ def _of_weight(
 
 
 def _in_rows(x: Tensor) -> Tensor:
-    """Rows that can be taken apart."""
+    """Return x, copied if its columns are not contiguous, so that rows can be sliced."""
     return x if x.stride(-1) == 1 or x.numel() < 2 else x.contiguous()
 
 
 def _empty(like: Any, shape: tuple[int, int], dtype: torch.dtype, bounds: Sequence[tuple[int, int]]) -> Tensor:
-    """Room for rows, zeros where no group has them."""
+    """Return an uninitialized [T, N] tensor, with zeros after the last group."""
     y = torch.empty(shape, dtype=dtype, device=like.device)
     y[bounds[-1][1] if bounds else 0 :].zero_()
     return y
 
 
 class _HostRun:
-    """What quantizes and multiplies in one call, chosen once for all groups."""
+    """Quantization and GEMM functions of one call, chosen once for all groups."""
 
     def __init__(self, call: GroupedContext, like: Tensor) -> None:
         self.call = call
         _, self.quantize, self.matmul, _ = ops.resolve(call.recipe, like)
-        #: Whether the product writes to where it is wanted.
+        #: True if the GEMM can write to a given output tensor.
         self.places = self.matmul is gemm.matmul
 
     def at_once(self, x: Tensor, spec: QuantSpec) -> bool:
-        """Whether the rows of all groups are quantized in one call: 0.1 to 0.7 of the time by kernels, and by torch's
-        operations, one after the other, about twice as long where what they hold leaves the cache."""
+        """Return True if the rows of all groups should be quantized in one call.
+
+        With kernels that takes 0.1 to 0.7 of the time. With torch operations it takes about twice as long once the
+        temporaries exceed the cache.
+        """
         return together(spec) and (self.quantize is not reference.quantize or x.numel() <= CACHED)
 
     def quantized(
@@ -342,7 +349,7 @@ class _HostRun:
         noise: GroupedNoise | None,
         amax_values: list[float],
     ) -> Quantized:
-        """One group's operand, whose amax joins those of the column."""
+        """Quantize the operand of one group, and add its amax to the column's."""
         call = self.call
         q = self.quantize(x, spec, None, call.factor(group, column), QUIET if noise is None else noise.of(group))
         if call.factors is not None:
@@ -351,7 +358,7 @@ class _HostRun:
         return q
 
     def settle(self, column: int, amax_values: list[float] | None) -> None:
-        """Note a column's amaxes, and those of weights where they are read first."""
+        """Record a column's amaxes, together with those of the weights where they are first read."""
         call = self.call
         if call.factors is None or not call.training:
             return
@@ -359,14 +366,14 @@ class _HostRun:
             call.amaxes[column] = amax_values
         if column == amax.INPUT and "fprop" in call.kept:
             parts, bounds = call.kept["fprop"].quantized.parts, call.offsets.bounds()
-            # Those of stored codes say nothing.
+            # Codes that are stored have no amax.
             amax_values = [0.0 if q is None or q.amax is None else float(q.amax) for q in parts]
             call.amaxes[amax.WEIGHT] = [
                 top if end > start else 0.0 for top, (start, end) in zip(amax_values, bounds, strict=True)
             ]
 
     def expert(self, weight: Tensor, group: int, side: str) -> Quantized:
-        """A group's weight [N, K] for fprop, or its transpose [K, N] for dgrad."""
+        """Return a group's weight [N, K] for fprop, or its transpose [K, N] for dgrad."""
         call, plan = self.call, self.call.recipe.plan
         shared = side == "dgrad" and plan.weight
         kept = stack(call, weight, "fprop" if shared else side)
@@ -385,8 +392,10 @@ class _HostRun:
         return q.T if shared else q
 
     def _fills(self, weight: Tensor, kept: WeightStack) -> bool:
-        """Whether all groups' weights are quantized for fprop in one call: if most have tokens, and no scale and no
-        cache is in the way."""
+        """Return True if all groups' weights should be quantized for fprop in one call.
+
+        Most groups must have tokens, no operand may be cached, and no scale may span two groups.
+        """
         call = self.call
         spec, bounds, rows = call.recipe.fprop.b, call.offsets.bounds(), weight.shape[1]
         if spec is None or call.codes is not None or call.factors is not None or not weight.is_contiguous():
@@ -399,7 +408,7 @@ class _HostRun:
         return 4 * sum(end > start for start, end in bounds) >= 3 * len(bounds) and not any(kept.parts)
 
     def _all(self, weight: Tensor) -> list[Quantized]:
-        """The weights of all groups for fprop."""
+        """Quantize the weights of all groups for fprop."""
         layer = self.call.owner.layer if isinstance(self.call.owner, GroupedProduct) else None
         if torch.is_inference_mode_enabled() and layer is not None and weight_cache.can_keep(layer, weight):
             with torch.inference_mode(False), torch.no_grad():
@@ -427,7 +436,7 @@ class _HostRun:
             return call.codes.operand(weight, group, transposed, spec, self.quantize)
         layer = owner.layer if isinstance(owner, GroupedProduct) else None
         if torch.is_inference_mode_enabled() and layer is not None and weight_cache.can_keep(layer, weight):
-            # What is kept serves other modes too.
+            # Cached tensors must not be inference tensors, because other modes read them too.
             with torch.inference_mode(False), torch.no_grad():
                 return self._quantized(weight, group, side, shared)
         w = weight.detach()[group]
@@ -438,25 +447,27 @@ class _HostRun:
         return q
 
     def weight(self, weight: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-        """A group's weight [N, K] in high precision."""
+        """Return a group's weight [N, K] in high precision."""
         codes = self.call.codes
         return weight[group] if codes is None else codes.values(weight, group).to(dtype)
 
     def of_dgrad(self, weight: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-        """The same where dgrad quantizes nothing, or what fprop consumed of it."""
+        """Return a group's weight for an unquantized dgrad: the weight, or the dequantized fprop operand if the recipe
+        says so.
+        """
         if self.call.recipe.dequantized_backward:
             return plain(self.expert(weight, group, "fprop"), dtype)
         return self.weight(weight, group, dtype)
 
     def multiply(self, a: Quantized, b: Quantized, out: Tensor, bias: Tensor | None, fast: bool) -> None:
-        """a [m, k] @ b [n, k].T + bias, to where it is wanted."""
+        """Compute a [m, k] @ b [n, k].T + bias into `out`."""
         if self.places:
             self.matmul(a, b, out.dtype, bias, fast, out)
         else:
             out.copy_(self.matmul(a, b, out.dtype, bias, fast))
 
     def high(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
-        """a [m, k] @ b [n, k].T + bias unquantized, with the bits of F.linear."""
+        """Compute a [m, k] @ b [n, k].T + bias into `out` unquantized, with the bits of F.linear."""
         if not (a.dtype is b.dtype is out.dtype) or (bias is not None and bias.dtype is not out.dtype):
             out.copy_(high_precision(a, b, out.dtype, bias))
         elif bias is None:

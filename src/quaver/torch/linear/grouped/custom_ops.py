@@ -1,8 +1,7 @@
-"""What a compiler sees of grouped products: a forward and a backward, opaque, which run what eager mode runs.
+"""Custom operators of grouped products for torch.compile: an opaque forward and backward that run the eager code.
 
-How large their results are follows from the numbers of rows and groups alone. What backward will read of each group
-lies one after the other in a tensor of bytes that suffices however rows are distributed, since on a CPU each group's
-operand is one of its own.
+Output sizes depend only on the numbers of rows and groups. On a CPU every group has an operand of its own; they are
+saved one after the other in a byte tensor that is large enough for any distribution of rows.
 """
 
 from collections.abc import Sequence
@@ -26,12 +25,12 @@ from quaver.torch.operations.operation import Operation
 from quaver.torch.state.context import active_context
 from quaver.torch.state.history import amax
 
-#: Of one direction, an operand and its transpose.
+#: Names of an operand and its transpose, for forward and backward.
 OPERANDS = ("input", "input.T"), ("grad_output", "grad_output.T")
 
 
 def text_of(recipe: Recipe) -> str:
-    """The operands of a recipe's GEMMs in a line."""
+    """Encode the operand specs of a recipe's GEMMs as one line of text."""
     lines = []
     for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad):
         pair = "|" if gemm.a is None or gemm.b is None else f"{gemm.a.text}|{gemm.b.text}"
@@ -41,7 +40,7 @@ def text_of(recipe: Recipe) -> str:
 
 @cache
 def parsed(text: str) -> Recipe:
-    """A recipe with the GEMMs of one of which this is the text."""
+    """Return a recipe with the GEMMs encoded in this text."""
     *lines, dequantized = text.split(";")
     fprop, dgrad, wgrad = (_gemm(*line.split("|")) for line in lines)
     return Recipe("compiled", fprop, dgrad, wgrad, dequantized_backward=bool(dequantized))
@@ -53,26 +52,26 @@ def _gemm(a: str, b: str, fast: str) -> GemmSpec:
 
 
 class CustomOpArguments(NamedTuple):
-    """What both operators are told beside their own tensors, in the order of their schemas."""
+    """Arguments that both operators take after their own tensors, in the order of their schemas."""
 
-    #: As it lies, [groups, N, K] or [groups, K, N].
+    #: In the layer's layout, [groups, N, K] or [groups, K, N].
     weight: Tensor
     weight_scale: Tensor | None
     weight_factor: Tensor | None
     offsets: Tensor
     #: Encode factors, float32 [groups, 3].
     factors: Tensor | None
-    #: Of an operand and of its transpose, int64 [2, groups].
+    #: Noise streams of an operand and of its transpose, int64 [2, groups].
     streams: Tensor | None
     counts: Tensor | None
     seed: int
-    #: Of a function, whose groups' streams follow from it; else "".
+    #: Name from which `grouped_matmul` derives the noise streams of its groups; "" for layers.
     name: str
     recipe: str
-    #: How the weight exists only, if it is codes, and its K; else "".
+    #: Spec of a weight that is stored as codes, and its K; "" for other weights.
     weight_spec: str
     columns: int
-    #: Whether the weight lies as [groups, K, N].
+    #: True if the weight is stored as [groups, K, N].
     transposed: bool
     dtype: torch.dtype
 
@@ -84,7 +83,7 @@ _SCHEMA = (
 
 
 def _call(kernel_args: CustomOpArguments, rows: int, direction: int) -> GroupedContext:
-    """The call that eager mode would make."""
+    """Build the context that eager mode would use."""
     offsets = GroupOffsets(kernel_args.offsets, rows)
     call = GroupedContext(parsed(kernel_args.recipe), offsets, kernel_args.dtype, True, None)
     on_host = ops.on_host(kernel_args.offsets)
@@ -107,13 +106,13 @@ def _call(kernel_args: CustomOpArguments, rows: int, direction: int) -> GroupedC
 
 
 def _view(kernel_args: CustomOpArguments) -> Tensor:
-    """The weight as [groups, N, K]."""
+    """View the weight as [groups, N, K]."""
     packed = kernel_args.weight.dtype is torch.float4_e2m1fn_x2
     return kernel_args.weight.transpose(1, 2) if kernel_args.transposed and not packed else kernel_args.weight
 
 
 def _rows(data: Tensor, scale: Tensor | None, factor: Tensor | None, spec: QuantSpec | None, k: int) -> Any:
-    """Rows as they were, or codes put together."""
+    """Return high-precision rows unchanged, or rebuild the operand from codes and scales."""
     if scale is None:
         return data
     assert spec is not None
@@ -122,7 +121,7 @@ def _rows(data: Tensor, scale: Tensor | None, factor: Tensor | None, spec: Quant
     return Quantized(data, scale.item() if on_host else scale, spec, (data.shape[0], k), False, tensor_factor)
 
 
-# Forward.
+# ---- forward ----
 
 
 def _forward(
@@ -176,7 +175,7 @@ def _on_host(x: Tensor) -> bool:
 
 
 def _features(kernel_args: CustomOpArguments) -> tuple[Any, Any]:
-    """N and K."""
+    """Return N and K."""
     if kernel_args.weight_spec and kernel_args.weight.dtype is torch.float4_e2m1fn_x2:
         return kernel_args.weight.shape[1], kernel_args.columns
     n, k = kernel_args.weight.shape[1:]
@@ -184,12 +183,12 @@ def _features(kernel_args: CustomOpArguments) -> tuple[Any, Any]:
 
 
 class OperandBytes(NamedTuple):
-    """Bytes that suffice for what wgrad reads of all groups' inputs."""
+    """Buffer sizes in bytes that suffice for the wgrad operands of all groups' inputs."""
 
     spec: QuantSpec
-    #: Whether the parts are rows [tokens, K] or their transposes; else they are [K, tokens] by themselves.
+    #: True if the operands are rows [tokens, K] or their transposed views; False if they are quantized as [K, tokens].
     of_rows: bool
-    #: Whether they are rows as fprop consumed them.
+    #: True if the operands are rows exactly as fprop read them.
     consumed: bool
     data: Any
     scales: Any
@@ -200,7 +199,7 @@ class OperandBytes(NamedTuple):
         assert spec is not None
         of_rows = recipe.plan.input or consumed
         tokens = rows + (15 * groups if spec.hadamard else 0)
-        # Of rows the scales of blocks of tokens by blocks of K; of transposes those of K by tokens.
+        # Scale blocks are counted as (tokens, K) for rows, and as (K, tokens) for transposes.
         along, across = spec.block[0 if of_rows else 1], spec.block[1 if of_rows else 0]
         blocks = (groups if along is None else tokens // along + groups) * (1 if across is None else -(-k // across))
         data = tokens * k
@@ -212,7 +211,7 @@ class OperandBytes(NamedTuple):
 def _laid_shapes(
     sizes: OperandBytes, groups: Any, rows: Any, k: Any
 ) -> tuple[tuple[Any, ...], tuple[torch.dtype, ...]]:
-    """Of a `Laid`."""
+    """Shapes and dtypes of the tensors of a `GroupedOperand`."""
     spec = sizes.spec
     count = slots(rows, groups, multiple(spec))
     lines, deep = (rows, k) if sizes.consumed else (k, count)
@@ -226,8 +225,9 @@ def _laid_shapes(
 
 
 def _in_bytes(parts: Sequence[Quantized | None], sizes: OperandBytes) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Operands of groups one after the other: codes, scales, what those of two levels are divided by, and whether each
-    lies as its transpose."""
+    """Concatenate the operands of all groups: codes, scales, factors of two-level scales, and flags for transposed
+    storage.
+    """
     data, buffer = (torch.empty(n, dtype=torch.uint8, device="cpu") for n in (sizes.data, sizes.scales))
     scales = buffer.view(dtype_of_scales(sizes.spec))
     factors = torch.ones(len(parts) if sizes.spec.two_level else 0, dtype=torch.float32, device="cpu")
@@ -256,7 +256,7 @@ def _bytes(t: Tensor) -> Tensor:
 def _parts(
     kept: tuple[Tensor, Tensor, Tensor, Tensor], sizes: OperandBytes, offsets: GroupOffsets, k: int
 ) -> list[Quantized | None]:
-    """The operands that `_in_bytes` laid in a row."""
+    """Split the buffers that `_in_bytes` has written into operands."""
     data, scales, factors, transposed = kept
     spec, at, after = sizes.spec, 0, 0
     kind = dtype_of_scales(spec)
@@ -300,7 +300,7 @@ FORWARD: Operation[tuple[Tensor, ...]] = Operation(
     flops=_forward_flops,
 )
 
-# Backward.
+# ---- backward ----
 
 
 def _backward(

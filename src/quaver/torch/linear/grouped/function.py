@@ -1,4 +1,4 @@
-"""The autograd function of grouped products: rows that are given or made on the way, and a matrix of each group.
+"""Autograd function of grouped products: rows from the caller or a `RowInputOp`, times one matrix per group.
 
 rows = made(x)        y[t] = rows[t] @ weight[e].T + bias[e]        row t belongs to group e
 """
@@ -39,26 +39,26 @@ from quaver.torch.state.layer_state import state_of
 
 
 class GroupedSetup(NamedTuple):
-    """Everything in one call that is no tensor."""
+    """Arguments of one `GroupedLinearFunction` call that are not tensors."""
 
     rows: RowInputOp
-    #: Tensors that these take.
+    #: Number of tensors that `rows` takes.
     taken: int
     owner: NoiseSource | GroupedProduct
     recipe: Recipe
-    #: Of the products.
+    #: dtype of the products.
     dtype: torch.dtype
-    #: Whether gradients are switched on; what a tensor needs torch says as if they always were.
+    #: True if gradients are enabled; `ctx.needs_input_grad` does not show that.
     training: bool
-    #: Whether the weight is given as it lies, [groups, K, N].
+    #: True if the weight is stored as [groups, K, N].
     transposed: bool = False
 
 
 class GroupedLinearFunction(torch.autograd.Function):
-    """y [T, N] of a `Setup`, what its rows take, the weight as it lies, the bias [groups, N] or None, and where groups
-    end.
+    """Compute y [T, N] from a `GroupedSetup`, the inputs of its rows, the weight, the bias [groups, N] or None, and
+    offsets.
 
-    Saves plain tensors only: no wrapper subclass is on the way.
+    Saves plain tensors only, no wrapper subclasses.
     """
 
     @staticmethod
@@ -113,18 +113,18 @@ def _eager(ctx: Any, setup: GroupedSetup, tensors: Sequence[Any]) -> Tensor:
 
 
 def view(setup: GroupedSetup, weight: Tensor) -> Tensor:
-    """A weight as [groups, N, K]; codes of four bits lie so in any case."""
+    """View a weight as [groups, N, K]; four-bit codes are always stored that way."""
     return weight.transpose(1, 2) if setup.transposed and weight.dtype is not PACKED else weight
 
 
 def _needs(ctx: Any, setup: GroupedSetup) -> tuple[bool, bool]:
-    """Whether the gradients of what rows take are needed, and that of the weight."""
+    """Return whether gradients of the rows' inputs are needed, and whether that of the weight is."""
     needs = ctx.needs_input_grad[1:]
     return setup.training and any(needs[: setup.taken]), setup.training and bool(needs[setup.taken])
 
 
 def _reads_high(recipe: Recipe) -> bool:
-    """Whether wgrad reads of the rows what fprop has not consumed."""
+    """Return True if wgrad needs other values of the rows than fprop's operand."""
     return not recipe.plan.input and (recipe.wgrad.b is not None or not recipe.dequantized_backward)
 
 
@@ -133,7 +133,7 @@ def _bias_dtype(bias: Tensor | None) -> torch.dtype:
 
 
 def _way(ends: Tensor) -> Any:
-    """The module whose functions run a call: where groups end the host knows, or not."""
+    """Return the module that runs the call: `cpu` if the host knows the offsets, else `gpu`."""
     return cpu if ops.on_host(ends) else gpu
 
 
@@ -164,7 +164,7 @@ def _backward(ctx: Any, tensors: Sequence[Any], g: Tensor) -> tuple[Any, ...]:
 
 
 def _again(setup: GroupedSetup, saved: Sequence[Any]) -> tuple[Tensor | Quantized, Tensor | None]:
-    """Rows that are made once more, and in high precision where wgrad needs those of codes."""
+    """Recompute the rows, and their high-precision values if rows are codes and wgrad needs them."""
     x = setup.rows.recompute_input(saved, setup.recipe.fprop.a)
     return x, setup.rows.high(saved) if isinstance(x, Quantized) and _reads_high(setup.recipe) else None
 
@@ -172,14 +172,14 @@ def _again(setup: GroupedSetup, saved: Sequence[Any]) -> tuple[Tensor | Quantize
 def _of_taken(
     setup: GroupedSetup, of_x: Tensor | None, saved: Sequence[Any], needs: Sequence[Any]
 ) -> Sequence[Tensor | None]:
-    """The gradients of what rows take."""
+    """Return the gradients of the inputs of `rows`."""
     if not any(needs[: setup.taken]):
         return (None,) * setup.taken
     assert of_x is not None
     return setup.rows.backward(of_x, saved, needs[: setup.taken])
 
 
-# The same as a compiler traces it: what runs is opaque, and what a layer remembers are tensors of its graph.
+# ---- under torch.compile: opaque operators, and the layer's state as tensors of the graph ----
 
 
 def _traced(ctx: Any, setup: GroupedSetup, tensors: Sequence[Any]) -> Tensor:
@@ -199,7 +199,7 @@ def _traced(ctx: Any, setup: GroupedSetup, tensors: Sequence[Any]) -> Tensor:
     if factors is not None and setup.training:
         for column in (amax.INPUT, amax.WEIGHT):
             amax.record_each(owner.layer, column, amax_values[column], owner.first)  # type: ignore[union-attr]
-    # What wgrad reads in high precision, or as codes that it decodes.
+    # wgrad's operand is unquantized, or codes that it decodes.
     unquantized = keeps and recipe.kept_input is None
     plain = (None, None, None) if not unquantized else codes if high is None else (high, None, None)
     recomputes_input = need_weight and rows.recomputes_input
@@ -217,7 +217,7 @@ def _traced_backward(ctx: Any, tensors: Sequence[Any], g: Tensor) -> tuple[Any, 
     taken, needs, owner = setup.taken, ctx.needs_input_grad[1:], setup.owner
     of_rows, need_weight, need_bias = any(needs[:taken]), bool(needs[taken]), bool(needs[taken + 1])
     if need_weight and not keeps:
-        # What is made again is quantized again, by an operator whose output is not read.
+        # Recomputed rows are quantized again by the forward operator; its output is unused.
         x, high = _again(setup, saved)
         kernel_args = _told(setup, weight, ends, factors, 0)
         _, *kept, _ = FORWARD.operator(*_codes(x), high, None, True, *kernel_args)
@@ -244,7 +244,7 @@ def _members(owner: GroupedProduct, ends: Tensor) -> slice:
 
 
 def _codes(x: Tensor | Quantized) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Rows as the operators take them."""
+    """Return rows as the operators take them: (data, scale or None, tensor factor or None)."""
     if isinstance(x, Tensor):
         return x, None, None
     scale = x.scale if isinstance(x.scale, Tensor) else x.data.new_full((1, 1), x.scale, dtype=torch.float32)
@@ -277,7 +277,7 @@ def _told(
 
 
 def _drawn(setup: GroupedSetup, keeps: bool, x: Tensor | Quantized) -> list[str]:
-    """The operands of a forward that are rounded at random."""
+    """Return the names of a forward's operands that are rounded stochastically."""
     a, c, drawn = setup.recipe.fprop.a, setup.recipe.wgrad.b, []
     if a is not None and a.rounding != "nearest" and isinstance(x, Tensor):
         drawn.append(OPERANDS[0][0])
@@ -287,7 +287,7 @@ def _drawn(setup: GroupedSetup, keeps: bool, x: Tensor | Quantized) -> list[str]
 
 
 def _remember(setup: GroupedSetup, drawn: Sequence[str], ends: Tensor) -> None:
-    """The counts of operands that were rounded at random move on."""
+    """Advance the noise counters of operands that were rounded stochastically."""
     if isinstance(setup.owner, GroupedProduct):
         for operand in drawn:
             noise.drawn(setup.owner.layer, operand, has_tokens(GroupOffsets(ends, 0)), setup.owner.first)

@@ -1,8 +1,8 @@
-"""Grouped products where the host does not know how many rows a group has: on a GPU, without waiting for it.
+"""Grouped products on a GPU, without copying the group sizes to the host.
 
-The rows of all groups are quantized at once, each group as if there were no other, and multiplied by one grouped GEMM.
-What no native GEMM takes or writes is decoded, and multiplied by torch's grouped GEMM in bf16 or by a kernel:
-`products`.
+Rows of all groups are quantized at once, with the bits of separate groups, and multiplied by one grouped GEMM. Operands
+that native GEMMs do not support are decoded and multiplied by torch's bf16 grouped GEMM or a Triton kernel: see
+`operands.GROUPED_MATMUL`.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ from quaver.torch.state.history import amax
 def forward(
     call: GroupedContext, x: Tensor | Quantized, high: Tensor | None, weight: Tensor, bias: Tensor | None, keeps: bool
 ) -> tuple[Tensor, WgradOperands | None]:
-    """As `host.forward`."""
+    """Compute y [T, N] and the wgrad operands; see `cpu.forward`."""
     recipe, offsets = call.recipe, call.offsets
     spec, c, plan = recipe.fprop.a, recipe.wgrad.b, recipe.plan
     values = x if isinstance(x, Tensor) else high
@@ -71,7 +71,7 @@ def forward(
 
 
 def recomputed(call: GroupedContext, x: Tensor | Quantized, high: Tensor | None) -> WgradOperands:
-    """As `host.recomputed`."""
+    """Return the wgrad operands of recomputed rows; see `cpu.recomputed`."""
     recipe, offsets = call.recipe, call.offsets
     a, c = recipe.fprop.a, recipe.wgrad.b
     values = x if isinstance(x, Tensor) else high
@@ -98,7 +98,7 @@ def backward(
     needs: Sequence[Any],
     like: GradientLike,
 ) -> tuple[Tensor | None, Any, Tensor | None]:
-    """As `host.backward`."""
+    """Return the needed gradients of rows, weight and bias; see `cpu.backward`."""
     need_input, need_weight, need_bias = needs
     recipe, plan, offsets = call.recipe, call.recipe.plan, call.offsets
     a, c = recipe.dgrad.a, recipe.wgrad.a
@@ -130,13 +130,13 @@ def backward(
 def _of_weight(
     call: GroupedContext, g: Any, kept: WgradOperands | None, like: GradientLike, *, dtype: torch.dtype
 ) -> Tensor:
-    """The gradients of the weights, as they lie."""
+    """Compute the weight gradients in the layout of the parameter."""
     assert kept is not None
     if isinstance(g, GroupedOperand):
         assert kept.laid is not None
         fast = call.recipe.wgrad.fast_accum
         if like.transposed:
-            # As the parameter lies, whose gradient it becomes.
+            # Swapped operands give the gradient in the transposed layout of the parameter.
             y = GROUPED_SUMS(kept.laid, g, dtype, fast)
         else:
             y = GROUPED_SUMS(g, kept.laid, dtype, fast)
@@ -155,7 +155,7 @@ def _of_weight(
 def _lay(
     call: GroupedContext, column: int, operand: str, x: Tensor, spec: QuantSpec, summed: bool = False
 ) -> GroupedOperand:
-    """An operand of each group; its amaxes join those of the column."""
+    """Quantize the operand of all groups, and record their amaxes in the column."""
     offsets, draw = call.offsets, call.noise(operand, spec)
     factors = None if call.factors is None else call.factors[:, column]
     if together(spec) and not summed and x.numel():
@@ -170,13 +170,13 @@ def _lay(
 
 
 def _note_weights(call: GroupedContext, b: WeightStack) -> None:
-    """The amaxes of weights that rows were multiplied by."""
+    """Record the amaxes of the weights of groups that have tokens."""
     if call.factors is not None and call.training and b.amax is not None:
         call.amaxes[amax.WEIGHT] = b.amax.where(has_tokens(call.offsets), 0.0)
 
 
 def _weights(call: GroupedContext, weight: Tensor, side: str, spec: QuantSpec | None) -> Any:
-    """All groups' matrices [N, K] for fprop, or their transposes for dgrad, in one operand."""
+    """Return the matrices [N, K] of all groups for fprop, or their transposes for dgrad, in one operand."""
     assert spec is not None
     return stack(call, weight, side, partial(_quantized, call, weight, side, spec))
 
@@ -186,7 +186,7 @@ def _quantized(call: GroupedContext, weight: Tensor, side: str, spec: QuantSpec)
     shared, transposed = side == "dgrad" and call.recipe.plan.weight, side == "dgrad"
     layer = owner.layer if isinstance(owner, GroupedProduct) else None
     if torch.is_inference_mode_enabled() and layer is not None and weight_cache.can_keep(layer, weight):
-        # What is kept serves other modes too.
+        # Cached tensors must not be inference tensors, because other modes read them too.
         with torch.inference_mode(False), torch.no_grad():
             return _quantized(call, weight, side, spec)
     if shared and "fprop" in call.kept and call.kept["fprop"].quantized is not None:
@@ -201,7 +201,7 @@ def _quantized(call: GroupedContext, weight: Tensor, side: str, spec: QuantSpec)
     w = w.transpose(1, 2) if transposed and not shared else w
     (n, k), whole = w.shape[1:], None
     if together(spec) and w.is_contiguous() and w.numel():
-        # No scale reaches over two rows.
+        # No scale spans two rows.
         return WeightStack((), ops.QUANTIZE(w.view(groups * n, k), spec))
     for group in range(groups):
         factor = None if call.factors is None else call.factors[group, amax.WEIGHT]
@@ -216,7 +216,7 @@ def _quantized(call: GroupedContext, weight: Tensor, side: str, spec: QuantSpec)
 
 
 def _in_rows(operands: Sequence[Quantized], device: torch.device) -> WeightStack:
-    """Operands of groups one below the other, each row with scales of its own."""
+    """Concatenate the operands of all groups by rows, each row with its own scales."""
     if not operands:
         return WeightStack((), None)
     spec, (rows, k) = operands[0].spec, operands[0].shape
@@ -231,13 +231,13 @@ def _in_rows(operands: Sequence[Quantized], device: torch.device) -> WeightStack
 
 
 def _lain(q: Quantized) -> Quantized:
-    """An operand that lies as its transpose, as it is read."""
+    """Copy an operand that is stored transposed to row-major codes and scales."""
     data, scale, factor, _ = parts(q)
     return Quantized(data, scale, q.spec, q.shape, False, factor if q.spec.two_level else None)
 
 
 def _of_rows(q: Quantized, rows: int) -> Tensor:
-    """Stored scales of each row, [rows, blocks of k]."""
+    """Return the stored scales of each row, [rows, blocks of k]."""
     scale = q.scale
     if not isinstance(scale, Tensor):
         return torch.full((rows, 1), scale, dtype=torch.float32, device=q.device)
@@ -248,7 +248,7 @@ def _of_rows(q: Quantized, rows: int) -> Tensor:
 
 
 def _turned(whole: Quantized, groups: int, spec: QuantSpec) -> WeightStack:
-    """All groups' matrices as their transposes, of blocks that are square."""
+    """Transpose the matrices of all groups; their scale blocks must be square."""
     rows, k = whole.shape[0] // max(groups, 1), whole.shape[1]
     side = spec.block[0]
     codes = whole.lying_codes().view(groups, rows, k).transpose(1, 2)
@@ -267,11 +267,11 @@ def _turned(whole: Quantized, groups: int, spec: QuantSpec) -> WeightStack:
     )
 
 
-# What is not quantized.
+# ---- unquantized weights ----
 
 
 def _of_dgrad(call: GroupedContext, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weights as dgrad multiplies them where it quantizes nothing: as they are, or what fprop consumed of them."""
+    """Return the weights for an unquantized dgrad, or fprop's operand dequantized if the recipe says so."""
     if not call.recipe.dequantized_backward:
         return _matrices(call, weight, dtype)
     whole = _weights(call, weight, "fprop", spec=call.recipe.fprop.b).whole
@@ -280,7 +280,7 @@ def _of_dgrad(call: GroupedContext, weight: Tensor, dtype: torch.dtype) -> Tenso
 
 
 def _matrices(call: GroupedContext, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weights [groups, N, K] in high precision."""
+    """Return the weights [groups, N, K] in high precision."""
     codes = call.codes
     if codes is None:
         return weight
@@ -288,6 +288,6 @@ def _matrices(call: GroupedContext, weight: Tensor, dtype: torch.dtype) -> Tenso
 
 
 def _sum_rows(g: Tensor, offsets: GroupOffsets, dtype: torch.dtype) -> Tensor:
-    """g [T, N] summed over each group's rows in float32: [groups, N]."""
+    """Sum g [T, N] over each group's rows in float32; returns [groups, N]."""
     total = torch.zeros((offsets.groups + 1, g.shape[1]), dtype=torch.float32, device=g.device)
     return total.index_add_(0, offsets.slots(1).group, g.float())[:-1].to(dtype)

@@ -1,6 +1,7 @@
-"""y[t] = x[t] @ weight[e].T + bias[e], rows group by group, every operand quantized as a recipe says.
+"""Grouped linear layer: y[t] = x[t] @ weight[e].T + bias[e] for rows sorted by group, quantized by a recipe.
 
-`quaver.torch.linear.grouped.function`, dressed as a layer: each expert keeps what a `Linear` in its place would.
+`grouped_matmul` is the function and `GroupedLinear` the layer; both run `quaver.torch.linear.grouped.function`. Each
+group has the state that a `Linear` in its place would have.
 """
 
 import math
@@ -28,16 +29,16 @@ from quaver.torch.state.context import active_context, recipe_in_force
 from quaver.torch.state.history import amax
 from quaver.torch.state.layer_state import LayerState
 
-# ---- matmul ----------------------------------------------------------------------------------------------
-# One GEMM an expert: rows of x that lie group by group, each group times a matrix of its own.
+# ---- grouped_matmul ----
+# One GEMM per group: rows of x are sorted by group, and each group is multiplied by its own matrix.
 #
-#     fprop   y[t]      = x[t] @ w[e].T + b[e]             token t belongs to expert e
+#     fprop   y[t]      = x[t] @ w[e].T + b[e]             token t belongs to group e
 #     dgrad   grad_x[t] = grad_y[t] @ w[e]
 #     wgrad   grad_w[e] = sum of grad_y[t] ⊗ x[t] over its tokens
 #
-# Every expert's tokens and weight are operands of their own, with the bits of a linear layer that sees nothing else.
+# The tokens and the weight of each group are quantized separately, with the bits of a linear layer of that group alone.
 
-#: An example.
+#: Example of `offsets` for error messages.
 OFFSETS = "group_sizes.cumsum(0, dtype=torch.int32)"
 NO_TRANSFORMS = (
     "grouped products, quantized or not, do not run under torch.func transforms such as vmap and grad, and have no "
@@ -57,27 +58,32 @@ def grouped_matmul(
     count: Tensor | int = 0,
     name: str = "grouped",
 ) -> Tensor:
-    """y[t] = x[t] @ weight[e].T + bias[e] for token t of group e, quantized as the recipe says; differentiable.
+    """Compute y[t] = x[t] @ weight[e].T + bias[e] for token t of group e, quantized by a recipe; differentiable.
 
     Args:
-        x: [T, K], the tokens of group 0 first, then those of group 1, and so on; or these quantized by the spec that
-            the recipe has for its input, whose codes are multiplied as they are. Codes have no gradient, and what the
-            weight's gradient consumes is then quantized from their values.
-        weight: [groups, N, K], of x's dtype, or under torch.autocast any; a view, such as a transpose, is not copied.
-        offsets: int32 [groups] on x's device, where each group ends: the running sum of the groups' sizes. A group may
-            be empty; tokens beyond the last end give zeros. A GPU trusts them, since looking means waiting.
+        x: [T, K], sorted by group; or the same quantized by the recipe's spec for its input, whose codes are multiplied
+            directly. Codes have no gradient, and the wgrad operand is then quantized from their values.
+        weight: [groups, N, K] in the dtype of x, or in any dtype under torch.autocast. Views, such as a transpose, are
+            not copied.
+        offsets: int32 [groups] on the device of x: the end of each group, that is the cumulative sum of group sizes.
+            Groups may be empty, and tokens after the last end give zeros. On a GPU the values are not checked, because
+            that would synchronize.
         bias: [groups, N].
-        recipe: a name or Recipe; None takes the ambient one, and none of that leaves the products unquantized.
-        seed, count, name: of stochastic rounding's noise, which differs by step where count does; group e draws from
-            the stream of a layer "NAME.e".
+        recipe: name or Recipe; None uses that of the surrounding `autocast`. Without any recipe the products are
+            unquantized.
+        seed, count, name: of the noise for stochastic rounding. Pass another count in each step. Group e uses the noise
+            stream of a layer called "NAME.e".
+
     Returns:
-        [T, N] in x's dtype; of codes in the weight's, or in torch.autocast's.
+        [T, N] in the dtype of x; if x is quantized, in the dtype of the weight or of torch.autocast.
+
     Raises:
-        ValueError: shapes, dtypes or offsets that do not fit; codes of another spec; delayed scaling, whose history no
-            function keeps: `GroupedLinear` does.
+        ValueError: shapes, dtypes or offsets do not fit; codes have another spec; or the recipe uses delayed scaling,
+            which needs the history of a `GroupedLinear`.
         NotImplementedError: under torch.func and forward mode.
-    Exact: codes and scales, those of each group alone. Bounded: outputs and gradients, relative RMS 1e-6 in float32 of
-    the same products in float64.
+
+    Codes and scales equal those of each group alone, bit for bit. Outputs and gradients in float32 have a relative RMS
+    error of at most 1e-6 against the same products in float64.
     """
     instance("grouped_matmul", "weight", weight, Tensor, "torch.randn(groups, n, k)")
     instance("grouped_matmul", "offsets", offsets, Tensor, OFFSETS)
@@ -87,8 +93,8 @@ def grouped_matmul(
     check(x, weight, offsets, bias, in_force)
     if in_force is not None and in_force.delayed is not None:
         raise ValueError(
-            f"recipe {in_force} scales by a history, which a function has no place for; use "
-            "quaver.torch.GroupedLinear, or 'tensorwise' or 'rowwise'"
+            f"recipe {in_force} uses delayed scaling, and a function has no scaling history; use "
+            "quaver.torch.GroupedLinear, or the recipe 'tensorwise' or 'rowwise'"
         )
     return multiply(NoiseSource(seed, name, count), x, weight, bias, offsets, in_force)
 
@@ -102,12 +108,13 @@ def multiply(
     recipe: Recipe | None,
     transposed: bool = False,
 ) -> Tensor:
-    """`grouped_matmul` of what has been checked, with what remembers its state.
+    """Run `grouped_matmul` for checked arguments, with the owner of its noise and scaling state.
 
     Args:
-        transposed: whether the weight is given as it lies, [groups, K, N].
+        transposed: True if the weight is stored as [groups, K, N].
+
     Raises:
-        ValueError: dtypes that do not fit.
+        ValueError: dtypes do not fit.
     """
     quantized = isinstance(x, Quantized)
     device = ops.autocast_device(weight)
@@ -130,10 +137,10 @@ def apply(
     dtype: torch.dtype,
     transposed: bool = False,
 ) -> Tensor:
-    """The products of rows that are made of some tensors, in a dtype.
+    """Run the grouped products for rows that `rows` computes from the tensors `taken`, in `dtype`.
 
     Args:
-        transposed: whether the weight is given as it lies, [groups, K, N].
+        transposed: True if the weight is stored as [groups, K, N].
     """
     if not is_tracing():
         refuse_transforms(*taken, weight, bias, sentence=NO_TRANSFORMS)
@@ -157,7 +164,7 @@ def apply(
 
 
 def _plain(owner: NoiseSource | GroupedProduct, weight: Tensor) -> torch.dtype:
-    """What a weight is in high precision."""
+    """Return the weight's dtype in high precision."""
     if weight.dtype not in stored_weight.CODES:
         return weight.dtype
     assert isinstance(owner, GroupedProduct)
@@ -166,7 +173,7 @@ def _plain(owner: NoiseSource | GroupedProduct, weight: Tensor) -> torch.dtype:
 
 
 def check(x: Tensor | Quantized, weight: Tensor, offsets: Tensor, bias: Tensor | None, recipe: Recipe | None) -> None:
-    """Refuse what does not fit, in a sentence. Raises: ValueError."""
+    """Raise ValueError if shapes, dtypes or devices do not fit."""
     _check_shapes(x, weight, offsets, bias)
     if offsets.dtype is not torch.int32:
         raise ValueError(f"offsets count tokens and are {offsets.dtype}; convert them to torch.int32")
@@ -197,7 +204,7 @@ def _check_shapes(x: Tensor | Quantized, weight: Tensor, offsets: Tensor, bias: 
 
 
 def check_codes(x: Quantized, recipe: Recipe | None) -> None:
-    """Refuse codes that fprop does not read. Raises: ValueError."""
+    """Raise ValueError if fprop cannot read these codes."""
     spec = None if recipe is None else recipe.fprop.a
     if spec is None:
         raise ValueError(
@@ -212,33 +219,34 @@ def check_codes(x: Quantized, recipe: Recipe | None) -> None:
         )
     if spec.block[0] not in (1, None):
         raise ValueError(
-            f"x is quantized as {spec}, whose blocks may have rows of several groups: give x.dequantize(), or take a "
+            f"x is quantized as {spec}, whose blocks may span rows of several groups: pass x.dequantize(), or use a "
             "recipe with blocks of one row"
         )
 
 
-# ---- layer -----------------------------------------------------------------------------------------------
+# ---- GroupedLinear ----
 
 Layout = Literal["nk", "kn"]
 
 
 class GroupedLinear(Quantizable):
-    """A `Linear` for each group of rows, such as the experts of a mixture, in one weight.
+    """One `Linear` per group of rows, such as the experts of a mixture, with all weights in one parameter.
 
     Args:
-        groups: how many.
-        in_features, out_features: K and N, of all groups.
-        bias: whether each group has one: a parameter [groups, N].
+        groups: number of groups.
+        in_features, out_features: K and N, the same for all groups.
+        bias: True for a parameter [groups, N].
         device, dtype: of the parameters.
-        recipe: a name or Recipe that this layer always uses; None takes the ambient one.
-        seed: of stochastic rounding.
-        layout: how the weight lies: "nk" is [groups, N, K], "kn" is [groups, K, N], of which products read a
-            transposed view.
-    Each group is quantized as the layer of its number in an nn.ModuleList in this one's place would be. Delayed scaling
-    adds buffers `history` [groups, length, 3] and `factor` [groups, 3], stochastic rounding `count` [groups, 3]; those
-    of a group without tokens stay. Initial values are those of as many nn.Linear, made one after the other.
-    Exact: all codes and scales. Bounded: outputs and gradients, relative RMS 1e-6 in float32 of the same products in
-    float64.
+        recipe: name or Recipe that this layer always uses; None uses that of the surrounding `autocast`.
+        seed: seed of stochastic rounding.
+        layout: layout of the weight: "nk" is [groups, N, K]; "kn" is [groups, K, N], read through a transposed view.
+
+    Each group is quantized like the layer with its index in an nn.ModuleList of Linear layers. Delayed scaling adds the
+    buffers `history` [groups, length, 3] and `factor` [groups, 3], stochastic rounding adds `count` [groups, 3]. Those
+    of a group without tokens do not change. Initial values equal those of as many nn.Linear constructed in order.
+
+    Codes and scales equal those of `quaver.reference` bit for bit. Outputs and gradients in float32 have a relative RMS
+    error of at most 1e-6 against the same products in float64.
     """
 
     weight: Tensor
@@ -286,7 +294,7 @@ class GroupedLinear(Quantizable):
         self._state.members = tuple(map(str, range(groups)))
 
     def reset_parameters(self) -> None:
-        """Fill each group's weight and bias as nn.Linear does, one group after the other."""
+        """Initialize weight and bias of each group as nn.Linear does, in the order of the groups."""
         if self.weight_spec is None:
             fill(self.matrices(self.weight), self.bias)
             return
@@ -295,15 +303,17 @@ class GroupedLinear(Quantizable):
         store_weight.fill(self, value)
 
     def matrices(self, weight: Tensor) -> Tensor:
-        """A weight as it lies as [groups, N, K], and back: a view."""
+        """View a weight in the layer's layout as [groups, N, K], and the other way round."""
         return weight if self.layout == "nk" else weight.transpose(1, 2)
 
     def set_weight(self, value: Tensor) -> None:
-        """Give the weight a new value, as it lies, in place; one in eight bits is quantized anew."""
+        """Overwrite the weight in place with a value in the layer's layout; a stored quantized weight is quantized
+        again.
+        """
         store_weight.write(self, value)
 
     def forget(self) -> None:
-        """Have no recipe of its own any more, and nothing of what that one has recorded."""
+        """Remove the layer's own recipe and the state that it has recorded."""
         for buffer in STATE:
             self._buffers.pop(buffer, None)
         for attribute in ("recipe", "qualified_name"):
@@ -311,20 +321,21 @@ class GroupedLinear(Quantizable):
         self._begin(self._state.serial, self.groups)
 
     def forward(self, x: Tensor | Quantized, offsets: Tensor) -> Tensor:
-        """[T, N] of rows x [T, K], those of group 0 first.
+        """Compute [T, N] from rows x [T, K] sorted by group.
 
         Args:
-            x: float32, bfloat16 or float16, of the weight's dtype or under torch.autocast; or quantized by the recipe's
-                spec of its input: codes go to the products as they are, and have no gradient. float64 runs unquantized,
-                with a warning.
-            offsets: int32 [groups] on x's device, where each group ends: the running sum of the groups' sizes.
+            x: float32, bfloat16 or float16, in the weight's dtype unless torch.autocast is active; or quantized by the
+                recipe's spec for its input. Codes are multiplied directly and have no gradient. float64 runs
+                unquantized, with a warning.
+            offsets: int32 [groups] on the device of x: the end of each group, that is the cumulative sum of group
+                sizes.
         """
         if not isinstance(x, Quantized):
             instance("GroupedLinear", "x", x, Tensor, "torch.randn(tokens, in_features)")
         return self._run(x, None, (), offsets)
 
     def project(self, rows: RowInputOp, taken: Sequence[Tensor | None], offsets: Tensor) -> Tensor:
-        """`forward` of rows that are made of some tensors within the same autograd function."""
+        """Run `forward` for rows that `rows` computes from the tensors `taken` inside the same autograd function."""
         return self._run(None, rows, taken, offsets)
 
     def _run(self, x: Any, rows: RowInputOp | None, taken: Sequence[Tensor | None], offsets: Tensor) -> Tensor:
@@ -370,7 +381,7 @@ class GroupedLinear(Quantizable):
         return name or f"GroupedLinear({self.groups}, {self.in_features} → {self.out_features})"
 
     def _check(self, x: Any, offsets: Tensor) -> None:
-        """Refuse what does not fit, in a sentence. Raises: ValueError, TypeError of what is no tensor."""
+        """Raise ValueError if shapes, dtypes or devices do not fit; TypeError if an argument is not a tensor."""
         instance("GroupedLinear", "offsets", offsets, Tensor, OFFSETS)
         if x is not None and (len(x.shape) != 2 or x.shape[1] != self.in_features):
             raise ValueError(
@@ -388,7 +399,7 @@ class GroupedLinear(Quantizable):
             raise ValueError(f"{self._named()} is on {device}, and got {where}offsets on {offsets.device}; move them")
 
     def _refuse_dtype(self, dtype: torch.dtype, recipe: Recipe | None) -> None:
-        """Refuse integers and codes, and warn of float64. Raises: ValueError."""
+        """Raise ValueError for integers and codes; warn once that float64 runs unquantized."""
         if dtype is not torch.float64 or self.weight_spec is not None:
             raise ValueError(
                 f"{self._named()} got a {dtype} input; rows are float32, bfloat16 or float16: convert them"
@@ -412,10 +423,10 @@ _warned: set[str] = set()
 
 @torch.no_grad()
 def fill(weight: Tensor, bias: Tensor | None) -> None:
-    """Initial values of [groups, N, K] and [groups, N], as one nn.Linear a group draws them."""
+    """Initialize weight [groups, N, K] and bias [groups, N] with the values of one nn.Linear per group."""
     bound = 1 / math.sqrt(weight.shape[2]) if weight.shape[2] else 0.0
     if hasattr(weight, "device_mesh"):
-        # In parts on ranks, none of which has a whole matrix.
+        # Sharded over ranks, so no rank has a whole matrix.
         for parameter in (weight, bias):
             if parameter is not None:
                 nn.init.uniform_(parameter, -bound, bound)

@@ -1,7 +1,7 @@
-"""One call of grouped products: what its forward decides, what it measures on the way, and where its weights are kept.
+"""State of one grouped product: its configuration, the amaxes it measures, and the cached operands of its weights.
 
-What a layer remembers from call to call is read before the products run and written after them, here: the products
-themselves (`host`, `device`) are functions of tensors, which a compiler may call as one operator.
+The state of a layer is read before the products run and written after them, all in this module. The products themselves
+(`cpu`, `gpu`) are functions of tensors, which torch.compile can call as one operator.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,12 +23,12 @@ from quaver.torch.operations.operation import Implementation, Operation
 from quaver.torch.state import counters, layer_state, noise, weight_cache
 from quaver.torch.state.history import amax, scaling_step
 
-# ---- call ------------------------------------------------------------------------------------------------
+# ---- context of a call ----
 
 
 @dataclass(frozen=True)
 class NoiseSource:
-    """Where a function, which remembers nothing, has its noise from: one count for all groups."""
+    """Source of noise for `grouped_matmul`, which has no state: one counter for all groups."""
 
     seed: int
     name: str
@@ -40,22 +40,22 @@ class NoiseSource:
 
 
 class GroupedProduct(NamedTuple):
-    """One of a layer's products: some of its members in a row."""
+    """One product of a layer: a range of consecutive groups of one parameter."""
 
     layer: nn.Module
-    #: Of its parameter.
+    #: Name of the parameter.
     name: str = "weight"
-    #: The first of these members.
+    #: Index of the first group.
     first: int = 0
 
 
 class GradientLike(NamedTuple):
-    """What the gradients of a weight and of a bias are like."""
+    """Shapes, dtypes and layout of the gradients of weight and bias."""
 
     #: (groups, N, K).
     shape: tuple[int, int, int]
     dtype: torch.dtype
-    #: Whether it is of a parameter that lies as [groups, K, N].
+    #: True if the parameter is stored as [groups, K, N].
     transposed: bool
     #: (groups, N).
     bias: tuple[int, int]
@@ -67,58 +67,57 @@ class GradientLike(NamedTuple):
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """Of the weight's gradient."""
+        """dtype of the weight's gradient."""
         return torch.float32 if self.dtype in stored_weight.CODES else self.dtype
 
     def new_weight(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """[groups, N, K], which lies as the weight does."""
+        """Return an uninitialized gradient [groups, N, K] in the layout of the weight."""
         groups, n, k = self.shape
         if self.transposed:
             return torch.empty((groups, k, n), dtype=dtype, device=device).transpose(1, 2)
         return torch.empty((groups, n, k), dtype=dtype, device=device)
 
     def as_it_lies(self, grad: Tensor) -> Tensor:
-        """A gradient [groups, N, K] as that of the parameter."""
+        """Convert a gradient [groups, N, K] to the layout of the parameter."""
         return grad.transpose(1, 2) if self.transposed else grad
 
 
 @dataclass(slots=True, eq=False)
 class GroupedContext:
-    """One call, as its forward decides it."""
+    """State that one grouped product carries from its forward to its backward."""
 
     recipe: Recipe
     offsets: GroupOffsets
-    #: Of the products and of the gradient of their input.
+    #: dtype of the products and of the gradient of their input.
     dtype: torch.dtype
-    #: Whether gradients are switched on.
+    #: True if gradients are enabled.
     training: bool
-    #: What remembers; None inside of an operator, which is given what others read there.
+    #: Owner of noise and state, or None inside an operator, which receives them as arguments.
     owner: NoiseSource | GroupedProduct | None
-    #: Encode factors of input, weight and grad_output of each group, as the forward saw them: a list of three numbers
-    #: each, or float32 [groups, 3]; None without delayed scaling.
+    #: Encode factors of input, weight and grad_output of each group in the forward: a list of three numbers per group,
+    #: or float32 [groups, 3]. None without delayed scaling.
     factors: Any = None
-    #: (operand) to the noise of its groups.
+    #: Returns the noise of all groups for the name of an operand.
     draw: Callable[[str], GroupedNoise] | None = None
-    #: The weights' operands by side, "fprop" and "dgrad": a `Stack` each.
+    #: Cached weight operands by side, "fprop" and "dgrad"; each entry holds a `WeightStack`.
     kept: dict[str, weight_cache.CachedWeight] = field(default_factory=dict)
-    #: What stands for the weights' factors in a key: their values, or of those on a device which writing of theirs the
-    #: forward saw.
+    #: Cache key for the weights' encode factors: their values on the host, or the version of the factors on a device.
     written: Any = None
-    #: By column of a history, the amaxes that the groups measured; 0 of those without tokens.
+    #: Measured amaxes of the groups, by history column; 0 for groups without tokens.
     amaxes: dict[int, Any] = field(default_factory=dict)
-    #: Operands that were rounded at random.
+    #: Operands that were rounded stochastically.
     drawn: list[str] = field(default_factory=list)
-    #: What a weight that exists only as codes has beside them.
+    #: Scales and layout of a weight that is stored as codes, else None.
     codes: stored_weight.StackCodes | None = None
-    #: What keeps a step of delayed scaling from being over until this call's backward has run.
+    #: Handle that keeps the delayed-scaling step open until the backward of this call has run.
     pending: Any = None
 
     def factor(self, group: int, column: int) -> Any:
-        """A group's encode factor, or None."""
+        """Return the encode factor of a group, or None without delayed scaling."""
         return None if self.factors is None else self.factors[group][column]
 
     def noise(self, operand: str, spec: QuantSpec) -> GroupedNoise | None:
-        """The noise of an operand's groups, if it is rounded at random."""
+        """Return the noise of an operand's groups, or None if the operand is rounded to nearest."""
         if spec.rounding == "nearest":
             return None
         assert self.draw is not None
@@ -126,7 +125,7 @@ class GroupedContext:
         return self.draw(operand)
 
     def note(self, operand: str, x: Tensor, q: Quantized) -> None:
-        """Count an operand of one group, or of several."""
+        """Report an operand of one or several groups to the counters, if there are any."""
         if (
             counters.active.counters is not None
             and isinstance(self.owner, GroupedProduct)
@@ -143,7 +142,7 @@ def begin(
     training: bool,
     weight: Tensor,
 ) -> GroupedContext:
-    """A call, which joins the step of delayed scaling that its thread is in."""
+    """Begin a call and join the current step of delayed scaling."""
     call = GroupedContext(recipe, offsets, dtype, training, owner)
     if weight.dtype in stored_weight.CODES:
         assert isinstance(owner, GroupedProduct)
@@ -173,7 +172,7 @@ def _drawn_by(layer: nn.Module, members: slice, operand: str) -> GroupedNoise:
 
 
 def settle(call: GroupedContext) -> None:
-    """Give a layer what its call has measured and drawn so far."""
+    """Write the amaxes and noise counters that a call has collected to its layer."""
     owner = call.owner
     if isinstance(owner, GroupedProduct):
         if call.training and call.factors is not None:
@@ -186,7 +185,7 @@ def settle(call: GroupedContext) -> None:
 
 
 def has_tokens(offsets: GroupOffsets) -> Tensor:
-    """Which groups have tokens, bool [groups]."""
+    """Return bool [groups], True for groups that have tokens."""
     ends = offsets.ends
     return torch.diff(ends, prepend=ends.new_zeros(1)) > 0
 
@@ -194,12 +193,13 @@ def has_tokens(offsets: GroupOffsets) -> Tensor:
 def stack(
     call: GroupedContext, weight: Tensor, side: str, full: Callable[[], WeightStack] | None = None
 ) -> WeightStack:
-    """The weights' operands for a side, which are kept as `quaver.torch.state.weight_cache` says; those of a function
-    last from its forward to its backward.
+    """Return the weight operands for a side, from `quaver.torch.state.weight_cache` if valid.
+
+    For `grouped_matmul`, which has no cache, they last from its forward to its backward.
 
     Args:
         side: "fprop" or "dgrad".
-        full: makes all of them where none are kept; without it each is for its reader to fill in.
+        full: computes all operands if none are cached; None lets the reader fill in each operand.
     """
     entry = call.kept.get(side)
     if entry is None or entry.quantized is None:
@@ -230,7 +230,7 @@ def _entry(
 
 
 def _written(call: GroupedContext, layer: nn.Module) -> Any:
-    """`Call.written`, read where it is first asked for."""
+    """Return `GroupedContext.written`, read at first use."""
     if call.factors is None:
         return 0.0
     if call.written is None:
@@ -243,61 +243,65 @@ def _written(call: GroupedContext, layer: nn.Module) -> Any:
 
 
 def of_weights(needed: Any, gives: Callable[..., Tensor]) -> Any:
-    """A gradient, what gives it later, or None."""
+    """Return the gradient, a function that computes it if it is needed `LATER`, or None."""
     return gives if needed is LATER else gives() if needed else None
 
 
 def of_biases(sums: Tensor | None, *, dtype: torch.dtype) -> Tensor:
-    """The gradients of the biases, in a dtype."""
+    """Return the gradients of the biases in a dtype."""
     assert sums is not None
     return sums.to(dtype)
 
 
-# ---- rows ------------------------------------------------------------------------------------------------
-# Where the rows of a grouped product come from: given, as numbers or as codes, or made within its autograd function.
-#
-# What makes them may quantize tokens before it moves them: rows then arrive as codes, of which no copy in high
-# precision exists, and go to fprop as they are. The gradient that it takes back is of the rows in high precision, as
-# if none of them had been quantized.
+# ---- rows of a grouped product ----
+# Rows are passed by the caller as values or codes, or computed inside the autograd function. A `RowInputOp` can
+# quantize tokens before it moves them; rows then arrive as codes without a high-precision copy and go to fprop
+# directly. Its backward receives the gradient of the high-precision rows, as if nothing had been quantized.
 
 
 class RowInputOp(Protocol):
-    """How rows are made, outside of autograd; one object may serve many calls, and equal ones are one to a compiler.
+    """Interface of an operation that computes rows outside of autograd.
 
-    Its methods are called with as many tensors as it takes, None among them.
+    One object may serve many calls, and torch.compile treats equal objects as one. Methods take as many tensors as the
+    operation has inputs; some may be None.
     """
 
     @property
     def recomputes_input(self) -> bool:
-        """True if backward makes the rows again, so that nothing of them is kept but what `forward` saves."""
+        """True if backward recomputes the rows, so that only the tensors saved by `forward` remain."""
 
     def forward(self, *x: Tensor | None, spec: QuantSpec | None) -> tuple[Tensor | Quantized, Sequence[Any]]:
-        """The rows [T, K], those of group 0 first, and what the other methods need of them: tensors, operands or None.
+        """Compute the rows [T, K] sorted by group, and the values that the other methods need.
 
         Args:
-            spec: fprop's of its input; None where that is not quantized.
+            spec: spec of fprop's input; None if it is not quantized.
+
         Returns:
-            Rows quantized by this spec, or in high precision, which are then quantized group by group.
+            Rows quantized by this spec, or in high precision, which are then quantized per group; and saved tensors,
+            operands or None.
         """
 
     def recompute_input(self, saved: Sequence[Any], spec: QuantSpec | None) -> Tensor | Quantized:
-        """The rows once more, bit for bit."""
+        """Recompute the rows bit for bit."""
 
     def high(self, saved: Sequence[Any]) -> Tensor | None:
-        """Of rows that are codes the same in high precision, from which wgrad's operand is quantized where it is
-        another one than fprop's; None quantizes the values of the codes once more."""
+        """Return the high-precision values of rows that are codes, or None if there are none.
+
+        wgrad's operand is quantized from them if it differs from fprop's; without them the values of the codes are
+        used.
+        """
 
     def backward(self, g: Tensor, saved: Sequence[Any], needs: Sequence[Any]) -> tuple[Tensor | None, ...]:
-        """The gradients of what it took, of the gradient g [T, K] of the rows in high precision.
+        """Return the gradients of the inputs from the gradient g [T, K] of the high-precision rows.
 
         Args:
-            needs: whether each is needed.
+            needs: one flag per input.
         """
 
 
 @dataclass(frozen=True)
 class IdentityRows:
-    """Rows in high precision that are there already."""
+    """Rows passed by the caller in high precision."""
 
     recomputes_input: bool = False
 
@@ -321,7 +325,7 @@ GIVEN = IdentityRows()
 
 @dataclass(frozen=True)
 class PrequantizedRows:
-    """Rows that are given as codes, with the tensors of which they are put together; they have no gradient."""
+    """Rows passed by the caller as codes, with the layout to rebuild the operand; they have no gradient."""
 
     layout: tuple[Any, ...]
     recomputes_input: bool = False
@@ -345,8 +349,7 @@ class PrequantizedRows:
         return (None,) * len(needs)
 
 
-# ---- products --------------------------------------------------------------------------------------------
-# The products of groups on a GPU, each with its implementations in order of preference.
+# ---- grouped products on a GPU ----
 
 _GEMMS, _VALUES, _HIGH = (f"{ops.GPU}.grouped_mm" for _ in range(3))
 
@@ -363,7 +366,7 @@ def _no_kernels(a: GroupedOperand, *_: Any) -> str:
     return ops.no_kernels(a.data)
 
 
-#: Tokens of all groups by each group's matrix: (tokens, matrices, offsets, n, dtype, bias, fast_accum) to [T, n].
+#: Tokens of each group times its matrix: (tokens, matrices, offsets, n, dtype, bias, fast_accum) -> [T, n].
 GROUPED_MATMUL: Operation[Tensor] = Operation(
     "grouped_matmul",
     [
@@ -374,7 +377,8 @@ GROUPED_MATMUL: Operation[Tensor] = Operation(
     ],
     parts=ops.MATMUL,
 )
-#: Transposes by transposes, summed over each group's slots: (one, other, dtype, fast_accum) to [groups, n, k].
+#: Transposed operands multiplied per group and summed over its tokens: (one, other, dtype, fast_accum) -> [groups, n,
+#: k].
 GROUPED_SUMS: Operation[Tensor] = Operation(
     "grouped_sums",
     [
@@ -391,7 +395,7 @@ def _no_kernels_high(x: Tensor, *_: Any) -> str:
     return ops.no_kernels(x)
 
 
-#: The same of what is not quantized: (x [T, k], w [groups, n, k], offsets, dtype, bias) to [T, n].
+#: Unquantized `GROUPED_MATMUL`: (x [T, k], w [groups, n, k], offsets, dtype, bias) -> [T, n].
 HIGH_MATMUL: Operation[Tensor] = Operation(
     "grouped_high",
     [
@@ -400,7 +404,7 @@ HIGH_MATMUL: Operation[Tensor] = Operation(
         Implementation("group by group", f"{_HIGH}:high_group_by_group"),
     ],
 )
-#: (a [T, n], b [T, k], offsets, dtype) to [groups, n, k], summed over each group's rows.
+#: Unquantized `GROUPED_SUMS`: (a [T, n], b [T, k], offsets, dtype) -> [groups, n, k], summed over each group's rows.
 HIGH_SUMS: Operation[Tensor] = Operation(
     "grouped_high_sums",
     [

@@ -1,1 +1,1 @@
-"""Delayed scaling's window of amaxes: recorded, and rolled when a step ends; no other recipe's state."""
+"""Delayed scaling: histories of amaxes, recorded during a step and rolled at its end."""

@@ -1,10 +1,10 @@
-"""Delayed scaling's state in a layer: a window of amaxes and the factors that follow from it, as plain buffers.
+"""Scaling history of a layer as plain buffers: a window of amaxes, and the encode factors computed from it.
 
-`history` [length, 3] and `factor` [3] have a column each for input, weight and grad_output. Row 0 is what the present
-step has recorded so far; a factor of 0 is unset, and the tensor's own amax is used. A layer with members, such as
-experts, has [members, length, 3] and [members, 3]: a window for each. On a CPU in eager mode the numbers
-are read and written as Python floats; on a GPU one launch rolls a whole model (`quaver.torch.state.history.roll_gpu`);
-elsewhere, and inside compiled code, everything is tensor arithmetic without a synchronization.
+`history` [length, 3] and `factor` [3] have one column each for input, weight and grad_output. Row 0 has the amaxes of
+the present step. A factor of 0 is unset, and the tensor's own amax is used instead. A layer with members, such as
+experts, has [members, length, 3] and [members, 3]. On a CPU in eager mode the numbers are read and written as Python
+floats; on a GPU one launch rolls a whole model (`quaver.torch.state.history.roll_gpu`); elsewhere, and in compiled
+code, all is tensor arithmetic without synchronization.
 """
 
 import itertools
@@ -26,18 +26,18 @@ from quaver.torch.state.layer_state import device_of, state_of
 
 INPUT, WEIGHT, GRAD_OUTPUT = 0, 1, 2
 
-#: Every quantizable layer, by number, and the numbers of the layers.
+#: Every quantizable layer by number, and the numbers by layer.
 _layers: dict[int, "weakref.ref[nn.Module]"] = {}
 _numbers: "weakref.WeakKeyDictionary[nn.Module, int]" = weakref.WeakKeyDictionary()
 _serials = itertools.count()
-#: Filled once any layer has a history: until then no step looks for one.
+#: Nonempty once any layer has a history; until then steps skip the search.
 _histories: dict[str, bool] = {}
 
 
 class _BufferViews:
-    """A layer's buffers as numpy arrays of the same memory, and the address by which a change of memory is seen.
+    """A layer's buffers as numpy views, and the address that detects a change of memory.
 
-    Reading and writing a few floats through numpy takes a fifth of the time it takes through torch.
+    Access to a few floats through numpy takes a fifth of the time of torch.
     """
 
     __slots__ = (
@@ -57,43 +57,42 @@ class _BufferViews:
         self.history = history
         self.factor = factor
         self.address = history.data_ptr()
-        # By numpy from the first step on: views of torch's would be operations that a selective checkpoint sees in the
-        # forward that makes them, and misses in its recomputation.
+        # Always numpy: torch views would be operations that a selective checkpoint sees in the first forward only.
         columns = history.numpy().swapaxes(-1, -2)
-        self.columns = columns.reshape(-1, columns.shape[-1])  # [3 of each member, length], contiguous
+        self.columns = columns.reshape(-1, columns.shape[-1])  # [3 per member, length], contiguous
         self.flat = self.columns.reshape(-1) if self.columns.flags.c_contiguous else None
         self.newest = self.columns[:, 0]
-        #: As `columns`, one number each.
+        #: Factors in the order of `columns`.
         self.factors = factor.numpy().reshape(-1)
-        #: True if eager code noted something since the last roll; compiled code and loading raise the version.
+        #: True if eager code recorded an amax since the last roll; compiled code and loading raise the version instead.
         self.recorded = False
         self.version = -1
-        #: The largest value of each column but for row 0: searching a window takes longer than all the rest of a roll.
+        #: Maximum of each column without row 0, because searching a window would dominate the time of a roll.
         self.amax_values: list[float] | None = None
 
 
 def prepare(layer: nn.Module, recipe: Recipe) -> None:
-    """Give a layer the buffers that a delayed recipe needs, unless it has them."""
+    """Create the buffers that a delayed recipe needs, unless they exist."""
     assert recipe.delayed is not None
     state, length = state_of(layer), recipe.delayed.length
     history, factor = layer._buffers.get("history"), layer._buffers.get("factor")
     if history is None or factor is None or history.shape[-2] != length:
         if history is not None and not is_tracing():
             warnings.warn(
-                f"a layer's history of {history.shape[-2]} steps makes room for one of {length}, which starts fresh",
+                f"a layer's history of {history.shape[-2]} steps is replaced by an empty one of {length} steps",
                 stacklevel=4,
             )
         where, each = device_of(layer), (len(state.members),) if state.members else ()
-        # Stored column by column, so that a window is contiguous.
+        # Stored column-major, so that a window is contiguous.
         layer.register_buffer("history", torch.zeros((*each, 3, length), dtype=torch.float32, device=where).mT)
         layer.register_buffer("factor", torch.zeros((*each, 3), dtype=torch.float32, device=where))
     elif state.delayed is not None and state.delayed is not recipe:
-        # Factors for other formats or another margin: the next roll finds new ones.
+        # The factors belong to other formats or another margin; the next roll computes new ones.
         factor.zero_()
     register(layer)
     state.delayed = recipe
     if is_tracing() or layer_state.recomputing():
-        # No step has it: a compiler does not come by where layers join one, nor does a copy in a reentrant checkpoint.
+        # These forwards join no step: compiled code does not run `join`, nor does a copy in a reentrant checkpoint.
         state.copied, state.recorded_apart = False, True
 
 
@@ -113,7 +112,7 @@ def register(layer: nn.Module) -> None:
 
 
 def number_of(layer: nn.Module) -> int:
-    """The number of a layer that `register` has seen, which no other layer of this process has had or gets."""
+    """Return the number of a registered layer, unique in this process forever."""
     return _numbers[layer]
 
 
@@ -122,25 +121,24 @@ def _forget(number: int, known: dict[int, Any], _: object) -> None:
 
 
 def newest_row(history: Tensor) -> Tensor:
-    """What the present step has recorded so far: [3], or [members, 3]; a view."""
+    """Return a view of the amaxes of the present step: [3] or [members, 3]."""
     return history.select(-2, 0)
 
 
 def layers() -> list[nn.Module]:
-    """Every layer alive that has a history and its factors, in order of construction."""
+    """Return all live layers with history and factors, in order of construction."""
     if not _histories:
         return []
     alive = [ref() for ref in list(_layers.values())]
-    # In another thread a layer may be between its two buffers.
+    # Another thread may be between creating the two buffers.
     buffers = [(layer, layer._buffers) for layer in alive if layer is not None]
     return [layer for layer, own in buffers if own.get("history") is not None and own.get("factor") is not None]
 
 
 def saved_factors(layer: nn.Module) -> Any:
-    """The factors as a forward sees them, for its backward, a tensor or a list: later rolls do not change them.
+    """Return the factors that a forward and its backward use, as a tensor or list that later rolls do not change.
 
-    Unset without a history and on meta.
-    A forward that is run again sees what it saw first.
+    Zeros (unset) without a history and on meta. A recomputed forward gets the factors of the first run.
     """
     factor = layer._buffers.get("factor")
     if factor is None or factor.is_meta:
@@ -167,18 +165,20 @@ def _on_device(layer: nn.Module, factor: Tensor) -> Tensor:
     copied: Tensor | None = None if stacked is None else stacked[0].snapshot(stacked[1], factor)
     if copied is None:
         return factor.clone()
-    # Wherever these factors go, whether they are set goes with them.
+    # Flags travel with the tensor of factors.
     copied.known_set = stacked[0].is_set(stacked[1], factor)  # type: ignore[attr-defined]
     return copied
 
 
 def is_set(column: int, factors: Tensor | list[float]) -> bool:
-    """True if a factor is known not to be 0, without a synchronization: one pass over the tensor is then enough.
+    """Return True if a factor is known to be nonzero without synchronization, so that one pass over the tensor
+    suffices.
 
-    A GPU says so a step or two late, and anew after loading or another recipe; a write through `.data` goes unseen.
+    On a GPU that is known a step or two later, and again after loading or a change of recipe. Writes through `.data`
+    are not noticed.
 
     Args:
-        factors: what `saved_factors` gave.
+        factors: result of `saved_factors`.
     """
     if isinstance(factors, list):
         return factors[column] != 0.0
@@ -187,9 +187,9 @@ def is_set(column: int, factors: Tensor | list[float]) -> bool:
 
 
 def newest(layer: nn.Module, column: int, x: Tensor) -> Tensor | None:
-    """The place where the kernel that casts x may note its amax: a view of one element, history[0, column].
+    """Return the view of history[0, column] to which the kernel that casts x may write its amax.
 
-    None where that is left to `record`: in compiled code, in a forward that runs again, off a GPU.
+    None if `record` must do it: in compiled code, in recomputation, or off a GPU.
     """
     history = layer._buffers["history"]
     assert history is not None
@@ -199,7 +199,7 @@ def newest(layer: nn.Module, column: int, x: Tensor) -> Tensor | None:
         return None
     state = state_of(layer)
     cached = state.newest
-    # A view costs the host as much as a launch.
+    # Cached, because creating a view costs the host as much as a launch.
     if cached is None or cached[0] is not history or cached[1] != history.data_ptr():
         row = history.detach()[0]
         cached = state.newest = history, history.data_ptr(), [row[i : i + 1] for i in range(3)]
@@ -208,10 +208,10 @@ def newest(layer: nn.Module, column: int, x: Tensor) -> Tensor | None:
 
 
 def record(layer: nn.Module, column: int, amax: Tensor | float | None, recorded_amax: bool = False) -> None:
-    """Note an amax in row 0; infinities and NaN are not noted, lest one overflow freeze the scale.
+    """Raise row 0 to an amax; infinities and NaN are ignored, so that one overflow does not freeze the scale.
 
     Args:
-        recorded_amax: True if the kernel that measured it has noted it, in the view that `newest` gave.
+        recorded_amax: True if the kernel has already written it to the view from `newest`.
     """
     if layer_state.replaying():
         return
@@ -241,11 +241,11 @@ def record(layer: nn.Module, column: int, amax: Tensor | float | None, recorded_
 
 
 def record_each(layer: nn.Module, column: int, amaxes: Tensor | Sequence[float], first: int = 0) -> None:
-    """`record` for members in a row, of which one that has seen nothing says 0.
+    """Call `record` for consecutive members; pass 0 for members without tokens.
 
     Args:
-        amaxes: of each, float32 [members] or numbers.
-        first: the first of these members.
+        amaxes: float32 [members], or numbers.
+        first: first member.
     """
     if layer_state.replaying():
         return
@@ -265,11 +265,12 @@ def record_each(layer: nn.Module, column: int, amaxes: Tensor | Sequence[float],
 
 
 def record_gradient(number: Tensor, amax: Tensor, first: int = 0) -> None:
-    """`record` for a compiled backward, which may not write to a buffer that its forward has written to: it hands over
-    the layer's number, and the write happens where the compiler does not look.
+    """Record a gradient's amax from a compiled backward, opaque to the compiler.
+
+    A compiled backward may not write to a buffer that its forward has written, so it passes the layer's number.
 
     Args:
-        first: of several members, the first whose amaxes these are.
+        first: first member, if the layer has members.
     """
     ref = _layers.get(int(number))
     layer = None if ref is None else ref()
@@ -278,7 +279,7 @@ def record_gradient(number: Tensor, amax: Tensor, first: int = 0) -> None:
         state = state_of(layer)
         state.step, state.recorded_apart = None, True
         if state.family is not None:
-            # Frozen layers that were compiled with it have no backward to come by here.
+            # Frozen layers compiled with it have no backward that could set this.
             state.family.recorded_apart = True
         if state.members:
             record_each(layer, GRAD_OUTPUT, amax, first)
@@ -287,7 +288,7 @@ def record_gradient(number: Tensor, amax: Tensor, first: int = 0) -> None:
 
 
 def views(layer: nn.Module) -> _BufferViews:
-    """The layer's buffers and their views, made again when the layer has other buffers."""
+    """Return the numpy views of the layer's buffers, recreated if the buffers have changed."""
     buffers = layer._buffers
     history, factor = buffers["history"], buffers["factor"]
     assert history is not None and factor is not None
@@ -300,15 +301,15 @@ def views(layer: nn.Module) -> _BufferViews:
         or (cached.address != history.data_ptr())
     ):
         if history.dim() > 2 and not history.mT.is_contiguous():
-            # As load_state_dict(assign=True) brings it: columns of several members are one matrix only as they were
-            # made.
+            # After load_state_dict(assign=True): the columns of all members form one matrix only in the original
+            # layout.
             history = buffers["history"] = history.mT.contiguous().mT
         cached = state.views = _BufferViews(history, factor)
     return cached
 
 
 def _launched(history: Tensor) -> bool:
-    """True if a kernel rolls and notes in a history: on a GPU, or under `only("triton")` on a CPU."""
+    """Return True if kernels roll and record in a history: on a GPU, or under `only("triton")` on a CPU."""
     if history.is_cpu and "triton" not in device.asked:
         return False
     return not history.is_meta and not device.why_no_kernels(history.device)

@@ -1,7 +1,7 @@
-"""The end of a step of delayed scaling: what was recorded joins each window, and the factors follow.
+"""End of a step of delayed scaling: roll the recorded amaxes into each history and compute new factors.
 
-On a CPU in eager mode as Python floats, on a GPU by one launch for a whole model (`on_gpu`), elsewhere as tensor
-arithmetic. Exact: `quaver.reference.operations.roll` column by column.
+Runs as Python floats on a CPU in eager mode, as one launch per model on a GPU (`roll_gpu`), and as tensor arithmetic
+elsewhere. Each column equals `quaver.reference.operations.roll`.
 """
 
 import math
@@ -24,10 +24,12 @@ from quaver.torch.state.layer_state import state_of
 
 
 class _TrafficWatchers:
-    """Who counts what ranks tell one another; see `quaver.torch.parallel.comm`, which is above."""
+    """Hook that counts communication between ranks; set by `quaver.torch.parallel.comm`, which this module must not
+    import.
+    """
 
     def __init__(self) -> None:
-        #: Of maxima and their group, what is entered around their agreement.
+        #: (maxima, group) -> context manager around their all-reduce.
         self.by: Callable[[Tensor, Any], AbstractContextManager[Any]] = lambda maxima, group: nullcontext()
 
 
@@ -35,50 +37,50 @@ watched = _TrafficWatchers()
 
 
 def roll_all(group: Any = None, recipe: Recipe | None = None) -> None:
-    """End a step for every layer with a history, whatever model and thread it belongs to."""
+    """End a step for every layer with a history, in any model and thread."""
     everything = amax.layers()
     if has_ranks(group):
-        # A copy that only one rank holds, an average of weights for instance, must not wait for the others.
+        # A copy that exists on one rank only, such as a weight average, must not wait for the others.
         reduce([layer for layer in everything if not state_of(layer).copied], group)
     roll(everything, recipe)
 
 
 def has_ranks(group: Any) -> bool:
-    """Whether a process group, the default one if there is any, has more than one rank."""
+    """Return True if a process group (None: the default group) has several ranks."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
 def active_wrapper() -> Any:
-    """The DistributedDataParallel whose forward runs; None outside of one. Private to torch."""
+    """Return the DistributedDataParallel whose forward runs, or None; private to torch."""
     return getattr(DistributedDataParallel, "_active_ddp_module", None)
 
 
 def refuse_join() -> None:
-    """Refuse a forward within DistributedDataParallel's `join()`.
+    """Raise inside DistributedDataParallel's `join()`.
 
     Raises:
-        ValueError: with what to do. A rank whose data has ended stands in for gradients alone, and reduces no maxima.
+        ValueError: a rank that has run out of data contributes gradients, but reduces no amaxes.
     """
-    # Without it such a rank and the others meet in collectives of different sizes.
+    # Otherwise such a rank and the others would call collectives of different sizes.
     wrapper = active_wrapper()
     config = getattr(wrapper, "_join_config", None)
     if config is not None and config.enable:
         raise ValueError(
-            "delayed scaling reduces maxima over all ranks in each step, and within DistributedDataParallel.join() a "
-            "rank without data does not: give all ranks as many batches, or take a recipe without histories, such as "
-            "'tensorwise'"
+            "delayed scaling reduces amaxes over all ranks in each step, but within DistributedDataParallel.join() a "
+            "rank without data does not take part: give all ranks the same number of batches, or use a recipe without "
+            "histories, such as 'tensorwise'"
         )
 
 
 def reduce(layers: Iterable[nn.Module], group: Any = None) -> None:
-    """Row 0 of each history becomes the maximum over a process group, the default one if there is any."""
+    """All-reduce row 0 of each history by maximum over a process group (None: the default group)."""
     if has_ranks(group):
-        # One that is on meta yet has nothing to say.
+        # Layers on meta have no amaxes.
         _reduce([layer for layer in layers if not layer.history.is_meta], group)
 
 
 def reduce_agreed(agreed: AgreedLayers, layers: Iterable[nn.Module]) -> None:
-    """`reduce` the layers that a group's ranks agreed on, of which this rank has some no longer."""
+    """Run `reduce` for the layers that a group agreed on, with zeros for those that this rank has freed."""
     if agreed.device is None or agreed.group is ALONE:
         return
     rows: Any = {amax.number_of(layer): _newest(layer) for layer in layers}
@@ -88,17 +90,18 @@ def reduce_agreed(agreed: AgreedLayers, layers: Iterable[nn.Module]) -> None:
 
 
 def own(group: Any) -> Any:
-    """A process group as it is compared by identity: None for the default one."""
+    """Return a process group for comparison by identity: None for the default group."""
     return None if group is None or (dist.is_available() and group is dist.group.WORLD) else group
 
 
 def roll(layers: Iterable[nn.Module], recipe: Recipe | None = None) -> None:
-    """What the step recorded joins each window, and the factors follow; a column that recorded nothing stays.
+    """Roll the histories of layers and compute new factors; columns without a recorded amax are unchanged.
+
+    Each column equals `quaver.reference.operations.roll`.
 
     Args:
-        layers: with a history; `reduce` comes first where there are several ranks.
-        recipe: of layers that were given a history by a checkpoint and have not run under any yet.
-    Exact: `quaver.reference.operations.roll` column by column.
+        layers: layers with a history; call `reduce` first if there are several ranks.
+        recipe: recipe for layers that got a history from a checkpoint and have not run yet.
     """
     together: dict[Any, list[nn.Module]] = {}
     for layer in layers:
@@ -129,7 +132,7 @@ def _roll_together(layers: list[nn.Module], rule: Recipe) -> None:
     assert rule.delayed is not None
     first: Any = layers[0]._buffers
     for layer in layers:
-        # What is remembered of its buffers on a CPU is true no longer.
+        # The cached numpy values of its buffers become invalid.
         state_of(layer).views = None
     if kernels.reason(first["history"], first["factor"]) or not kernels.roll(layers, rule.delayed, rule.history_specs):
         for layer in layers:
@@ -162,7 +165,7 @@ def _copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
         target.copy_(source)
 
 
-#: Many small copies in few launches.
+#: Copies many small tensors in few launches.
 _copy: Any = getattr(torch, "_foreach_copy_", _copy_each)
 
 
@@ -179,8 +182,8 @@ def _roll_floats(seen: amax._BufferViews, recipe: Recipe) -> None:
         seen.amax_values = columns[:, 1:].max(1, initial=0.0).tolist()
     oldest = columns[:, 1 % columns.shape[1]].tolist()
     if all(newest) and seen.flat is not None:
-        # Every value moves one place down; what leaves a column at its front enters the one before it at its end,
-        # where the newest belongs.
+        # Move every value down by one. The front value of a column then lands at the end of the previous column, where
+        # the newest value overwrites it.
         seen.flat[:-1] = seen.flat[1:]
         columns[:, -1] = newest
         seen.newest[:] = 0.0

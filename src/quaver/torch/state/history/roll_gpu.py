@@ -1,8 +1,8 @@
-"""Delayed scaling's state on a GPU: the histories of a model rolled by one launch, what a step saw noted by another.
+"""Scaling histories on a GPU: one launch rolls all histories of a model, another records an amax.
 
-Histories and factors stay ordinary buffers of their layers, so that moving, copying, loading and pickling a layer need
-no care: a table of their addresses on the device is made once and again when a buffer is another. (One allocation that
-all buffers are views of would be torn apart by each of those, by `to_empty` and by load_state_dict(assign=True).)
+Histories and factors remain ordinary buffers, so that moving, copying, loading and pickling layers need no special
+care. The launch reads a table of their addresses, which is rebuilt when a buffer changes. (One shared allocation would
+be split up by each of those operations, by `to_empty` and by load_state_dict(assign=True).)
 """
 
 import itertools
@@ -22,19 +22,19 @@ from quaver.torch.backends.gpu.launch import power_above
 from quaver.torch.backends.gpu.launch_plan import LaunchPlan, LaunchPlanCache, LaunchSpec
 from quaver.torch.state.layer_state import state_of
 
-#: The longest history that one program reads at once.
+#: Longest history that one program reads.
 LONGEST = 16384
-#: 2**-margin beyond these bounds saturates any factor.
+#: Bound of margins; 2**-margin beyond it saturates any factor.
 MARGIN = 600
 WARPS = 4
 
-#: By layer, the stacks whose tables a captured graph reads at every replay: they stay while one of their layers lives.
-#: A graph that outlives its layers reads parameters that are gone.
+#: Stacks whose tables captured graphs read at every replay, by layer; they live as long as one of their layers. A graph
+#: that outlives its layers reads freed parameters anyway.
 _captured: "weakref.WeakKeyDictionary[nn.Module, set[LayerStack]]" = weakref.WeakKeyDictionary()
 
 
 def reason(history: Tensor, factor: Tensor) -> str:
-    """Why no kernel rolls this history, or ""; the device has been asked before."""
+    """Return why no kernel rolls this history, or ""; the caller has checked the device."""
     if history.dtype is not torch.float32 or factor.dtype is not torch.float32 or not factor.is_contiguous():
         return "history and factor are not float32 as they were made"
     if history.shape[-2] > LONGEST:
@@ -43,7 +43,7 @@ def reason(history: Tensor, factor: Tensor) -> str:
 
 
 class LayerStack:
-    """The layers that one launch rolls: one rule, one device, histories that lie alike."""
+    """Layers rolled by one launch: same recipe, device, history length and layout."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self.histories = [layer._buffers["history"] for layer in layers]
@@ -52,22 +52,22 @@ class LayerStack:
         self.device = self.histories[0].device  # type: ignore[union-attr]
         flat = torch.tensor(self.addresses, dtype=torch.int64, device="cpu").view(-1, 2)
         self.table = flat.to(self.device)
-        #: All factors after the last roll [layers and members, 3], and the versions that the buffers had then.
+        #: Factors after the last roll [layers and members, 3], and the buffer versions at that time.
         self.rolled: Tensor | None = None
         self.versions: list[int] = []
-        #: Whether that roll was captured into a graph, or that was rehearsed.
+        #: True if that roll was captured into a graph, or rehearsed.
         self.captured = False
-        #: Which factors are known not to be 0, and a copy under way that will tell.
+        #: Flags of factors known to be nonzero, and a pending copy to the host that updates them.
         self.known: list[list[bool]] | None = None
         self._host: Tensor | None = None
         self._arrived: Any = None
-        #: Of each layer its row of the table, the first one of its members.
+        #: First row of each layer in the table; a layer has one row per member.
         self.rows = [0, *itertools.accumulate(max(1, len(state_of(layer).members)) for layer in layers)]
         for index, layer in enumerate(layers):
             state_of(layer).stacked = self, index
 
     def fits(self, layers: Sequence[nn.Module]) -> bool:
-        """True if these are still its layers, with the buffers whose addresses the table has."""
+        """Return True if layers and buffer addresses are unchanged."""
         if len(layers) != len(self.histories):
             return False
         for i, layer in enumerate(layers):
@@ -79,14 +79,16 @@ class LayerStack:
         return _addresses(self.histories, self.factors) == self.addresses
 
     def snapshot(self, index: int, factor: Tensor) -> Tensor | None:
-        """A layer's factors as the last roll left them, which later rolls do not change; None if they are others."""
+        """Return a layer's factors after the last roll, which later rolls do not overwrite; None if they have changed
+        since.
+        """
         if self.rolled is None or not self._holds(index, factor) or self.captured != capture.as_captured(self.device):
             return None
         first, end = self.rows[index : index + 2]
         return self.rolled[first:end] if factor.dim() > 1 else self.rolled[first]
 
     def is_set(self, index: int, factor: Tensor) -> list[bool]:
-        """Which of a layer's factors are known not to be 0: neither a guess nor a synchronization."""
+        """Return which of a layer's factors are known to be nonzero, without synchronization."""
         known = self.known is not None and factor.dim() == 1 and self._holds(index, factor)
         return self.known[self.rows[index]] if known else [False] * 3  # type: ignore[index]
 
@@ -96,7 +98,7 @@ class LayerStack:
         return same and not factor.is_inference() and factor._version == self.versions[index]
 
     def roll(self, delayed: Delayed, specs: tuple[QuantSpec, QuantSpec, QuantSpec]) -> None:
-        """End a step for its layers. Exact: `quaver.reference.operations.roll` of each column."""
+        """Roll the histories of all layers; each column equals `quaver.reference.operations.roll`."""
         capturing = capture.capturing(self.device)
         if not capturing:
             self._look()
@@ -105,7 +107,7 @@ class LayerStack:
         rolled = launch(self.table, history, delayed, specs)
         if _versions(self.factors) != self.versions:
             self.known, self._host, self._arrived = None, None, None
-        # What goes by a factor's version, such as a weight that is kept in eight bits, must see that it was written.
+        # The kernel wrote the buffers, so their versions must change: the weight cache uses them as keys.
         written = [t for t in (*self.histories, *self.factors) if t is not None and not t.is_inference()]
         torch.autograd.graph.increment_version(written)
         self.rolled, self.versions = rolled, _versions(self.factors)
@@ -114,7 +116,7 @@ class LayerStack:
             self._ask(rolled)
 
     def _ask(self, rolled: Tensor) -> None:
-        """Copy the factors to the host behind the work that is queued there."""
+        """Copy the factors to the host asynchronously."""
         if self.device.type != "cuda":
             self._host = rolled
             return
@@ -131,8 +133,10 @@ class LayerStack:
 
 
 def roll(layers: Sequence[nn.Module], delayed: Delayed, specs: tuple[QuantSpec, QuantSpec, QuantSpec]) -> bool:
-    """Roll layers of one rule, device, length and layout in one launch; False where a table would have to be made while
-    a CUDA graph is captured, which cannot copy it."""
+    """Roll layers of the same recipe, device, length and layout in one launch.
+
+    Returns False if that needs a new table while a CUDA graph is captured, because a capture cannot copy it.
+    """
     stacked = state_of(layers[0]).stacked
     stack: LayerStack | None = None if stacked is None else stacked[0]
     if stack is None or not stack.fits(layers):
@@ -150,11 +154,11 @@ def roll(layers: Sequence[nn.Module], delayed: Delayed, specs: tuple[QuantSpec, 
 def launch(
     addresses: Tensor, history: Tensor, delayed: Delayed, specs: tuple[QuantSpec, QuantSpec, QuantSpec]
 ) -> Tensor:
-    """The kernel; returns the factors, float32 [layers, 3].
+    """Run the roll kernel and return the factors, float32 [layers, 3].
 
     Args:
         addresses: int64 [layers, 2].
-        history: one of them, [length, 3] of each member: how they lie.
+        history: an example, [length, 3] per member, for its strides.
     """
     factors: Tensor = _rolls((addresses,), (history.shape[-2], *history.stride()[-2:]), delayed, specs)[0]
     return factors
@@ -163,7 +167,7 @@ def launch(
 def _roll_pass(
     given: Sequence[Any], layout: tuple[int, int, int], delayed: Delayed, specs: tuple[QuantSpec, ...]
 ) -> LaunchPlan:
-    """layout: a history's length and strides."""
+    """Plan the roll; `layout` is a history's length and strides."""
     (addresses,) = given
     factors = whole((addresses.shape[0], 3), torch.float32)
     constants: dict[str, Any] = {"BLOCK": power_above(layout[0]), "LARGEST": delayed.algorithm == "max"}
@@ -180,7 +184,9 @@ _rolls = LaunchPlanCache(_roll_pass)
 
 
 def note(history: Tensor, column: int, top: Tensor) -> None:
-    """history[0, column] = the larger of itself and top, float32 of one element; not finite ones are not noted."""
+    """Set history[0, column] to the maximum of itself and `top`, float32 of one element; ignores values that are not
+    finite.
+    """
     _notes((history,), column, own=(top,))
 
 
@@ -196,7 +202,7 @@ def _versions(factors: Sequence[Tensor | None]) -> list[int]:
 
 
 def _addresses(histories: Sequence[Tensor | None], factors: Sequence[Tensor | None]) -> list[int]:
-    """Of a history and a factor by turns, those of each member one after the other."""
+    """Return the addresses of history and factor alternately, for each member in turn."""
     addresses: list[int] = []
     for pair in zip(histories, factors, strict=True):
         first = [t.data_ptr() for t in pair if t is not None]

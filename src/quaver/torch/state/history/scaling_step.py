@@ -1,21 +1,20 @@
-"""Steps of delayed scaling: which layers each of them ran, and when it is over, so that their histories roll.
+"""Steps of delayed scaling: which layers ran in a step, and when it ends, so that their histories are rolled.
 
-A step lasts, in its thread, from one outermost `autocast` that is entered with gradients to the next. The layers that
-ran in it roll together: where the next step begins if no backward is owed to any of them, else when the first of them
-runs in a later step. So a model between its forward and its backward is left alone whatever other models do meanwhile,
-and micro-batches whose backwards come later roll before each forward. A converted model that runs outside of any
-autocast rolls its own layers at each forward of its root. Where neither comes by, since a wrapper calls a part of the
-model or `model.forward` itself, a step is over once a backward has run in it: the first layer that then runs forward
-with gradients begins the next, as an autocast there would.
+A step lasts, in its thread, from one outermost `autocast` entered with gradients to the next. Layers that ran in a step
+roll together: when the next step begins if none of them has a pending backward, else when the first of them runs in a
+later step. So a model between forward and backward is left alone whatever other models do, and micro-batches with later
+backwards roll before each forward. A converted model outside of any autocast rolls its layers at each forward of its
+root. If only a part of the model is called outside of autocast, a step ends once a backward has run in it: the next
+forward with gradients begins a new one.
 
-With several ranks a layer's maxima are reduced over its own process group: the one of the autocast that it ran in last,
-or that those ran in which were converted with it. Where none was given, outside of every autocast too, it is that of
-the ranks which hold the same layers (`alike`): stages of a pipeline share nothing. A step of one group leaves the
-layers of others alone: they roll when they run. So ranks must run alike what belongs to a group, and nothing else;
-threads that train at once have a group each, as DistributedDataParallel asks of them too. Ranks of one pipeline run its
-stages at different times: they wait for each other only where they enter an autocast.
+With several ranks the amaxes of a layer are reduced over its process group: that of the last autocast in which it or a
+layer converted with it ran. Without one, the group consists of the ranks with the same layers (`sync`); pipeline stages
+have nothing in common. A step of one group does not affect the layers of others. So ranks must run the layers of a
+group in the same order. Threads that train concurrently need separate groups, as with DistributedDataParallel. Pipeline
+ranks run stages at different times and synchronize only when they enter autocast.
 
-Compiled layers belong to no step, since a compiler does not come by here: they roll where any thread begins one.
+Compiled layers belong to no step, because compiled code does not run this module: they roll when any thread begins a
+step.
 """
 
 import itertools
@@ -34,9 +33,9 @@ from quaver.torch.state.history import amax, roll, sync
 from quaver.torch.state.layer_state import recomputing, state_of
 
 _numbers = itertools.count()
-#: Held while layers change steps and while they roll; no rank waits for another one meanwhile.
+#: Locked while layers change steps and while they roll; no rank waits for another one meanwhile.
 _lock = threading.RLock()
-#: Whether the backward that runs was asked to retain its graph; False where torch does not tell.
+#: Returns True if the running backward retains its graph; always False if torch does not expose that.
 graph_is_retained: Callable[[], bool] = getattr(
     getattr(torch._C, "_autograd", None), "_get_current_graph_task_keep_graph", lambda: False
 )
@@ -49,33 +48,33 @@ class ScalingStep:
 
     def __init__(self, thread: object, group: Any = None, of_root: bool = False) -> None:
         self.thread = thread
-        #: The process group that its layers' maxima are reduced over.
+        #: Process group over which the layers' amaxes are reduced.
         self.group = group
-        #: Whether its layers roll at each forward of their converted root.
+        #: True if its layers roll at each forward of their converted root.
         self.of_root = of_root
         self.number = next(_numbers)
-        #: Whether its autocast is open.
+        #: True while its autocast is open.
         self.inside = False
-        #: Forwards that have not run their backward; adding and discarding is safe in any thread.
+        #: Forwards with a pending backward; adding and discarding is thread-safe.
         self.pending: set[weakref.ref[PendingBackward]] = set()
-        #: Whether a backward of its layers has run.
+        #: True once a backward of its layers has run.
         self.settled = False
-        #: The number of the step in which its layers rolled last.
+        #: Number of the step in which its layers last rolled.
         self.rolled_in = -1
-        #: The number of the step in which their maxima were reduced last, unless a backward has noted others since.
+        #: Number of the step in which their amaxes were last reduced, or -1 if a backward has recorded new ones since.
         self.reduced_in = -1
 
 
 class _ScalingThreadState(threading.local):
     def __init__(self) -> None:
         self.me = object()
-        #: None inside an outermost autocast that begins no step: no layer rolls there.
+        #: None inside an outermost autocast that begins no step, where no layer rolls.
         self.now: ScalingStep | None = ScalingStep(self.me)
-        #: The latest step of each group.
+        #: Latest step of each group.
         self.latest: dict[Any, ScalingStep] = {None: self.now}
 
     def of(self, group: Any) -> ScalingStep:
-        """The latest step of a group, as `rolling.own` gives it."""
+        """Return the latest step of a group, in the form that `roll.own` returns."""
         step = self.latest.get(group)
         if step is None:
             step = self.latest[group] = ScalingStep(self.me, group)
@@ -86,15 +85,14 @@ _thread = _ScalingThreadState()
 
 
 class LayerGroup:
-    """Layers that were converted together, of which a rank may run others than another rank does; a copy of them is
-    another family."""
+    """Layers that were converted together. Ranks may run different ones of them; a copy gets its own LayerGroup."""
 
     __slots__ = ("recorded_apart", "step")
 
     def __init__(self, step: ScalingStep | None = None) -> None:
-        #: The one that a layer of it joined last.
+        #: Step that a layer of the group joined last.
         self.step = step
-        #: Whether compiled code has run one.
+        #: True if compiled code has run one of the layers.
         self.recorded_apart = False
 
     def __reduce__(self) -> Any:
@@ -102,16 +100,16 @@ class LayerGroup:
 
 
 class PendingBackward:
-    """A forward that owes its backward, and lives as long as its graph."""
+    """A forward whose backward is pending; lives as long as the autograd graph."""
 
     __slots__ = ("__weakref__", "entry", "step")
 
     step: ScalingStep
-    #: In what the step is owed. Where this object goes the entry goes, without a call of Python.
+    #: Entry in `ScalingStep.pending`, removed without Python code when this object is freed.
     entry: "weakref.ref[PendingBackward]"
 
     def settle(self) -> None:
-        """Its backward runs now, and not again unless the graph is retained."""
+        """Mark the backward as run; it will not run again unless the graph is retained."""
         step = self.step
         step.settled, step.reduced_in = True, -1
         if not graph_is_retained():
@@ -119,12 +117,12 @@ class PendingBackward:
 
 
 def enter(rolls: bool, group: Any, recipe: Recipe | None) -> ScalingStep | None:
-    """Enter an outermost autocast. Returns what `leave` takes.
+    """Enter an outermost autocast; returns the argument of `leave`.
 
     Args:
-        rolls: whether a step begins, and those that are over end: their layers roll, after one all-reduce.
+        rolls: True to begin a step: finished steps end and their layers roll, after one all-reduce.
         group: process group of the layers that will run.
-        recipe: of layers that were given a history by a checkpoint and have not run under any yet.
+        recipe: recipe for layers that got a history from a checkpoint and have not run yet.
     """
     before = _thread.now
     if not rolls:
@@ -135,9 +133,9 @@ def enter(rolls: bool, group: Any, recipe: Recipe | None) -> ScalingStep | None:
 
 
 def _begin(group: Any = None, recipe: Recipe | None = None) -> ScalingStep:
-    """A step of a group begins in this thread, and the earlier ones that are over end."""
+    """Begin a step of a group in this thread, and end its finished steps."""
     step = ScalingStep(_thread.me, roll.own(group))
-    # No list of layers is held here: what else is gone must be collected.
+    # Holds no list of layers, so that dropped layers can be collected.
     _reduce(step.group, step, recipe)
     _end_earlier(amax.layers(), step, recipe)
     _thread.now = _thread.latest[step.group] = step
@@ -145,14 +143,14 @@ def _begin(group: Any = None, recipe: Recipe | None = None) -> ScalingStep:
 
 
 def _reduce(group: Any, step: ScalingStep, recipe: Recipe | None = None) -> None:
-    """Reduce the maxima of a group's layers, which roll in a step that has begun.
+    """Reduce the amaxes of a group's layers, which will roll in `step`.
 
     Args:
-        recipe: the step's own; other ranks of the default group may have layers of it though this one has none.
+        recipe: recipe of the step. Other ranks of the default group may have layers of it even if this one has none.
     """
     if not roll.has_ranks(group):
         return
-    # They may hold layers that have run or have their recipe by construction, and tell of them.
+    # Other ranks may have layers that ran or have their own recipe, and vote on them.
     waits = group is None and recipe is not None and recipe.delayed is not None
     agreed = sync.agreed_layers(partial(_reduced, group), group, waits)
     layers = _reduced(group)
@@ -164,8 +162,7 @@ def _reduce(group: Any, step: ScalingStep, recipe: Recipe | None = None) -> None
 
 
 def _reduce_alike(layers: Sequence[nn.Module], group: Any, where: str) -> None:
-    """Reduce maxima of layers that no rank has collected over the group that was given, else over the ranks that have
-    them."""
+    """Reduce the amaxes of layers over the given group, else over the ranks that have the same layers."""
     if roll.has_ranks(group):
         group = sync.group_of(layers, group, where)
         if group is not sync.ALONE:
@@ -173,7 +170,7 @@ def _reduce_alike(layers: Sequence[nn.Module], group: Any, where: str) -> None:
 
 
 def _reduced(group: Any) -> list[nn.Module]:
-    """The layers of this rank whose maxima are reduced over a group."""
+    """Return this rank's layers whose amaxes are reduced over a group."""
     return [
         layer
         for layer in amax.layers()
@@ -182,7 +179,7 @@ def _reduced(group: Any) -> list[nn.Module]:
 
 
 def _end_earlier(layers: Sequence[nn.Module], step: ScalingStep, recipe: Recipe | None) -> None:
-    """Roll the group's layers whose steps in this thread are over, now that another begins."""
+    """Roll the group's layers whose steps in this thread are finished."""
     thread, group = step.thread, step.group
     with _lock:
         due = []
@@ -201,22 +198,22 @@ def _end_earlier(layers: Sequence[nn.Module], step: ScalingStep, recipe: Recipe 
 
 
 def agree(layers: Sequence[nn.Module]) -> None:
-    """Row 0 of each history becomes the maximum over the ranks of its layer, as where the next step begins.
+    """Reduce row 0 of each history over the ranks of its layer, as the next step would.
 
-    A checkpoint that is written now holds what a run that goes on rolls by.
-
-    All ranks come here alike, one without a history too. A maximum that is reduced twice stays what it is.
+    A checkpoint saved now then has the values with which an uninterrupted run rolls. All ranks must call this, even
+    without a history. Reducing a maximum twice does not change it.
     """
     if not roll.has_ranks(None):
         return
     asked = set(layers)
     own: list[Any] = [layer for layer in amax.layers() if layer in asked and not layer.history.is_meta]
-    # Others may have layers of the default group though this one has none.
+    # Other ranks may have layers of the default group even if this one has none.
     groups: dict[Any, list[nn.Module]] = {None: []}
     for layer in own:
         known = _last(layer)
         groups.setdefault(None if known is None else known.group, []).append(layer)
-    # Ranks whose layers come in another order reduce the same group at the same time, or they wait for one another.
+    # Sorted, because ranks whose layers come in another order must reduce the groups in the same order, or they
+    # deadlock.
     for group in sorted(groups, key=lambda group: "" if group is None else str(group.group_name)):
         _reduce_alike(groups[group], group, sync.AGREES)
     for layer in own:
@@ -224,7 +221,7 @@ def agree(layers: Sequence[nn.Module]) -> None:
 
 
 def is_agreed(layer: nn.Module) -> bool:
-    """Whether row 0 of a layer's history is that of all its ranks: nothing, or what `agree` has left there."""
+    """Return True if row 0 of a layer's history is the same on all ranks: empty, or as `agree` has left it."""
     history = layer._buffers["history"]
     if history is None or history.is_meta or not roll.has_ranks(None):
         return True
@@ -233,7 +230,7 @@ def is_agreed(layer: nn.Module) -> bool:
 
 
 def leave(before: ScalingStep | None) -> None:
-    """Leave an outermost autocast. Its step lasts on, for layers that run between autocasts."""
+    """Leave an outermost autocast; its step continues for layers that run between autocasts."""
     if _thread.now is None:
         _thread.now = before
     else:
@@ -241,7 +238,7 @@ def leave(before: ScalingStep | None) -> None:
 
 
 def _last(layer: nn.Module) -> ScalingStep | None:
-    """The step that a layer ran in last, or one that was converted with it."""
+    """Return the step in which a layer, or one converted with it, ran last."""
     state = state_of(layer)
     step: ScalingStep | None = state.step
     if step is None and state.family is not None:
@@ -250,28 +247,28 @@ def _last(layer: nn.Module) -> ScalingStep | None:
 
 
 def _reduced_over(layer: nn.Module, group: Any) -> bool:
-    """Whether a group is the layer's own, as far as is known: the same answer on all ranks that run the group's alike,
-    whatever else they run or hold.
+    """Return True if the group is known to be the layer's own, with the same answer on all ranks that run the group's
+    layers.
 
-    It is asked of all layers, those that are not over included, since reducing a maximum twice does no harm, and which
-    layers ran may differ from rank to rank.
+    Asked for all layers, finished or not: reducing a maximum twice is harmless, and the layers that ran may differ by
+    rank.
     """
     state, step = state_of(layer), _last(layer)
     if state.copied:
-        # One rank alone may hold it, such as an average of weights.
+        # A copy, such as a weight average, may exist on one rank only.
         return False
     if step is not None:
         return step.group is group
-    # Of what never ran in a step, one rank may hold more than another.
+    # Ranks may hold different layers that never ran in a step.
     family: LayerGroup | None = state.family
     if state.recorded_apart or (family is not None and family.recorded_apart):
         return True
-    # What has a recipe of its own by construction has a history from there on, and a rank may have run others of it.
+    # Layers constructed with a recipe have a history from the start, and a rank may have run others of them.
     return family is None and layer.recipe is not None
 
 
 def together(layers: Sequence[nn.Module]) -> None:
-    """Note that layers are of one model, all of which its ranks hold."""
+    """Record that layers belong to one model, which all its ranks hold completely."""
     family = LayerGroup(_latest(layers))
     for layer in layers:
         state_of(layer).family = family
@@ -283,18 +280,20 @@ def _latest(layers: Sequence[nn.Module]) -> ScalingStep | None:
 
 
 def group_of(layers: Sequence[nn.Module]) -> Any:
-    """The process group that the maxima of a model's layers were given: None where `alike` finds theirs."""
+    """Return the process group given for a model's layers; None if `sync` must find it."""
     known = _latest(layers) if roll.has_ranks(None) else None
     return None if known is None else known.group
 
 
 def _is_unseen(layer: nn.Module) -> bool:
-    """Whether this is a copy that has not run, of which other ranks may have none: one rank may evaluate it alone."""
+    """Return True for a copy that has not run and may be missing on other ranks, such as one that a single rank
+    evaluates.
+    """
     return state_of(layer).copied and roll.has_ranks(None)
 
 
 def _copied_with(layer: nn.Module) -> list[nn.Module]:
-    """A copy that has not run yet, and the layers that were converted and copied with it."""
+    """Return a copy that has not run yet, with the layers that were converted and copied together with it."""
     family = state_of(layer).family
     if family is None:
         return [layer]
@@ -309,10 +308,10 @@ def _put(layer: nn.Module, step: ScalingStep) -> None:
 
 
 def factors(layer: nn.Module, record: bool) -> Tensor | list[float]:
-    """`amax.saved_factors` of a layer that runs now and joins the step of its thread.
+    """Join the layer to its thread's step and return `amax.saved_factors`.
 
     Args:
-        record: whether its amaxes will be noted.
+        record: True if the forward's amaxes will be recorded.
     """
     if not is_tracing():
         join(layer, record)
@@ -320,12 +319,12 @@ def factors(layer: nn.Module, record: bool) -> Tensor | list[float]:
 
 
 def join(layer: nn.Module, record: bool) -> None:
-    """The layer runs in this thread's step; what it ran in an earlier one rolls first."""
+    """Join the layer to this thread's step; layers of its earlier step roll first."""
     state: Any = layer._state
     step, old = _thread.now, state.step
     if step is None or (old is step and (step.inside or not step.settled)):
         return
-    # A forward without gradients rolls only inside an autocast that was entered with them, as reentrant checkpoints do.
+    # Without gradients it rolls only inside an autocast that was entered with them, as reentrant checkpoints do.
     if not (record or step.inside) or recomputing() or _is_elsewhere(old, step):
         return
     if roll.has_ranks(None):
@@ -338,7 +337,7 @@ def join(layer: nn.Module, record: bool) -> None:
             copied = _copied_with(layer)
         elif record:
             state.copied = False
-    # Ranks wait for each other here, and this thread for no other one.
+    # Ranks wait for each other here; this thread waits for no other thread.
     if not step.inside:
         step = _outside(layer, old)
         if step is None:
@@ -360,8 +359,10 @@ def join(layer: nn.Module, record: bool) -> None:
 
 
 def _outside(layer: nn.Module, old: ScalingStep | None) -> ScalingStep | None:
-    """The step that a layer joins outside of every autocast, which begins here where neither one nor the root has come
-    by since a backward; None where it stays in the one that it is in."""
+    """Return the step that a layer joins outside of every autocast, or None to stay in its present step.
+
+    A new step begins here if a backward has run since the last one began.
+    """
     if old is not None and old.of_root and not old.settled:
         return None
     refuse_stage(layer)
@@ -373,16 +374,16 @@ def _outside(layer: nn.Module, old: ScalingStep | None) -> ScalingStep | None:
 
 
 def refuse_stage(layer: nn.Module) -> None:
-    """Refuse a pipeline's stage outside of every autocast.
+    """Raise if a pipeline stage runs outside of every autocast.
 
     Raises:
-        ValueError: with what to do. Micro-batches of different stages meet no common end of a step.
+        ValueError: micro-batches of different stages have no common end of a step.
     """
     stage = state_of(layer).stage
     if stage is not None:
         raise ValueError(
-            f"stage {stage} of a pipeline ran under delayed scaling outside of autocast: nothing tells its "
-            "micro-batches from steps; enter quaver.torch.autocast(recipe) around schedule.step(...) on all ranks"
+            f"stage {stage} of a pipeline ran under delayed scaling outside of autocast, where micro-batches cannot be "
+            "distinguished from steps; enter quaver.torch.autocast(recipe) around schedule.step(...) on all ranks"
         )
 
 
@@ -393,12 +394,12 @@ def _roll_copied(layers: Sequence[nn.Module]) -> None:
 
 
 def _is_elsewhere(old: ScalingStep | None, step: ScalingStep) -> bool:
-    """Whether a layer that two threads share is in the other's step yet."""
+    """Return True if a layer shared by two threads is still in the open step of the other thread."""
     return old is not None and old.inside and old.thread is not step.thread
 
 
 def pending(layer: nn.Module) -> PendingBackward | None:
-    """What the forward of a layer that has joined keeps until its backward."""
+    """Return the handle that the forward of a joined layer keeps until its backward."""
     step: ScalingStep | None = layer._state.step  # type: ignore[union-attr, assignment]
     if step is None:
         return None
@@ -410,7 +411,7 @@ def pending(layer: nn.Module) -> PendingBackward | None:
 
 
 def roll_root(layers: Sequence[nn.Module]) -> None:
-    """End the step of a converted model, all of whose layers with a history these are."""
+    """End the step of a converted model; `layers` are all its layers with a history."""
     if is_tracing():
         roll.reduce(layers)
         roll.roll(layers)

@@ -1,12 +1,12 @@
-"""Find the ranks that have the same layers: delayed scaling reduces amaxes over them if it is given no process group.
+"""Find the ranks that have the same layers: without a given process group, delayed scaling reduces amaxes over them.
 
-Ranks of a pipeline have different layers, and amaxes of one stage must not be reduced with those of another. So ranks
-gather the names of their layers once, when a step begins; ranks with the same names form a group. If all ranks have the
-same layers, that is the default group.
+Pipeline ranks have different layers, and amaxes of one stage must not be reduced with those of another. So ranks gather
+the names of their layers once, when a step begins; ranks with the same names form a group. If all ranks have the same
+layers, that is the default group.
 
-Python frees dropped layers when its garbage collector runs, at different times on different ranks, so lists of live
-layers may differ between ranks. Hence ranks reduce the layers that they agreed on, with zeros for freed ones, until a
-rank has a new layer. They vote on that when each step begins, by the flag of `check_agreement`.
+Python's garbage collector frees dropped layers at different times on different ranks, so lists of live layers may
+differ. Hence ranks reduce the layers that they agreed on, with zeros for freed ones, until a rank has a new layer. They
+vote on that at the beginning of each step, with the flag of `check_agreement`.
 """
 
 import gc
@@ -24,25 +24,23 @@ from torch import Tensor, nn
 from quaver.torch.state.history import amax
 from quaver.torch.state.layer_state import state_of
 
-# ---- groups ----------------------------------------------------------------------------------------------
-# Process groups that the library makes beside the default one: ranks wait in them as long as in that.
-#
-# torch gives a new group a timeout of its own, 30 minutes over gloo, whatever the default group was given.
+# ---- process groups with the timeout of the default group ----
+# torch would give a new group its own timeout, 30 minutes over gloo, whatever the default group has.
 
 
 def new_group(ranks: Sequence[int] | None = None, **options: Any) -> Any:
-    """`torch.distributed.new_group`, with the default group's timeout.
+    """Call `torch.distributed.new_group` with the default group's timeout.
 
     Args:
-        ranks: None for all.
-        options: of that function, but the timeout.
+        ranks: ranks of the group, or None for all.
+        options: further arguments of that function, except the timeout.
     """
     return dist.new_group(None if ranks is None else list(ranks), timeout=timeout(), **options)
 
 
 def timeout(group: Any = None) -> timedelta | None:
-    """How long ranks wait in a group, the default one if none is given; None where torch does not tell."""
-    # Private to torch: without it new groups have torch's own timeout.
+    """Return the timeout of a process group (None: the default group), or None if torch does not expose it."""
+    # Private to torch; without it new groups have torch's own timeout.
     find: Any = getattr(group or dist.group.WORLD, "_get_backend", None)
     if find is None:
         return None
@@ -50,7 +48,7 @@ def timeout(group: Any = None) -> timedelta | None:
         try:
             backend = find(torch.device(kind))
         except RuntimeError:
-            # The group carries no tensors of this kind.
+            # The group has no backend for this kind of device.
             continue
         told: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
         if told is not None:
@@ -58,28 +56,26 @@ def timeout(group: Any = None) -> timedelta | None:
     return None
 
 
-# ---- agreement -------------------------------------------------------------------------------------------
-# `check_agreement`: compare shapes, dtypes and options between ranks before a collective.
-#
+# ---- agreement: compare shapes, dtypes and options between ranks before a collective ----
 # If ranks disagree on a shape, a dtype, a recipe or on whether there is a gradient, a collective hangs until its
-# timeout, ends the process or mixes numbers silently. So every collective of this library comes after a check that
-# raises the same error on all ranks:
+# timeout, ends the process or mixes numbers silently. So every collective of this library follows a check that raises
+# the same error on all ranks:
 #
 # - All ranks run the check at every call. If only a rank whose input has changed ran it, that rank would hang.
-# - The check is an all-reduce of 24 bytes: a digest of the compared values. The values themselves are gathered only if
-#   digests differ.
-# - An error that only one rank has, such as a wrong width, is part of its digest, so that the others raise too.
-# - Tensors of the check are on the CPU, so that the host does not wait for a GPU.
+# - The check is an all-reduce of 24 bytes with a digest of the compared values. The values themselves are gathered only
+#   if digests differ.
+# - An error on one rank only, such as a wrong width, is part of its digest, so that the others raise too.
+# - The check uses CPU tensors, so that the host does not wait for a GPU.
 
-#: How many differing values an error lists.
+#: Number of differing values that an error lists.
 MAX_SHOWN = 3
 
 
 class _TrafficHook:
-    """What counts the all-reduces of this module; `quaver.torch.parallel.comm` sets it."""
+    """Hook that counts the all-reduces of this module; set by `quaver.torch.parallel.comm`."""
 
     def __init__(self) -> None:
-        #: (tensor, group) -> the context manager in which the tensor is all-reduced.
+        #: (tensor, group) -> context manager around the all-reduce.
         self.by: Callable[[Tensor, Any], AbstractContextManager[Any]] = lambda header, group: nullcontext()
 
 
@@ -89,7 +85,7 @@ watched = _TrafficHook()
 class _GlooGroups:
     """Gloo groups with the ranks of groups whose backend has no CPU tensors (NCCL)."""
 
-    #: The default group that they were made under; another one, after `init_process_group`, drops them.
+    #: Default group under which they were made; a new one after `init_process_group` drops them.
     world: Any = None
     #: By the name of the group with the same ranks.
     by_name: dict[str, Any] = {}  # noqa: RUF012
@@ -103,15 +99,17 @@ def check_agreement(
     All ranks of the groups must call it. With one rank, or without `torch.distributed`, it only raises `error`.
 
     Args:
-        where: the name of the call, for the error message. It is compared as well.
-        what: the values to compare, by name. `str(value)` is compared.
-        groups: process groups; all ranks that they connect are compared. For a DeviceMesh, one group a dimension.
-            None given: the default group.
-        error: what is wrong on this rank. If all ranks have the same error and it is an exception, that is raised.
-        flag: a bool that is or-ed over the ranks.
-        advice: the end of the error message: what to do about a difference.
+        where: name of the call, for the error message; compared as well.
+        what: values to compare, by name, as `str(value)`.
+        groups: process groups; all ranks that they connect are compared. For a DeviceMesh, one group per dimension.
+            Without any, the default group.
+        error: error of this rank, or "". If all ranks have the same error and it is an exception, that is raised.
+        flag: bool that is or-ed over the ranks.
+        advice: end of the error message: what to do about a difference.
+
     Returns:
-        Whether `flag` is True on any rank.
+        True if `flag` is True on any rank.
+
     Raises:
         ValueError: on all ranks, with the values of each.
     """
@@ -127,7 +125,7 @@ def check_agreement(
 
 
 def has_ranks(*groups: Any) -> bool:
-    """Whether one of these process groups has several ranks; without arguments, whether the default group has."""
+    """Return True if one of these process groups (default: the default group) has several ranks."""
     initialized = dist.is_available() and dist.is_initialized()
     return initialized and any(dist.get_world_size(group) > 1 for group in groups or (None,))
 
@@ -145,18 +143,20 @@ def exchange(
     """Compare a text between ranks, and or a flag over them.
 
     Args:
-        where: the call, for errors.
-        text: what is compared.
-        shown: what this rank sends to the others if texts differ; any picklable object.
+        where: name of the call, for errors.
+        text: text to compare.
+        shown: picklable object to send to the others if texts differ.
         groups: process groups, None for the default one; all ranks that they connect are compared.
-        flag: of this rank.
-        error: why this rank cannot go on; part of the text.
+        flag: flag of this rank.
+        error: why this rank cannot continue; part of the text.
+
     Returns:
-        None if all texts are equal, else `shown` and `error` of every rank by its rank in the default group; and
+        None if all texts are equal, else a dict from each rank of the default group to its (`shown`, `error`); and
         whether any rank has the flag.
+
     Raises:
         ValueError: on all ranks, if they make different calls.
-        RuntimeError: if another rank does not make this call.
+        RuntimeError: another rank does not make this call.
     """
     bits = int.from_bytes(hashlib.blake2b(f"{where} {text}".encode(), digest_size=7).digest(), "big")
     cpu_groups = [_cpu_group(group) for group in groups]
@@ -169,8 +169,8 @@ def exchange(
                 dist.all_reduce(header, dist.ReduceOp.MAX, group)
             except RuntimeError as failed:
                 raise RuntimeError(
-                    f"this rank came to {where} and waited for the others in vain ({failed}): one of them has ended, "
-                    "or makes other calls, so see its error, and call it on all ranks alike"
+                    f"this rank waited at {where} for the other ranks ({failed}): one of them has ended or makes other "
+                    "calls; see its error, and make the call on all ranks"
                 ) from failed
     largest, negated_smallest, any_flag = header.tolist()
     if largest == -negated_smallest:
@@ -187,9 +187,9 @@ def exchange(
 
 
 def _cpu_group(group: Any) -> Any:
-    """A group of the same ranks that takes CPU tensors: the group itself if it does, else a gloo group.
+    """Return a group of the same ranks that accepts CPU tensors: the group itself, or a gloo group.
 
-    All ranks of the group must call it: the first call makes the gloo group.
+    All ranks of the group must call it, because the first call creates the gloo group.
     """
     if "cpu:" in dist.get_backend_config(group) or not dist.is_gloo_available():
         return group
@@ -204,12 +204,12 @@ def _cpu_group(group: Any) -> Any:
 
 
 def _message(where: str, by_rank: Mapping[int, tuple[Mapping[str, str], str]], advice: str) -> str:
-    """The error message of ranks that differ.
+    """Return the error message for ranks that differ.
 
     Args:
-        where: the call.
+        where: name of the call.
         by_rank: facts and error of each rank, as in `check_agreement`.
-        advice: what to do; left out if a rank has an error, which says so itself.
+        advice: what to do; omitted if a rank has an error, which says so itself.
     """
     lines, errors = {}, any(error for _, error in by_rank.values())
     names = list(dict.fromkeys(name for facts, _ in by_rank.values() for name in facts))
@@ -224,44 +224,44 @@ def _message(where: str, by_rank: Mapping[int, tuple[Mapping[str, str], str]], a
     )
 
 
-# ---- alike -----------------------------------------------------------------------------------------------
+# ---- ranks with the same layers ----
 
-#: The names of the calls in error messages.
+#: Names of the calls in error messages.
 ROLLS, AGREES = "the end of a step of delayed scaling", "sync_amax_histories"
 FORWARD = f"{ROLLS} by a forward outside of qt.autocast"
-#: In place of a process group: no other rank has these layers, and nothing is reduced.
+#: Used in place of a process group: no other rank has these layers, and nothing is reduced.
 ALONE = object()
 #: (pipeline stage, qualified name, class name, in_features, out_features), which identify a layer on all ranks.
 LayerKey = tuple[Any, ...]
 
 
 class AgreedLayers:
-    """The layers that the ranks of a group reduce."""
+    """Layers that the ranks of a group have agreed to reduce."""
 
     def __init__(self, layers: Sequence[nn.Module], group: Any) -> None:
-        #: The shape of the newest row of each history, by `amax.number_of` the layer, in the order of `sort_by_key`.
+        #: Shape of the newest history row of each layer, by `amax.number_of`, in the order of `sort_by_key`.
         self.shapes = {amax.number_of(layer): _shape_of(layer) for layer in sort_by_key(layers)}
-        #: A process group, None for the default one, or `ALONE`.
+        #: Process group, None for the default one, or `ALONE`.
         self.group = group
         history = layers[0]._buffers["history"] if layers else None
-        #: The device of the histories.
+        #: Device of the histories.
         self.device = None if history is None else history.device
 
     def lacks(self, layers: Sequence[nn.Module]) -> bool:
-        """Whether one of the layers is not among these."""
+        """Return True if one of the layers is not among these."""
         return any(amax.number_of(layer) not in self.shapes for layer in layers)
 
 
 class _Cache:
-    """What the ranks of a default group have agreed on; another default group starts with an empty one."""
+    """Agreements of the ranks of a default group; another default group starts with an empty cache."""
 
     def __init__(self, world: Any) -> None:
         self.world = world
-        #: The result of `group_of` by the numbers of the layers.
+        #: Results of `group_of` by the numbers of the layers.
         self.groups: dict[tuple[int, ...], Any] = {}
-        #: Process groups by their ranks, so that no second one is made for the same ranks.
+        #: Process groups by their ranks, so that none is created twice.
         self.by_ranks: dict[tuple[int, ...], Any] = {}
-        #: The result of `agreed_layers` by its argument `group`.
+        #: Results of `agreed_layers` by its argument `group`.
         self.agreed: dict[Any, AgreedLayers] = {}
 
 
@@ -270,15 +270,16 @@ _cache: _Cache | None = None
 
 
 def group_of(layers: Sequence[nn.Module], group: Any, where: str) -> Any:
-    """The process group over which to reduce these layers.
+    """Return the process group over which to reduce these layers.
 
-    Without a given group all ranks of the default group must call this, ranks without layers too. They first vote if
-    any of them has a new set of layers: a rank without layers comes with the same empty set for every model.
+    Without a given group all ranks of the default group must call this, including ranks without layers. They first vote
+    if any of them has a new set of layers: a rank without layers has the same empty set for every model.
 
     Args:
-        layers: of this rank.
-        group: the group that the user gave, which is returned as it is; None to find the ranks with the same layers.
-        where: the name of the caller, for the error of ranks that make different calls.
+        layers: layers of this rank.
+        group: group that the user passed, returned unchanged; None to find the ranks with the same layers.
+        where: name of the caller, for the error of ranks that make different calls.
+
     Returns:
         A process group, None for the default one, or `ALONE`.
     """
@@ -290,7 +291,7 @@ def group_of(layers: Sequence[nn.Module], group: Any, where: str) -> Any:
         if check_agreement(where, {}, flag=numbers not in cache.groups):
             keys_by_rank = _gather_keys(layers)
             if not any(keys_by_rank):
-                # Do not cache this: another rank may have layers at the next call.
+                # Not cached, because another rank may have layers at the next call.
                 return ALONE
             cache.groups[numbers] = _group_with_equal_keys(cache, keys_by_rank)
         return cache.groups[numbers]
@@ -299,20 +300,20 @@ def group_of(layers: Sequence[nn.Module], group: Any, where: str) -> Any:
 def agreed_layers(
     list_layers: Callable[[], Sequence[nn.Module]], group: Any, others_may_have_layers: bool
 ) -> AgreedLayers | None:
-    """The layers to reduce, and the group to reduce them over, as `group_of` finds it; None if there are no layers.
+    """Return the layers to reduce and their group, as `group_of` finds it; None if there are no layers.
 
     Args:
-        list_layers: lists the live layers of this rank, in order of construction. It is called again after garbage
+        list_layers: lists the live layers of this rank in order of construction. It is called again after garbage
             collection, so it must hold no references to layers.
-        group: the group that the user gave, or None.
-        others_may_have_layers: whether this rank takes part in the vote even if it has no layers.
+        group: group that the user passed, or None.
+        others_may_have_layers: True if this rank takes part in the vote even without layers.
     """
     with _lock:
         cache = _cache_of_world()
         agreed = cache.agreed.get(group)
         layers = list_layers()
         if _has_new(agreed, layers):
-            # A dropped layer that is not yet collected here may be collected on other ranks.
+            # A dropped layer that is not collected here yet may be collected on other ranks.
             del layers
             gc.collect()
             layers = list_layers()
@@ -321,7 +322,7 @@ def agreed_layers(
             new = check_agreement(ROLLS, {}, flag=new)
         if new:
             if group is None:
-                # The vote may come from another rank: collect dropped layers here, too, before names are compared.
+                # The vote may come from another rank: collect dropped layers here too, before names are compared.
                 del layers
                 gc.collect()
                 layers = list_layers()
@@ -341,7 +342,7 @@ def _has_new(agreed: AgreedLayers | None, layers: Sequence[nn.Module]) -> bool:
 
 
 def _cache_of_world() -> _Cache:
-    """The cache of the present default group."""
+    """Return the cache of the present default group."""
     global _cache
     world = dist.group.WORLD
     if _cache is None or _cache.world is not world:
@@ -350,23 +351,23 @@ def _cache_of_world() -> _Cache:
 
 
 def sort_by_key(layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """Layers in the order of their keys, the same on all ranks; layers with equal keys stay in the given order."""
+    """Sort layers by their keys, which gives the same order on all ranks; equal keys keep the given order."""
     return sorted(layers, key=lambda layer: tuple(map(str, _key_of(layer))))
 
 
 def _gather_keys(layers: Sequence[nn.Module]) -> list[list[LayerKey]]:
-    """The sorted keys of each rank's layers, by rank of the default group."""
+    """Return the sorted keys of each rank's layers, by rank of the default group."""
     keys_by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(keys_by_rank, [_key_of(layer) for layer in sort_by_key(layers)])
     return keys_by_rank
 
 
 def _group_with_equal_keys(cache: _Cache, keys_by_rank: Sequence[list[LayerKey]]) -> Any:
-    """The group of the ranks with the same keys as this one: a process group, None for the default one, or `ALONE`."""
+    """Return the group of ranks with the same keys: a process group, None for the default one, or `ALONE`."""
     if all(keys == keys_by_rank[0] for keys in keys_by_rank):
         return None
     own_rank, group = dist.get_rank(), ALONE
-    # Every rank makes all groups in the same order, as `new_group` requires.
+    # Every rank creates all groups in the same order, as `new_group` requires.
     for keys in [keys for rank, keys in enumerate(keys_by_rank) if keys not in keys_by_rank[:rank]]:
         ranks = tuple(rank for rank, other in enumerate(keys_by_rank) if other == keys)
         if len(ranks) == 1 or not keys:
