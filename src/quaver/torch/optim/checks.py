@@ -1,4 +1,6 @@
-"""What optimizers refuse, and what they warn of: parameters, gradients, options of torch's, rates that codes lose."""
+"""Checks of optimizer options, parameters and gradients, and a warning for learning rates too small for 8-bit
+residuals.
+"""
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,7 +10,7 @@ from torch import Tensor
 
 from quaver.torch.linear.store_weight import REPLACED, without_layer
 
-#: Options of torch's optimizers, and what to do without them where they are True.
+#: Unsupported options of torch's optimizers: the reason and what to do instead, shown if they are True.
 TORCHS = {
     "amsgrad": "it keeps a third moment, which no preset has: leave it out, or take torch.optim.AdamW",
     "foreach": "a step goes piece by piece, so that it needs no copy of all states: leave it out",
@@ -19,7 +21,7 @@ NONFINITE = ("keep", "skip", "raise")
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:
-    """Refuse options that are not honoured. Raises: ValueError; TypeError for a name that torch does not have."""
+    """Raise a ValueError for unsupported options, or a TypeError for names that torch does not have."""
     for option, value in options.items():
         if option == "capturable":
             continue  # Steps are counted on the device in any case.
@@ -30,7 +32,7 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
 
 
 def check_nonfinite(nonfinite: str) -> None:
-    """Raises: ValueError."""
+    """Raise a ValueError unless `nonfinite` is "keep", "skip" or "raise"."""
     if nonfinite not in NONFINITE:
         raise ValueError(
             f"nonfinite is {nonfinite!r}; give 'keep' (NaN goes on, as in torch), 'skip' (such a step changes nothing "
@@ -39,11 +41,11 @@ def check_nonfinite(nonfinite: str) -> None:
 
 
 def check_group(name: str, group: Mapping[str, Any]) -> None:
-    """Refuse numbers that no rule is meant for, as torch's optimizers do.
+    """Check the numbers of a parameter group, like torch's optimizers.
 
     Raises:
-        ValueError: a negative one (dampening may be), betas of 1 and more, a learning rate in a tensor of
-            several elements, a seed that is no integer.
+        ValueError: a negative number (dampening may be), betas of 1 or more, a learning rate in a tensor of several
+            elements, or a seed that is not an integer.
     """
     for option in ("lr", "eps", "weight_decay", "momentum"):
         value = group.get(option, 0.0)
@@ -51,7 +53,7 @@ def check_group(name: str, group: Mapping[str, Any]) -> None:
             if value.numel() != 1:
                 raise ValueError(f"{name} was given {option} of shape {tuple(value.shape)}; give one element")
             if not value.is_cpu:
-                # Reading it would wait for the device.
+                # Reading it would synchronize with the device.
                 continue
         if not value >= 0:
             raise ValueError(f"{name} was given {option}={value!r}; give 0 or more")
@@ -66,7 +68,13 @@ def check_group(name: str, group: Mapping[str, Any]) -> None:
 
 
 def check_parameter(p: Tensor, rule: str, matrices: bool) -> None:
-    """Refuse what no rule can step, and what a rule of matrices cannot. Raises: ValueError."""
+    """Raise a ValueError for a parameter that no rule supports, or whose shape a matrix rule does not support.
+
+    Args:
+        p: the parameter.
+        rule: name of the rule for the message.
+        matrices: the rule steps whole matrices.
+    """
     if matrices and (p.dim() not in (2, 3) or (p.dim() == 3 and 1 in p.shape[1:])):
         raise ValueError(
             f"{rule} steps matrices and stacks of them, and a parameter has shape {tuple(p.shape)}; give it to AdamW, "
@@ -79,7 +87,7 @@ def check_parameter(p: Tensor, rule: str, matrices: bool) -> None:
 
 
 def check_tied(parameters: Sequence[Tensor]) -> None:
-    """Refuse a parameter that is there twice, and would be stepped twice. Raises: ValueError."""
+    """Raise a ValueError if a parameter occurs twice in a group, which would step it twice."""
     seen: set[int] = set()
     for p in parameters:
         if id(p) in seen:
@@ -91,13 +99,13 @@ def check_tied(parameters: Sequence[Tensor]) -> None:
 
 
 def check_scaler(in_backward: bool) -> None:
-    """Refuse torch.amp.GradScaler where it sees no gradients. Raises: ValueError."""
+    """Raise a ValueError if gradients are stepped in backward, where torch.amp.GradScaler cannot see them."""
     if in_backward:
         raise ValueError("torch.amp.GradScaler sees no gradients that are stepped in backward; train in bfloat16")
 
 
 def check_replaced(parameters: Sequence[Tensor]) -> None:
-    """Refuse parameters that a model no longer has, or never had. Raises: ValueError."""
+    """Raise a ValueError for parameters that the model has replaced or that belong to no layer."""
     for p in parameters:
         by = getattr(p, REPLACED, None)
         if by is not None:
@@ -114,7 +122,7 @@ def check_replaced(parameters: Sequence[Tensor]) -> None:
 
 
 def check_gradient(p: Tensor) -> None:
-    """Refuse gradients of another kind than numbers in rows. Raises: ValueError."""
+    """Raise a ValueError for a sparse gradient."""
     assert p.grad is not None
     if p.grad.is_sparse:
         raise ValueError(
@@ -124,18 +132,19 @@ def check_gradient(p: Tensor) -> None:
 
 
 def warn_of_rate(lr: float, resolutions: Iterable[float], stochastic: bool) -> bool:
-    """Say that steps of a learning rate are lost in what masters hold; returns whether it was said.
+    """Warn if steps of a learning rate are too small for 8-bit residuals. Returns True if it warned.
 
     Args:
-        resolutions: of each parameter's weights, the mean distance between numbers that they and their residuals tell
-            apart.
-        stochastic: whether residuals are rounded at random, which loses no step on the average.
+        lr: learning rate.
+        resolutions: for each parameter, the mean distance between neighbouring values that weight and residual can
+            represent.
+        stochastic: residuals are rounded stochastically, so that no step is lost on average.
     """
     coarse = sorted(resolutions)
     if not coarse or lr == 0:
         return False
     middle = coarse[len(coarse) // 2]
-    # Updates of Adam are of the size of the learning rate.
+    # Adam's updates have about the size of the learning rate.
     if lr >= middle * (1 / 16 if stochastic else 1 / 2):
         return False
     lost = (

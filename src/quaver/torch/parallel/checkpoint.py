@@ -277,8 +277,7 @@ class Checkpoint:
                 del optimizer.state[parameter]
 
     def _take_state(self, saved: Mapping[str, Any]) -> bool:
-        """Create the recipe-state buffers that the checkpoint has and the layers lack. Return True if any was created.
-        """
+        """Create recipe-state buffers that the checkpoint has and the layers lack. Return True if any was created."""
         taken = False
         for prefix, layer in _named_layers(self.model):
             for name in STATE:
@@ -515,9 +514,7 @@ def _some(names: Iterable[str]) -> str:
 
 
 def _buffer(name: str, value: Any, saved: Mapping[str, Any]) -> Any:
-    """Return the tensor to read a saved value into: the value itself if shape and dtype match or it is a DTensor, else
-        a     new one.
-    """
+    """Return the tensor to load a saved value into: the value itself if it matches or is a DTensor, else a new one."""
     held = saved.get(name)
     if not isinstance(value, Tensor) or not isinstance(held, TensorStorageMetadata):
         return value

@@ -80,8 +80,7 @@ class QuantizedReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        """Write this rank's shard of the sum, mean or scaled sum of every rank's input [ranks × n] into the output [n].
-        """
+        """Write this rank's shard of the sum, mean or scaled sum of all inputs [ranks × n] into the output [n]."""
         scale = _scale_of_sum(op)
         _check(input_tensor, self.name or "the root", self.spec, group)
         total = comm.scatter_quantized_sums(input_tensor, self.spec, group)()

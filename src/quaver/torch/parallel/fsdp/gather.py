@@ -231,8 +231,7 @@ def _refuse(model: nn.Module) -> None:
 def _why_not(
     layer: Linear, recipe: Recipe | None, holders: Counter[int], shape: Sequence[int], across: TensorParallelShard
 ) -> str:
-    """Return why a layer's weight is gathered in high precision, or "". `shape` and `across` are those of `_divided`.
-    """
+    """Return why a layer's weight is gathered in high precision, or "". `shape` and `across` come from `_divided`."""
     weight = layer._parameters.get("weight")
     if layer.weight_spec is not None:
         if layer.weight_spec.format.packed and weight is not None and weight.requires_grad:
@@ -275,8 +274,7 @@ def _divided(layer: Linear, unit: FsdpParameter | None) -> tuple[Sequence[int], 
 
 
 def _cut_through(shape: Sequence[int], axis: int | None, recipe: Recipe) -> str:
-    """Return a message if tensor parallelism has cut through blocks, which the layer's forward would reject; else "".
-    """
+    """Return a message if tensor parallelism has cut blocks, which the layer's forward would reject; else ""."""
     if axis is None:
         return ""
     for side in sides(recipe):

@@ -258,8 +258,7 @@ def _piece(
 
 
 def _given(side: OperandSide, block: int, crosses_shards: bool, agreed: Agreed, rows: int) -> Tensor | None:
-    """Return the agreed amax bits for `rows` rows from a block row on, in the operand's shape, or None if none apply.
-    """
+    """Return the agreed amax bits for `rows` rows from a block row on, in the operand's shape, or None."""
     lines = agreed.get(ROWS)
     if lines is not None and lines.numel():
         assert side.height is not None
@@ -281,8 +280,7 @@ def _as_the_weight(q: Quantized, side: OperandSide) -> tuple[Tensor, Tensor | fl
 
 
 def _of_blocks(line: Tensor, width: int | None) -> Tensor:
-    """Return the maximum of each block in a row of magnitude bits. Subnormals count as 0, as in `reference.block_bits`.
-    """
+    """Return the maximum of each block in a row of magnitude bits; subnormals count as 0 (`reference.block_bits`)."""
     if width is None or not line.numel():
         top = line.amax().view(1) if line.numel() else line.new_zeros(0 if width else 1)
     else:

@@ -74,8 +74,7 @@ class Shard(Tensor):
 
     @property
     def model(self) -> Any:
-        """The `ModelAmaxSync` of the weight's model. An optimizer step on this shard ends the validity of its amaxes.
-        """
+        """The `ModelAmaxSync` of the weight's model; an optimizer step on this shard invalidates its amaxes."""
         return self.weight.model
 
     @property
@@ -202,8 +201,7 @@ class GatherMetadata(NamedTuple):
 
 
 class GatheredOperands:
-    """Contents of a gathered weight: operands by side, and scale buffers, which fully_shard frees with its own buffers.
-    """
+    """Contents of a gathered weight: operands by side, and scale buffers, which fully_shard frees with its own."""
 
     __slots__ = ("buffers", "operands", "sent")
 
@@ -307,7 +305,7 @@ def _reader(weight: GatheredWeightState) -> str:
 
 def _travelling(weight: GatheredWeightState) -> list[str]:
     """Return the operands to send in the current gather: only one if its buffers are freed before another pass reads
-        them.
+    them.
     """
     if weight.shared:
         return ["fprop"]

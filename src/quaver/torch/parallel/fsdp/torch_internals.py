@@ -140,8 +140,7 @@ _OF_PARAMETER = (
 
 
 def held_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, FsdpParameter]]:
-    """Yield every parameter that fully_shard manages in a model: its module, its name there, and its `FsdpParameter`.
-    """
+    """Yield every parameter that fully_shard manages in a model: module, name in it, and `FsdpParameter`."""
     for group in _groups(model):
         for parameter in getattr(group, "fsdp_params", ()):
             if all(hasattr(group, name) for name in _OF_GROUP) and all(
