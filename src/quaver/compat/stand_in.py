@@ -1,7 +1,7 @@
-"""One of these packages in the place of the library that has its names, in a process that asks for it.
+"""`install` and `uninstall`: let `import torchao` or `import transformer_engine` use Quaver's modules in this process.
 
-An entry of `sys.meta_path` answers `import` and `importlib.metadata`; no other library is changed. Modules are the same
-objects by both names.
+An entry in `sys.meta_path` handles `import` and `importlib.metadata`; no other library is modified. Modules are the
+same objects under both names.
 """
 
 import importlib
@@ -20,20 +20,20 @@ from typing import Any
 
 from quaver.recipes.text import check_name, suggest
 
-# ---- stand in --------------------------------------------------------------------------------------------
+# ---- installation ----
 
 HERE = "quaver.compat"
 
 
 @dataclass(frozen=True)
 class Library:
-    """A library that there are names of."""
+    """A library that Quaver can stand in for."""
 
-    #: Whose names they are: what asks for a version is told this one.
+    #: Version that is reported to callers.
     version: str
-    #: What looks for the library when it is imported, or once and for all.
+    #: Libraries that check for this one when they are imported, or once and cache the result.
     readers: tuple[str, ...]
-    #: Older names of modules.
+    #: Older names of modules, and Quaver's modules for them.
     renamed: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -44,13 +44,13 @@ LIBRARIES = {
         ("accelerate", "peft", *_LIGHTNING),
         {"transformer_engine.pytorch.fp8": f"{HERE}.transformer_engine.pytorch.quantization"},
     ),
-    # Of torchao before 0.15 transformers takes nothing for inference, which there is nothing for here.
+    # For torchao before 0.15, transformers does not try to use its inference functions, which Quaver lacks.
     "torchao": Library("0.14.1", ("accelerate", "peft", "torchtitan", "transformers", *_LIGHTNING)),
 }
 
 
 class _Same(Loader):
-    """Loads a module of ours by another name: the module itself."""
+    """Loader that returns an existing Quaver module under another name."""
 
     def __init__(self, own: ModuleSpec) -> None:
         self.own = own
@@ -59,12 +59,12 @@ class _Same(Loader):
         return importlib.import_module(self.own.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        # Being imported by another name gave it that name's.
+        # Restore the spec, because the import has set that of the other name.
         module.__spec__ = self.own
 
 
 class _Installed(importlib.metadata.Distribution):
-    """What `importlib.metadata` reads of a library that this stands in for."""
+    """Metadata of the replaced library for `importlib.metadata`."""
 
     def __init__(self, name: str, version: str) -> None:
         self.texts = {
@@ -99,16 +99,16 @@ class _Finder(importlib.metadata.DistributionFinder):
 
 
 def install(name: str) -> None:
-    """Put one of these packages in the place of the library that has its names, until `uninstall`, in this process.
+    """Let Quaver replace a library in this process until `uninstall`.
 
-    `import` of it and of its modules gives ours, and `importlib.metadata` has a version of it, so that libraries which
-    look for it use ours. One that is installed too is hidden, all of it.
+    Importing the library or its modules returns Quaver's, and `importlib.metadata` reports a version, so that libraries
+    which check for it use Quaver. An installed copy of the library is hidden completely.
 
     Args:
         name: "transformer_engine" or "torchao".
     Raises:
         ValueError: another name.
-        RuntimeError: the library was imported before, or one that looks for it when it is imported.
+        RuntimeError: the library, or one that checks for it at import, was already imported.
     """
     check_name("library", name, LIBRARIES)
     if any(isinstance(finder, _Finder) and finder.name == name for finder in sys.meta_path):
@@ -123,9 +123,9 @@ def install(name: str) -> None:
 
 
 def uninstall() -> None:
-    """Take all that `install` put away again: what is imported afterwards is the library itself, if it is installed.
+    """Undo all calls of `install`: later imports get the library itself, if it is installed.
 
-    Modules that were imported before stay ours where they are bound already.
+    Existing references to modules imported before still point to Quaver's.
     """
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
     for name, module in list(sys.modules.items()):
@@ -133,15 +133,15 @@ def uninstall() -> None:
             del sys.modules[name]
 
 
-# ---- missing ---------------------------------------------------------------------------------------------
-# Public names of other libraries that are not here, each with why, and an error that says it.
+# ---- missing names ----
+# Public names of other libraries that Quaver does not provide, each with the alternative for the error message.
 
 _CODES = "there is no class of tensors: `quaver.torch.quantize` returns codes with their scales"
 _RECIPES = "a `quaver.Recipe` says how each operand is quantized, and `quaver.Rules` of which layer"
 _COMMUNICATION = "what goes between ranks is torch's, by the styles of `quaver.torch.parallel`"
 _OFFLOAD = "`torch.autograd.graph.save_on_cpu` keeps what backward needs on the host"
 
-#: Names of `transformer_engine.pytorch`; what is not planned has no other way here.
+#: Names of `transformer_engine.pytorch`; "not planned" means that there is no alternative.
 PYTORCH = {
     "make_graphed_callables": "`quaver.torch.cuda_graph.CapturedStep` captures a whole step, optimizer too",
     "onnx_export": "`quaver.torch.onnx_export` writes a file",
@@ -177,7 +177,7 @@ RECIPE = {
     "CustomRecipe": "`quaver.Recipe` says how each operand is quantized, and `quaver.Rules` of which layer",
     "quantizer_factory": _RECIPES,
 }
-#: Names of `transformer_engine.jax`, of 1 too.
+#: Names of `transformer_engine.jax`, including those of 1.x.
 JAX = {
     "get_delayed_scaling": "a recipe is what `autocast` was given",
     "dense": "`quaver.jax.linear`",
@@ -196,7 +196,7 @@ _STYLES = (
     "layer: convert before"
 )
 
-#: Names of `torchao.float8` and of its files.
+#: Names of `torchao.float8` and its files.
 TORCHAO = {
     "FP8Granularity": "granularities of inference are not there; `ScalingGranularity` is that of training",
     **dict.fromkeys(
@@ -214,7 +214,7 @@ TORCHAO = {
     **dict.fromkeys(("Float8MMConfig", "preprocess_data", "preprocess_scale"), "not planned"),
     "addmm_float8_unwrapped_inference": "not planned",
 }
-#: torchao's own modules and functions beside `float8`.
+#: Modules and functions of torchao besides `float8`.
 TORCHAO_TOP = {
     "optim": "`quaver.torch.optim` keeps states in eight bits",
     "dtypes": _CODES,
@@ -223,15 +223,15 @@ TORCHAO_TOP = {
 
 
 def unknown(module: str, names: Sequence[str], reasons: Mapping[str, str]) -> Callable[[str], Any]:
-    """What a module looks names up by that it has not: an error with what is there in its place.
+    """Return a module's `__getattr__` that raises an error with the alternative for a missing name.
 
-    It is an AttributeError, so that `hasattr` is False, but within `from ... import` an ImportError: an AttributeError
-    has no sentence left there.
+    It raises an AttributeError, so that `hasattr` is False. Within `from ... import` it raises an ImportError, because
+    Python would discard the message of an AttributeError there.
 
     Args:
-        module: its name.
-        names: that it has.
-        reasons: of those that it has not.
+        module: name of the module.
+        names: names that it provides.
+        reasons: alternatives for names that it lacks.
     """
 
     def look_up(name: str) -> Any:
@@ -245,5 +245,5 @@ def unknown(module: str, names: Sequence[str], reasons: Mapping[str, str]) -> Ca
 
 
 def _imports_from(frame: FrameType) -> bool:
-    """Whether what a frame does now is to take a name from a module that it imports."""
+    """Return True if a frame is executing the name lookup of a `from ... import`."""
     return opcode.opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM"

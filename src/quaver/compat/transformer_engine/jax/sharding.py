@@ -1,4 +1,4 @@
-"""Transformer Engine's `MeshResource`: names of a mesh's axes, which nothing here needs to be told."""
+"""Transformer Engine's `MeshResource`: names of mesh axes, which Quaver's layers do not use."""
 
 from dataclasses import dataclass, fields
 
@@ -8,7 +8,7 @@ from quaver.options import suggests
 @suggests
 @dataclass
 class MeshResource:
-    """Names of a mesh's axes by what they divide."""
+    """Names of mesh axes by the kind of parallelism."""
 
     dp_resource: str | None = None
     tp_resource: str | None = None
@@ -20,11 +20,7 @@ class MeshResource:
 
 
 def check_unsharded(resource: MeshResource | None) -> None:
-    """Refuse axes of a mesh.
-
-    Raises:
-        ValueError: with what to do.
-    """
+    """Raise a ValueError if any mesh axis is named."""
     named = [f.name for f in fields(MeshResource) if resource is not None and getattr(resource, f.name) is not None]
     if named:
         raise ValueError(
