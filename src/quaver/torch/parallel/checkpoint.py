@@ -296,7 +296,7 @@ class Checkpoint:
             dist.all_gather_object(every, missing, self.group)
             missing = set.intersection(*every)
         if missing and not why:
-            why = f"it has {_some(missing)}, which this model has not"
+            why = f"it has {_some(missing)}, which this model lacks"
         self._check(f"{folder} is a checkpoint of another model: {why}" if why else "", f"load {folder}")
 
     def _wait_for_writing(self) -> None:
@@ -396,7 +396,7 @@ def _may_lack(name: str) -> bool:
 
 def _why_not_into(folder: Path) -> str:
     there = (folder / INDEX).exists()
-    return f"{folder} has a checkpoint already, which would be lost meanwhile: give another folder" if there else ""
+    return f"{folder} already has a checkpoint, which would be overwritten: give another folder" if there else ""
 
 
 def _digest(path: Path) -> str:
@@ -447,17 +447,23 @@ def _why_other(whole: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
         stored, codes = f"{name.rpartition('.')[0]}.{SCALES[0]}", name.rpartition(".")[2] == "weight"
         if codes and stored in saved and stored not in whole:
             return (
-                f"{name} is codes there and in high precision here; call quaver.torch.quantize_weights(model, recipe) "
-                "before loading"
+                f"{name} is in high precision in the model and stored as codes in the checkpoint; call "
+                "quaver.torch.quantize_weights(model, recipe) before loading"
             )
         if codes and stored in whole and stored not in saved:
             if hasattr(value, "device_mesh"):
-                return f"{name} is in high precision there and codes in parts here; load it before the model is sharded"
+                return (
+                    f"{name} is in high precision in the checkpoint and stored as sharded codes in the model; "
+                    "load it before the model is sharded"
+                )
             continue
         if tuple(held.size) != tuple(value.shape):
-            return f"{name} is {list(held.size)} there and {list(value.shape)} here"
+            return f"{name} has shape {list(held.size)} in the checkpoint and {list(value.shape)} in the model"
         if held.properties.dtype is not value.dtype and {held.properties.dtype, value.dtype} & {*CODES, torch.uint8}:
-            return f"{name} is {held.properties.dtype} there and {value.dtype} here, codes of another recipe"
+            return (
+                f"{name} is {held.properties.dtype} in the checkpoint and {value.dtype} in the model, which are "
+                "codes of different recipes"
+            )
     return ""
 
 
@@ -472,7 +478,7 @@ def _another_optimizer(whole: Collection[str], saved: Collection[str]) -> str:
         if ours and theirs:
             return (
                 f"its optimizer of {parameter} is of another kind, with {', '.join(sorted(theirs))} and not "
-                f"{', '.join(sorted(ours))}; give that kind, or none to take the model alone"
+                f"{', '.join(sorted(ours))}; pass an optimizer of that kind, or none to load only the model"
             )
     return ""
 

@@ -188,8 +188,9 @@ def agree(bits: Tensor, group: Any = None) -> Tensor:
     """
     if bits.dtype is not torch.int32:
         raise ValueError(
-            f"ranks agree on the bits of amaxes, int32, and these are {bits.dtype}: give x.abs().amax().float().view("
-            "torch.int32), whose order is that of NaN, infinity and numbers"
+            f"agree expects amaxes as the bits of float32 in int32, and got {bits.dtype}: pass "
+            "x.abs().amax().float().view(torch.int32), whose integer order puts NaN above infinity above "
+            "numbers"
         )
     with during("amaxes", "reduce", bits, group):
         dist.all_reduce(bits, dist.ReduceOp.MAX, group)
@@ -339,8 +340,8 @@ def unite(x: Tensor, group: Any = None, dim: int | None = None) -> Pending:
 def _summable(x: Tensor) -> None:
     if x.dtype not in (torch.float32, torch.float64):
         raise ValueError(
-            f"ranks sum float32 or float64, and this is {x.dtype}: a collective adds codes as if they were numbers; "
-            "convert or dequantize first"
+            f"ranks can only sum float32 or float64, and this tensor is {x.dtype}: a collective would add "
+            "codes as if they were numbers; convert or dequantize first"
         )
 
 
@@ -362,7 +363,10 @@ def scatter_quantized_sums(x: Tensor, spec: QuantSpec, group: Any = None) -> Pen
     """
     ranks = dist.get_world_size(group)
     if x.dim() != 1 or x.numel() % ranks:
-        raise ValueError(f"{ranks} ranks sum a flat tensor in parts of one length, not {tuple(x.shape)}: pad it")
+        raise ValueError(
+            f"{ranks} ranks can only sum a flat tensor whose length is a multiple of {ranks}, not shape "
+            f"{tuple(x.shape)}: pad it"
+        )
     part = x.numel() // ranks
     sent, layout = _as_bytes(x.view(ranks, part), spec)
     received = torch.empty_like(sent)
@@ -403,8 +407,8 @@ def check_gradient_spec(spec: Any) -> int:
     block = spec.block[1] if isinstance(spec, QuantSpec) else None
     if block is None or spec.block[0] != 1 or spec.rounding != "nearest" or spec.two_level or spec.hadamard:
         raise ValueError(
-            f"gradients travel in blocks of one row, rounded to nearest, and this is {spec!r}: give a QuantSpec such "
-            "as QuantSpec(quaver.E4M3, (1, 128))"
+            f"gradients are quantized in blocks of one row and rounded to nearest, which {spec!r} is not: "
+            "give a QuantSpec such as QuantSpec(quaver.E4M3, (1, 128))"
         )
     return block
 

@@ -75,6 +75,7 @@ def compare(lines: Sequence[str], mesh: Any = None, refused: str = "") -> None:
     a, b = next((a, b) for a, b in zip_longest(one, other, fillvalue="nothing more") if a != b)
     more = f", and {len(others) - 1} more ranks differ from it" if len(others) > 1 else ""
     raise ValueError(
-        f"ranks built different models: rank {others[0]} has {b!r} where rank {first} has {a!r}{more}; build and "
-        "convert the model alike on all ranks, or give mesh= those that share it, as a stage of a pipeline does"
+        f"ranks built different models: rank {others[0]} has {b!r} where rank {first} has {a!r}{more}; build "
+        "and convert the model in the same way on all ranks, or pass mesh= with the ranks that share it, for "
+        "instance those of a pipeline stage"
     )

@@ -195,8 +195,9 @@ def _of_weights(ctx: Any, _: Sequence[Any], g: Tensor) -> tuple[Any, ...]:
     parts: _LayerNodes = ctx.parts
     if parts.kept is None:
         raise RuntimeError(
-            "the gradient of a quantized layer's weight was asked for by itself, or twice; that of the layer's input "
-            "comes first: let a schedule run both parts of a backward, or call backward() without cutting the graph"
+            "the gradient of a quantized layer's weight was requested alone, or twice; that of the layer's "
+            "input comes first: let a schedule run both parts of a backward, or call backward() without "
+            "splitting the graph"
         )
     kept = parts.kept
     if not graph_is_retained():
@@ -255,7 +256,7 @@ def pipeline_stage(
     first = next(module.parameters(), None)
     if device is None:
         if first is None:
-            raise ValueError(f"stage {index} has no parameters that tell where it runs: give device=")
+            raise ValueError(f"stage {index} has no parameters, so its device is unknown: give device=")
         device = first.device
     for layer in module.modules():
         state = layer.__dict__.get("_state")

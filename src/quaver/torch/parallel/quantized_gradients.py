@@ -43,8 +43,8 @@ def quantize_gradients(model: nn.Module, spec: QuantSpec = BLOCKS) -> nn.Module:
     wide = next((name for name, p in model.named_parameters() if p.requires_grad and p.dtype not in DTYPES), None)
     if wide is not None:
         raise ValueError(
-            f"{wide} is {model.get_parameter(wide).dtype}, and gradients of float32, bfloat16 and float16 travel in "
-            "few bits: convert it, or leave gradients as they are"
+            f"{wide} is {model.get_parameter(wide).dtype}, and only gradients of float32, bfloat16 and "
+            "float16 can be quantized: convert it, or do not quantize gradients"
         )
     if isinstance(model, DistributedDataParallel):
         model.register_comm_hook(_CommHookState(spec, model.process_group), _mean)
@@ -58,7 +58,7 @@ def quantize_gradients(model: nn.Module, spec: QuantSpec = BLOCKS) -> nn.Module:
     for name, unit in units:
         if not hasattr(unit, "set_custom_reduce_scatter"):
             raise ValueError(
-                f"fully_shard of torch {torch.__version__} takes no reduce-scatter of one's own: use a later torch"
+                f"fully_shard of torch {torch.__version__} does not accept a custom reduce-scatter: use a later torch"
             )
         unit.set_custom_reduce_scatter(QuantizedReduceScatter(spec, name))
     return model
@@ -109,7 +109,7 @@ def _scale_of_sum(op: Any) -> Any:
     state: Any = op.__getstate__() if isinstance(op, dist.ReduceOp) else (op, None)
     kind, scale = state
     if kind != dist.ReduceOp.PREMUL_SUM or scale is None:
-        raise ValueError(f"quantized gradients are summed, averaged or scaled, and fully_shard asks for {op}")
+        raise ValueError(f"quantized gradients can be summed, averaged or scaled, and fully_shard requests {op}")
     return scale
 
 

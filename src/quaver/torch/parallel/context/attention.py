@@ -439,7 +439,7 @@ def _check_options(
 
 def _check_slopes(alibi_slopes: Tensor | None) -> None:
     if alibi_slopes is not None and alibi_slopes.requires_grad:
-        raise ValueError("alibi_slopes want a gradient, which context parallelism does not give; detach them")
+        raise ValueError("alibi_slopes require a gradient, which context parallelism does not support; detach them")
 
 
 def _as_tensor(sinks: str | Tensor | None, wide: Tensor) -> Tensor | None:
@@ -472,8 +472,8 @@ def group_of(mesh: DeviceMesh | Group | None) -> Group:
             names = mesh.mesh_dim_names
             which = f"mesh[{names[-1]!r}]" if names else "one with names, and of it the one dimension, mesh['cp']"
             raise ValueError(
-                f"a sequence lies on one dimension of a mesh, and this mesh has {mesh.ndim}, "
-                f"{names or tuple(mesh.shape)}; give the one, such as {which}"
+                f"context parallelism needs a mesh of one dimension, and this one has {mesh.ndim}, "
+                f"{names or tuple(mesh.shape)}; give one dimension, such as {which}"
             )
         return mesh.get_group()
     group = dist.group.WORLD if mesh is None else mesh
@@ -488,20 +488,21 @@ def refuse(
     """Raise a ValueError for attention options that do not support a sharded sequence."""
     if mask or mask_type not in ("none", "causal", "causal_bottom_right"):
         raise ValueError(
-            f"{where} with mask_type {mask_type!r} and a mask as a tensor does not go with a sequence in parts: lay "
-            "sequences end to end instead of padding them, in layout 'thd' with cu_seqlens, and take 'causal' or 'none'"
+            f"{where} with mask_type {mask_type!r} and a mask tensor does not support a sharded sequence: "
+            "pack sequences instead of padding them, in layout 'thd' with cu_seqlens, and use mask_type "
+            "'causal' or 'none'"
         )
     if bias:
-        raise ValueError(f"{where} has a bias of scores, which a sequence in parts has not yet; ALiBi it has")
+        raise ValueError(f"{where} has a bias of scores, which is not supported yet for a sharded sequence; ALiBi is")
     if dropout:
         raise ValueError(
-            f"{where} has dropout {dropout} of probabilities, whose mask would be another on each number of ranks; "
-            "take dropout 0, or drop the outputs of parts"
+            f"{where} has dropout {dropout} of attention probabilities, whose mask would depend on the number "
+            "of ranks; use dropout 0, or drop the outputs of layers"
         )
     if recipe is not None and recipe.attention is not None and how != "all_to_all":
         raise ValueError(
-            f"recipe {recipe} quantizes attention, by amaxes of whole sequences, and with how={how!r} no rank has the "
-            "queries of a whole one; take how='all_to_all', or a recipe without attention=True"
+            f"recipe {recipe} quantizes attention, by amaxes of whole sequences, and with how={how!r} no rank "
+            "has the queries of a whole sequence; use how='all_to_all', or a recipe without attention=True"
         )
 
 
@@ -509,8 +510,8 @@ def check_heads_divide(queries: int, groups: int, ranks: int, where: str = "atte
     """Raise a ValueError unless the number of ranks divides both the query heads and the kv heads."""
     if queries % ranks or groups % ranks:
         raise ValueError(
-            f"{where} has {queries} heads of queries and {groups} of keys and values, which {ranks} ranks cannot trade "
-            "for tokens: both must be multiples of the ranks; take how='ring' or 'gather', or fewer ranks"
+            f"{where} has {queries} query heads and {groups} key and value heads, and both must be multiples "
+            f"of {ranks} ranks; use how='ring' or 'gather', or fewer ranks"
         )
 
 
@@ -518,13 +519,13 @@ def _check_parts(queries: int, keys: int, order: ChunkOrder) -> None:
     held = len(order.of(0))
     if queries != keys or queries == 0 or queries % held:
         raise ValueError(
-            f"this rank's part has {queries} queries and {keys} keys; each rank holds equally many of both, a multiple "
-            f"of {held} and not 0, as `cut` of the whole sequence gives them"
+            f"this rank's shard has {queries} queries and {keys} keys; each rank needs the same number of "
+            f"both, a positive multiple of {held}, as `cut` of the whole sequence returns them"
         )
 
 
 def _ends(layout: str, cu_seqlens: CuSeqlens | None, tokens: int) -> tuple[int, ...] | None:
     if isinstance(cu_seqlens, tuple) and len(cu_seqlens) == 2 and cu_seqlens[0] is not cu_seqlens[1]:
-        raise ValueError("cu_seqlens differ for queries and keys; a sequence in parts attends to itself: give one")
+        raise ValueError("cu_seqlens differ for queries and keys, but a sharded sequence attends to itself: pass one")
     ragged = ragged_of(layout, cu_seqlens, tokens, tokens)
     return None if ragged is None else tuple(ragged.of_queries.tolist())

@@ -235,15 +235,15 @@ def spec_of(recipe: str | Recipe | None) -> QuantSpec | None:
     if spec is None:
         reason = "quantizes no input"
     elif recipe.delayed is not None:
-        reason = "scales by the amaxes of earlier steps, of which there are none for keys and values"
+        reason = "scales by the amaxes of earlier steps, which keys and values do not have"
     elif spec.format.packed or spec.two_level or spec.hadamard:
         reason = "is not of eight bits"
     elif spec.block[0] not in (1, None) or (spec.block[0] is None and not spec.per_tensor):
         reason = "shares scales between tokens"
     if spec is None or reason:
         raise ValueError(
-            f"keys and values cannot travel by recipe {recipe}, which {reason}: give quantized='mxfp8', 'rowwise', "
-            "'blockwise' or 'tensorwise', or None"
+            f"keys and values cannot be sent in recipe {recipe}, which {reason}: give quantized='mxfp8', "
+            "'rowwise', 'blockwise' or 'tensorwise', or None"
         )
     return replace(spec, rounding="nearest")
 

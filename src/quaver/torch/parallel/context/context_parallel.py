@@ -71,8 +71,8 @@ class ContextParallel:
         """
         tokens, chunks = x.shape[dim], len(self.order.of(self.rank))
         error = (
-            f"x has {tokens} tokens (dimension {dim} of {list(x.shape)}), which are not those of {chunks} chunks: join "
-            "a rank's whole part, as cut gives it, and leave tokens out of the result"
+            f"x has {tokens} tokens (dimension {dim} of {list(x.shape)}), which is no multiple of {chunks} "
+            "chunks: pass a rank's whole shard to join, as cut returns it, and remove tokens from the result"
         )
         what = {"x": facts_of(x.detach()), "dim": dim}
         check_agreement("ContextParallel.join", what, self.group, error=error if tokens % chunks else "")
@@ -260,10 +260,12 @@ class _PositionHook:
             refuse(layer.core.mask_type, masked, bent, 0.0, self.across.how, None, where)
             if options.get("cache") is not None:
                 raise ValueError(
-                    f"{where} has a sequence in parts, and a cache of keys is of a whole one; give no cache"
+                    f"{where} has a sharded sequence, which does not support a cache of keys and values; pass no cache"
                 )
             if isinstance(ends, tuple):
-                raise ValueError(f"{where} attends to x itself, in parts; give one cu_seqlens, of the whole batch")
+                raise ValueError(
+                    f"{where} runs self attention on a sharded sequence; pass one cu_seqlens, that of the whole batch"
+                )
             what = {"x": facts_of(x), "training": layer.training}
             what["cu_seqlens"] = None if ends is None else ends.tolist()
         except Exception as raised:
@@ -287,14 +289,14 @@ def _check_model(model: nn.Module, cores: list[tuple[DotProductAttention, list[s
     if others or not cores:
         said = ", ".join(f"{count} {name}" for name, count in sorted(others.items())) or "no DotProductAttention"
         raise ValueError(
-            f"{type(model).__name__} has {said}: context parallelism reaches the attention of quaver's blocks, and "
-            "another would attend to a rank's own tokens alone, by masks that its model makes of them; build the model "
-            "of them, as quaver train does, of quaver.torch.from_huggingface(layer) for instance"
+            f"{type(model).__name__} has {said}: context parallelism only converts the attention of quaver's "
+            "blocks. Any other attention would see only a rank's own tokens. Build the model of quaver's "
+            "blocks, for instance as quaver train does or by quaver.torch.from_huggingface(layer)"
         )
     for core, (name, *_) in cores:
         where = name or type(core).__name__
         if isinstance(core.attend, ContextParallelAttention):
-            raise ValueError(f"{where} attends across ranks already; call context_parallel once for a model")
+            raise ValueError(f"{where} is already context-parallel; call context_parallel once per model")
         refuse(core.mask_type, False, False, core.dropout, across.how, core.recipe, where)
         if across.how == "all_to_all":
             check_heads_divide(core.heads, core.groups, across.order.ranks, where)
@@ -307,20 +309,20 @@ def _check_model(model: nn.Module, cores: list[tuple[DotProductAttention, list[s
 def _reason(module: nn.Module) -> str:
     """Return why a module does not support sharded sequences, or ""."""
     if isinstance(module, TransformerLayer) and module.drop_path:
-        return "has drop_path, which leaves out whole samples: each rank would draw its own; take drop_path=0"
+        return "has drop_path, which drops whole samples: each rank would draw its own; use drop_path=0"
     if isinstance(module, MultiheadAttention) and module.cross:
-        return "attends to a memory, and only self attention goes with a sequence in parts"
+        return "has cross attention, and only self attention supports a sharded sequence"
     if isinstance(module, MultiheadAttention) and module._modules["position_bias"] is not None:
-        return "has a position_bias, which counts from a rank's first token; take rope or ALiBi"
+        return "has a position_bias, which would count from a rank's first token; use rope or ALiBi"
     if isinstance(module, Mamba2 | nn.RNNBase) or (isinstance(module, nn.Conv1d) and module.kernel_size != (1,)):
         return (
-            "reads the tokens before each token, and a rank would begin at its own: of what mixes tokens, attention "
-            "alone goes across ranks"
+            "mixes each token with earlier ones, and a rank would start at its own first token: only "
+            "attention works across ranks"
         )
     rope: Any = module._modules.get("rope") if isinstance(module, Layer) else None
     if rope is not None and rope.frequencies.by_length:
         kind = rope.frequencies.rope_type
-        return f"has rope of type {kind!r}, whose frequencies go by the length of what a rank has; take another type"
+        return f"has rope of type {kind!r}, whose frequencies depend on the length of a rank's shard; use another type"
     return ""
 
 

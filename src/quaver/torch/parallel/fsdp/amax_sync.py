@@ -270,8 +270,8 @@ class ModelAmaxSync:
         self.groups = tuple(over.get_group(dim) for dim in range(over.ndim))
         offloaded = next((w.name for w in self.weights if w.unit is not None and w.unit.offloads), None)
         error = (
-            f"{offloaded} is gathered as codes, which are made on the device that computes, and CPUOffloadPolicy keeps "
-            "its rows on the CPU: give fully_shard no offload_policy, or leave the layer out with "
+            f"{offloaded} is gathered as codes, which are computed on the GPU, and CPUOffloadPolicy keeps its "
+            "rows on the CPU: give fully_shard no offload_policy, or leave the layer out with "
             "gather_quantized(model, skip=[...])"
         )
         what = {w.name: f"{w.shape} cut along {w.across.axis} under {w.recipe.text}" for w in self.weights}
@@ -280,7 +280,7 @@ class ModelAmaxSync:
             {"weights": len(what), **what, **self._facts()},
             *self.groups,
             error="" if offloaded is None else error,
-            advice="build the model and convert it alike on all ranks before gather_quantized",
+            advice="build and convert the model in the same way on all ranks before gather_quantized",
         )
 
     def _agree(self, asking: GatheredWeightState, mesh: Any) -> None:
@@ -336,9 +336,9 @@ class ModelAmaxSync:
             flat = agree(torch.cat([bits.view(-1) for bits in every]), group)
         except RuntimeError as error:
             raise RuntimeError(
-                f"this rank asked the others for amaxes of weights, as after each optimizer step, in vain ({error}); "
-                "one that has not stepped, or has run other forwards, does not come here: skip a step on all ranks or "
-                "on none, such as by an all-reduce of what it goes by"
+                "the all-reduce of weight amaxes, which runs after each optimizer step, failed on this rank "
+                f"({error}); a rank that has not stepped, or has run other forwards, does not call it: skip a "
+                "step on all ranks or on none, for instance by an all-reduce of the condition"
             ) from error
         for entry, sent, agreed in zip(entries, every, flat.split([b.numel() for b in every]), strict=True):
             own = agreed if sent.dim() == 1 else agreed.view_as(sent)[rank]

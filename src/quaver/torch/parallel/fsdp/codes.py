@@ -67,9 +67,9 @@ class StoredShardInfo:
         weight = layer._parameters["weight"]
         if not self.learns and weight is not None and weight.requires_grad:
             raise ValueError(
-                f"{self.name} exists only in codes, and was frozen when gather_quantized prepared it: fully_shard "
-                "would round its gradient to their dtype. Let it require a gradient before gather_quantized, and "
-                "freeze it afterwards if it shall learn later"
+                f"{self.name} is stored only as codes, and was frozen when gather_quantized prepared it: "
+                "fully_shard would round its gradient to their dtype. Let it require a gradient before "
+                "gather_quantized, and freeze it afterwards if it shall be trained later"
             )
 
 
@@ -149,9 +149,9 @@ class LearningCodes(CodeShard):
         dtype = options.get("dtype")
         if function not in cls.keeps or source.dtype is not shard.plain.dtype or dtype not in (None, shard.dtype):
             raise ValueError(
-                f"{function} takes the weight of {shard.weight.name} for numbers, and it exists only in codes: step it "
-                "by an optimizer of quaver.torch.optim, load it from a checkpoint of codes, or keep it in high "
-                "precision (dequantize_weights(model) before gather_quantized)"
+                f"{function} reads the weight of {shard.weight.name} as numbers, and it is stored only as "
+                "codes: step it by an optimizer of quaver.torch.optim, load it from a checkpoint of codes, "
+                "or convert it to high precision (dequantize_weights(model) before gather_quantized)"
             )
         if dtype is not None:
             # The caller passes the reported dtype, as torch does when it pads a shard; the codes have their own.

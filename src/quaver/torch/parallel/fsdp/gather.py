@@ -54,7 +54,7 @@ class GatherReport:
 
     def __str__(self) -> str:
         lines = [f"{name}: codes of {recipe.name}" for name, recipe in self.quantized.items()]
-        lines += [f"{name}: codes, which are all of it" for name in self.stored]
+        lines += [f"{name}: codes, as stored" for name in self.stored]
         lines += [f"{name}: in high precision, {why}" for name, why in self.in_high_precision.items()]
         return "\n".join(lines)
 
@@ -183,13 +183,13 @@ def _prepared_of(
         assert of_layer is not None
         gathers.quantized[name] = of_layer
         if units and layer not in units:
-            raise ValueError(f"{name}.weight is held by no fully_shard; call gather_quantized before fully_shard")
+            raise ValueError(f"{name}.weight is not managed by fully_shard; call gather_quantized before fully_shard")
         n, k = shape
         prepared.weights.append(
             GatheredWeightState(layer, name or type(layer).__name__, of_layer, (n, k), prepared, across)
         )
     if unused:
-        raise ValueError(f"no quantized layer has a name that fits {', '.join(map(repr, sorted(unused)))} of skip")
+        raise ValueError(f"no quantized layer has a name that matches {', '.join(map(repr, sorted(unused)))} in skip")
     if not prepared.weights and not gathers.stored and not units:
         raise ValueError(
             f"gather_quantized has no weight to gather as codes; call quaver.torch.convert(model, ...) before it, or "
@@ -202,10 +202,11 @@ def _of_stack(layer: GroupedLinear, name: str) -> str:
     """Return why a grouped weight is gathered unchanged. Raise a ValueError if it is stored as trainable codes."""
     if layer.weight_spec is not None and layer.weight.requires_grad:
         raise ValueError(
-            f"{name}.weight is a stack of matrices in codes, of which fully_shard rounds gradients: call "
-            "quaver.torch.dequantize_weights(model), freeze it, or leave it out with fully_shard's ignored_params"
+            f"{name}.weight is a trainable stack of matrices stored as codes, whose gradients fully_shard "
+            "would round: call quaver.torch.dequantize_weights(model), freeze it, or leave it out with "
+            "fully_shard's ignored_params"
         )
-    return "a stack of matrices travels as it is"
+    return "a stack of matrices is gathered unchanged"
 
 
 def _refuse(model: nn.Module) -> None:
@@ -213,18 +214,18 @@ def _refuse(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             raise ValueError(
-                f"{name or 'the model'} was given to fully_shard before gather_quantized, which says how weights are "
-                "gathered: call gather_quantized(model) first, then fully_shard"
+                f"{name or 'the model'} was sharded by fully_shard before gather_quantized, which decides how "
+                "weights are gathered: call gather_quantized(model) first, then fully_shard"
             )
         for key, parameter in module._parameters.items():
             if isinstance(parameter, Shard):
                 raise ValueError(f"gather_quantized was called on {name or 'the model'} before; call it once")
             if isinstance(parameter, DTensor) and isinstance(module, Linear) and layout_of(module) is None:
                 raise ValueError(
-                    f"{name}.{key} is sharded already, over {parameter.device_mesh}: gather_quantized takes whole "
-                    "weights, and those in parts by ColwiseParallel() and RowwiseParallel() of "
-                    "quaver.torch.parallel; take these in the "
-                    "place of torch's styles, or leave the layer unconverted"
+                    f"{name}.{key} is already sharded, over {parameter.device_mesh}: gather_quantized accepts "
+                    "whole weights, and those sharded by ColwiseParallel() and RowwiseParallel() of "
+                    "quaver.torch.parallel; use these instead of torch's styles, or leave the layer "
+                    "unconverted"
                 )
 
 
@@ -236,23 +237,23 @@ def _why_not(
     if layer.weight_spec is not None:
         if layer.weight_spec.format.packed and weight is not None and weight.requires_grad:
             raise ValueError(FOUR_BITS)
-        return "another module holds it, too" if holders[id(weight)] > 1 else ""
+        return "another module shares it" if holders[id(weight)] > 1 else ""
     if recipe is None:
         return "it has no recipe of its own: give recipe="
     if not recipe.quantizes:
         return f"{recipe.name} quantizes nothing"
     if recipe.fprop.b is None or recipe.dgrad.b is None:
-        return f"{recipe.name} multiplies by it in high precision, too"
+        return f"{recipe.name} also multiplies by it in high precision"
     if recipe.dgrad.b.hadamard:
-        return f"{recipe.name} rotates the rows of it that ranks divide"
+        return f"{recipe.name} rotates its rows, which ranks shard"
     if weight is None and "weight" in layer._modules:
-        return "its matrices lie in parts by themselves"
+        return "its matrices are separate parameters"
     if weight is None:
-        return "a parametrization makes it"
+        return "a parametrization computes it"
     if weight.dtype not in DTYPES:
-        return f"it is {weight.dtype}, which recipes leave alone"
+        return f"it is {weight.dtype}, which recipes do not quantize"
     if holders[id(weight)] > 1:
-        return "another module holds it, too"
+        return "another module shares it"
     return _cut_through(shape, across.axis, recipe)
 
 
@@ -282,7 +283,7 @@ def _cut_through(shape: Sequence[int], axis: int | None, recipe: Recipe) -> str:
         if axis == 1 and side.spec.hadamard and needed % 16:
             needed = 16
         if shape[axis] % needed:
-            return f"ranks of tensor parallelism have {shape[axis]} features each, no multiple of {needed}"
+            return f"ranks of tensor parallelism have {shape[axis]} features each, which is no multiple of {needed}"
     return ""
 
 
@@ -380,7 +381,7 @@ class CommCounter(traffic.SentBytes):
 
     def __enter__(self) -> "CommCounter":
         if any(each is self for each in traffic.active.all):
-            raise ValueError("this CommCounter counts already, and would count twice; make another one")
+            raise ValueError("this CommCounter is already counting; make another one")
         traffic.active.all += (self,)
         roll.watched.by, sync.watched.by = _of_histories, _of_headers
         if self.model is not None:

@@ -124,8 +124,8 @@ class Shard(Tensor):
 
     def check_recipe(self, layer: nn.Module, recipe: Recipe | None) -> NoReturn:
         raise ValueError(
-            f"{self.weight.name} was prepared by gather_quantized and is gathered by no fully_shard: call fully_shard "
-            "on the model, or on the part of it that holds this layer, before the first forward"
+            f"{self.weight.name} was prepared by gather_quantized but is not managed by fully_shard: call "
+            "fully_shard on the model, or on the module that contains this layer, before the first forward"
         )
 
     def quantized_operand(self, call: Any, side: str) -> NoReturn:
@@ -158,8 +158,9 @@ class Shard(Tensor):
         assert x is not None
         if dtype is not x.dtype:
             raise ValueError(
-                f"{weight.name} is {x.dtype} and is computed in {dtype}, and this torch does not tell so before it is "
-                "quantized: give fully_shard no MixedPrecisionPolicy(param_dtype=...), or convert the model's dtype"
+                f"{weight.name} is {x.dtype} and is computed in {dtype}, which this torch does not reveal "
+                "before it is quantized: give fully_shard no MixedPrecisionPolicy(param_dtype=...), or "
+                "convert the model's dtype"
             )
         gathered = list(outputs)
         if out is None:
@@ -239,9 +240,9 @@ class Gathered(Tensor):
             # Zero gradient of a weight that did not contribute to the loss.
             return torch.zeros(given.shape, dtype=given.dtype, device=given.device)
         raise ValueError(
-            f"{function} reads the weight of {given.weight.name}, which is gathered as codes alone: only the layer's "
-            "own products read it; leave the layer out with gather_quantized(model, skip=[...]), and revert no layer "
-            "after gather_quantized"
+            f"{function} reads the weight of {given.weight.name}, which is gathered only as codes, so only "
+            "the layer's own GEMMs can use it; leave the layer out with gather_quantized(model, skip=[...]), "
+            "and revert no layer after gather_quantized"
         )
 
 
@@ -256,7 +257,8 @@ class GatheredWeight(Gathered):
             under = "no recipe" if recipe is None else f"{recipe!r}"
             raise ValueError(
                 f"{self.weight.name} runs under {under}, and its weight was gathered in the codes of "
-                f"{self.weight.recipe!r}: run it under that, or leave it out with gather_quantized(model, skip=[...])"
+                f"{self.weight.recipe!r}: use that recipe, or leave the layer out with "
+                "gather_quantized(model, skip=[...])"
             )
 
     def quantized_operand(self, call: Any, side: str) -> Quantized:

@@ -39,13 +39,13 @@ class FsdpParameter:
         """Raise a ValueError with the layer's name if the sharding does not support gathers of codes."""
         if self._group._use_post_forward_mesh:
             raise ValueError(
-                f"{name} is gathered as codes, which no smaller number of ranks keeps after a forward; give "
-                "fully_shard reshard_after_forward=True or False, not a number"
+                f"{name} is gathered as codes, which cannot be resharded to a smaller number of ranks after a "
+                "forward; give fully_shard reshard_after_forward=True or False, not a number"
             )
         if getattr(getattr(self._parameter, "fsdp_placement", None), "dim", 0):
             raise ValueError(
-                f"{name} is gathered as codes, of rows: ranks cannot divide its columns; have fully_shard's "
-                "shard_placement_fn give Shard(0) or None for this weight, or leave the layer out with "
+                f"{name} is gathered as codes by rows, so its columns cannot be sharded; let fully_shard's "
+                "shard_placement_fn return Shard(0) or None for this weight, or leave the layer out with "
                 "gather_quantized(model, skip=[...])"
             )
 

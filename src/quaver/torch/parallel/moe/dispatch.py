@@ -70,7 +70,7 @@ class AllToAllSplits:
             own, why = torch.empty(0, dtype=torch.int64, device=_device(group)), f"{sent!r} is no sequence of numbers"
         if own.shape != (ranks,):
             why = why or f"{tuple(own.shape)} is the shape of their numbers"
-            why = f"{ranks} ranks get rows, and {why}: give one for each rank"
+            why = f"{ranks} ranks receive rows, and {why}: give one number for each rank"
             own = torch.full((ranks,), -1, dtype=torch.int64, device=own.device)
         # Send -1 instead of the numbers if they are invalid, so that all ranks learn of it.
         own = torch.where((own.min() < 0) | (own.sum() != rows), -1, own)
@@ -80,12 +80,12 @@ class AllToAllSplits:
             dist.all_to_all_single(others, own, group=group)
         (to, given) = torch.stack([own, others]).tolist()
         if min(to) < 0:
-            raise ValueError(
-                why or f"{sent} rows for each rank are not the {rows} rows that there are: they must add up"
-            )
+            raise ValueError(why or f"{sent} rows for each rank do not add up to the {rows} rows of this rank")
         if min(given) < 0:
             wrong = [rank for rank, number in enumerate(given) if number < 0]
-            raise ValueError(f"ranks {wrong} of the group sent other rows than they have: see what they say")
+            raise ValueError(
+                f"ranks {wrong} of the group passed numbers that do not add up to their rows: see their errors"
+            )
         return AllToAllSplits(tuple(to), tuple(given))
 
     @staticmethod
@@ -241,28 +241,32 @@ def _why_not(
     if why:
         return why
     if x.dim() != 2 or x.dtype not in DTYPES:
-        return f"rows travel as a matrix of float32, bfloat16 or float16, not {x.dtype} {list(x.shape)}"
+        return f"rows are sent as a matrix of float32, bfloat16 or float16, not {x.dtype} {list(x.shape)}"
     if isinstance(gradients, torch.dtype) and gradients not in DTYPES:
-        return f"gradients travel as float32, bfloat16 or float16, or by a QuantSpec, not as {gradients}"
+        return f"gradients are sent as float32, bfloat16 or float16, or by a QuantSpec, not as {gradients}"
     return _why_no_rows(x.shape[0], splits)
 
 
 def why_no_spec(spec: QuantSpec) -> str:
     """Return why a spec cannot be used to send rows, or "": blocks of several rows, stochastic rounding, a rotation."""
     if not (spec.per_tensor or spec.block[0] == 1):
-        return f"rows that go to several ranks have scales of their own or one for all, and {spec} has others"
+        return f"rows that go to several ranks need scales per row or one for all, and {spec} has others"
     if spec.rounding != "nearest":
         return (
-            f"rows travel rounded to nearest, since noise goes by a row's place in the whole: not by {spec}; use "
-            'dataclasses.replace(spec, rounding="nearest")'
+            "rows are sent rounded to nearest, since stochastic rounding depends on a row's position in the "
+            f'whole: {spec} does not; use dataclasses.replace(spec, rounding="nearest")'
         )
-    return f"rows travel as they are, and {spec} rotates them: a layer rotates what it gets" if spec.hadamard else ""
+    return (
+        f"rows are sent without rotation, and {spec} rotates them: a layer rotates its input itself"
+        if spec.hadamard
+        else ""
+    )
 
 
 def _why_no_rows(rows: int, splits: AllToAllSplits) -> str:
     if sum(splits.sent) == rows:
         return ""
-    return f"{splits.sent} rows for each rank are not the {rows} rows that there are: they must add up"
+    return f"{splits.sent} rows for each rank do not add up to the {rows} rows of this rank"
 
 
 def _refuse(why: str) -> None:

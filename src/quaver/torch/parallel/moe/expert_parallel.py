@@ -99,25 +99,25 @@ def _check_input(module: nn.Module, args: tuple[Any, ...]) -> None:
 def _why_no_way(way: Any) -> str:
     if isinstance(way, QuantSpec):
         return why_no_spec(way)
-    return "" if way in DTYPES else "rows travel by a QuantSpec, or as float32, bfloat16 or float16"
+    return "" if way in DTYPES else "rows are sent in a QuantSpec, or as float32, bfloat16 or float16"
 
 
 def _check(experts: Any, given: str, mesh: Any) -> None:
     """Raise a ValueError if these experts cannot be sharded over the mesh."""
     if not isinstance(experts, Experts):
         raise ValueError(
-            f"ExpertParallel is a style of quaver.torch.MoE and Experts, and {given} is none: of a layer of "
-            "transformers quaver.torch.from_huggingface makes one"
+            f"ExpertParallel is a style for quaver.torch.MoE and Experts, and {given} is neither: convert a "
+            "layer of transformers by quaver.torch.from_huggingface"
         )
     if mesh.ndim != 1:
         raise ValueError(
-            f"experts would be divided over a mesh of {mesh.ndim} dimensions, {mesh.mesh_dim_names}: give one of them, "
+            f"ExpertParallel got a mesh of {mesh.ndim} dimensions, {mesh.mesh_dim_names}: give one of them, "
             "such as mesh['ep']"
         )
     if any(hasattr(p, "device_mesh") for p in experts.parameters()):
         raise ValueError(
-            "these experts are in parts already: name them once in the plan, and call parallelize_module before "
-            "fully_shard"
+            "these experts are already sharded: name them once in the plan, and call parallelize_module "
+            "before fully_shard"
         )
     if experts.experts % mesh.size():
         raise ValueError(
@@ -126,7 +126,7 @@ def _check(experts: Any, given: str, mesh: Any) -> None:
         )
     if any(p.dtype in stored_weight.CODES for p in experts.parameters()):
         raise ValueError(
-            "these experts' weights exist only in few bits: call quaver.torch.dequantize_weights(model) first"
+            "these experts' weights are stored only as codes: call quaver.torch.dequantize_weights(model) first"
         )
 
 
@@ -277,8 +277,9 @@ def _forward(
     try:
         if recipe is not None and recipe.delayed is not None:
             raise ValueError(
-                f"recipe {recipe} scales by histories, which ranks reduce layer by layer, and ranks have other experts "
-                "in one place: take one that scales as it goes, such as tensorwise, for experts on ranks"
+                f"recipe {recipe} uses scaling histories, which ranks reduce layer by layer, but ranks have "
+                "different experts in the same layer: for experts on ranks use a recipe with current "
+                "scaling, such as tensorwise"
             )
         x = experts.checked(x, indices, capacity, number)
     except Exception as error:

@@ -70,16 +70,16 @@ def reason_unsupported(mesh: Any) -> str:
 
 def _own_reason(kind: str) -> str:
     if kind != "cuda":
-        return f"the mesh is of {kind}, and symmetric memory is of GPUs"
+        return f"the mesh is on {kind}, and symmetric memory needs GPUs"
     missing = [name for name in (GATHER, SCATTER) if operation(name) is None]
     if missing:
         return f"torch {torch.__version__} has no torch.ops.symm_mem.{missing[0]}"
     here, count = torch.cuda.current_device(), torch.cuda.device_count()
     if not all(torch.cuda.can_device_access_peer(here, other) for other in range(count) if other != here):
-        return "GPUs of this machine do not reach one another's memory"
+        return "GPUs of this machine have no peer access to one another"
     memory: Any = getattr(symmetric_memory(), "_SymmetricMemory", None)
     if memory is None or not memory.has_multicast_support(torch.autograd.DeviceType.CUDA, here):  # type: ignore[attr-defined]
-        return "no NVLink switch joins the GPUs"
+        return "no NVLink switch connects the GPUs"
     return ""
 
 

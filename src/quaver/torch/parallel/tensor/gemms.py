@@ -150,7 +150,7 @@ class TensorParallelComm:
         if axis == 1 and spec.hadamard and needed % 16:
             needed, why = 16, "groups of 16 that are rotated together"
         if axis == 1 and spec.rounding == "stochastic" and needed % 4:
-            needed, why = 4, "fours that share their noise"
+            needed, why = 4, "groups of four that share noise"
         part = next((part for part in parts if part % needed), None)
         if part is not None:
             why = why or f"blocks of {needed}"

@@ -39,20 +39,18 @@ def check(layer: Any, name: str, style: str, parts: Sequence[int]) -> None:
     rows = layer.weight.shape[0]
     own = matrices_of(layer, ())
     if own and parts:
-        raise ValueError(f"{name} says itself that it joins {', '.join(own)}: leave out the parts of {style}")
+        raise ValueError(f"{name} already declares that it joins {', '.join(own)}: leave out the parts of {style}")
     if parts and (sum(parts) != rows or min(parts) < 1):
-        raise ValueError(f"{style} has {sum(parts)} rows, and {name} {rows}: give the rows of each of its matrices")
+        raise ValueError(f"{style} has {sum(parts)} rows, and {name} has {rows}: give the rows of each of its matrices")
     if own or parts:
         return
     known = joined_name(layer)
     if known is not None:
         raise ValueError(
-            f"{name} is called {known!r}, as layers are that join several matrices in one weight, and each rank needs "
-            f"rows of each: say how many rows each has, in their order, ColwiseParallel(parts=(q, k, v)) or "
-            f"ColwiseParallel(parts=(gate, "
-            f"up)), in all {rows}; or ColwiseParallel(parts=({rows},)) where a head's q, k and v lie together, as "
-            f"GPT-NeoX's "
-            "do, or where it is one matrix"
+            f"{name} is called {known!r}, a name that suggests several matrices joined in one weight, and "
+            "each rank needs rows of each. Give the rows of each in order, ColwiseParallel(parts=(q, k, v)) "
+            f"or ColwiseParallel(parts=(gate, up)), {rows} in total; or ColwiseParallel(parts=({rows},)) if "
+            "it is one matrix, or if q, k and v of each head are adjacent, as in GPT-NeoX"
         )
 
 

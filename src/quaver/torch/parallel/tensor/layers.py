@@ -152,19 +152,20 @@ def _asked(layer: Any, input: Tensor) -> ShardedLayerCall:
     layout: Any = layout_of(layer)
     if active_context.takes_weights and torch.is_grad_enabled():
         raise ValueError(
-            f"{name_of(layer)} is in parts by {layout.name}, whose gradients go to autograd: weight_gradients does not "
-            "take them; leave it out around this layer"
+            f"{name_of(layer)} is sharded by {layout.name}, whose weight gradients go through autograd: "
+            "weight_gradients does not support it; leave it out around this layer"
         )
     weights, biases = joined.of(layer, "weight"), joined.of(layer, "bias")
     if not weights or any(getattr(each, "device_mesh", None) is None for each in weights):
         raise ValueError(
-            f"{name_of(layer)} is in parts by {layout.name}, and its weight is no DTensor: something has put another "
-            "in its place; load weights by torch.distributed.checkpoint, and leave a parametrized layer out of the plan"
+            f"{name_of(layer)} is sharded by {layout.name}, and its weight is no DTensor, so something has "
+            "replaced it; load weights by torch.distributed.checkpoint, and leave a parametrized layer out "
+            "of the plan"
         )
     if getattr(input, "device_mesh", None) is not None:
         raise ValueError(
-            f"{name_of(layer)} is in parts by {layout.name} and takes local tensors, and its input is a DTensor: give "
-            "input.to_local(), or let what comes before it do so with use_local_output=True"
+            f"{name_of(layer)} is sharded by {layout.name} and takes local tensors, and its input is a "
+            "DTensor: pass input.to_local(), or use use_local_output=True in the preceding style"
         )
     weight = weights[0]
     recipe = recipe_of(layer, False) if isinstance(layer, Quantizable) else None
@@ -231,11 +232,11 @@ def _check(layer: Any, held: Tensor, x: Tensor) -> None:
     if x.dim() == 0 or x.shape[-1] != held.shape[1]:
         has = "all of them" if layout.column else "a part of them"
         raise ValueError(
-            f"{says}; its last axis must be {held.shape[1]}: of the layer's {layer.in_features} features each of "
-            f"{number} ranks has {has}"
+            f"{says}; its last axis must be {held.shape[1]}: of the layer's {layer.in_features} features each "
+            f"of {number} ranks has {has}"
         )
     if layout.sequence and x.dim() < 2:
-        raise ValueError(f"{says}, without an axis of tokens, of which each of {number} ranks has a part: add one")
+        raise ValueError(f"{says}, which has no axis of tokens to shard over {number} ranks: add one")
     if layout.sequence and not layout.column and x.shape[-2] % number:
         raise ValueError(
             f"{says}: {number} ranks cannot share {x.shape[-2]} tokens; pad them to a multiple of {number}"

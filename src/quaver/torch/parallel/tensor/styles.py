@@ -65,7 +65,7 @@ class _ShardedLinear(ParallelStyle):
 
 def _layout(column: bool, sequence: bool, overlap: bool) -> ShardLayout:
     if overlap and not sequence:
-        raise ValueError("overlap is of tokens that travel: give sequence=True with it, or leave it out")
+        raise ValueError("overlap applies to sharded tokens: give sequence=True with it, or leave it out")
     return ShardLayout(column, sequence, overlap)
 
 
@@ -176,16 +176,16 @@ class SequenceParallel(ParallelStyle):
         _check_free(module, repr(self), device_mesh)
         if isinstance(module, OTHER_DROPOUTS):
             raise ValueError(
-                f"{self!r} of a {type(module).__name__} would drop the same on every rank: use nn.Dropout, or leave it "
-                "out of the plan"
+                f"{self!r} of a {type(module).__name__} would drop the same elements on every rank: use "
+                "nn.Dropout, or leave it out of the plan"
             )
         inside = next(
             (name for name, child in module.named_modules() if child is not module and child._parameters), None
         )
         if inside is not None:
             raise ValueError(
-                f"{self!r} is a style of single modules, and {type(module).__name__} has another one inside with "
-                f"parameters, {inside!r}: name the norms and dropouts themselves in the plan"
+                f"{self!r} is a style for single modules, and {type(module).__name__} contains another one "
+                f"with parameters, {inside!r}: name the norms and dropouts themselves in the plan"
             )
         _distribute(module, dict.fromkeys(module._parameters, Replicate()), device_mesh, self.src_data_rank)
         tokens = SequenceLayout(device_mesh, self.takes_whole, self.gives_whole)
@@ -259,8 +259,7 @@ def _check_free(module: nn.Module, style: str, mesh: Any, placements: dict[str, 
     name = name_of(module)
     if mesh.ndim != 1:
         raise ValueError(
-            f"{name} would be in parts over a mesh of {mesh.ndim} dimensions, {mesh.mesh_dim_names}: give one of "
-            "them, such as mesh['tp']"
+            f"{name} got a mesh of {mesh.ndim} dimensions, {mesh.mesh_dim_names}: give one of them, such as mesh['tp']"
         )
     before = layout_of(module)
     wanted, held = placements or {}, {key: p for key, p in module._parameters.items() if hasattr(p, "device_mesh")}
@@ -270,10 +269,10 @@ def _check_free(module: nn.Module, style: str, mesh: Any, placements: dict[str, 
     if lies is None and (tokens_of(module) is not None or words_of(module) is not None):
         lies = f"{mesh}"
     if before is not None or lies is not None:
-        of = f"is in parts by {before.name}" if before is not None else f"lies on {lies}"
+        of = f"is sharded by {before.name}" if before is not None else f"lies on {lies}"
         raise ValueError(
-            f"{name} {of} already, and {style} is for a module that is whole: name it in one style of the plan, and "
-            "call parallelize_module before fully_shard"
+            f"{name} {of} already, and {style} needs an unsharded module: name it in one style of the plan, "
+            "and call parallelize_module before fully_shard"
         )
 
 
@@ -281,9 +280,9 @@ def _check_heads(attention: Any, style: HeadParallel, mesh: Any) -> None:
     """Raise a ValueError if the heads of an attention module cannot be sharded."""
     if not isinstance(attention, MultiheadAttention):
         raise ValueError(
-            f"{style} is a style of quaver.torch.MultiheadAttention, and {type(attention).__name__} is none: name its "
-            "linear layers, {'q_proj': ColwiseParallel(), 'o_proj': RowwiseParallel()}, where its forward takes "
-            "heads as they come"
+            f"{style} is a style for quaver.torch.MultiheadAttention, and {type(attention).__name__} is none: name its "
+            "linear layers, {'q_proj': ColwiseParallel(), 'o_proj': RowwiseParallel()}, if its forward takes "
+            "any number of heads"
         )
     core = attention.core
     of_heads = {
@@ -297,8 +296,8 @@ def _check_heads(attention: Any, style: HeadParallel, mesh: Any) -> None:
     refused = [option for option, there in of_heads.items() if there]
     if refused:
         raise ValueError(
-            f"{style} is for attention whose heads know nothing of one another, and this one has {', '.join(refused)}: "
-            "make it without, or leave attention out of the plan"
+            f"{style} needs attention with independent heads, and this one has {', '.join(refused)}: build it "
+            "without, or leave attention out of the plan"
         )
     if core.heads % mesh.size() or core.groups % mesh.size():
         raise ValueError(
@@ -312,22 +311,24 @@ def _check_embedding(module: Any, style: VocabParallel, mesh: Any, placements: d
     name = name_of(module)
     if not isinstance(module, nn.Embedding) or "weight" not in module._parameters:
         raise ValueError(
-            f"{style!r} is a style of nn.Embedding, and {name} is none, or its weight is parametrized: of a head give "
-            "ColwiseParallel()"
+            f"{style!r} is a style for nn.Embedding, and {name} is none, or its weight is parametrized: use "
+            "ColwiseParallel() for a head"
         )
     _check_free(module, repr(style), mesh, placements)
     options = {name: getattr(module, name) for name in ("max_norm", "scale_grad_by_freq", "sparse")}
     refused = [f"{name}={value}" for name, value in options.items() if value]
     if refused:
         raise ValueError(
-            f"{style!r} of an embedding with {', '.join(refused)}, which goes by all words: make it without"
+            f"{style!r} does not support an embedding with {', '.join(refused)}, which needs the whole "
+            "vocabulary: build it without"
         )
     words, ranks = module.num_embeddings, mesh.size()
     if words % ranks:
         more = -words % ranks
         raise ValueError(
-            f"{name} has {words} words, which {ranks} ranks cannot share by {style!r}: pad the vocabulary by {more} "
-            f"words, as transformers' model.resize_token_embeddings(pad_to_multiple_of={ranks}) does, or leave it whole"
+            f"{name} has {words} rows, which {ranks} ranks cannot share by {style!r}: pad the vocabulary by "
+            f"{more} rows, as transformers' model.resize_token_embeddings(pad_to_multiple_of={ranks}) does, "
+            "or do not shard it"
         )
 
 
@@ -337,20 +338,20 @@ def _check(module: nn.Module, style: _ShardedLinear, mesh: Any, placements: dict
     _check_free(module, layout.name, mesh, placements)
     if not isinstance(module, nn.Linear) or "weight" not in module._parameters:
         raise ValueError(
-            f"{layout.name} is a style of linear layers, and {name} is none, or its weight is parametrized: name the "
+            f"{layout.name} is a style for linear layers, and {name} is none, or its weight is parametrized: name the "
             "linear layers in the plan, such as {'mlp.up_proj': ColwiseParallel(), 'mlp.down_proj': RowwiseParallel()}"
         )
     weight: Any = module._parameters["weight"]
     if weight.dtype in stored_weight.CODES:
         raise ValueError(
-            f"{name} has a weight that exists only in few bits, and {layout.name} is for one in high precision: call "
+            f"{name} has a weight stored only as codes, and {layout.name} needs one in high precision: call "
             "quaver.torch.dequantize_weights(model) first"
         )
     matrices = joined.matrices_of(module, style.parts) if layout.column else {}
     if "k_proj" in matrices and not style.of_heads:
         raise ValueError(
-            f"{name} has the matrices {', '.join(matrices)} of attention in one weight, whose heads lie in parts with "
-            "them: put HeadParallel() on the attention itself"
+            f"{name} has the matrices {', '.join(matrices)} of attention in one weight, whose heads must be "
+            "sharded too: put HeadParallel() on the attention itself"
         )
     if layout.column:
         joined.check(module, name, repr(style), style.parts)
@@ -359,6 +360,6 @@ def _check(module: nn.Module, style: _ShardedLinear, mesh: Any, placements: dict
     if features % number:
         of = "output" if layout.column else "input"
         raise ValueError(
-            f"{name} has {features} {of} features, which {number} ranks cannot share by {layout.name}: leave it out of "
-            f"the plan, or give it a multiple of {number}; of a head pad the vocabulary"
+            f"{name} has {features} {of} features, which {number} ranks cannot share by {layout.name}: leave "
+            f"it out of the plan, or make it a multiple of {number}; for a head pad the vocabulary"
         )

@@ -224,8 +224,9 @@ def _why_no_rule(rule: LossConfig, soft_cap: float | None) -> str:
     if 0 <= rule.label_smoothing <= 1 and 0 <= rule.z_loss < math.inf and capped:
         return ""
     return (
-        f"label_smoothing is {rule.label_smoothing}, z_loss {rule.z_loss}, soft_cap {soft_cap}; the first lies in "
-        "0 … 1, the second is finite and not negative, the third finite and above 0, or None"
+        f"label_smoothing is {rule.label_smoothing}, z_loss {rule.z_loss}, soft_cap {soft_cap}; "
+        "label_smoothing must be in 0 … 1, z_loss finite and not negative, soft_cap finite and positive, or "
+        "None"
     )
 
 
@@ -233,7 +234,7 @@ def _why_no_memory(logits: Tensor, overwrite: bool) -> str:
     """Return an error message if the logits cannot be overwritten by their gradient, or ""."""
     if not overwrite or logits.is_contiguous():
         return ""
-    return f"logits {tuple(logits.shape)} with strides {logits.stride()} are to be overwritten: give contiguous ones"
+    return f"logits {tuple(logits.shape)} with strides {logits.stride()} cannot be overwritten: give contiguous ones"
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -325,15 +326,16 @@ def loss_over_ranks(
         lead[-1] *= ranks
     why = ""
     if bias is not None:
-        why = f"{says} takes the bias of the layer: give none"
+        why = f"{says} uses the bias of the layer: pass none"
     elif not layout.column:
-        why = f"{says}: each rank has a part of every logit; make the head's style ColwiseParallel()"
+        why = f"{says}: each rank has a partial sum of every logit; use the style ColwiseParallel() for the head"
     elif x.dim() < (2 if layout.sequence else 1) or x.shape[-1] != weight.shape[1]:
         why = f"{says} got x of shape {tuple(x.shape)}; its last axis must be {weight.shape[1]}"
     elif is_given(held):
         why = (
             f"{says} multiplies in high precision, and its weight is gathered as codes: leave it out, "
-            f"gather_quantized(model, skip=[{name!r}]), or call the head and quaver.torch.parallel.cross_entropy"
+            f"gather_quantized(model, skip=[{name!r}]), or call the head and "
+            "quaver.torch.parallel.cross_entropy"
         )
     else:
         needs = f"{says}: x {tuple(x.shape)} on each of {ranks} ranks needs"
@@ -531,7 +533,7 @@ def _forward(module: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             "pad the last axis"
         )
     elif input.is_cpu and input.numel() and not 0 <= int(input.min()) <= int(input.max()) < weight.shape[0]:
-        why = f"{name} has {weight.shape[0]} words, and the tokens go from {int(input.min())} to {int(input.max())}"
+        why = f"{name} has {weight.shape[0]} rows, and token ids range from {int(input.min())} to {int(input.max())}"
     what = {"tokens": facts_of(input), "weight": facts_of(weight), "gradients": torch.is_grad_enabled()}
     if graph_task_id() == -1:
         check_agreement(name, what, group, error=why)
