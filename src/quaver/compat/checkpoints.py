@@ -45,7 +45,7 @@ class HeldTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise ValueError(f"{function} reads a tensor whose values lie in another, which `read` gives")
+        raise ValueError(f"{function} reads a tensor whose values are stored in another one, which `read` returns")
 
 
 def _float8_weight(held: Any) -> Tensor:
@@ -110,13 +110,13 @@ def read(file: str | Path) -> Any:
     except Exception as error:
         first = str(error).strip().partition("\n")[0]
         raise ValueError(
-            f"{path} is not read ({type(error).__name__}: {first}); it is no whole checkpoint of tensors, or one of "
-            "another version or library. Nothing of it has run"
+            f"cannot read {path} ({type(error).__name__}: {first}); it is truncated, no checkpoint of "
+            "tensors, or from another version or library. None of its code was executed"
         ) from error
     try:
         return _plain(content, path, {})
     except RecursionError:
-        raise ValueError(f"{path} has containers within containers, deeper than any checkpoint has them") from None
+        raise ValueError(f"{path} is nested deeper than any checkpoint") from None
 
 
 def _stand_in(name: str) -> type:
@@ -135,13 +135,13 @@ def _plain(value: Any, path: Path, seen: dict[int, Any]) -> Any:
             seen[id(value)] = function(value)
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:
             raise ValueError(
-                f"{path} has a {type(value).__name__} of another version, without what this one holds ({error})"
+                f"{path} has a {type(value).__name__} of another version, which lacks an expected field ({error})"
             ) from error
     elif isinstance(value, Tensor) and type(value) not in (Tensor, torch.nn.Parameter):
         kind = f"{type(value).__module__}.{type(value).__name__}"
         raise ValueError(
-            f"{path} has a tensor of {kind}, which a library in this process has registered with torch: `read` gives "
-            "plain tensors, and knows none in it. Load the file with that library, and save plain tensors"
+            f"{path} has a tensor of {kind}, which a library in this process has registered with torch: "
+            "`read` returns plain tensors only. Load the file with that library, and save plain tensors"
         )
     elif isinstance(value, dict):
         held: dict[Any, Any] = {}

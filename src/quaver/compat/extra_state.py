@@ -54,7 +54,7 @@ class _Reader(pickle.Unpickler):
         if module.partition(".")[0] == "transformer_engine":
             return type(name, (StandIn,), {})
         if (module, name) not in KNOWN:
-            raise Refused(f"it asks for {module}.{name}, which no state of Transformer Engine's has")
+            raise Refused(f"it contains {module}.{name}, which no state of Transformer Engine has")
         return KNOWN[module, name]
 
 
@@ -80,8 +80,14 @@ def read(given: Any, where: str) -> dict[str, Any] | None:
         with warnings.catch_warnings(action="ignore"):
             state = _read(given)
     except Exception as error:
-        why = error if isinstance(error, Refused) else f"its bytes are no state, they give a {type(error).__name__}"
-        raise ValueError(f"{where} is not read: {why}. Leave it out of the state dict: histories begin anew") from None
+        why = (
+            error
+            if isinstance(error, Refused)
+            else f"its bytes are no state: reading them raises a {type(error).__name__}"
+        )
+        raise ValueError(
+            f"cannot read {where}: {why}. Leave it out of the state dict: histories then start anew"
+        ) from None
     if state is not None and not isinstance(state, dict):
         raise ValueError(f"{where} holds a {type(state).__name__}, where Transformer Engine 1 and 2 have a dict")
     return state

@@ -35,7 +35,7 @@ def read(path: Path) -> dict[str, Tensor]:
                 metadata |= opened.metadata() or {}
                 tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file} is not read ({error}); it is no whole file of safetensors") from error
+            raise ValueError(f"cannot read {file} ({error}); it is not a complete safetensors file") from error
     for name in _names(metadata):
         _join(name, tensors, metadata, path)
     return tensors
@@ -47,7 +47,7 @@ def _files(path: Path) -> list[Path]:
     try:
         return [path.parent / name for name in sorted(set(json.loads(path.read_text())["weight_map"].values()))]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not read ({error!r}); it has no weight_map of tensors to files") from None
+        raise ValueError(f"cannot read {path} ({error!r}); it has no weight_map of tensors to files") from None
 
 
 def _names(metadata: Mapping[str, str]) -> list[str]:
@@ -64,21 +64,21 @@ def _join(name: str, tensors: dict[str, Tensor], metadata: Mapping[str, str], pa
             return
         if kind != "Float8Tensor":
             raise ValueError(
-                f"{path} has {name} as torchao's {kind}, of which Float8Tensor alone is read here: load it with "
-                "torchao, and save what its dequantize() gives"
+                f"{path} has {name} as torchao's {kind}, and only Float8Tensor is supported: load it with "
+                "torchao, and save the result of its dequantize()"
             )
         module, _, last = name.rpartition(".")
         places = [f"{module}._{last}_{part}" for part in parts]
         absent = [place for place in places if place not in tensors]
         if absent:
             raise ValueError(
-                f"{path} has {name} without {', '.join(absent)}: give the whole checkpoint, by its file *{INDEX} where "
-                "it lies in several"
+                f"{path} has {name} without {', '.join(absent)}: pass the whole checkpoint, or its file "
+                f"*{INDEX} if it is sharded"
             )
         codes, scale = (tensors.pop(f"{module}._{last}_{part}") for part in ("qdata", "scale"))
         tensors[name] = _values(codes, scale).to(getattr(torch, said["_data"]["dtype"]["_data"]))
     except (KeyError, TypeError, AttributeError, RuntimeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} has {name} as no version of torchao that is known has it ({error!r})") from None
+        raise ValueError(f"{path} has {name} in a form that no known version of torchao writes ({error!r})") from None
 
 
 def _values(codes: Tensor, scale: Tensor) -> Tensor:

@@ -115,9 +115,9 @@ def install(name: str) -> None:
         return
     for other in (name, *LIBRARIES[name].readers):
         if other in sys.modules:
-            why = "" if other == name else f", and has looked for {name}"
+            why = "" if other == name else f", and has checked for {name}"
             raise RuntimeError(
-                f"{other} is imported already{why}: call {HERE}.install({name!r}) before anything imports {other}"
+                f"{other} is already imported{why}: call {HERE}.install({name!r}) before anything imports {other}"
             )
     sys.meta_path.insert(0, _Finder(name))
 
@@ -136,19 +136,19 @@ def uninstall() -> None:
 # ---- missing names ----
 # Public names of other libraries that Quaver does not provide, each with the alternative for the error message.
 
-_CODES = "there is no class of tensors: `quaver.torch.quantize` returns codes with their scales"
-_RECIPES = "a `quaver.Recipe` says how each operand is quantized, and `quaver.Rules` of which layer"
-_COMMUNICATION = "what goes between ranks is torch's, by the styles of `quaver.torch.parallel`"
-_OFFLOAD = "`torch.autograd.graph.save_on_cpu` keeps what backward needs on the host"
+_CODES = "Quaver has no tensor subclasses: `quaver.torch.quantize` returns codes with their scales"
+_RECIPES = "a `quaver.Recipe` defines how each operand is quantized, and `quaver.Rules` of which layer"
+_COMMUNICATION = "communication uses torch's collectives, by the styles of `quaver.torch.parallel`"
+_OFFLOAD = "use `torch.autograd.graph.save_on_cpu` to save tensors for backward on the host"
 
 #: Names of `transformer_engine.pytorch`; "not planned" means that there is no alternative.
 PYTORCH = {
-    "make_graphed_callables": "`quaver.torch.cuda_graph.CapturedStep` captures a whole step, optimizer too",
-    "onnx_export": "`quaver.torch.onnx_export` writes a file",
-    "ops": "modules and functions of `quaver.torch`; `torch.compile` joins what is between",
+    "make_graphed_callables": "use `quaver.torch.cuda_graph.CapturedStep`, which captures a step with the optimizer",
+    "onnx_export": "use `quaver.torch.onnx_export`, which writes a file",
+    "ops": "use modules and functions of `quaver.torch`; `torch.compile` fuses what is between them",
     "newton_schulz": "`quaver.torch.optim.Muon` has it",
-    "CudaRNGStatesTracker": "noise and dropout have counts of their own on each rank",
-    "apply_recipe": "`quaver.torch.convert` gives layers recipes of their own",
+    "CudaRNGStatesTracker": "noise and dropout have separate counters on each rank",
+    "apply_recipe": "use `quaver.torch.convert` to give layers their own recipes",
     "get_cudnn_version": "`torch.backends.cudnn.version()`",
     "get_device_compute_capability": "`torch.cuda.get_device_capability()`",
     "constants": "recipes name their formats",
@@ -160,7 +160,9 @@ PYTORCH = {
     **dict.fromkeys(("initialize_ub", "destroy_ub", "UserBufferQuantizationMode"), _COMMUNICATION),
     **dict.fromkeys(("CPLoadBalancingStrategy", "newton_schulz_tp", "CusolverMpCtx"), _COMMUNICATION),
     **dict.fromkeys(("QuantizerRole", "QuantizerRequest", "DelayedScalingRequest", "quantizer_factory"), _RECIPES),
-    **dict.fromkeys(("interleave_glu_tensor", "deinterleave_glu_tensor"), "gate and value lie one after the other"),
+    **dict.fromkeys(
+        ("interleave_glu_tensor", "deinterleave_glu_tensor"), "gate and value are stored one after the other"
+    ),
     **dict.fromkeys(("QuantizedTensorStorage", "Quantizer", "prepare_for_saving"), _CODES),
     **dict.fromkeys(("restore_from_saved", "restore_from_func_ctx", "Float8Quantizer"), _CODES),
     **dict.fromkeys(("Float8CurrentScalingQuantizer", "MXFP8Quantizer", "Float8BlockQuantizer"), _CODES),
@@ -170,7 +172,7 @@ PYTORCH = {
     **dict.fromkeys(("NVFP4TensorStorage", "HybridQuantizedTensorStorage", "IdentityTensorStorage"), _CODES),
 }
 
-_SHARDINGS = "arrays are sharded by jax.jit's shardings, or by Flax's logical rules"
+_SHARDINGS = "shard arrays by jax.jit's shardings, or by Flax's logical rules"
 
 #: Names of `transformer_engine.common.recipe`.
 RECIPE = {
@@ -179,44 +181,48 @@ RECIPE = {
 }
 #: Names of `transformer_engine.jax`, including those of 1.x.
 JAX = {
-    "get_delayed_scaling": "a recipe is what `autocast` was given",
+    "get_delayed_scaling": "use the recipe passed to `autocast`",
     "dense": "`quaver.jax.linear`",
     "praxis": "not planned",
     **dict.fromkeys(("ShardingResource", "MajorShardingType", "ShardingType"), _SHARDINGS),
 }
 #: Names of `transformer_engine.jax.flax`.
 FLAX = {
-    "wrap_function_in_te_state_module": "`quaver.jax.linen.einsum_cls` and `dot_general_cls` give functions with state",
+    "wrap_function_in_te_state_module": "use `quaver.jax.linen.einsum_cls` and `dot_general_cls`, which keep state",
     "make_grouped_dense_cls": "`quaver.jax.grouped_dot` multiplies groups",
     "extend_logical_axis_rules": "layers name no axes unless they are told; " + _SHARDINGS,
 }
-_OPERATIONS = "no class of tensors has operations of its own: `quaver.torch.matmul` and `quantize` are functions"
+_OPERATIONS = (
+    "tensor subclasses with their own operations do not exist: use the functions `quaver.torch.matmul` and `quantize`"
+)
 _STYLES = (
-    "`quaver.torch.parallel` has `ColwiseParallel`, `RowwiseParallel` and `SequenceParallel`, which convert no "
-    "layer: convert before"
+    "`quaver.torch.parallel` has `ColwiseParallel`, `RowwiseParallel` and `SequenceParallel`, which do not "
+    "convert layers: convert first"
 )
 
 #: Names of `torchao.float8` and its files.
 TORCHAO = {
-    "FP8Granularity": "granularities of inference are not there; `ScalingGranularity` is that of training",
+    "FP8Granularity": "inference is not supported; `ScalingGranularity` is the granularity of training",
     **dict.fromkeys(
-        ("Float8TypeConfig", "type_config"), "`e4m3_dtype` and `e5m2_dtype` are torch's; AMD's are not there"
+        ("Float8TypeConfig", "type_config"), "`e4m3_dtype` and `e5m2_dtype` are torch's; AMD's are not supported"
     ),
     "tensor_already_casted_to_fp8": _CODES,
-    "matmul_with_hp_or_float8_args": "`quaver.torch.linear` multiplies under a recipe",
+    "matmul_with_hp_or_float8_args": "use `quaver.torch.linear`, which multiplies under a recipe",
     **dict.fromkeys(("Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput"), _STYLES),
     **dict.fromkeys(("Float8TrainingTensor", "WeightWithDynamicFloat8CastTensor", "GemmInputRole"), _CODES),
     "choose_scaled_mm_config": _CODES,
     **dict.fromkeys(("hp_tensor_and_scale_to_float8", "hp_tensor_to_float8_dynamic"), _CODES),
     **dict.fromkeys(("get_maybe_axiswise_dim", "NoopFwToFloat8BwDynamic"), _CODES),
     **dict.fromkeys(("amax_to_scale", "tensor_to_amax", "tensor_to_scale", "to_fp8_saturated"), _CODES),
-    **dict.fromkeys(("is_row_major", "pad_tensor_for_matmul"), "sizes and layouts are made fit where a GEMM needs it"),
+    **dict.fromkeys(
+        ("is_row_major", "pad_tensor_for_matmul"), "sizes and layouts are adapted automatically if a GEMM needs it"
+    ),
     **dict.fromkeys(("Float8MMConfig", "preprocess_data", "preprocess_scale"), "not planned"),
     "addmm_float8_unwrapped_inference": "not planned",
 }
 #: Modules and functions of torchao besides `float8`.
 TORCHAO_TOP = {
-    "optim": "`quaver.torch.optim` keeps states in eight bits",
+    "optim": "use `quaver.torch.optim`, which stores states in 8 bits",
     "dtypes": _CODES,
     **dict.fromkeys(("quantize_", "quantization", "swizzle", "ops", "testing"), "not planned"),
 }
@@ -235,7 +241,7 @@ def unknown(module: str, names: Sequence[str], reasons: Mapping[str, str]) -> Ca
     """
 
     def look_up(name: str) -> Any:
-        why = reasons.get(name) or (suggest(name, names) if names else "nothing of that file is there")
+        why = reasons.get(name) or (suggest(name, names) if names else "this module provides no names")
         sentence = f"{module} has no {name!r}: {why}"
         if not name.startswith("__") and _imports_from(sys._getframe(1)):
             raise ImportError(sentence, name=module)

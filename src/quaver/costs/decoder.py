@@ -88,9 +88,9 @@ def cost(
     sizes = {"tokens": tokens, "heads": heads, "groups": groups, "features": features, "batch": batch}
     for label, size in sizes.items():
         if size < 1:
-            raise ValueError(f"{label} is {size}; attention has at least 1")
+            raise ValueError(f"{label} is {size}; it must be at least 1")
     if heads % groups:
-        raise ValueError(f"{heads} heads cannot share {groups} groups of keys alike; give a divisor of {heads}")
+        raise ValueError(f"{heads} heads are no multiple of {groups} groups of keys; give a divisor of {heads}")
     card = hardware.get(gpu)
     seen = tokens * (tokens + 1) / 2 if causal else tokens**2
     each = 2.0 * batch * heads * features * seen / (card.rates["bf16"].value * 1e12)

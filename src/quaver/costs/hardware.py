@@ -233,8 +233,8 @@ def get(gpu: str | Gpu) -> Gpu:
         near = suggest(key, GPUS) if key else ""
         hint = f"{near} " if near.startswith("did you mean") else ""
         raise ValueError(
-            f"no rates with a source are known for the GPU {gpu!r}; {hint}known: {', '.join(GPUS)}. "
-            "Another one is a row of quaver.costs.hardware.Gpu with its copy and GEMM rates"
+            f"no rates are known for the GPU {gpu!r}; {hint}known: {', '.join(GPUS)}. For another one pass a "
+            "quaver.costs.hardware.Gpu with its copy and GEMM rates"
         )
     return GPUS[key]
 
@@ -387,11 +387,13 @@ class Mesh:
         axes = {"tp": self.tp, "cp": self.cp, "fsdp": self.fsdp, "replicas": self.replicas, "pp": self.pp}
         for name, ranks in (axes | {"ep": self.ep}).items():
             if ranks < 1:
-                raise ValueError(f"{name} is {ranks}; an axis has at least one rank")
+                raise ValueError(f"{name} is {ranks}; it must be at least 1")
         if self.fsdp % self.cp:
-            raise ValueError(f"weights are sharded over context's {self.cp} ranks too; give fsdp a multiple of it")
+            raise ValueError(f"weights are also sharded over the {self.cp} ranks of cp; give fsdp a multiple of it")
         if self.fsdp % self.ep:
-            raise ValueError(f"{self.ep} ranks of experts do not divide the {self.fsdp} that a weight is sharded over")
+            raise ValueError(
+                f"{self.ep} ranks of ep do not divide the {self.fsdp} ranks over which weights are sharded"
+            )
 
     @property
     def gpus(self) -> int:
@@ -413,7 +415,7 @@ def over(gpus: int, *, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, fsdp:
         if ranks < 1:
             raise ValueError(f"{name} is {ranks}; give 1 or more")
     if gpus % (tp * pp):
-        raise ValueError(f"{gpus} GPUs cannot be tp {tp} x pp {pp} = {tp * pp} ranks a group; give divisors of {gpus}")
+        raise ValueError(f"{gpus} GPUs are no multiple of tp {tp} x pp {pp} = {tp * pp} ranks; give divisors of {gpus}")
     rest = gpus // (tp * pp)
     fsdp = fsdp or rest
     if fsdp < 1 or rest % fsdp:

@@ -347,7 +347,7 @@ def layer(
     """
     for label, size in (("tokens", tokens), ("in_features", in_features), ("out_features", out_features)):
         if size < 1:
-            raise ValueError(f"{label} is {size}; a layer has at least 1")
+            raise ValueError(f"{label} is {size}; it must be at least 1")
     if micro_batches < 1:
         raise ValueError(f"micro_batches is {micro_batches}; give 1 or more")
     card = hardware.get(gpu)

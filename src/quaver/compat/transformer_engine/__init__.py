@@ -12,4 +12,4 @@ def __getattr__(name: str) -> Any:
     """Import the front end `jax` or `pytorch` at first access."""
     if name in ("jax", "pytorch"):
         return import_module(f"{__name__}.{name}")
-    raise AttributeError(f"{__name__} has no {name!r}; there are {', '.join(__all__)}")
+    raise AttributeError(f"{__name__} has no {name!r}; it has {', '.join(__all__)}")

@@ -13,8 +13,8 @@ from quaver.torch.linear.store_weight import REPLACED, without_layer
 #: Unsupported options of torch's optimizers: the reason and what to do instead, shown if they are True.
 TORCHS = {
     "amsgrad": "it keeps a third moment, which no preset has: leave it out, or take torch.optim.AdamW",
-    "foreach": "a step goes piece by piece, so that it needs no copy of all states: leave it out",
-    "fused": "a step goes piece by piece in any case: leave it out",
+    "foreach": "parameters are stepped in chunks, without copies of all states: leave it out",
+    "fused": "parameters are stepped in chunks in any case: leave it out",
     "differentiable": "codes have no derivative: leave it out, or take torch's optimizer",
 }
 NONFINITE = ("keep", "skip", "raise")
@@ -35,8 +35,8 @@ def check_nonfinite(nonfinite: str) -> None:
     """Raise a ValueError unless `nonfinite` is "keep", "skip" or "raise"."""
     if nonfinite not in NONFINITE:
         raise ValueError(
-            f"nonfinite is {nonfinite!r}; give 'keep' (NaN goes on, as in torch), 'skip' (such a step changes nothing "
-            "and is counted) or 'raise'"
+            f"nonfinite is {nonfinite!r}; give 'keep' (NaN propagates, as in torch), 'skip' (skip and count "
+            "such a step) or 'raise'"
         )
 
 
@@ -64,7 +64,7 @@ def check_group(name: str, group: Mapping[str, Any]) -> None:
         if not 0 <= beta < 1:
             raise ValueError(f"{name} was given betas[{index}]={beta!r}; give 0 or more, below 1")
     if not isinstance(group["seed"], int):
-        raise ValueError(f"{name} was given seed={group['seed']!r}; give an integer, of which 64 bits count")
+        raise ValueError(f"{name} was given seed={group['seed']!r}; give an integer, whose lower 64 bits are used")
 
 
 def check_parameter(p: Tensor, rule: str, matrices: bool) -> None:
@@ -101,7 +101,7 @@ def check_tied(parameters: Sequence[Tensor]) -> None:
 def check_scaler(in_backward: bool) -> None:
     """Raise a ValueError if gradients are stepped in backward, where torch.amp.GradScaler cannot see them."""
     if in_backward:
-        raise ValueError("torch.amp.GradScaler sees no gradients that are stepped in backward; train in bfloat16")
+        raise ValueError("torch.amp.GradScaler does not see gradients that are stepped in backward; train in bfloat16")
 
 
 def check_replaced(parameters: Sequence[Tensor]) -> None:
@@ -110,14 +110,14 @@ def check_replaced(parameters: Sequence[Tensor]) -> None:
         by = getattr(p, REPLACED, None)
         if by is not None:
             raise ValueError(
-                f"a parameter of shape {tuple(p.shape)} was replaced by {by} after the optimizer was made, which would "
-                "step what the model no longer has: make the optimizer after it"
+                f"a parameter of shape {tuple(p.shape)} was replaced by {by} after the optimizer was created, "
+                "which would step a parameter that the model no longer has: create the optimizer afterwards"
             )
     for p in without_layer(parameters):
         raise ValueError(
-            f"a parameter of {p.dtype} and shape {tuple(p.shape)} belongs to no layer, as in an optimizer that was "
-            "pickled, or copied without its model, and no gradient reaches it: make an optimizer of the model's "
-            "parameters, and load this one's state_dict() into it"
+            f"a parameter of {p.dtype} and shape {tuple(p.shape)} belongs to no layer, as in an optimizer "
+            "that was pickled, or copied without its model, and gets no gradient: create an optimizer of the "
+            "model's parameters, and load this one's state_dict() into it"
         )
 
 
@@ -126,8 +126,8 @@ def check_gradient(p: Tensor) -> None:
     assert p.grad is not None
     if p.grad.is_sparse:
         raise ValueError(
-            f"the gradient of a parameter of shape {tuple(p.shape)} is sparse; make nn.Embedding with sparse=False, "
-            "or leave its weight to torch.optim.SparseAdam"
+            f"the gradient of a parameter of shape {tuple(p.shape)} is sparse; use nn.Embedding with "
+            "sparse=False, or torch.optim.SparseAdam for its weight"
         )
 
 
@@ -148,13 +148,13 @@ def warn_of_rate(lr: float, resolutions: Iterable[float], stochastic: bool) -> b
     if lr >= middle * (1 / 16 if stochastic else 1 / 2):
         return False
     lost = (
-        "what rounding at random adds is sixteen times as large"
+        "stochastic rounding adds noise sixteen times as large"
         if stochastic
         else "steps below half of that are rounded away"
     )
     warnings.warn(
-        f"the learning rate is {lr:.2g}, and the eight-bit residuals of half of the weights tell apart {middle:.2g}: "
-        f"{lost}; take preset balanced, whose residuals have sixteen bits, from here on",
+        f"the learning rate is {lr:.2g}, and for half of the weights 8-bit residuals have a resolution of "
+        f"{middle:.2g}: {lost}; use preset balanced, whose residuals have 16 bits, from here on",
         stacklevel=4,
     )
     return True

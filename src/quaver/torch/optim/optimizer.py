@@ -306,13 +306,14 @@ class Optimizer(OptimizerBase):
             raise ValueError(f"outstanding_bytes is {outstanding_bytes}; give at least 1")
         if any(layout.divided(p) for group in self.param_groups for p in group["params"]):
             raise ValueError(
-                "parameters lie in parts on ranks, which may have unlike many bytes and would step unlike many of them "
-                "at once; under fully_shard gradients are in parts already: leave step_in_backward out"
+                "parameters are sharded, and ranks with different numbers of bytes would step different "
+                "numbers of parameters at a time; under fully_shard gradients are sharded anyway: leave "
+                "step_in_backward out"
             )
         if self.nonfinite != "keep":
             raise ValueError(
-                f"nonfinite is {self.nonfinite!r}, which needs all gradients of a step before its first update, and "
-                "step_in_backward has stepped some parameters by then; leave one of the two out"
+                f"nonfinite is {self.nonfinite!r}, which needs all gradients of a step before its first "
+                "update, and step_in_backward steps some parameters earlier; leave one of the two out"
             )
         self._release = GradientRelease(self.gradients, self._update, outstanding_bytes, max_norm)
         self.gradients.watch(p for group in self.param_groups for p in group["params"])
@@ -497,8 +498,8 @@ class Optimizer(OptimizerBase):
         """
         if self._release is not None:
             raise ValueError(
-                "gradients are stepped in backward and gone by now: give step_in_backward a max_norm, which holds them "
-                "to it by the norm of the step before"
+                "gradients are already stepped in backward and freed: give step_in_backward a max_norm, "
+                "which clips by the norm of the step before"
             )
         parameters = [p for group in self.param_groups for p in group["params"]]
         return self.gradients.clip(parameters, max_norm, norm_type)

@@ -352,9 +352,8 @@ def convert_state(
     missing = ""
     if way.master_format.states and way.master_format.states[0] not in state:
         missing = (
-            f"no {way.master_format.states[0]} was saved for weights that are stored as {way.master_format.kind}: "
-            f"it is made anew "
-            "from the weight"
+            f"no {way.master_format.states[0]} was saved for weights that are stored as "
+            f"{way.master_format.kind}: it is created from the weight"
         )
     return state, missing
 

@@ -515,13 +515,13 @@ def wrong_hands(rank: int) -> None:
         stranger.step()
     with pytest.raises(ValueError, match="Muon needs whole matrices"):
         optim.Muon([weight])
-    with pytest.raises(ValueError, match="'msamp' has one scale for all of it"):
+    with pytest.raises(ValueError, match="'msamp' has one scale for the whole parameter"):
         optim.AdamW([weight], preset="msamp")
     with pytest.raises(ValueError, match="codes that are sharded over"):
         store_weight.decode(net[0], {}, "0.", {})
     plain = network("tensorwise")
     fully_shard(plain)
-    with pytest.raises(ValueError, match="was given to fully_shard as it is, which rounds gradients to its dtype"):
+    with pytest.raises(ValueError, match="was passed directly to fully_shard, which rounds gradients to its dtype"):
         optim.AdamW(plain.parameters())
 
 

@@ -69,8 +69,8 @@ class CastConfig:
             raise ValueError("a tensor that is not cast has no scales: leave scaling_granularity out of CastConfig")
         if self.target_dtype is not None and self.target_dtype not in FORMATS:
             raise ValueError(
-                f"CastConfig.target_dtype is {self.target_dtype}; give torch.float8_e4m3fn or torch.float8_e5m2 "
-                "(AMD's fnuz formats are not there)"
+                f"CastConfig.target_dtype is {self.target_dtype}; give torch.float8_e4m3fn or "
+                "torch.float8_e5m2 (AMD's fnuz formats are not supported)"
             )
 
     def short_str(self) -> str:
@@ -134,25 +134,25 @@ class Float8LinearConfig:
             dtype = first.target_dtype or second.target_dtype or default
             if second.target_dtype not in (None, dtype):
                 raise ValueError(
-                    f"{operand} casts to {first.target_dtype} and {other} to {second.target_dtype}; give both one "
-                    "target_dtype"
+                    f"{operand} casts to {first.target_dtype} and {other} to {second.target_dtype}; give both "
+                    "the same target_dtype"
                 )
             for name, cast in ((operand, first), (other, second)):
                 object.__setattr__(self, name, replace(cast, target_dtype=dtype))
         for gemm, (a, b) in GEMMS.items():
             if getattr(self, a).scaling_type is not getattr(self, b).scaling_type:
-                raise ValueError(f"{gemm} multiplies what {a} and {b} cast; cast both, or disable both")
+                raise ValueError(f"{gemm} multiplies the operands of {a} and {b}; cast both, or disable both")
         granularity = self.cast_config_weight.scaling_granularity
         if self.enable_fsdp_float8_all_gather and granularity is not ScalingGranularity.TENSORWISE:
             raise ValueError(
-                "enable_fsdp_float8_all_gather gathers weights with one scale a tensor, and cast_config_weight has one "
-                "a row: leave one of the two out, or call quaver.torch.parallel.gather_quantized(model), which takes "
-                "every recipe"
+                "enable_fsdp_float8_all_gather gathers weights with one scale per tensor, and "
+                "cast_config_weight has one per row: leave one of the two out, or call "
+                "quaver.torch.parallel.gather_quantized(model), which supports every recipe"
             )
         if self.force_recompute_fp8_weight_in_bwd:
             warnings.warn(
-                "force_recompute_fp8_weight_in_bwd has no effect, in torchao neither: weights are quantized once an "
-                "optimizer step",
+                "force_recompute_fp8_weight_in_bwd has no effect, as in torchao: weights are quantized once "
+                "per optimizer step",
                 stacklevel=3,
             )
 

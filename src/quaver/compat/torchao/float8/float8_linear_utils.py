@@ -55,8 +55,8 @@ def convert_to_float8_training(
     config = config or Float8LinearConfig()
     if config.emulate and torch.cuda.is_available():
         warnings.warn(
-            "emulate=True emulates the GEMMs that this GPU lacks, and native ones run where it has them; "
-            "with quaver.torch.only('reference') around a step all are emulated",
+            "emulate=True emulates only the GEMMs that this GPU lacks; use quaver.torch.only('reference') "
+            "around a step to emulate all",
             stacklevel=2,
         )
     modules = dict(module.named_modules(remove_duplicate=False))
@@ -64,9 +64,9 @@ def convert_to_float8_training(
     def left(name: str, in_features: int, out_features: int, recipe: Recipe) -> str:
         given = modules.get(name)
         if not isinstance(given, nn.Linear):
-            return "torchao converts nn.Linear alone; quaver.torch.convert reaches this, too"
+            return "torchao converts only nn.Linear; use quaver.torch.convert for this layer"
         if module_filter_fn is not None and not module_filter_fn(given, name):
-            return "left out by module_filter_fn"
+            return "excluded by module_filter_fn"
         return ""
 
     for name in convert(module, recipe_of(config), skip=left, head=True).converted:

@@ -15,8 +15,8 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
     """
     if not any(hasattr(p, "device_mesh") for p in module.parameters()):
         raise ValueError(
-            "precompute_float8_dynamic_scale_for_fsdp is for a model whose parameters fully_shard has sharded: call "
-            "fully_shard(module) before, or leave this call out"
+            "precompute_float8_dynamic_scale_for_fsdp needs a model whose parameters fully_shard has "
+            "sharded: call fully_shard(module) first, or leave this call out"
         )
 
 

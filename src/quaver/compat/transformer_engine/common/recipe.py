@@ -73,7 +73,9 @@ class Recipe:
         if override not in (None, "high_precision", "dequantized"):
             raise ValueError(f"backward_override is {override!r}; give None, 'high_precision' or 'dequantized'")
         if override is not None and self.delayed():
-            raise ValueError("DelayedScaling has no backward_override, in Transformer Engine neither: leave it out")
+            raise ValueError(
+                "DelayedScaling does not support backward_override, as in Transformer Engine: leave it out"
+            )
         built = replace(self._built(self.fp8_dpa or self.fp8_mha), name=f"transformer_engine.{type(self).__name__}")
         if override is not None:
             high = GemmSpec(None, None)
@@ -92,8 +94,8 @@ class Recipe:
         for name, values in usual.items():
             if getattr(self, name) not in values:
                 raise ValueError(
-                    f"{type(self).__name__}.{name}={getattr(self, name)!r} is not there: "
-                    f"give {' or '.join(map(repr, values))}"
+                    f"{type(self).__name__}.{name}={getattr(self, name)!r} is not supported: give "
+                    f"{' or '.join(map(repr, values))}"
                 )
 
     delayed = classmethod(lambda cls: issubclass(cls, DelayedScaling))
@@ -255,7 +257,9 @@ def recipe_of(given: Any) -> specs.Recipe:
     if isinstance(given, Recipe):
         return given.recipe()
     if type(given).__name__ == "CustomRecipe":
-        raise ValueError("CustomRecipe makes quantizers, which are not there: give a quaver.Recipe in its place")
+        raise ValueError(
+            "CustomRecipe is not supported, because Quaver has no quantizer objects: give a quaver.Recipe instead"
+        )
     return recipes.get(given)
 
 

@@ -69,7 +69,7 @@ def _own(theirs: Mapping[str, Any], where: str) -> dict[str, Any]:
     for name in theirs.keys() - held.keys():
         fits = _NAME.fullmatch(name)
         if fits is None:
-            raise ValueError(f"{where}.{name} is nothing that Transformer Engine 2.20 records: leave {THEIRS} out")
+            raise ValueError(f"{where}.{name} is not recorded by Transformer Engine 2.20: leave {THEIRS} out")
         numbers.add(fits[1] or "")
     for number in sorted(numbers):
         part, of_gradient = PARTS[number]
@@ -79,8 +79,8 @@ def _own(theirs: Mapping[str, Any], where: str) -> dict[str, Any]:
             scales = jnp.concatenate([theirs[f"{name}_scale"] for name in names])
         except (KeyError, ValueError, TypeError) as error:
             raise ValueError(
-                f"{where} has not one history and one scale of each of {OPERANDS} ({error}): leave {THEIRS} out, and "
-                "scales are measured anew"
+                f"{where} must have one history and one scale for each of {OPERANDS} ({error}): leave "
+                f"{THEIRS} out to measure scales anew"
             ) from None
         # Without recorded amaxes the factor is unset (0).
         own = {"history": history, "factor": jnp.where(history.any(0), scales, 0.0)}

@@ -24,6 +24,7 @@ def check_unsharded(resource: MeshResource | None) -> None:
     named = [f.name for f in fields(MeshResource) if resource is not None and getattr(resource, f.name) is not None]
     if named:
         raise ValueError(
-            f"mesh_resource names axes ({', '.join(named)}), and layers here know of no mesh: shard parameters and "
-            "inputs by jax.jit's in_shardings, or name kernel_axes and use Flax's logical rules, and leave it out"
+            f"mesh_resource names axes ({', '.join(named)}), which Quaver's layers do not use: shard "
+            "parameters and inputs by jax.jit's in_shardings, or set kernel_axes and use Flax's logical "
+            "rules, and leave it out"
         )

@@ -13,7 +13,9 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = T
         ValueError: distributed activations, or a context_fn.
     """
     if kwargs.pop("distribute_saved_activations", False):
-        raise ValueError("distribute_saved_activations is not there: leave it out, each rank keeps its own")
+        raise ValueError(
+            "distribute_saved_activations is not supported: leave it out, and each rank saves its own activations"
+        )
     for name in ("tp_group", "get_rng_state_tracker"):
         kwargs.pop(name, None)
     return context.checkpoint(function, *args, **kwargs)

@@ -100,8 +100,9 @@ class FusedAdam(Adam):
     def _step(self) -> None:
         if self.use_decoupled_grad and hasattr(self, "grad_scale"):
             raise ValueError(
-                "torch.amp.GradScaler sees p.grad alone, and with use_decoupled_grad gradients are in "
-                "p.decoupled_grad: divide them by the scale before optimizer.step(), or leave use_decoupled_grad out"
+                "torch.amp.GradScaler only sees p.grad, and with use_decoupled_grad gradients are in "
+                "p.decoupled_grad: divide them by the scale before optimizer.step(), or leave "
+                "use_decoupled_grad out"
             )
         for group in self.param_groups:
             group["step"] = self._group_step(group.get("step", 0), group)
@@ -183,7 +184,7 @@ class FusedAdam(Adam):
         if None not in (set_to_none, self.set_grad_none) and set_to_none is not self.set_grad_none:
             raise ValueError(
                 f"zero_grad has set_to_none={set_to_none}, and FusedAdam was made with "
-                f"set_grad_none={self.set_grad_none}: give one of them only"
+                f"set_grad_none={self.set_grad_none}: give only one of them"
             )
         to_none = (self.set_grad_none if set_to_none is None else set_to_none) is not False
         if not self.use_decoupled_grad:

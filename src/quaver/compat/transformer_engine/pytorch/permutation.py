@@ -81,7 +81,7 @@ def moe_unpermute(
         rows = rows * merging_probs[token, place].float()[:, None]
     if restore_shape is None and merging_probs is None:
         if map_type == "mask":
-            raise ValueError("moe_unpermute needs restore_shape, the shape of what was permuted")
+            raise ValueError("moe_unpermute needs restore_shape, the shape of the tokens before permutation")
         tokens = int(token.max()) + 1 if token.numel() else 0
     else:
         tokens = restore_shape[0] if restore_shape is not None else merging_probs.shape[0]  # type: ignore[union-attr]

@@ -40,7 +40,10 @@ class autocast(ours):
         _graph: bool = False,
     ) -> None:  # fmt: skip
         if calibrating and not enabled:
-            raise ValueError("calibrating is not there: histories record what runs quantized; give enabled=True")
+            raise ValueError(
+                "calibrating without quantizing is not supported: histories record the amaxes of quantized "
+                "tensors; give enabled=True"
+            )
         given = recipes.recipe_of(get_default_recipe() if recipe is None else recipe) if enabled else None
         super().__init__(given, enabled=enabled, group=amax_reduction_group)
 
@@ -144,4 +147,4 @@ class QuantizedTensor(metaclass=_AnyOfCodes):
     """For isinstance only: true for a quantized operand and for a weight stored as codes; cannot be created."""
 
     def __init__(self, *_: object, **__: object) -> None:
-        raise TypeError("QuantizedTensor is for isinstance alone; quaver.torch.quantize(x, spec) makes an operand")
+        raise TypeError("QuantizedTensor is only for isinstance; create an operand by quaver.torch.quantize(x, spec)")

@@ -44,8 +44,8 @@ class TransformerLayer(Assembled):
         post, decodes = apply_residual_connection_post_layernorm, layer_type == "decoder"
         if parallel_attention_mlp and (post or output_layernorm or decodes):
             raise ValueError(
-                "parallel_attention_mlp is of an encoder that normalizes before its parts: leave layer_type, "
-                "output_layernorm and apply_residual_connection_post_layernorm out"
+                "parallel_attention_mlp needs an encoder with norms before attention and MLP: leave "
+                "layer_type, output_layernorm and apply_residual_connection_post_layernorm out"
             )
         self.parallel_attention_mlp, self.attn_input_format = parallel_attention_mlp, attn_input_format
         self.hidden_dropout, self.drop_path_rate = hidden_dropout, drop_path_rate

@@ -495,8 +495,8 @@ class CompiledSteps:
             self.failed = True
             said = (str(error).strip() or "no reason given").splitlines()[0]
             warnings.warn(
-                f"the optimizer's step was not compiled ({type(error).__name__}: {said}); its steps go on without: "
-                "the same numbers, slower",
+                f"the optimizer's step was not compiled ({type(error).__name__}: {said}); it continues "
+                "without compilation: the same numbers, slower",
                 stacklevel=2,
             )
             return None

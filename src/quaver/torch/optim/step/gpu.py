@@ -54,14 +54,14 @@ def reason(weight: Tensor, way: StepConfig, parts: ParameterTensors, place: Plac
         step: its step count.
     """
     if isinstance(way.rule, SGD) and way.predicts:
-        return "the next scale of codes that SGD steps follows from the largest gradient, which is looked for first"
+        return "the next scale of codes that SGD steps depends on the largest gradient, which must be found first"
     if not isinstance(way.rule, (Adam, Lion, SGD)):
-        return f"the kernel has no {type(way.rule).__name__}"
+        return f"the kernel does not support {type(way.rule).__name__}"
     for spec, signed in zip(way.moments, way.rule.signed, strict=True):
         if not _writes(spec, signed):
-            return f"the kernel writes no moments in {spec.text}"
+            return f"the kernel does not support moments in {spec.text}"
     if weight.data_ptr() != parts.weight[0].data_ptr():
-        return "it does not lie row by row"
+        return "it is not row-major"
     return _of_weight(way, weight) or _of_gradient(way, parts) or _of_place(way, parts, place, step)
 
 
@@ -82,22 +82,22 @@ def _of_weight(way: StepConfig, weight: Tensor) -> str:
     master_format, spec = way.master_format, way.master_format.spec
     if spec is None:
         whole = weight.dtype in FLOATS and not master_format.master
-        return "" if whole else f"the kernel writes no {weight.dtype}, or none with a master"
+        return "" if whole else f"the kernel does not support {weight.dtype}, or not with a master"
     if weight.dim() == 3 and (spec.block[0] is None or weight.shape[1] % spec.block[0]):
-        return "a matrix of its stack ends within a block, or has one scale of its own"
+        return "a matrix of its stack ends within a block, or has a single scale"
     in_all = spec.per_tensor and spec.scale in ("fp32", "power_of_two")
     if spec.format != E4M3 or spec.hadamard or not (in_all or spec.scale in MEASURED.get(spec.block, ())):
-        return f"the kernel writes E4M3 codes with one scale or those of blockwise and mxfp8, and these are {spec}"
+        return f"the kernel supports E4M3 codes with one scale or those of blockwise and mxfp8, and these are {spec}"
     if master_format.kind not in (("residual8", "residual16") if in_all else ("residual8", "residual16", "float32")):
-        return f"the kernel writes no masters in {master_format.kind} beside codes of {spec}"
-    return "" if way.predicts or not in_all else "the scale of its codes follows from the weight after the step"
+        return f"the kernel does not support masters in {master_format.kind} beside codes of {spec}"
+    return "" if way.predicts or not in_all else "the scale of its codes depends on the weight after the step"
 
 
 def _of_gradient(way: StepConfig, parts: ParameterTensors) -> str:
     if way.gradient is not None:
-        return "" if way.gradient.text == HELD else f"the kernel reads no gradients in {way.gradient.text}"
+        return "" if way.gradient.text == HELD else f"the kernel does not support gradients in {way.gradient.text}"
     dtype = parts.gradient[0].dtype
-    return "" if dtype in FLOATS else f"the kernel reads no gradients in {dtype}"
+    return "" if dtype in FLOATS else f"the kernel does not support gradients in {dtype}"
 
 
 def _of_place(way: StepConfig, parts: ParameterTensors, place: Place, step: Tensor) -> str:
@@ -109,11 +109,11 @@ def _of_place(way: StepConfig, parts: ParameterTensors, place: Place, step: Tens
         return "its rows are in parts on ranks" if not place.joined else "it has more elements than the kernel counts"
     spec = way.master_format.spec
     if spec is not None and _cut(place, spec.block[0] or 1):
-        return "ranks have parts of its blocks"
+        return "its blocks cross shards"
     if spec is not None and spec.block[0] == 1 and not _in_runs(tensors):
-        return "rows that have scales of their own are stepped 32 at once and in blocks of 128, which these are not"
+        return "weights with row scales are stepped 32 rows at a time and in blocks of 128, which do not fit this shape"
     if not all(t.is_contiguous() for t in tensors):
-        return "its tensors do not lie row by row"
+        return "its tensors are not contiguous"
     return "" if all(t.device == weight.device for t in (*tensors, step)) else "its states are on other devices"
 
 
@@ -235,7 +235,7 @@ def warn_once(said: set[str], weight: Tensor, *given: object) -> None:
     if why and why not in said:
         said.add(why)
         warnings.warn(
-            f"parameters such as one of shape {tuple(weight.shape)} step in plain torch operations, the same numbers "
-            f"and slower, because {why}",
+            f"parameters such as one of shape {tuple(weight.shape)} are stepped by plain torch operations, "
+            f"with the same numbers but slower, because {why}",
             stacklevel=2,
         )

@@ -40,7 +40,7 @@ def check(p: Tensor, way: StepConfig, preset: str) -> None:
     if in_all and is_stack(p, way.master_format.spec, way.rule.whole):
         raise ValueError(
             f"a parameter of shape {tuple(p.shape)} is a stack of matrices, and preset {preset!r} has one "
-            "scale for all of a parameter: take one with scales of blocks, such as 'balanced' or 'lean'"
+            "scale per parameter: use one with block scales, such as 'balanced' or 'lean'"
         )
 
 
@@ -168,17 +168,18 @@ def check_divided(p: Tensor, way: StepConfig, preset: str) -> None:
     cuts = divided(p)
     if isinstance(p, DTensor) and p.dtype in CODES and p.dim() == 3:
         raise ValueError(
-            f"a stack of matrices of {p.dtype} was given to fully_shard, which rounds gradients to its dtype: call "
-            "quaver.torch.dequantize_weights(model) before fully_shard, or leave it out with ignored_params="
+            f"a stack of matrices of {p.dtype} was passed to fully_shard, which rounds gradients to its "
+            "dtype: call quaver.torch.dequantize_weights(model) before fully_shard, or leave it out with "
+            "ignored_params="
         )
     if isinstance(p, DTensor) and p.dtype in CODES:
         raise ValueError(
-            f"a parameter of {p.dtype} was given to fully_shard as it is, which rounds gradients to its dtype: call "
-            "quaver.torch.parallel.gather_quantized(model) before fully_shard"
+            f"a parameter of {p.dtype} was passed directly to fully_shard, which rounds gradients to its "
+            "dtype: call quaver.torch.parallel.gather_quantized(model) before fully_shard"
         )
     if not cuts:
         return
-    lies = f"a parameter of shape {tuple(p.shape)} lies in parts on the ranks of {p.device_mesh}"  # type: ignore[attr-defined]
+    lies = f"a parameter of shape {tuple(p.shape)} is sharded over the ranks of {p.device_mesh}"  # type: ignore[attr-defined]
     rule = type(way.rule).__name__
     if way.rule.whole:
         raise ValueError(
@@ -187,24 +188,25 @@ def check_divided(p: Tensor, way: StepConfig, preset: str) -> None:
         )
     if any(spec.of.scaled and spec.block is None for spec in way.moments) or way.master_format.whole:
         raise ValueError(
-            f"{lies}, and preset {preset!r} has one scale for all of it: take one with scales of blocks, such as "
-            "'balanced' or 'lean'"
+            f"{lies}, and preset {preset!r} has one scale for the whole parameter: use one with block scales, "
+            "such as 'balanced' or 'lean'"
         )
     of_codes = way.master_format.spec
     if of_codes is not None and (len(cuts) > 1 or cuts[0][0] != 0):
-        raise ValueError(f"{lies}, which divide more than rows of codes: let fully_shard alone divide it, by rows")
+        raise ValueError(f"{lies} by more than rows, which codes do not support: shard it by fully_shard only")
     height = 1 if of_codes is None else of_codes.block[0] or 1
     if way.predicts and p.shape[0] % (height * p.device_mesh.size(cuts[0][1])) and height > 1:  # type: ignore[attr-defined]
         raise ValueError(
-            f"{lies}, which divide blocks of {height} whole rows, and preset {preset!r} knows their scales before a "
-            "step: give fewer ranks, or a recipe with another block"
+            f"{lies}, which cuts blocks of {height} whole rows, and preset {preset!r} needs their scales "
+            "before a step: use fewer ranks, or a recipe with another block"
         )
     ranks = prod(p.device_mesh.size(over) for dim, over in cuts if dim == p.dim() - 1)  # type: ignore[attr-defined]
     for spec in way.moments:
         if ranks > 1 and spec.of.scaled and spec.block is not None and p.shape[-1] % (spec.block * ranks):
             raise ValueError(
-                f"{lies}, of which {ranks} divide its {p.shape[-1]} columns, and preset {preset!r} has a scale for "
-                f"each {spec.block}: take preset='exact' or 'float32' for it, or fewer ranks for tensor parallelism"
+                f"{lies}, {ranks} of which shard its {p.shape[-1]} columns, and preset {preset!r} has a scale "
+                f"for each {spec.block}: use preset='exact' or 'float32' for it, or fewer ranks for tensor "
+                "parallelism"
             )
 
 

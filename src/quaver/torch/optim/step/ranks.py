@@ -152,8 +152,9 @@ def agree(all_of_them: Sequence[SteppingParameter], alone: set[Tensor]) -> dict[
             dist.all_reduce(flat, dist.ReduceOp.MAX, group)
         except RuntimeError as error:
             raise RuntimeError(
-                f"this rank asked the others for amaxes of weights in codes, as each step does, in vain ({error}); "
-                "step on all ranks or on none, such as by nonfinite='skip' or an all-reduce of what a skip goes by"
+                "the all-reduce of amaxes of weights stored as codes, which each step does, failed on this "
+                f"rank ({error}); step on all ranks or on none, for instance by nonfinite='skip' or an "
+                "all-reduce of the condition"
             ) from error
         for (p, entry), bits in zip(entries, flat.split([e.bits.numel() for _, e in entries]), strict=True):
             amaxes = bits.view(torch.float32).view(entry.bits.shape)

@@ -179,10 +179,10 @@ class MultiHeadAttention(nn.Module, HeadFields):
         self, inputs_q: Array, inputs_kv: Array, mask: Array | None = None, bias: Array | None = None, *,
         decode: bool = False, deterministic: bool = False,
     ) -> tuple[Array, Array | None]:  # fmt: skip
-        refuse(self, "and add adapters of your own", low_rank_adaptation_scope="none")
+        refuse(self, "and add your own adapters", low_rank_adaptation_scope="none")
         refuse(self, SHARDED, enable_sequence_parallel=False)
         if decode:
-            raise ValueError("decode=True is not there: modules for JAX keep no cache; run all tokens again")
+            raise ValueError("decode=True is not supported: modules for JAX have no cache; run all tokens again")
         q, k, v, normed = self._projected(inputs_q, inputs_kv)
         if self.enable_rotary_pos_emb:
             q, k = self._turned(q), self._turned(k)

@@ -73,7 +73,7 @@ def product(owner: Any, x: Array, kernel: Array, bias: Array | None, axis: int |
 def parameter(module: Any, name: str, init: Initializer, axes: Axes, shape: Sequence[int]) -> Array:
     """Create a parameter in a module's dtype, with logical axis names for Flax's sharding rules if given."""
     if axes and len(axes) != len(shape):
-        raise ValueError(f"{name} has axes of sizes {tuple(shape)}, and {axes} names {len(axes)}; give as many names")
+        raise ValueError(f"{name} has shape {tuple(shape)}, and {axes} names {len(axes)} axes; name all of them")
     value: Array = module.param(
         name, nn.with_logical_partitioning(init, axes) if axes else init, tuple(shape), module.dtype
     )
@@ -123,11 +123,11 @@ def refuse(module: Any, why: str, **usual: Any) -> None:
     for name, value in usual.items():
         given = getattr(module, name)
         if given != value:
-            raise ValueError(f"{type(module).__name__}.{name}={given!r} is not there: leave it {value!r}, {why}")
+            raise ValueError(f"{type(module).__name__}.{name}={given!r} is not supported: leave it {value!r}, {why}")
 
 
 def refuse_dense(module: Any, **usual: Any) -> None:
     """Raise a ValueError for low-rank adapters, names of codes, and further fields without their supported value."""
-    refuse(module, "and add adapters of your own", enable_low_rank_adaptation=False)
+    refuse(module, "and add your own adapters", enable_low_rank_adaptation=False)
     refuse(module, "codes have no name for jax.checkpoint", quantization_checkpoint_name=None)
-    refuse(module, "in Transformer Engine, too", **usual)
+    refuse(module, "as in Transformer Engine", **usual)

@@ -196,7 +196,9 @@ def activated(x: Array, names: Sequence[str | Callable[[Array], Array]], params:
     if tuple(names) == CLAMPED:
         return activate("clamped_swiglu", x[..., 0, :], x[..., 1, :], **(params or {}))
     if params:
-        raise ValueError(f"activation_params are of activations={CLAMPED}, and here they are {tuple(names)}")
+        raise ValueError(
+            f"activation_params are only for activations={CLAMPED}, and here activations are {tuple(names)}"
+        )
     if not names:
         raise ValueError("activations is empty; give one name or more, such as ('silu', 'linear')")
     for name in names:

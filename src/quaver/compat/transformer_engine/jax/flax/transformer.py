@@ -67,12 +67,13 @@ class TransformerLayer(nn.Module, HeadFields):
         check_name("layer_type", kind, [each.value for each in TransformerLayerType])
         if self.hidden_size % self.num_attention_heads or inputs.shape[-1] != self.hidden_size:
             raise ValueError(
-                f"TransformerLayer has {self.num_attention_heads} heads of {self.hidden_size} features, and inputs "
-                f"{inputs.shape}; features are to be hidden_size, a multiple of the heads"
+                f"TransformerLayer has {self.num_attention_heads} heads, {self.hidden_size} features, and "
+                f"inputs of shape {inputs.shape}; inputs must have hidden_size features, a multiple of the "
+                "heads"
             )
         decodes = kind == "decoder"
         if decodes and encoded is None:
-            raise ValueError("layer_type is DECODER, which attends to `encoded`; give it, or make an ENCODER")
+            raise ValueError("layer_type is DECODER, which attends to `encoded`; pass it, or use ENCODER")
         attend = self._attention("self_attention" if decodes else "attention", not self.output_layernorm)
         bias = self._bias(inputs, not decodes)
         given: dict[str, Any] = {"deterministic": deterministic}

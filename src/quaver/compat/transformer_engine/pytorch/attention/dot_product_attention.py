@@ -42,8 +42,8 @@ class DotProductAttention(Stateless, Ours):
         check_name("softmax_type", softmax_type, SINKS)
         if cp_group is not None or return_max_logit or tp_size > 1:
             raise ValueError(
-                "cp_group, tp_size and return_max_logit are not there: quaver.torch.parallel has context_parallel and "
-                "HeadParallel() for a model that is made whole"
+                "cp_group, tp_size and return_max_logit are not supported: build the model unsharded and use "
+                "context_parallel and HeadParallel() of quaver.torch.parallel"
             )
         own: Any = {"groups": num_gqa_groups, "mask_type": named(attn_mask_type), "dropout": attention_dropout}
         own |= {"scale": softmax_scale, "soft_cap": softcap or None, "layout": qkv_format}
@@ -85,15 +85,15 @@ class DotProductAttention(Stateless, Ours):
         if layout == "thd":
             padded = (cu_seqlens_q_padded, cu_seqlens_q), (cu_seqlens_kv_padded, cu_seqlens_kv)
             if pad_between_seqs or any(p is not None and not torch.equal(p, e) for p, e in padded):  # type: ignore[arg-type]
-                raise ValueError("padding between sequences laid end to end is not there: leave it out of the tokens")
+                raise ValueError("padding between packed sequences is not supported: remove it from the tokens")
             ends = cu_seqlens_q if cu_seqlens_kv is None or cu_seqlens_q is None else (cu_seqlens_q, cu_seqlens_kv)
         window = window_size or self.window_size
         if window is not None and "causal" in kind:
             window = window[0], 0
         elif window is not None and layout != "thd" and q.shape[tokens] != k.shape[tokens]:
             raise ValueError(
-                f"window_size {window} with mask type {kind!r} and {q.shape[tokens]} queries of {k.shape[tokens]} keys "
-                "is not there: give an 'arbitrary' mask, or a causal one"
+                f"window_size {window} with mask type {kind!r} and {q.shape[tokens]} queries of "
+                f"{k.shape[tokens]} keys is not supported: give an 'arbitrary' mask, or a causal one"
             )
         options = self.options(q, k, v, kind, window) | {"layout": layout, "mask": mask, "cu_seqlens": ends}
         options |= self._bias(core_attention_bias_type, core_attention_bias, alibi_slopes)

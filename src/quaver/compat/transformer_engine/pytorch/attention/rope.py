@@ -45,7 +45,7 @@ def apply_rotary_pos_emb(
         ValueError: context parallelism, or packed sequences without `cu_seqlens`.
     """
     if cp_size > 1:
-        raise ValueError("cp_size is not there: quaver.torch.parallel.context_parallel(model, mesh) divides tokens")
+        raise ValueError("cp_size is not supported: use quaver.torch.parallel.context_parallel(model, mesh)")
     angles = freqs.float()[:, 0, 0]
     first = torch.arange(angles.shape[-1], device=t.device)
     first = first % 2 == 0 if interleaved else first < angles.shape[-1] // 2

@@ -53,9 +53,9 @@ class GroupedLinear(Module, ComposedBlock):
         self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
         self.single_grouped_weight, self.single_grouped_bias = single_grouped_weight, single_grouped_bias
         if options.return_bias:
-            raise ValueError("return_bias is not there: GroupedLinear adds its biases")
+            raise ValueError("return_bias is not supported: GroupedLinear adds its biases")
         if single_grouped_bias and not single_grouped_weight:
-            raise ValueError("single_grouped_bias stands beside one weight: give single_grouped_weight=True, too")
+            raise ValueError("single_grouped_bias requires a single weight: give single_grouped_weight=True, too")
         if single_grouped_weight and use_grouped_tensor is False:
             raise ValueError("single_grouped_weight needs grouped GEMMs, which use_grouped_tensor=False excludes")
         names = tuple(f"gemm{i}" for i in range(num_gemms))

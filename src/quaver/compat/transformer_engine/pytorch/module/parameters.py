@@ -97,9 +97,9 @@ class Module(AliasedParameters):
         """
         if options.ranks > 1:
             raise ValueError(
-                f"{type(self).__name__} is one rank's part of {options.ranks}: make it whole, without tp_group and "
-                "tp_size, and apply torch's parallelize_module with ColwiseParallel(), RowwiseParallel() or "
-                "HeadParallel() of quaver.torch.parallel"
+                f"{type(self).__name__} would be one rank's shard of {options.ranks}: build it unsharded, "
+                "without tp_group and tp_size, and apply torch's parallelize_module with ColwiseParallel(), "
+                "RowwiseParallel() or HeadParallel() of quaver.torch.parallel"
             )
         self.__dict__["return_bias"] = options.return_bias
         if options.return_bias and options.bias:
@@ -182,7 +182,7 @@ class Assembled(nn.Module):
 def refuse_codes(fp8_output: bool | None, fp8_grad: bool = False) -> None:
     """Raise a ValueError if codes are requested as outputs or gradients."""
     if fp8_output or fp8_grad:
-        raise ValueError("fp8_output and fp8_grad are not there: values between layers are in high precision")
+        raise ValueError("fp8_output and fp8_grad are not supported: values between layers are in high precision")
 
 
 class Bias(nn.Module):
