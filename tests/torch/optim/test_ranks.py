@@ -277,11 +277,11 @@ def what_ranks_cannot_step_alone_is_refused(rank: int) -> None:
         ):
             optim.AdamW(by_fsdp(Tensors(torch.float32)).parameters(), preset=preset)
     net = by_fsdp(nn.Linear(64, 128, bias=False))
-    with pytest.raises(ValueError, match=r"shape \(128, 64\) lies in parts .* and Muon needs whole matrices"):
+    with pytest.raises(ValueError, match=r"shape \(128, 64\) is sharded .* and Muon needs whole matrices"):
         optim.Muon(net.parameters())
     mesh = two_ranks.mesh(world)
     p = nn.Parameter(distribute_tensor(torch.zeros(128, 32 * world), mesh, [Shard(1)]))
-    with pytest.raises(ValueError, match=r"divide its .* columns, and preset 'lean' has a scale for each 64"):
+    with pytest.raises(ValueError, match=r"shard its .* columns, and preset 'lean' has a scale for each 64"):
         optim.AdamW([p], preset="lean")
     optim.AdamW([p], preset="exact")
 

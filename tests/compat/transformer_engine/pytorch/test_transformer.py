@@ -179,7 +179,7 @@ def test_gradients_of_weights_wait_for_all_parts() -> None:
 
 def test_what_excludes_one_another_is_a_sentence() -> None:
     for options, sentence in (
-        ({"parallel_attention_mlp": True, "output_layernorm": True}, "normalizes before its parts"),
+        ({"parallel_attention_mlp": True, "output_layernorm": True}, "norms before attention and MLP"),
         ({"layer_type": "encodr"}, "did you mean 'encoder'"),
         ({"activation": "gelo"}, "did you mean 'gelu'"),
         ({"tp_size": 2}, "would be one rank's shard of 2: build it unsharded"),

@@ -230,7 +230,7 @@ def attention_in_eight_bits(rank: int) -> None:
     for a, b in zip(given.parts(True, how="all_to_all"), given.one(), strict=True):
         assert_bitwise(a, b)
     for how in ("gather", "ring"):
-        with pytest.raises(ValueError, match="take how='all_to_all', or a recipe without attention=True"):
+        with pytest.raises(ValueError, match="use how='all_to_all', or a recipe without attention=True"):
             given.parts(True, how=how)
 
 

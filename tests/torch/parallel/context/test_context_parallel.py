@@ -437,7 +437,7 @@ def bad_models(rank: int) -> None:
     refused(r"attention.core has dropout 0.1", qt.TransformerLayer(16, 2, 16, attention_dropout=0.1))
     refused("attention.core with mask_type 'padding'", qt.TransformerLayer(16, 2, 16, mask_type="padding"))
     refused("has drop_path", qt.TransformerLayer(16, 2, 16, drop_path=0.1))
-    refused("attends to a memory", qt.TransformerLayer(16, 2, 16, cross_attention=True))
+    refused("has cross attention", qt.TransformerLayer(16, 2, 16, cross_attention=True))
     refused("has 1 query heads and 1", qt.TransformerLayer(16, 1, 16), how="all_to_all")
     relative = qt.RelativePositionBias(2)
     refused("has a position_bias", qt.TransformerLayer(16, 2, 16, position_bias=relative))

@@ -167,7 +167,7 @@ def sizes_on_a_device_and_what_is_wrong(rank: int) -> None:
     with pytest.raises(ValueError, match="do not add up"):
         dispatch.all_to_all(x[1:], even)
     for spec, says in (
-        (QuantSpec(quaver.E4M3, (128, 128)), "scales of their own or one for all"),
+        (QuantSpec(quaver.E4M3, (128, 128)), "scales per row or one for all"),
         (QuantSpec(quaver.E4M3, (1, 32), rounding="stochastic"), "rounded to nearest"),
         (QuantSpec(quaver.E2M1, (1, 16), "two_level", hadamard=True), "a layer rotates its input itself"),
     ):
@@ -193,7 +193,7 @@ def what_one_rank_cannot_send_all_refuse(rank: int) -> None:
         ("as a matrix of float32", lambda spec: dispatch.all_to_all(x.double(), even, spec)),
         ("width 32", lambda spec: dispatch.all_to_all(x[:, :32].contiguous(), even, spec)),
         (r"dtype torch\.bfloat16", lambda spec: dispatch.all_to_all(x.bfloat16(), even, spec)),
-        ("scales of their own", lambda spec: dispatch.all_to_all(x, even, other)),
+        ("scales per row", lambda spec: dispatch.all_to_all(x, even, other)),
         ("torch.bfloat16", lambda spec: dispatch.all_to_all(x, even, spec, gradients=torch.bfloat16)),
     ]
     for of in range(ranks):

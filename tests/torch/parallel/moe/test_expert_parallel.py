@@ -273,7 +273,7 @@ def what_cannot_be_divided_is_refused(rank: int) -> None:
     for module, says in (
         (qt.MoE(DIM, 8, qt.MixtureConfig(experts=ranks + 1, k=1)), f"{ranks} ranks cannot share {ranks + 1} experts"),
         (nn.Linear(4, 4), "is a style for quaver.torch.MoE and Experts"),
-        (parallelize_module(Net().blocks[0], mesh, ExpertParallel()), "in parts already"),
+        (parallelize_module(Net().blocks[0], mesh, ExpertParallel()), "already sharded"),
     ):
         with pytest.raises(ValueError, match=says):
             parallelize_module(module, mesh, ExpertParallel())

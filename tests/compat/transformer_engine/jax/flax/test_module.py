@@ -136,8 +136,8 @@ def test_axes_have_the_names_that_fields_give() -> None:
     [
         (lambda: te.flax.DenseGeneral(8, enable_low_rank_adaptation=True), "enable_low_rank_adaptation=True"),
         (lambda: te.flax.DenseGeneral(8, quantization_checkpoint_name="q"), "quantization_checkpoint_name='q'"),
-        (lambda: te.flax.LayerNormDenseGeneral(8, axis=0), "axis=0 is not there: leave it -1"),
-        (lambda: te.flax.LayerNormMLP(8, axis=0), "axis=0 is not there: leave it -1"),
+        (lambda: te.flax.LayerNormDenseGeneral(8, axis=0), "axis=0 is not supported: leave it -1"),
+        (lambda: te.flax.LayerNormMLP(8, axis=0), "axis=0 is not supported: leave it -1"),
     ],
     ids=["adapters", "names of codes", "axis", "axis of an MLP"],
 )

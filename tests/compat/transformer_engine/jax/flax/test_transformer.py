@@ -102,11 +102,11 @@ def test_dropout_and_drop_path_draw_from_the_named_rng() -> None:
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"softmax_type": "learnable"}, "softmax_type='learnable' is not there"),
-        ({"low_rank_adaptation_scope": "all"}, "low_rank_adaptation_scope='all' is not there"),
+        ({"softmax_type": "learnable"}, "softmax_type='learnable' is not supported"),
+        ({"low_rank_adaptation_scope": "all"}, "low_rank_adaptation_scope='all' is not supported"),
         ({"enable_sequence_parallel": True}, "enable_sequence_parallel=True is not supported"),
         ({"num_attention_heads": 5}, "5 heads of 64 features"),
-        ({"layer_type": DECODER}, "attends to `encoded`; give it"),
+        ({"layer_type": DECODER}, "attends to `encoded`; pass it"),
         ({"layer_type": "decodr"}, "did you mean 'decoder'"),
         ({"self_attn_mask_type": "casual"}, "no attn_mask_type 'casual'; did you mean 'causal'"),
         ({"mlp_activations": ("geglu",)}, "no activation 'geglu'; did you mean 'gelu'"),
