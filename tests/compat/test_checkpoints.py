@@ -182,14 +182,14 @@ def gadgets(mark: Path) -> dict[str, Any]:
 def test_a_malicious_file_runs_nothing(kind: str, zipped: bool, tmp_path: Path) -> None:
     mark, file = tmp_path / "mark", tmp_path / "file.pt"
     torch.save({"state": gadgets(mark)[kind]}, file, _use_new_zipfile_serialization=zipped)
-    with pytest.raises(ValueError, match="Nothing of it has run"):
+    with pytest.raises(ValueError, match="None of its code was executed"):
         read(file)
     plain = tmp_path / "plain.pt"
     try:
         plain.write_bytes(pickle.dumps(gadgets(mark)[kind]))
     except TypeError:
         return
-    with pytest.raises(ValueError, match="Nothing of it has run"):
+    with pytest.raises(ValueError, match="None of its code was executed"):
         read(plain)
     assert not mark.exists()
 
@@ -219,7 +219,7 @@ def test_tensors_of_another_class_that_the_process_has_registered_are_refused(tm
     layer = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
     quantization.quantize_(layer, quantization.Float8WeightOnlyConfig())
     torch.save({"model": [layer.state_dict()]}, tmp_path / "theirs.pt")
-    with pytest.raises(ValueError, match=r"has a tensor of torchao\.quantization.*gives plain tensors"):
+    with pytest.raises(ValueError, match=r"has a tensor of torchao\.quantization.*returns plain tensors"):
         read(tmp_path / "theirs.pt")
 
 
@@ -244,7 +244,7 @@ def test_files_of_another_version_or_cut_off_are_a_sentence(tmp_path: Path) -> N
     data = file.read_bytes()
     for cut in (len(data) // 2, 100, 0):
         file.write_bytes(data[:cut])
-        with pytest.raises(ValueError, match="no whole checkpoint"):
+        with pytest.raises(ValueError, match="truncated, no checkpoint"):
             read(file)
     weight = theirs(enable_fsdp_float8_all_gather=True).state_dict()["0.weight"]
     del weight._tensor
@@ -255,5 +255,5 @@ def test_files_of_another_version_or_cut_off_are_a_sentence(tmp_path: Path) -> N
     with pytest.raises(ValueError, match="is no file"):
         read(tmp_path / "none.pt")
     (tmp_path / "a.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{")
-    with pytest.raises(ValueError, match="no whole file of safetensors"):
+    with pytest.raises(ValueError, match="not a complete safetensors file"):
         read(tmp_path / "a.safetensors")

@@ -89,7 +89,7 @@ def test_other_tensors_and_parts_that_are_missing_are_named(tmp_path: Path) -> N
     layer = nn.Sequential(nn.Linear(32, 64)).bfloat16()
     quantization.quantize_(layer, quantization.Int8WeightOnlyConfig(version=2))
     file = saved(layer.state_dict(), tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"has 0\.weight as torchao's Int8Tensor, of which Float8Tensor alone is read"):
+    with pytest.raises(ValueError, match=r"has 0\.weight as torchao's Int8Tensor, and only Float8Tensor is supported"):
         read(file)
     weight = quantization.Float8Tensor.from_hp(torch.randn(64, 32))
     tensors, metadata = support.flatten_tensor_state_dict({"a.weight": weight})

@@ -40,7 +40,7 @@ def test_time_is_that_of_the_products_and_of_quantizing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "said"), [((0, 4, 2, 64), "tokens is 0"), ((8, 4, 3, 64), "4 heads cannot share 3 groups")]
+    ("sizes", "said"), [((0, 4, 2, 64), "tokens is 0"), ((8, 4, 3, 64), "4 heads are no multiple of 3 groups")]
 )
 def test_sizes_that_no_attention_has_are_a_sentence(sizes: tuple[int, int, int, int], said: str) -> None:
     with pytest.raises(ValueError, match=said):

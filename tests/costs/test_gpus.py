@@ -56,7 +56,7 @@ def test_no_two_cards_have_one_driver_name() -> None:
     ("name", "said"),
     [
         ("h20", "did you mean 'h200'"),
-        ("v100", "no rates with a source are known for the GPU 'v100'"),
+        ("v100", "no rates are known for the GPU 'v100'"),
         ("", "known: a100, rtx3090, l4, l40s"),
         (None, "GPU None"),
     ],

@@ -133,7 +133,7 @@ def test_slower_networks_are_slower() -> None:
         ({"fsdp": 3}, {}, "fsdp is 3"),
         ({"tp": 0}, {}, "tp is 0"),
         ({"cp": 3}, {}, "context's 3"),
-        ({"ep": 3}, {}, "ranks of experts do not divide"),
+        ({"ep": 3}, {}, "ranks of ep do not divide"),
         ({"ep": 2}, {}, "no experts"),
         ({"pp": 8}, {}, "fewer than pp"),
         ({}, {"sequences": 0}, "sequences is 0"),

@@ -1,4 +1,6 @@
-"""Names of other libraries that users type already, a thin layer over ours, and their files; no number of its own."""
+"""Compatibility with torchao and Transformer Engine: thin wrappers with their names, and readers of their
+checkpoints.
+"""
 
 from quaver.compat.stand_in import install, uninstall
 

@@ -1,15 +1,15 @@
-"""Files of checkpoints that other libraries have pickled, read without running anything of theirs.
+"""Reader of other libraries' pickled checkpoints that runs none of their code.
 
-torch's own restricted unpickler builds tensors, numbers and containers, and for classes of other libraries stand-ins
-that hold what they were given; any other name in a file is refused before it is called. A tensor of such a class
-becomes a plain one:
+torch's restricted unpickler builds tensors, numbers and containers, and stand-ins for classes of other libraries that
+store their contents. Any other name in a file raises an error before it is called. Tensors of such classes are
+converted to plain ones:
 
-    torchao   WeightWithDynamicFloat8CastTensor   the weight in high precision that it holds
-    MS-AMP    ScalingTensor, ScalingParameter     codes × scale_inv, float32: E4M3 or E5M2 in bytes, or float16
+    torchao   WeightWithDynamicFloat8CastTensor   the high-precision weight inside
+    MS-AMP    ScalingTensor, ScalingParameter     codes × scale_inv in float32: E4M3 or E5M2 in bytes, or float16
 
 Source: torchao 0.18's float8/fsdp_utils.py; MS-AMP's common/tensor/tensor.py and meta.py (github.com/Azure/MS-AMP at
-0367bdc), common/dtype/dtypes.py (1cde970, where QType was DType), and optim/optimizer.py (1283c27), whose state dict
-is torch's with such tensors in it.
+0367bdc), common/dtype/dtypes.py (1cde970, where QType was DType), and optim/optimizer.py (1283c27), whose state dict is
+torch's with such tensors in it.
 """
 
 import threading
@@ -22,14 +22,14 @@ from torch import Tensor
 
 from quaver.compat import flattened
 
-#: Which names torch builds is a setting of the process: one file at a time changes it.
+#: Lock, because the list of names that torch may build is global to the process.
 _ONE = threading.Lock()
-#: What `read` takes in place of a file's suffix.
+#: File suffix that `read` treats as safetensors.
 SAFETENSORS = ".safetensors"
 
 
 class StandIn:
-    """An object of another library's: what it was made of, and nothing that it does."""
+    """Stand-in for an object of another library: stores its data without behaviour."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.args = args
@@ -39,27 +39,27 @@ class StandIn:
 
 
 class HeldTensor(Tensor):
-    """A tensor without values of its own, in the place of a subclass of another library's that holds others."""
+    """Stand-in for a tensor subclass of another library that wraps other tensors; it has no values itself."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise ValueError(f"{function} reads a tensor whose values lie in another, which `read` gives")
+        raise ValueError(f"{function} reads a tensor whose values are stored in another one, which `read` returns")
 
 
 def _float8_weight(held: Any) -> Tensor:
-    """torchao's weight under float8 all-gather, which holds the weight in high precision."""
+    """Return the high-precision weight inside torchao's wrapper for float8 all-gather."""
     value: Tensor = held._tensor
     return value.detach()
 
 
-#: What MS-AMP's codes are, by the number of their type.
+#: dtypes of MS-AMP's codes, by its type number.
 MSAMP_CODES = {5: torch.float8_e4m3fn, 6: torch.float8_e5m2}
 
 
 def _scaled(held: Any) -> Tensor:
-    """MS-AMP's tensor with a scale; the bytes of an eight-bit one are codes."""
+    """Dequantize MS-AMP's tensor; 8-bit data are codes."""
     value, meta = held.value, held.meta
     codes = MSAMP_CODES.get(int(meta.qtype.value))
     if codes is not None:
@@ -70,15 +70,15 @@ def _scaled(held: Any) -> Tensor:
     return values
 
 
-#: Of which class a stand-in holds a tensor, and how a plain one is made of it.
+#: Conversion functions to plain tensors, by class name.
 TENSORS: dict[str, Callable[[Any], Tensor]] = {
     "torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor": _float8_weight,
     "msamp.common.tensor.tensor.ScalingTensor": _scaled,
     "msamp.nn.parameter.ScalingParameter": _scaled,
 }
-#: Of these, subclasses of torch's own.
+#: Those of them that are subclasses of torch.Tensor.
 SUBCLASSES = ("torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor",)
-#: Classes whose objects say how, and not what.
+#: Classes without tensor data, such as options.
 OTHERS = (
     "torchao.float8.float8_training_tensor.LinearMMConfig",
     "torchao.float8.float8_training_tensor.ScaledMMConfig",
@@ -89,15 +89,14 @@ OTHERS = (
 
 
 def read(file: str | Path) -> Any:
-    """What a checkpoint holds, with plain tensors in the places of torchao's weights and of MS-AMP's.
+    """Return the contents of a checkpoint, with plain tensors instead of torchao's and MS-AMP's classes.
 
     Args:
-        file: of torch.save, safetensors, or the index of several (*.safetensors.index.json).
+        file: file of torch.save, safetensors, or an index of several (*.safetensors.index.json).
     Returns:
         The same dicts, lists and numbers; tensors on the CPU.
     Raises:
-        ValueError: a file that is not there, is cut off, is no checkpoint, or asks for a name that none of these has;
-            nothing of it has run then.
+        ValueError: a file that is missing, truncated, no checkpoint, or contains unknown names; nothing was executed.
     """
     path = Path(file)
     if not path.is_file():
@@ -111,23 +110,23 @@ def read(file: str | Path) -> Any:
     except Exception as error:
         first = str(error).strip().partition("\n")[0]
         raise ValueError(
-            f"{path} is not read ({type(error).__name__}: {first}); it is no whole checkpoint of tensors, or one of "
-            "another version or library. Nothing of it has run"
+            f"cannot read {path} ({type(error).__name__}: {first}); it is truncated, no checkpoint of "
+            "tensors, or from another version or library. None of its code was executed"
         ) from error
     try:
         return _plain(content, path, {})
     except RecursionError:
-        raise ValueError(f"{path} has containers within containers, deeper than any checkpoint has them") from None
+        raise ValueError(f"{path} is nested deeper than any checkpoint") from None
 
 
 def _stand_in(name: str) -> type:
-    """A class of this name; a process that has the library may have its own among those that torch builds."""
+    """Create a stand-in class of this name, regardless of whether the library itself is loaded."""
     module, _, last = name.rpartition(".")
     return type(last, (HeldTensor if name in SUBCLASSES else StandIn,), {"__module__": module})
 
 
 def _plain(value: Any, path: Path, seen: dict[int, Any]) -> Any:
-    """A value with plain tensors in the places of stand-ins; what stands in it several times does so afterwards."""
+    """Replace stand-ins in a value by plain tensors; shared references stay shared."""
     if id(value) in seen:
         return seen[id(value)]
     function = TENSORS.get(f"{type(value).__module__}.{type(value).__name__}")
@@ -136,13 +135,13 @@ def _plain(value: Any, path: Path, seen: dict[int, Any]) -> Any:
             seen[id(value)] = function(value)
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:
             raise ValueError(
-                f"{path} has a {type(value).__name__} of another version, without what this one holds ({error})"
+                f"{path} has a {type(value).__name__} of another version, which lacks an expected field ({error})"
             ) from error
     elif isinstance(value, Tensor) and type(value) not in (Tensor, torch.nn.Parameter):
         kind = f"{type(value).__module__}.{type(value).__name__}"
         raise ValueError(
-            f"{path} has a tensor of {kind}, which a library in this process has registered with torch: `read` gives "
-            "plain tensors, and knows none in it. Load the file with that library, and save plain tensors"
+            f"{path} has a tensor of {kind}, which a library in this process has registered with torch: "
+            "`read` returns plain tensors only. Load the file with that library, and save plain tensors"
         )
     elif isinstance(value, dict):
         held: dict[Any, Any] = {}

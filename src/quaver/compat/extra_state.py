@@ -1,7 +1,7 @@
-"""What a checkpoint of Transformer Engine's says of delayed scaling, read without running anything of it.
+"""Safe reader of Transformer Engine's `_extra_state`, for its delayed-scaling histories.
 
-A module's `_extra_state` is a pickle within a tensor of bytes, or in 1.x within a file. Of that tensors, numbers and
-containers are made, and stand-ins for Transformer Engine's own classes; any other name is refused.
+A module's `_extra_state` is a pickle in a byte tensor, or in 1.x in a file. Only tensors, numbers and containers are
+built, and stand-ins for Transformer Engine's own classes; any other name raises an error. No foreign code runs.
 """
 
 import collections
@@ -18,23 +18,23 @@ from quaver.compat.checkpoints import StandIn
 
 
 class Refused(pickle.UnpicklingError):
-    """A name that no state has, or a tensor larger than its values."""
+    """The pickle contains an unexpected name, or a tensor larger than its data."""
 
 
 class _Tensor:
-    """Builds a tensor of a storage; what a pickle gives for hooks is left out."""
+    """Builds a tensor from a storage, without the pickled hooks."""
 
     __slots__ = ()
 
     def __call__(self, storage: Any, offset: int, size: Any, stride: Any, *_: Any) -> Tensor:
-        # One value of a file may not become many in memory.
+        # A small file must not expand to a large tensor in memory.
         if math.prod(size) * storage.dtype.itemsize > storage.nbytes():
             raise Refused(f"it has a tensor {list(size)} of {storage.nbytes()} bytes")
         return torch.empty(0, dtype=storage.dtype, device="cpu").set_(storage.untyped(), offset, size, stride)
 
 
 class _Storage:
-    """Reads the storage of a pickled tensor, which is a file of torch's."""
+    """Reads the storage of a pickled tensor, which is itself a torch file."""
 
     __slots__ = ()
 
@@ -54,7 +54,7 @@ class _Reader(pickle.Unpickler):
         if module.partition(".")[0] == "transformer_engine":
             return type(name, (StandIn,), {})
         if (module, name) not in KNOWN:
-            raise Refused(f"it asks for {module}.{name}, which no state of Transformer Engine's has")
+            raise Refused(f"it contains {module}.{name}, which no state of Transformer Engine has")
         return KNOWN[module, name]
 
 
@@ -67,35 +67,45 @@ def _read(given: Any) -> Any:
 
 
 def read(given: Any, where: str) -> dict[str, Any] | None:
-    """The state in what a checkpoint has as `_extra_state`; None where it has none.
+    """Return the state stored in an `_extra_state`, or None if it is empty.
 
     Args:
-        given: a tensor of bytes, bytes, or a file in memory.
-        where: its name in the checkpoint.
+        given: byte tensor, bytes, or a file in memory.
+        where: name in the checkpoint, for the error.
     Raises:
-        ValueError: whatever is no such state, or asks for what no such state has. Nothing has run then.
+        ValueError: invalid data or unexpected names; nothing was executed.
     """
     try:
-        # Storages of torch's warn of themselves.
+        # torch warns about its typed storages.
         with warnings.catch_warnings(action="ignore"):
             state = _read(given)
     except Exception as error:
-        why = error if isinstance(error, Refused) else f"its bytes are no state, they give a {type(error).__name__}"
-        raise ValueError(f"{where} is not read: {why}. Leave it out of the state dict: histories begin anew") from None
+        why = (
+            error
+            if isinstance(error, Refused)
+            else f"its bytes are no state: reading them raises a {type(error).__name__}"
+        )
+        raise ValueError(
+            f"cannot read {where}: {why}. Leave it out of the state dict: histories then start anew"
+        ) from None
     if state is not None and not isinstance(state, dict):
         raise ValueError(f"{where} holds a {type(state).__name__}, where Transformer Engine 1 and 2 have a dict")
     return state
 
 
 def histories(state: dict[str, Any], where: str, gemms: int) -> list[dict[str, Tensor]]:
-    """`history` [length, 3] and `factor` [3] of each linear layer of a module; nothing without delayed scaling.
+    """Return `history` [length, 3] and `factor` [3] of each linear layer of a module; empty without delayed scaling.
 
-    Columns there are (input, weight, output) of each layer forward, (grad_output, grad_input) backward; 1.x has the
-    gradients of an MLP's layers in the order in which backward meets them. A scale that nothing has been recorded for
-    is unset.
+    Transformer Engine's columns are (input, weight, output) of each layer forward and (grad_output, grad_input)
+    backward. In 1.x the gradients of an MLP's layers are in the order of backward. A scale without recorded amaxes is
+    unset (0).
 
+    Args:
+        state: result of `read`.
+        where: name in the checkpoint, for the error.
+        gemms: number of linear layers of the module.
     Raises:
-        ValueError: tensors of other sizes, as another version has them.
+        ValueError: tensors of other sizes, from another version.
     """
     names = "amax_history_fwd", "scale_fwd", "amax_history_bwd", "scale_bwd"
     if not any(name in state for name in names):

@@ -1,7 +1,7 @@
-"""One of these packages in the place of the library that has its names, in a process that asks for it.
+"""`install` and `uninstall`: let `import torchao` or `import transformer_engine` use Quaver's modules in this process.
 
-An entry of `sys.meta_path` answers `import` and `importlib.metadata`; no other library is changed. Modules are the same
-objects by both names.
+An entry in `sys.meta_path` handles `import` and `importlib.metadata`; no other library is modified. Modules are the
+same objects under both names.
 """
 
 import importlib
@@ -20,20 +20,20 @@ from typing import Any
 
 from quaver.recipes.text import check_name, suggest
 
-# ---- stand in --------------------------------------------------------------------------------------------
+# ---- installation ----
 
 HERE = "quaver.compat"
 
 
 @dataclass(frozen=True)
 class Library:
-    """A library that there are names of."""
+    """A library that Quaver can stand in for."""
 
-    #: Whose names they are: what asks for a version is told this one.
+    #: Version that is reported to callers.
     version: str
-    #: What looks for the library when it is imported, or once and for all.
+    #: Libraries that check for this one when they are imported, or once and cache the result.
     readers: tuple[str, ...]
-    #: Older names of modules.
+    #: Older names of modules, and Quaver's modules for them.
     renamed: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -44,13 +44,13 @@ LIBRARIES = {
         ("accelerate", "peft", *_LIGHTNING),
         {"transformer_engine.pytorch.fp8": f"{HERE}.transformer_engine.pytorch.quantization"},
     ),
-    # Of torchao before 0.15 transformers takes nothing for inference, which there is nothing for here.
+    # For torchao before 0.15, transformers does not try to use its inference functions, which Quaver lacks.
     "torchao": Library("0.14.1", ("accelerate", "peft", "torchtitan", "transformers", *_LIGHTNING)),
 }
 
 
 class _Same(Loader):
-    """Loads a module of ours by another name: the module itself."""
+    """Loader that returns an existing Quaver module under another name."""
 
     def __init__(self, own: ModuleSpec) -> None:
         self.own = own
@@ -59,12 +59,12 @@ class _Same(Loader):
         return importlib.import_module(self.own.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        # Being imported by another name gave it that name's.
+        # Restore the spec, because the import has set that of the other name.
         module.__spec__ = self.own
 
 
 class _Installed(importlib.metadata.Distribution):
-    """What `importlib.metadata` reads of a library that this stands in for."""
+    """Metadata of the replaced library for `importlib.metadata`."""
 
     def __init__(self, name: str, version: str) -> None:
         self.texts = {
@@ -99,33 +99,33 @@ class _Finder(importlib.metadata.DistributionFinder):
 
 
 def install(name: str) -> None:
-    """Put one of these packages in the place of the library that has its names, until `uninstall`, in this process.
+    """Let Quaver replace a library in this process until `uninstall`.
 
-    `import` of it and of its modules gives ours, and `importlib.metadata` has a version of it, so that libraries which
-    look for it use ours. One that is installed too is hidden, all of it.
+    Importing the library or its modules returns Quaver's, and `importlib.metadata` reports a version, so that libraries
+    which check for it use Quaver. An installed copy of the library is hidden completely.
 
     Args:
         name: "transformer_engine" or "torchao".
     Raises:
         ValueError: another name.
-        RuntimeError: the library was imported before, or one that looks for it when it is imported.
+        RuntimeError: the library, or one that checks for it at import, was already imported.
     """
     check_name("library", name, LIBRARIES)
     if any(isinstance(finder, _Finder) and finder.name == name for finder in sys.meta_path):
         return
     for other in (name, *LIBRARIES[name].readers):
         if other in sys.modules:
-            why = "" if other == name else f", and has looked for {name}"
+            why = "" if other == name else f", and has checked for {name}"
             raise RuntimeError(
-                f"{other} is imported already{why}: call {HERE}.install({name!r}) before anything imports {other}"
+                f"{other} is already imported{why}: call {HERE}.install({name!r}) before anything imports {other}"
             )
     sys.meta_path.insert(0, _Finder(name))
 
 
 def uninstall() -> None:
-    """Take all that `install` put away again: what is imported afterwards is the library itself, if it is installed.
+    """Undo all calls of `install`: later imports get the library itself, if it is installed.
 
-    Modules that were imported before stay ours where they are bound already.
+    Existing references to modules imported before still point to Quaver's.
     """
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
     for name, module in list(sys.modules.items()):
@@ -133,22 +133,22 @@ def uninstall() -> None:
             del sys.modules[name]
 
 
-# ---- missing ---------------------------------------------------------------------------------------------
-# Public names of other libraries that are not here, each with why, and an error that says it.
+# ---- missing names ----
+# Public names of other libraries that Quaver does not provide, each with the alternative for the error message.
 
-_CODES = "there is no class of tensors: `quaver.torch.quantize` returns codes with their scales"
-_RECIPES = "a `quaver.Recipe` says how each operand is quantized, and `quaver.Rules` of which layer"
-_COMMUNICATION = "what goes between ranks is torch's, by the styles of `quaver.torch.parallel`"
-_OFFLOAD = "`torch.autograd.graph.save_on_cpu` keeps what backward needs on the host"
+_CODES = "Quaver has no tensor subclasses: `quaver.torch.quantize` returns codes with their scales"
+_RECIPES = "a `quaver.Recipe` defines how each operand is quantized, and `quaver.Rules` of which layer"
+_COMMUNICATION = "communication uses torch's collectives, by the styles of `quaver.torch.parallel`"
+_OFFLOAD = "use `torch.autograd.graph.save_on_cpu` to save tensors for backward on the host"
 
-#: Names of `transformer_engine.pytorch`; what is not planned has no other way here.
+#: Names of `transformer_engine.pytorch`; "not planned" means that there is no alternative.
 PYTORCH = {
-    "make_graphed_callables": "`quaver.torch.CapturedStep` captures a whole step, optimizer too",
-    "onnx_export": "`quaver.torch.onnx_export` writes a file",
-    "ops": "modules and functions of `quaver.torch`; `torch.compile` joins what is between",
+    "make_graphed_callables": "use `quaver.torch.CapturedStep`, which captures a step with the optimizer",
+    "onnx_export": "use `quaver.torch.onnx_export`, which writes a file",
+    "ops": "use modules and functions of `quaver.torch`; `torch.compile` fuses what is between them",
     "newton_schulz": "`quaver.torch.optim.Muon` has it",
-    "CudaRNGStatesTracker": "noise and dropout have counts of their own on each rank",
-    "apply_recipe": "`quaver.torch.convert` gives layers recipes of their own",
+    "CudaRNGStatesTracker": "noise and dropout have separate counters on each rank",
+    "apply_recipe": "use `quaver.torch.convert` to give layers their own recipes",
     "get_cudnn_version": "`torch.backends.cudnn.version()`",
     "get_device_compute_capability": "`torch.cuda.get_device_capability()`",
     "constants": "recipes name their formats",
@@ -160,7 +160,9 @@ PYTORCH = {
     **dict.fromkeys(("initialize_ub", "destroy_ub", "UserBufferQuantizationMode"), _COMMUNICATION),
     **dict.fromkeys(("CPLoadBalancingStrategy", "newton_schulz_tp", "CusolverMpCtx"), _COMMUNICATION),
     **dict.fromkeys(("QuantizerRole", "QuantizerRequest", "DelayedScalingRequest", "quantizer_factory"), _RECIPES),
-    **dict.fromkeys(("interleave_glu_tensor", "deinterleave_glu_tensor"), "gate and value lie one after the other"),
+    **dict.fromkeys(
+        ("interleave_glu_tensor", "deinterleave_glu_tensor"), "gate and value are stored one after the other"
+    ),
     **dict.fromkeys(("QuantizedTensorStorage", "Quantizer", "prepare_for_saving"), _CODES),
     **dict.fromkeys(("restore_from_saved", "restore_from_func_ctx", "Float8Quantizer"), _CODES),
     **dict.fromkeys(("Float8CurrentScalingQuantizer", "MXFP8Quantizer", "Float8BlockQuantizer"), _CODES),
@@ -170,72 +172,76 @@ PYTORCH = {
     **dict.fromkeys(("NVFP4TensorStorage", "HybridQuantizedTensorStorage", "IdentityTensorStorage"), _CODES),
 }
 
-_SHARDINGS = "arrays are sharded by jax.jit's shardings, or by Flax's logical rules"
+_SHARDINGS = "shard arrays by jax.jit's shardings, or by Flax's logical rules"
 
 #: Names of `transformer_engine.common.recipe`.
 RECIPE = {
     "CustomRecipe": "`quaver.Recipe` says how each operand is quantized, and `quaver.Rules` of which layer",
     "quantizer_factory": _RECIPES,
 }
-#: Names of `transformer_engine.jax`, of 1 too.
+#: Names of `transformer_engine.jax`, including those of 1.x.
 JAX = {
-    "get_delayed_scaling": "a recipe is what `autocast` was given",
+    "get_delayed_scaling": "use the recipe passed to `autocast`",
     "dense": "`quaver.jax.linear`",
     "praxis": "not planned",
     **dict.fromkeys(("ShardingResource", "MajorShardingType", "ShardingType"), _SHARDINGS),
 }
 #: Names of `transformer_engine.jax.flax`.
 FLAX = {
-    "wrap_function_in_te_state_module": "`quaver.jax.linen.einsum_cls` and `dot_general_cls` give functions with state",
+    "wrap_function_in_te_state_module": "use `quaver.jax.linen.einsum_cls` and `dot_general_cls`, which keep state",
     "make_grouped_dense_cls": "`quaver.jax.grouped_dot` multiplies groups",
     "extend_logical_axis_rules": "layers name no axes unless they are told; " + _SHARDINGS,
 }
-_OPERATIONS = "no class of tensors has operations of its own: `quaver.torch.matmul` and `quantize` are functions"
+_OPERATIONS = (
+    "tensor subclasses with their own operations do not exist: use the functions `quaver.torch.matmul` and `quantize`"
+)
 _STYLES = (
-    "`quaver.torch.parallel` has `ColwiseParallel`, `RowwiseParallel` and `SequenceParallel`, which convert no "
-    "layer: convert before"
+    "`quaver.torch.parallel` has `ColwiseParallel`, `RowwiseParallel` and `SequenceParallel`, which do not "
+    "convert layers: convert first"
 )
 
-#: Names of `torchao.float8` and of its files.
+#: Names of `torchao.float8` and its files.
 TORCHAO = {
-    "FP8Granularity": "granularities of inference are not there; `ScalingGranularity` is that of training",
+    "FP8Granularity": "inference is not supported; `ScalingGranularity` is the granularity of training",
     **dict.fromkeys(
-        ("Float8TypeConfig", "type_config"), "`e4m3_dtype` and `e5m2_dtype` are torch's; AMD's are not there"
+        ("Float8TypeConfig", "type_config"), "`e4m3_dtype` and `e5m2_dtype` are torch's; AMD's are not supported"
     ),
     "tensor_already_casted_to_fp8": _CODES,
-    "matmul_with_hp_or_float8_args": "`quaver.torch.linear` multiplies under a recipe",
+    "matmul_with_hp_or_float8_args": "use `quaver.torch.linear`, which multiplies under a recipe",
     **dict.fromkeys(("Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput"), _STYLES),
     **dict.fromkeys(("Float8TrainingTensor", "WeightWithDynamicFloat8CastTensor", "GemmInputRole"), _CODES),
     "choose_scaled_mm_config": _CODES,
     **dict.fromkeys(("hp_tensor_and_scale_to_float8", "hp_tensor_to_float8_dynamic"), _CODES),
     **dict.fromkeys(("get_maybe_axiswise_dim", "NoopFwToFloat8BwDynamic"), _CODES),
     **dict.fromkeys(("amax_to_scale", "tensor_to_amax", "tensor_to_scale", "to_fp8_saturated"), _CODES),
-    **dict.fromkeys(("is_row_major", "pad_tensor_for_matmul"), "sizes and layouts are made fit where a GEMM needs it"),
+    **dict.fromkeys(
+        ("is_row_major", "pad_tensor_for_matmul"), "sizes and layouts are adapted automatically if a GEMM needs it"
+    ),
     **dict.fromkeys(("Float8MMConfig", "preprocess_data", "preprocess_scale"), "not planned"),
     "addmm_float8_unwrapped_inference": "not planned",
 }
-#: torchao's own modules and functions beside `float8`.
+#: Modules and functions of torchao besides `float8`.
 TORCHAO_TOP = {
-    "optim": "`quaver.torch.optim` keeps states in eight bits",
+    "optim": "use `quaver.torch.optim`, which stores states in 8 bits",
     "dtypes": _CODES,
     **dict.fromkeys(("quantize_", "quantization", "swizzle", "ops", "testing"), "not planned"),
 }
 
 
 def unknown(module: str, names: Sequence[str], reasons: Mapping[str, str]) -> Callable[[str], Any]:
-    """What a module looks names up by that it has not: an error with what is there in its place.
+    """Return a module's `__getattr__` that raises an error with the alternative for a missing name.
 
-    It is an AttributeError, so that `hasattr` is False, but within `from ... import` an ImportError: an AttributeError
-    has no sentence left there.
+    It raises an AttributeError, so that `hasattr` is False. Within `from ... import` it raises an ImportError, because
+    Python would discard the message of an AttributeError there.
 
     Args:
-        module: its name.
-        names: that it has.
-        reasons: of those that it has not.
+        module: name of the module.
+        names: names that it provides.
+        reasons: alternatives for names that it lacks.
     """
 
     def look_up(name: str) -> Any:
-        why = reasons.get(name) or (suggest(name, names) if names else "nothing of that file is there")
+        why = reasons.get(name) or (suggest(name, names) if names else "this module provides no names")
         sentence = f"{module} has no {name!r}: {why}"
         if not name.startswith("__") and _imports_from(sys._getframe(1)):
             raise ImportError(sentence, name=module)
@@ -245,5 +251,5 @@ def unknown(module: str, names: Sequence[str], reasons: Mapping[str, str]) -> Ca
 
 
 def _imports_from(frame: FrameType) -> bool:
-    """Whether what a frame does now is to take a name from a module that it imports."""
+    """Return True if a frame is executing the name lookup of a `from ... import`."""
     return opcode.opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM"

@@ -1,1 +1,1 @@
-"""What a layer costs before it has run: bytes, FLOPs, time, what backward keeps; nothing is measured here."""
+"""Predicted costs of layers and training steps: bytes, FLOPs, time and memory; nothing is measured here."""

@@ -1,11 +1,11 @@
-"""What attention's forward and backward cost on a GPU with quantized products, beside bf16's, before anything has run.
+"""Cost model of quantized attention and state-space scans, and the shape of a decoder.
 
-    attention    products of all queries with the keys that they see / bf16's rate, and what quantizes its operands
+    attention    GEMMs of all queries with their visible keys / bf16's rate, and the quantization of its operands
 
-The kernels multiply as exactly as bf16 does, and so at its rate. They round P once its sum is known and dS once its
-amax is, and make the scores again for each: forward takes 3 products where bf16 takes 2, backward 9 to 13 where bf16
-takes 5 (Dao, arXiv:2307.08691). As a layer's cost this is a roofline: it counts no exponentials, no decoding and no
-launches' ends, and takes no more for what a tile sees in part.
+The kernels multiply with bf16's precision, and so at its rate. They round P after its sum is known and dS after its
+amax is known, and recompute the scores for each. Forward takes 3 GEMMs instead of bf16's 2, backward 9 to 13 instead of
+bf16's 5 (Dao, arXiv:2307.08691). Like that of a layer this is a roofline model: it ignores exponentials, decoding,
+partial waves, and the masked part of tiles.
 """
 
 from dataclasses import dataclass
@@ -16,17 +16,17 @@ from quaver.costs.hardware import Gpu
 from quaver.costs.ledger import LAUNCH, WIDE, moving
 from quaver.recipes.spec import AttentionSpec, QuantSpec
 
-# ---- attention -------------------------------------------------------------------------------------------
+# ---- attention ----
 
-#: Keys of a tile that dQ's sweep takes at a time, and queries of one that dK's and dV's takes: as in
-#: `quaver.torch.backends.gpu.attention`. Of wider blocks dS takes a sweep for its amax.
+#: Keys per tile in the sweep for dQ, and queries per tile in that for dK and dV, as in
+#: `quaver.torch.backends.gpu.attention`. Wider blocks of dS need another sweep for its amax.
 KEYS, QUERIES = 64, 32
-#: Products forward and backward in bf16.
+#: Number of GEMMs forward and backward in bf16.
 PLAIN = 2, 5
 
 
 class AttentionGemms(NamedTuple):
-    """Products of all queries with all keys, by the kernel that takes them."""
+    """Number of GEMMs of all queries with all keys, by kernel: forward, dQ (rows), and dK and dV (columns)."""
 
     forward: int
     rows: int
@@ -34,23 +34,26 @@ class AttentionGemms(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """Attention, forward and backward."""
+    """Cost of attention, forward and backward."""
 
     products: AttentionGemms
-    #: Bytes that quantizing its operands moves.
+    #: Bytes moved to quantize the operands.
     bytes: float
     seconds: float
     bf16_seconds: float
 
     @property
     def speedup(self) -> float:
-        """How many times as fast as the same attention in bf16."""
+        """Speed relative to the same attention in bf16."""
         return self.bf16_seconds / self.seconds
 
 
 def products(spec: AttentionSpec) -> AttentionGemms:
-    """P takes a sweep for its sums. Δ takes one, and so does an amax of dS that a tile does not hold; where one scale
-    serves a head, queries find it for keys too."""
+    """Return the number of GEMMs of each kernel.
+
+    P takes a sweep for its sums. Δ takes one, and so does an amax of dS beyond one tile. With one scale per head, the
+    kernel for dQ finds the amax for dK too.
+    """
     block = spec.grad_output.block[1]
     rows = 2 + 3 + 2 * (block is None or block > KEYS)
     columns = 4 + 2 * (not spec.grad_output.per_tensor and (block is None or block > QUERIES))
@@ -68,23 +71,26 @@ def cost(
     batch: int = 1,
     causal: bool = True,
 ) -> Attention:
-    """The cost of attention from bf16 queries, keys and values of `tokens` each.
+    """Predict the cost of attention from bf16 queries, keys and values of `tokens` each.
 
     Args:
-        heads: of queries.
-        groups: heads of keys and values.
-        features: of a head, the same for queries, keys and values.
+        spec: how attention is quantized.
+        tokens: sequence length.
+        heads: number of query heads.
+        groups: number of key and value heads.
+        features: width of a head, the same for queries, keys and values.
         gpu: a name from `quaver.costs.hardware.GPUS`, or a Gpu.
-        causal: whether a query sees the keys up to its own alone.
+        batch: number of sequences.
+        causal: a query sees only keys up to its own position.
     Raises:
-        ValueError: an unknown GPU, a size below 1, or heads that groups do not share alike.
+        ValueError: an unknown GPU, a size below 1, or heads that are no multiple of groups.
     """
     sizes = {"tokens": tokens, "heads": heads, "groups": groups, "features": features, "batch": batch}
     for label, size in sizes.items():
         if size < 1:
-            raise ValueError(f"{label} is {size}; attention has at least 1")
+            raise ValueError(f"{label} is {size}; it must be at least 1")
     if heads % groups:
-        raise ValueError(f"{heads} heads cannot share {groups} groups of keys alike; give a divisor of {heads}")
+        raise ValueError(f"{heads} heads are no multiple of {groups} groups of keys; give a divisor of {heads}")
     card = hardware.get(gpu)
     seen = tokens * (tokens + 1) / 2 if causal else tokens**2
     each = 2.0 * batch * heads * features * seen / (card.rates["bf16"].value * 1e12)
@@ -93,7 +99,7 @@ def cost(
     # q, k and v are quantized, and the gradient of the output.
     moved = _moved(spec.input, queries, 2 * keys) + _moved(spec.grad_output, queries)
     quantizing = moving(moved, 4, card)
-    # A head's amax is known once all programs of a launch have met.
+    # An amax per head needs another launch, because all programs must finish first.
     launches = 3 + spec.grad_output.per_tensor
     return Attention(
         counts,
@@ -104,28 +110,29 @@ def cost(
 
 
 def _moved(spec: QuantSpec, *elements: int) -> float:
-    """Bytes: read, twice where one scale serves a head, and written in codes; what is no transpose of its codes is
-    copied for its transpose's besides."""
+    """Return the bytes read (twice for one scale per head) and written; codes that cannot be transposed need
+    another copy.
+    """
     codes, transposed = spec.format.stored_bits / 8, not spec.transposable
     each = WIDE * (2 if spec.per_tensor else 1) + codes + transposed * (3 * WIDE + codes)
     return float(each * sum(elements))
 
 
-# ---- decoder ---------------------------------------------------------------------------------------------
-# A decoder as the costs see it: matrices of a block and how they are cut, attention's sizes, and the number of blocks.
+# ---- decoder ----
+# Shape of a decoder: matrices of a block and how they are sharded, sizes of attention, and number of blocks.
 #
-# No framework and no names of a library's classes: `quaver plan` makes one of a model's configuration.
+# Independent of frameworks and classes: `quaver plan` builds it from a model's configuration.
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightMatrix:
-    """A weight [out_features, in_features] of a block, or one such weight of each expert."""
+    """A weight [out_features, in_features] of a block, or one such weight per expert."""
 
     out_features: int
     in_features: int
-    #: What tensor parallelism divides: "column" the outputs, "row" the inputs, None nothing.
+    #: Axis that tensor parallelism shards: "column" for outputs, "row" for inputs, None for none.
     cut: Literal["column", "row"] | None = "column"
-    #: How many there are, and how many of them a token meets.
+    #: Number of experts, and number of experts per token.
     experts: int = 1
     chosen: int = 1
 
@@ -140,17 +147,17 @@ class WeightMatrix:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderBlock:
-    """A block of a decoder: attention, then an MLP or experts."""
+    """Shape of a decoder block: attention, then an MLP or experts."""
 
     dim: int
     matrices: tuple[WeightMatrix, ...]
     heads: int
-    #: Features of a head that scores are made of, and of a head's values.
+    #: Width of a head for scores, and width of its values.
     score_features: int
     value_features: int
-    #: Features of queries, keys and values together, which rope and attention read.
+    #: Total width of queries, keys and values, which rope and attention read.
     attended: int
-    #: Features between the matrices of the MLP that a token meets.
+    #: Width of the MLP, summed over the experts of a token.
     hidden: int
 
     @property
@@ -163,13 +170,13 @@ class DecoderBlock:
 
     @property
     def chosen(self) -> int:
-        """Experts that a token meets."""
+        """Number of experts per token."""
         return max((matrix.chosen for matrix in self.matrices if matrix.routed), default=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderShape:
-    """Blocks with how often each stands, an embedding and a head of `vocab` rows."""
+    """Shape of a decoder: blocks with their counts, and an embedding and a head with `vocab` rows."""
 
     name: str
     blocks: tuple[tuple[int, DecoderBlock], ...]
@@ -190,14 +197,14 @@ class DecoderShape:
 def llama(
     name: str, layers: int, dim: int, heads: int, groups: int, head_dim: int, hidden: int, vocab: int = 128_256
 ) -> DecoderShape:
-    """A decoder with grouped queries and a gated MLP."""
+    """Return a decoder with grouped queries and a gated MLP."""
     return DecoderShape(
         name=name, blocks=((layers, dense(dim, heads, groups, head_dim, hidden)),), dim=dim, vocab=vocab
     )
 
 
 def dense(dim: int, heads: int, groups: int, head_dim: int, hidden: int, *, gated: bool = True) -> DecoderBlock:
-    """A block with grouped queries and one MLP."""
+    """Return a block with grouped queries and one MLP."""
     q, kv = heads * head_dim, groups * head_dim
     wide = WeightMatrix(out_features=hidden, in_features=dim)
     matrices = (
@@ -221,7 +228,15 @@ def dense(dim: int, heads: int, groups: int, head_dim: int, hidden: int, *, gate
 def latent(
     dim: int, heads: int, q_rank: int, kv_rank: int, plain_dim: int, rope_dim: int, value_dim: int
 ) -> tuple[WeightMatrix, ...]:
-    """Latent attention: queries from q_rank features, keys and values from kv_rank, rope_dim of a head turned."""
+    """Return the matrices of latent attention, with low-rank queries, keys and values.
+
+    Args:
+        dim: width of the residual stream.
+        heads: number of heads.
+        q_rank, kv_rank: ranks of queries, and of keys and values.
+        plain_dim, rope_dim: features of a head without and with rotary embedding.
+        value_dim: width of a head's values.
+    """
     return (
         WeightMatrix(out_features=q_rank, in_features=dim, cut=None),
         WeightMatrix(out_features=heads * (plain_dim + rope_dim), in_features=q_rank),
@@ -232,9 +247,12 @@ def latent(
 
 
 def deepseek_v3_like() -> DecoderShape:
-    """The sizes of DeepSeek-V3 (its config.json and arXiv:2412.19437, section 4.2): 61 blocks of 7168 features, latent
-    attention of 128 heads, 3 dense blocks, then a shared expert and 256 routed ones of 2048 features, 8 for a token.
-    Its prediction of a second token is left out."""
+    """Return the shape of DeepSeek-V3 without multi-token prediction (its config.json and arXiv:2412.19437, section
+    4.2).
+
+    61 blocks of width 7168 and latent attention with 128 heads. 3 blocks are dense, the others have a shared expert and
+    256 routed ones of width 2048, 8 per token.
+    """
     dim, heads, width = 7168, 128, 2048
     attention = {"dim": dim, "heads": heads, "score_features": 192, "value_features": 128, "attended": heads * 448}
 
@@ -250,17 +268,17 @@ def deepseek_v3_like() -> DecoderShape:
     return DecoderShape(name="deepseek-v3-like", blocks=((3, first), (58, rest)), dim=dim, vocab=129_280)
 
 
-# ---- scan ------------------------------------------------------------------------------------------------
-# What the scan of a state-space layer multiplies and moves, which no recipe quantizes.
+# ---- state-space scan ----
+# FLOPs and bytes of a state-space layer's scan, which no recipe quantizes.
 
-#: Tokens of a chunk in the published kernels.
+#: Tokens per chunk in the published kernels.
 CHUNK = 256
-#: Bytes of a value in bf16, and of a step in float32.
+#: Bytes of a bf16 value, and of a float32 step.
 SCAN_WIDE, STEP = 2, 4
 
 
 class Scan(NamedTuple):
-    """A scan's forward pass."""
+    """Cost of a scan's forward pass."""
 
     flops: float
     bytes: float
@@ -268,16 +286,17 @@ class Scan(NamedTuple):
 
 
 def priced(tokens: int, heads: int, head_dim: int, groups: int, state: int, gpu: str | Gpu, chunk: int = CHUNK) -> Scan:
-    """The chunked scan of Mamba-2 over so many tokens: forward, with its products in bf16.
+    """Predict the cost of Mamba-2's chunked scan over `tokens` tokens: forward, with bf16 GEMMs.
 
     Args:
+        tokens: number of tokens.
         heads, head_dim, groups, state: H, P, G and N.
         gpu: a name from `quaver.costs.hardware.GPUS`, or a Gpu.
-        chunk: Q, tokens of a chunk.
+        chunk: Q, tokens per chunk.
     Returns:
-        Of a token: products of C and B within a chunk, 2 Q G N; of those with x, 2 Q H P; states of chunks and what
-        comes of them, 2 N H P each. Bytes of x, B, C and steps read and y written once. Seconds are the longer of both
-        at the GPU's rates: a bound from below.
+        FLOPs per token: 2 Q G N for products of C and B within a chunk, 2 Q H P for those with x, and 2 N H P each for
+            computing and using chunk states. Bytes: x, B, C and steps read and y written once. Seconds: the longer of
+            both at the GPU's rates, a lower bound.
     Source: Dao and Gu 2024, arXiv:2405.21060, section 6.
     """
     card = hardware.get(gpu)

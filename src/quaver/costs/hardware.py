@@ -1,7 +1,7 @@
-"""What GPUs reach: copy and GEMM rates by name, each with where it comes from.
+"""Achievable rates of GPUs and interconnects, each with its source, and meshes of GPUs.
 
 A rate is measured (its source timed it), published (a data sheet) or derived (from the other two, as its source says).
-Every rate has a source. A GPU lacks the kinds of GEMM for which it has no rate.
+A GPU lacks the kinds of GEMM for which it has no rate.
 """
 
 from collections.abc import Mapping
@@ -11,50 +11,52 @@ from typing import Literal, NamedTuple
 
 from quaver.recipes.text import suggest
 
-# ---- gpus ------------------------------------------------------------------------------------------------
+# ---- GPUs ----
 
 
 class GpuRate(NamedTuple):
-    """A rate: TB/s (read and written bytes together) or TFLOP/s (dense)."""
+    """A rate in TB/s (bytes read plus written) or TFLOP/s (dense)."""
 
     value: float
     how: Literal["measured", "published", "derived"]
     source: str
 
     def times(self, factor: float, source: str) -> "GpuRate":
-        """A rate derived from this one."""
+        """Return a rate derived from this one."""
         return GpuRate(self.value * factor, "derived", source)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A GPU as the ledger sees it."""
+    """Rates and properties of a GPU for the cost model."""
 
     name: str
-    #: Its full name.
+    #: Full name.
     about: str
-    #: Its driver's name for it (`torch.cuda.get_device_name()`), where that is not the full name and this GPU's alone.
+    #: Driver's name (`torch.cuda.get_device_name()`), if it differs from the full name and identifies this GPU.
     driver: str = ""
     #: Compute capability.
     capability: tuple[int, int]
-    #: The rate of a large device-to-device copy.
+    #: Rate of a large device-to-device copy.
     copy: GpuRate
-    #: Rates of large GEMMs by kind (`quaver.costs.ledger.kind`): bf16, and the kinds of scaling that run natively.
+    #: Rates of large GEMMs by kind (`quaver.costs.ledger.kind`): bf16, and the natively supported kinds of scaling.
     rates: Mapping[str, GpuRate]
 
     @property
     def any_layout(self) -> bool:
-        """Eight-bit GEMMs take either operand transposed or not; before Blackwell the axis of the sum must be last."""
+        """True if 8-bit GEMMs accept both operands transposed or not; before Blackwell the contraction axis
+        must be last.
+        """
         return self.capability >= (10, 0)
 
 
 TE = "Transformer Engine docs/examples/gemm_profiling, hidden 4096, ffn 16384, 15 872 tokens, 12 GEMMs"
-#: FLOPs of that table's twelve GEMMs.
+#: Total FLOPs of that table's twelve GEMMs.
 TE_FLOPS = 6 * 15_872 * 4096 * (3 * 4096 + 4096 + 2 * 16_384)
 
 NVL_BF16 = GpuRate(599, "measured", f"{TE}, H200 NVL: 32.01 ms in bf16")
 NVL_TENSOR = GpuRate(1142, "measured", f"{TE}, H200 NVL: 16.79 ms with operands quantized beforehand")
-#: Of the published 835.5 and 1671 TFLOP/s of the H200 NVL.
+#: Reached fractions of the published 835.5 and 1671 TFLOP/s of the H200 NVL.
 FRACTION_BF16, FRACTION_FP8 = 599 / 835.5, 1142 / 1671
 H200_BF16 = GpuRate(788, "measured", "769 to 798 in runs of 8192 x 8192 x 8192 on random data, H200 SXM")
 H200_COPY = GpuRate(4.3, "measured", "device-to-device copy, H200 SXM: 90 % of the published 4.8")
@@ -73,7 +75,7 @@ def _hopper(bf16: GpuRate, tensor: GpuRate) -> dict[str, GpuRate]:
 
 
 def _sheet(bf16: float, fp8: float, sheet: str, nvfp4: float | None = None) -> dict[str, GpuRate]:
-    """Rates of a card that has only a data sheet: its peaks times the fraction that an H200 NVL reaches of its own."""
+    """Derive rates of a card from its data sheet: its peaks times the fraction that an H200 NVL reaches of its own."""
     source = f"{sheet}, times the fraction of its peak that the H200 NVL reaches in {TE}"
     rates = _scaled(
         GpuRate(bf16 * FRACTION_BF16, "derived", f"{bf16:g} of {source}"),
@@ -215,12 +217,12 @@ GPUS = {
 
 
 def get(gpu: str | Gpu) -> Gpu:
-    """The GPU of this name, or the one given.
+    """Return the GPU of this name, or the given one.
 
     Args:
-        gpu: a key of `GPUS`, what the GPU's driver calls it, or a Gpu.
+        gpu: a key of `GPUS`, the driver's name of a GPU, or a Gpu.
     Raises:
-        ValueError: no rates with a source are known for it; the message says for which they are.
+        ValueError: no rates are known for it; the message lists the known GPUs.
     """
     if isinstance(gpu, Gpu):
         return gpu
@@ -231,45 +233,45 @@ def get(gpu: str | Gpu) -> Gpu:
         near = suggest(key, GPUS) if key else ""
         hint = f"{near} " if near.startswith("did you mean") else ""
         raise ValueError(
-            f"no rates with a source are known for the GPU {gpu!r}; {hint}known: {', '.join(GPUS)}. "
-            "Another one is a row of quaver.costs.hardware.Gpu with its copy and GEMM rates"
+            f"no rates are known for the GPU {gpu!r}; {hint}known: {', '.join(GPUS)}. For another one pass a "
+            "quaver.costs.hardware.Gpu with its copy and GEMM rates"
         )
     return GPUS[key]
 
 
-# ---- interconnects ---------------------------------------------------------------------------------------
-# What interconnects reach: rates between the GPUs of a node and between nodes by name, each with where it comes from.
+# ---- interconnects ----
+# Achievable rates between the GPUs of a node and between nodes, each with its source.
 #
-#     all-gather, reduce-scatter    bytes of all ranks x (ranks - 1) / ranks / bus rate, and a start and its hops
-#     all-to-all                    what a rank sends to others / the rate of its way out, and a start
+#     all-gather, reduce-scatter    total bytes x (ranks - 1) / ranks / bus rate, plus start and hops
+#     all-to-all                    bytes that a rank sends to others / rate of its link, plus start
 #
-# Collectives run as rings. A ring over several nodes crosses each border by as many network cards as the node has ranks
-# of its group, and is no faster than the links inside. In an all-to-all each rank has its own network card alone.
+# Collectives run as rings. A ring over several nodes crosses each border through as many network cards as the node has
+# ranks of its group, and is no faster than the links inside. In an all-to-all each rank uses only its own network card.
 
-#: Seconds that a collective takes to start, and for each hop of its ring inside a node and between nodes (NCCL's own
-#: table for its choice of algorithm, src/graph/tuning.cc, of its protocol for large messages).
+#: Seconds to start a collective, and per hop of its ring inside a node and between nodes (from NCCL's tuning table,
+#: src/graph/tuning.cc, for its protocol for large messages).
 START, HOP_INSIDE, HOP_OUTSIDE = 8.4e-6, 3.4e-6, 14e-6
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interconnect:
-    """What connects the GPUs of a cluster. Rates are in GB/s of one GPU and one direction."""
+    """Interconnect of a cluster's GPUs. Rates are in GB/s per GPU and direction."""
 
     name: str
     full_name: str
-    #: GPUs that share the fast links.
+    #: GPUs per node, which share the fast links.
     node: int
-    #: The bus rate of a large all-gather inside a node.
+    #: Bus rate of a large all-gather inside a node.
     inside: GpuRate
-    #: The rate of the network card that a GPU has.
+    #: Rate of a GPU's network card.
     outside: GpuRate
 
     def in_a_node(self, ranks: int, stride: int) -> int:
-        """Ranks of a group that lie in one node, where neighbours of the group are `stride` GPUs apart."""
+        """Return how many ranks of a group share a node, if neighbours in the group are `stride` GPUs apart."""
         return max(1, min(ranks, self.node // stride))
 
     def bus(self, ranks: int, stride: int) -> float:
-        """The bus rate of a ring, bytes a second."""
+        """Return the bus rate of a ring in bytes per second."""
         here = self.in_a_node(ranks, stride)
         if ranks <= here:
             return self.inside.value * 1e9
@@ -277,7 +279,7 @@ class Interconnect:
         return outside if here == 1 else min(self.inside.value * 1e9, outside)
 
     def gather(self, total: float, ranks: int, stride: int) -> float:
-        """Seconds of an all-gather or a reduce-scatter of `total` bytes of all ranks together."""
+        """Return the seconds of an all-gather or a reduce-scatter of `total` bytes over all ranks."""
         if ranks == 1:
             return 0.0
         nodes = -(-ranks // self.in_a_node(ranks, stride))
@@ -285,7 +287,7 @@ class Interconnect:
         return total * (ranks - 1) / ranks / self.bus(ranks, stride) + START + hops
 
     def all_to_all(self, sent: float, ranks: int, stride: int) -> float:
-        """Seconds of an all-to-all in which each rank has `sent` bytes, an equal part for each rank."""
+        """Return the seconds of an all-to-all in which each rank has `sent` bytes, in equal parts for each rank."""
         if ranks == 1:
             return 0.0
         here = self.in_a_node(ranks, stride)
@@ -349,10 +351,10 @@ INTERCONNECTS = {
 
 
 def get_interconnect(name: str) -> Interconnect:
-    """The interconnect of this name.
+    """Return the interconnect of this name.
 
     Raises:
-        ValueError: no rates are known for it; the message says for which they are.
+        ValueError: no rates are known for it; the message suggests the nearest name.
     """
     if name not in INTERCONNECTS:
         near = suggest(name[:100], INTERCONNECTS)
@@ -360,34 +362,38 @@ def get_interconnect(name: str) -> Interconnect:
     return INTERCONNECTS[name]
 
 
-# ---- meshes ----------------------------------------------------------------------------------------------
-# How GPUs share a model: axes of a mesh, which of them are near one another, and what each holds.
+# ---- meshes ----
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """Ranks along each axis, the nearest first: tensor, context, sharded data, replicated data, pipeline."""
+    """Number of ranks along each axis, from nearest to farthest: tensor, context, sharded data, replicated
+    data, pipeline.
+    """
 
-    #: Tensor and sequence parallelism, context parallelism.
+    #: Tensor and sequence parallelism, and context parallelism.
     tp: int = 1
     cp: int = 1
-    #: Ranks that a weight is sharded over, context's included, and how often those shards exist.
+    #: Ranks over which a weight is sharded, including those of context parallelism, and number of replicas of the
+    #: shards.
     fsdp: int = 1
     replicas: int = 1
-    #: Stages of the pipeline.
+    #: Pipeline stages.
     pp: int = 1
-    #: Ranks of the sharded axis that share the experts.
+    #: Ranks of the sharded axis over which experts are sharded.
     ep: int = 1
 
     def __post_init__(self) -> None:
         axes = {"tp": self.tp, "cp": self.cp, "fsdp": self.fsdp, "replicas": self.replicas, "pp": self.pp}
         for name, ranks in (axes | {"ep": self.ep}).items():
             if ranks < 1:
-                raise ValueError(f"{name} is {ranks}; an axis has at least one rank")
+                raise ValueError(f"{name} is {ranks}; it must be at least 1")
         if self.fsdp % self.cp:
-            raise ValueError(f"weights are sharded over context's {self.cp} ranks too; give fsdp a multiple of it")
+            raise ValueError(f"weights are also sharded over the {self.cp} ranks of cp; give fsdp a multiple of it")
         if self.fsdp % self.ep:
-            raise ValueError(f"{self.ep} ranks of experts do not divide the {self.fsdp} that a weight is sharded over")
+            raise ValueError(
+                f"{self.ep} ranks of ep do not divide the {self.fsdp} ranks over which weights are sharded"
+            )
 
     @property
     def gpus(self) -> int:
@@ -395,21 +401,21 @@ class Mesh:
 
     @property
     def data(self) -> int:
-        """Ranks that see other sequences."""
+        """Number of ranks with different sequences."""
         return self.fsdp // self.cp * self.replicas
 
 
 def over(gpus: int, *, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, fsdp: int = 0) -> Mesh:
-    """The mesh of so many GPUs: what tp and pp leave is sharded over `fsdp` ranks, all of it if that is 0.
+    """Return a mesh of `gpus` GPUs; those left by tp and pp are sharded over `fsdp` ranks, or all of them if that is 0.
 
     Raises:
-        ValueError: axes that do not multiply to `gpus`, with what divides it.
+        ValueError: axes do not multiply to `gpus`.
     """
     for name, ranks in (("gpus", gpus), ("tp", tp), ("cp", cp), ("pp", pp), ("ep", ep)):
         if ranks < 1:
             raise ValueError(f"{name} is {ranks}; give 1 or more")
     if gpus % (tp * pp):
-        raise ValueError(f"{gpus} GPUs cannot be tp {tp} x pp {pp} = {tp * pp} ranks a group; give divisors of {gpus}")
+        raise ValueError(f"{gpus} GPUs are no multiple of tp {tp} x pp {pp} = {tp * pp} ranks; give divisors of {gpus}")
     rest = gpus // (tp * pp)
     fsdp = fsdp or rest
     if fsdp < 1 or rest % fsdp:

@@ -1,18 +1,18 @@
-"""What a linear layer costs under a recipe on a GPU: bytes, FLOPs and time, before anything has run.
+"""Cost model of a linear layer under a recipe on a GPU: bytes, FLOPs and time.
 
-Nothing here asks which recipe it is: kernels, copies and bytes follow from the table of operands.
+Nothing depends on the name of the recipe: kernels, copies and bytes follow from its operands.
 
-    a GEMM           max(FLOPs / rate of its kind, operands and result / copy rate)
+    a GEMM           max(FLOPs / rate of its kind, bytes of operands and result / copy rate)
     a quantization   bytes read and written / copy rate
-    a kernel         LAUNCH more
+    each kernel      plus LAUNCH
 
-A GEMM that the GPU lacks runs in bf16. Where each tensor is quantized in one way of the kernels for that, they write
-bf16 values in place of codes, and codes of what backward keeps, which a pass more decodes; elsewhere each operand is
-decoded by a pass more. A product that does not fill the GPU is written in float32, and rounded by a pass more.
+A GEMM that the GPU lacks is emulated in bf16. If one kernel can quantize each tensor, it writes bf16 values instead of
+codes, and codes for backward that a later pass decodes. Otherwise each operand is decoded by an additional pass. A GEMM
+that does not fill the GPU writes float32, which an additional pass rounds.
 
-A tensor is read once to measure it where a scale needs values that no program has at hand (the whole tensor's amax, a
-whole column's), and once to write the codes that could not be written then. A roofline: it knows no caches, no waves of
-tiles and no host time, and is optimistic where a GEMM is too small to fill the GPU.
+A tensor is read once to measure its amax if a scale depends on values beyond one program (the whole tensor or a whole
+column), and once to write the remaining codes. This is a roofline model: it ignores caches, waves of tiles and host
+time, and is optimistic for GEMMs too small to fill the GPU.
 
 Source of the idea: torchao's `float8_roofline`; the bytes are those of this library's kernels.
 """
@@ -26,26 +26,26 @@ from quaver.costs.hardware import Gpu
 from quaver.recipes.formats import E4M3, E5M2
 from quaver.recipes.spec import GemmSpec, QuantSpec, Recipe
 
-#: Seconds that a kernel takes beyond its work (torchao testing/training/roofline_utils.py: one element on an H100).
+#: Seconds per kernel beyond its work (torchao testing/training/roofline_utils.py: one element on an H100).
 LAUNCH = 2e-6
-#: Bytes of an element that is not quantized, and of one of a product in float32.
+#: Bytes of an unquantized element, and of an element of a GEMM's float32 result.
 WIDE, PRODUCT = 2, 4
-#: Elements of an emulated GEMM's output that leaves no multiprocessor idle, so that the GEMM writes bf16 itself: as in
+#: Number of output elements from which an emulated GEMM fills the GPU and writes bf16 itself, as in
 #: `quaver.torch.backends.gpu.scaled_mm`.
 FILLS = 1 << 24
-#: Widths of blocks whose values a kernel writes at once.
+#: Block widths for which a kernel can write values directly.
 WIDTHS = 16, 32, 64, 128
 
 
 class QuantizedCopy(NamedTuple):
-    """A quantized copy of a tensor [rows, columns]: as it lies, or turned, so that a GEMM sums over its rows."""
+    """A quantized copy of a tensor [rows, columns], or of its transpose for a GEMM that sums over rows."""
 
     spec: QuantSpec
     transposed: bool = False
 
 
 class Cost(NamedTuple):
-    """What kernels that move memory cost, in bytes and seconds."""
+    """Cost of memory-bound kernels, in bytes and seconds."""
 
     bytes: float = 0.0
     kernels: float = 0.0
@@ -57,30 +57,30 @@ class Cost(NamedTuple):
 
 
 class GemmCost(NamedTuple):
-    """One GEMM."""
+    """Cost of one GEMM."""
 
-    #: A key of `Gpu.rates`, or "other".
+    #: Key of `Gpu.rates`, or "other".
     kind: str
     #: True if the GPU has this GEMM for these sizes; otherwise operands are decoded and it runs in bf16.
     native: bool
     flops: float
     seconds: float
-    #: The cost of decoding operands of a GEMM that is not native, and of rounding its product.
+    #: Cost of decoding the operands and rounding the result of an emulated GEMM.
     decoding: Cost
 
 
 @dataclass(frozen=True)
 class LinearCost:
-    """A linear layer, forward and backward."""
+    """Cost of a linear layer, forward and backward."""
 
     tokens: int
     in_features: int
     out_features: int
-    #: By fprop, dgrad, wgrad.
+    #: GEMMs by name: fprop, dgrad, wgrad.
     gemms: dict[str, GemmCost]
-    #: The cost of quantization, by input, weight, grad_output.
+    #: Cost of quantization by tensor: input, weight, grad_output.
     tensors: dict[str, Cost]
-    #: What the three GEMMs cost in bf16.
+    #: Seconds of the three GEMMs in bf16.
     bf16_seconds: float
 
     @property
@@ -89,7 +89,7 @@ class LinearCost:
 
     @property
     def bytes(self) -> float:
-        """Bytes that quantization, and decoding where a GEMM is not native, move beyond those of a bf16 layer."""
+        """Bytes moved by quantization, and by decoding for emulated GEMMs, beyond those of a bf16 layer."""
         return sum(c.bytes for c in self.tensors.values()) + sum(g.decoding.bytes for g in self.gemms.values())
 
     @property
@@ -99,17 +99,19 @@ class LinearCost:
 
     @property
     def speedup(self) -> float:
-        """How many times as fast as the same layer in bf16."""
+        """Speed relative to the same layer in bf16."""
         return self.bf16_seconds / self.seconds
 
     @property
     def emulated(self) -> list[str]:
-        """GEMMs that the GPU does not have."""
+        """Names of the GEMMs that the GPU lacks."""
         return [name for name, gemm in self.gemms.items() if not gemm.native]
 
 
 def kind(spec: GemmSpec) -> str:
-    """How a GEMM is scaled, by which its rate is known: bf16, tensor, row, block, mx, nvfp4; "other": no GPU has it."""
+    """Return the kind of scaling of a GEMM, a key of `Gpu.rates`: bf16, tensor, row, block, mx, nvfp4; "other" if no
+    GPU has it.
+    """
     if spec.a is None or spec.b is None:
         return "bf16"
     roles = {role(spec.a), role(spec.b)}
@@ -122,7 +124,7 @@ def kind(spec: GemmSpec) -> str:
 
 
 def role(spec: QuantSpec) -> str:
-    """What the scales of an operand are for."""
+    """Return the kind of scaling of one operand."""
     rows, k = spec.block
     if spec.format not in (E4M3, E5M2):
         return "nvfp4" if spec.two_level and k == 16 and rows in (1, 16) else "other"
@@ -134,7 +136,9 @@ def role(spec: QuantSpec) -> str:
 
 
 def on(spec: GemmSpec, gpu: Gpu) -> str:
-    """The kind that a GPU runs: Blackwell runs a block of 128 as four of 32 where the scales are powers of two."""
+    """Return the kind of GEMM that a GPU runs: Blackwell runs blocks of 128 with power-of-two scales as four
+    blocks of 32.
+    """
     narrower = "mx" in gpu.rates and all(
         s is not None and role(s) == "block" and s.power_of_two for s in (spec.a, spec.b)
     )
@@ -142,9 +146,9 @@ def on(spec: GemmSpec, gpu: Gpu) -> str:
 
 
 def gemm(spec: GemmSpec, m: int, n: int, k: int, gpu: Gpu) -> GemmCost:
-    """One NT GEMM [m, k] @ [n, k].T with a bf16 result; operands are quantized already."""
+    """Return the cost of one NT GEMM [m, k] @ [n, k].T of quantized operands with a bf16 result."""
     wanted = on(spec, gpu)
-    # cuBLASLt's eight-bit GEMMs take whole sixteens of columns; rows and k are padded.
+    # cuBLASLt's 8-bit GEMMs need multiples of 16 columns; rows and k are padded.
     native = wanted == "bf16" or (wanted in gpu.rates and n % 16 == 0)
     flops = 2.0 * m * n * k
     bits = [16 if s is None or not native else s.format.stored_bits for s in (spec.a, spec.b)]
@@ -160,14 +164,16 @@ def gemm(spec: GemmSpec, m: int, n: int, k: int, gpu: Gpu) -> GemmCost:
 
 
 def rounding(m: int, n: int) -> tuple[float, int]:
-    """Bytes and kernels that an emulated GEMM's output [m, n] takes beyond one write of it."""
+    """Return the bytes and kernels for rounding an emulated GEMM's output [m, n], beyond writing it once."""
     return (0.0, 0) if m * n >= FILLS else (2.0 * PRODUCT * m * n, 1)
 
 
 def values_at_once(recipe: Recipe, gpu: Gpu, *sizes: int) -> bool:
-    """True if a layer of these sizes is emulated by kernels that write bf16 values in place of codes: the GPU lacks all
-    three GEMMs, and each tensor is quantized in blocks that share a power of two, or in two levels; to nearest, but for
-    the gradient of the output in two levels."""
+    """True if a layer of these sizes is emulated by kernels that write bf16 values instead of codes.
+
+    The GPU must lack all three GEMMs. Each tensor must be quantized in blocks with power-of-two scales or in two
+    levels, rounded to nearest, except for a two-level gradient of the output.
+    """
     if recipe.delayed is not None or any(size % 16 for size in sizes):
         return False
     if any(spec.a is None or on(spec, gpu) in gpu.rates for spec in recipe.gemms.values()):
@@ -189,12 +195,12 @@ def _of_one_kernel(spec: QuantSpec, other: QuantSpec) -> bool:
 
 
 def _of_values(recipe: Recipe, shapes: dict[str, tuple[int, int]], gpu: Gpu) -> dict[str, Cost]:
-    """The cost of the bf16 values of each tensor [rows, columns], and of the codes of the input's that are kept."""
+    """Return the cost of writing the bf16 values of each tensor [rows, columns], and the input's codes for backward."""
     costs = {}
     for name, wanted in copies(recipe, gpu).items():
         rows, columns = shapes[name]
         size, kept = rows * columns, name == "input" and len(wanted) == 2 and wanted[1].spec.block[0] == 1
-        # One matrix of values serves both directions of square blocks.
+        # With square blocks, the same values serve both directions.
         values = 1 if kept or wanted[0].spec.block[0] != 1 else 2
         passes = 2 if wanted[0].spec.two_level else 1
         moved = size * WIDE * (passes + values) + kept * kept_bytes(wanted[1], rows, columns)
@@ -203,14 +209,16 @@ def _of_values(recipe: Recipe, shapes: dict[str, tuple[int, int]], gpu: Gpu) -> 
 
 
 def kept_bytes(copy: QuantizedCopy, rows: int, columns: int) -> float:
-    """Bytes of the codes and scales that an emulated layer keeps of its input: eight bits, or NVFP4's four."""
+    """Return the bytes of codes and scales that an emulated layer saves of its input: 8 bits, or NVFP4's 4."""
     wide = 0.0 if copy.spec.two_level else 1 - copy.spec.format.stored_bits / 8
     scales = 0.0 if copy.spec.scale == "e8m0" or copy.spec.two_level else 3 * rows * columns / (copy.spec.block[1] or 1)
     return written(copy, rows, columns) + wide * rows * columns - scales
 
 
 def _of_products(recipe: Recipe, sizes: dict[str, tuple[int, int, int]], gpu: Gpu) -> dict[str, GemmCost]:
-    """The GEMMs of such values: wgrad decodes what was kept, and one launch rounds the products of both backward."""
+    """Return the GEMMs on such values: wgrad decodes the saved codes, and one launch rounds both results of
+    backward.
+    """
     gemms = {}
     for name, spec in recipe.gemms.items():
         m, n, k = sizes[name]
@@ -225,12 +233,12 @@ def _of_products(recipe: Recipe, sizes: dict[str, tuple[int, int, int]], gpu: Gp
 
 
 def moving(moved: float, kernels: float, gpu: Gpu) -> Cost:
-    """Kernels that do nothing but read and write."""
+    """Return the cost of kernels that only read and write memory."""
     return Cost(moved, kernels, moved / (gpu.copy.value * 1e12) + kernels * LAUNCH)
 
 
 def written(copy: QuantizedCopy, rows: int, columns: int) -> float:
-    """Bytes of a quantized copy of [rows, columns] and its scales."""
+    """Return the bytes of a quantized copy of [rows, columns] and its scales."""
     rows, k = (columns, rows) if copy.transposed else (rows, columns)
     spec, stored = copy.spec, copy.spec.padded(k)
     blocks = spec.blocks(rows, stored)
@@ -239,13 +247,13 @@ def written(copy: QuantizedCopy, rows: int, columns: int) -> float:
 
 
 def saved_bytes(recipe: Recipe, tokens: int, features: int, itemsize: int = 2) -> int:
-    """Bytes of an input [tokens, features] that a layer keeps for backward.
+    """Return the bytes that a layer saves of its input [tokens, features] for backward.
 
     Args:
-        recipe: of the layer.
+        recipe: recipe of the layer.
         tokens: rows of the input.
         features: columns of the input.
-        itemsize: bytes of one unquantized element.
+        itemsize: bytes of an unquantized element.
     """
     spec, transposed = recipe.kept_input, recipe.wgrad.b is not None
     return (
@@ -256,7 +264,7 @@ def saved_bytes(recipe: Recipe, tokens: int, features: int, itemsize: int = 2) -
 
 
 def measured_first(copy: QuantizedCopy, delayed: bool) -> bool:
-    """True if a scale needs values that one program does not hold: of the whole tensor, or of a column."""
+    """True if a scale depends on values beyond one program: the whole tensor, or a whole column."""
     spec = copy.spec
     if delayed or spec.scale == "unit":
         return False
@@ -272,16 +280,16 @@ def quantization(
     delayed: bool = False,
     produced: bool = False,
 ) -> Cost:
-    """Quantize a bf16 tensor [rows, columns] into these copies.
+    """Return the cost of quantizing a bf16 tensor [rows, columns] into several copies.
 
     Args:
-        copies: what GEMMs ask for.
-        rows: of the tensor.
-        columns: of the tensor.
-        gpu: where.
-        delayed: scales come from a history, and the amax is recorded on the way.
-        produced: by the kernel that makes the tensor: it measures for nothing, and writes codes in place of bf16 where
-            one pass is enough.
+        copies: the copies that GEMMs need.
+        rows: rows of the tensor.
+        columns: columns of the tensor.
+        gpu: the GPU.
+        delayed: scales come from a history, and the amax is recorded in the same pass.
+        produced: the kernel that produces the tensor quantizes it. It measures the amax for free, and writes codes
+            instead of bf16 if one pass is enough.
     """
     if not copies:
         return Cost()
@@ -295,7 +303,7 @@ def quantization(
 
 
 def copies(recipe: Recipe, gpu: Gpu) -> dict[str, list[QuantizedCopy]]:
-    """The quantized copies that the three GEMMs want of input [T, K], weight [N, K] and grad_output [T, N]."""
+    """Return the quantized copies that the GEMMs need of input [T, K], weight [N, K] and grad_output [T, N]."""
     wanted = {
         "input": (recipe.fprop.a, recipe.wgrad.b, recipe.plan.input),
         "weight": (recipe.fprop.b, recipe.dgrad.b, recipe.plan.weight),
@@ -306,7 +314,7 @@ def copies(recipe: Recipe, gpu: Gpu) -> dict[str, list[QuantizedCopy]]:
 
 def _copies(plain: QuantSpec | None, transposed: QuantSpec | None, reusable: bool, gpu: Gpu) -> list[QuantizedCopy]:
     copies = [] if plain is None else [QuantizedCopy(plain)]
-    # A GEMM that takes its operand in either layout needs no second copy of codes that are the same.
+    # A GEMM that accepts either layout needs no second copy of the same codes.
     if transposed is not None and not (reusable and transposed.per_tensor and gpu.any_layout):
         copies.append(QuantizedCopy(transposed, transposed=True))
     return copies
@@ -322,16 +330,16 @@ def layer(
     micro_batches: int = 1,
     produced: bool = False,
 ) -> LinearCost:
-    """A linear layer's forward and backward under a recipe, without its bias.
+    """Predict the cost of a linear layer's forward and backward under a recipe, without its bias.
 
     Args:
-        recipe: of the layer.
+        recipe: recipe of the layer.
         tokens: T, rows of its input in one micro-batch.
         in_features: K.
         out_features: N.
         gpu: a name from `quaver.costs.hardware.GPUS`, or a Gpu.
-        micro_batches: that share one quantization of the weight.
-        produced: input and gradient are quantized by the kernels that make them (a norm, an activation).
+        micro_batches: number of micro-batches that share one quantization of the weight.
+        produced: the preceding kernels (a norm, an activation) quantize input and gradient.
     Returns:
         The cost of one micro-batch.
     Raises:
@@ -339,7 +347,7 @@ def layer(
     """
     for label, size in (("tokens", tokens), ("in_features", in_features), ("out_features", out_features)):
         if size < 1:
-            raise ValueError(f"{label} is {size}; a layer has at least 1")
+            raise ValueError(f"{label} is {size}; it must be at least 1")
     if micro_batches < 1:
         raise ValueError(f"micro_batches is {micro_batches}; give 1 or more")
     card = hardware.get(gpu)

@@ -1,14 +1,14 @@
-"""What a training step costs on many GPUs: time, bytes on the wire and memory of one GPU, before anything has run.
+"""Cost model of a training step on many GPUs: time, communication and memory per GPU.
 
     a step           micro-batches x (forward + backward of the blocks of a stage), the pipeline's idle time, the head,
                      the optimizer
-    a block          its kernels / REACHED, what tensor parallelism, context and experts send, and what is left of the
-                     gather and the reduction of its weights once the block has hidden it
+    a block          its kernels / REACHED, communication of tensor, context and expert parallelism, and the part of the
+                     weights' all-gather and gradients' reduce-scatter that the block does not hide
 
-Kernels are priced by `quaver.costs.ledger`, communication by `quaver.costs.hardware`. Weights are
-gathered for forward and again for backward, and their gradients reduced in float32, all beside the block's own work.
-A roofline with two constants that were fitted to published runs: benchmarks/pages/runs.py names these, and compares
-others with what is predicted for them. It knows no stragglers, no failures and no data loading.
+Kernel costs come from `quaver.costs.ledger`, communication from `quaver.costs.hardware`. Weights are gathered for
+forward and again for backward, and gradients are reduced in float32, all overlapped with the block's computation. This
+is a roofline model with two constants fitted to published runs. benchmarks/pages/runs.py lists these and compares other
+runs with their predictions. It ignores stragglers, failures and data loading.
 """
 
 from dataclasses import dataclass, field
@@ -20,32 +20,32 @@ from quaver.costs.hardware import Gpu, Interconnect, Mesh
 from quaver.costs.ledger import WIDE, QuantizedCopy, written
 from quaver.recipes.spec import Recipe
 
-#: Of the kernels' own rates, what a training step reaches. Fitted: see benchmarks/pages/runs.py.
+#: Fraction of the kernels' own rates that a training step reaches. Fitted: see benchmarks/pages/runs.py.
 REACHED = 0.848
-#: Of tensor parallelism's communication, what asynchronous tensor parallelism hides. Fitted likewise.
+#: Fraction of tensor parallelism's communication that asynchronous tensor parallelism hides. Fitted in the same way.
 HIDDEN = 0.42
-#: Of the rate of large bf16 GEMMs, what attention reaches: 333 of 788 TFLOP/s (FlashAttention-2, causal, 128 features,
-#: 8192 tokens, H100 SXM5: arXiv:2407.08608, figure 5).
+#: Fraction of the rate of large bf16 GEMMs that attention reaches: 333 of 788 TFLOP/s (FlashAttention-2, causal, 128
+#: features, 8192 tokens, H100 SXM5: arXiv:2407.08608, figure 5).
 ATTENTION = 333 / 788
-#: Bytes of a gradient on the wire, of a weight with its gradient and AdamW's two moments, of what a step of AdamW reads
-#: and writes of these, of what the loss reads and writes of a logit, and of what it keeps of one.
+#: Bytes of: a gradient as sent; a weight with its gradient and AdamW's two moments; the traffic of an AdamW step per
+#: weight; the traffic of the loss per logit; the memory of the loss per logit.
 REDUCED, TRAINED, STEPPED, LOSS, LOGIT = 4, 16, 28, 16, 10
 
 Checkpoints = Literal["none", "selective", "full"]
 
 
 class BlockSeconds(NamedTuple):
-    """Seconds of a block, forward or backward, by what takes them; those on the wire are what nothing hides."""
+    """Seconds of a block, forward or backward, by part; communication counts only as far as it is not hidden."""
 
     gemms: float = 0.0
     attention: float = 0.0
-    #: Norms, activations, rope, sums and losses.
+    #: Norms, activations, rope, residual sums and losses.
     elementwise: float = 0.0
-    #: Between ranks of a tensor, of a sequence and of experts.
+    #: Communication of tensor, context and expert parallelism.
     tensor: float = 0.0
     context: float = 0.0
     experts: float = 0.0
-    #: Of weights and their gradients, what the block does not hide.
+    #: All-gathers of weights and reductions of gradients.
     sharding: float = 0.0
 
     @property
@@ -58,32 +58,32 @@ class BlockSeconds(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSetup:
-    """What is trained, where and how."""
+    """Model, hardware, parallelism and options of a training run."""
 
     decoder: DecoderShape
     recipe: Recipe
     gpu: Gpu
     mesh: Mesh
     interconnect: Interconnect
-    #: Sequences of a micro-batch of one rank of data, and their tokens.
+    #: Sequences per micro-batch of one data-parallel rank, and tokens per sequence.
     sequences: int = 1
     tokens: int = 8192
     micro_batches: int = 1
-    #: What backward computes again: nothing; elementwise work and every second GEMM; everything.
+    #: Recomputation in backward: nothing; elementwise work and every second GEMM; everything.
     checkpoints: Checkpoints = "selective"
-    #: True sends weights and activations in the recipe's bits where these have one scale a tensor or square blocks.
+    #: True sends weights and activations in the recipe's format if it has per-tensor scales or square blocks.
     narrow_wire: bool = True
-    #: True hides tensor parallelism's communication behind its GEMMs as far as `HIDDEN`, and tokens on their way to
-    #: experts and back behind another micro-batch's work.
+    #: True hides tensor-parallel communication behind GEMMs up to `HIDDEN`, and the all-to-all of experts behind
+    #: another micro-batch.
     overlapped: bool = False
-    #: Parts of a stage that take turns, which divides the pipeline's idle time.
+    #: Number of interleaved parts per stage, which divides the pipeline's idle time.
     interleaved: int = 1
-    #: Bytes that training keeps of a parameter of the blocks' matrices, of the embedding and of the head.
+    #: Bytes in training per parameter of the blocks' matrices, of the embedding and of the head.
     trained: tuple[float, float, float] = (TRAINED, TRAINED, TRAINED)
 
     @property
     def rows(self) -> int:
-        """Tokens that the GEMMs of one GPU see in a micro-batch."""
+        """Tokens per micro-batch in the GEMMs of one GPU."""
         return self.sequences * self.tokens // self.mesh.cp
 
     @property
@@ -91,42 +91,42 @@ class TrainingSetup:
         return self.narrow_wire and self.recipe.plan.weight
 
     def on_the_wire(self, parameters: float) -> float:
-        """Bytes of so many weights in a gather."""
+        """Return the bytes of `parameters` weights in an all-gather."""
         spec = self.recipe.fprop.b
         if not self.narrow or spec is None:
             return WIDE * parameters
-        # Of a square piece: scales beside codes.
+        # Ratio for a square tile, including scales.
         return parameters * written(QuantizedCopy(spec), 4096, 4096) / 4096**2
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """What one step costs."""
+    """Predicted cost of one step."""
 
     plan: TrainingSetup
     seconds: float
-    #: Seconds of a step by what takes them; they sum to `seconds`.
+    #: Seconds by part; they sum to `seconds`.
     parts: dict[str, float]
-    #: Bytes that a GPU sends in a step, by kind.
+    #: Bytes that a GPU sends per step, by kind.
     wire: dict[str, float]
-    #: Bytes of a GPU, by what takes them.
+    #: Memory of a GPU in bytes, by kind.
     memory: dict[str, float] = field(default_factory=dict)
 
     @property
     def tokens_per_second(self) -> float:
-        """Of one GPU."""
+        """Tokens per second and GPU."""
         plan = self.plan
         tokens = plan.sequences * plan.tokens * plan.micro_batches * plan.mesh.data
         return tokens / plan.mesh.gpus / self.seconds
 
 
 def gemms(plan: TrainingSetup, block: DecoderBlock) -> tuple[float, float]:
-    """Seconds of a block's matrices with their quantization, forward and backward, on one GPU."""
+    """Return seconds of a block's GEMMs and their quantization, forward and backward, on one GPU."""
     forward = backward = 0.0
     for matrix in block.matrices:
         cost, count = _layer(plan, matrix)
         each = {name: gemm.seconds + gemm.decoding.seconds for name, gemm in cost.gemms.items()}
-        # A weight is quantized by those that share it.
+        # The ranks that share a weight each quantize their shard.
         weight = cost.tensors["weight"].seconds / (plan.mesh.fsdp if plan.narrow else 1)
         forward += count * (each["fprop"] + cost.tensors["input"].seconds + weight)
         backward += count * (each["dgrad"] + each["wgrad"] + cost.tensors["grad_output"].seconds)
@@ -134,7 +134,7 @@ def gemms(plan: TrainingSetup, block: DecoderBlock) -> tuple[float, float]:
 
 
 def _layer(plan: TrainingSetup, matrix: WeightMatrix) -> tuple[ledger.LinearCost, int]:
-    """One GEMM layer of a matrix as a GPU has it, and how many such it has."""
+    """Return the cost of a matrix's GEMM on one GPU, and the number of such GEMMs there."""
     mesh, rows, count = plan.mesh, plan.rows, 1
     n, k = matrix.out_features, matrix.in_features
     if matrix.routed:
@@ -148,7 +148,7 @@ def _layer(plan: TrainingSetup, matrix: WeightMatrix) -> tuple[ledger.LinearCost
 
 
 def attention(plan: TrainingSetup, block: DecoderBlock) -> tuple[float, float]:
-    """Seconds of causal attention, forward and backward."""
+    """Return seconds of causal attention, forward and backward."""
     seen = plan.tokens * (plan.tokens + 1) / 2 / plan.mesh.cp
     features = (block.score_features + block.value_features) / 2
     product = 2.0 * plan.sequences * block.heads / plan.mesh.tp * features * seen
@@ -157,15 +157,18 @@ def attention(plan: TrainingSetup, block: DecoderBlock) -> tuple[float, float]:
 
 
 def elementwise(plan: TrainingSetup, block: DecoderBlock) -> float:
-    """Seconds of a forward: two norms and two sums of the residual stream, rope, the activation, experts' places."""
+    """Return seconds of elementwise forward work: two norms, two residual sums, rope, activation, and permutation of
+    experts.
+    """
     streamed = 20 * block.dim + 3 * WIDE * block.hidden + 2 * WIDE * block.attended + 8 * block.chosen * block.dim
     return streamed * plan.rows / plan.mesh.tp / (plan.gpu.copy.value * 1e12)
 
 
 def tensor_parallel(plan: TrainingSetup, block: DecoderBlock) -> tuple[float, float]:
-    """Seconds and bytes of a forward: token shards are gathered before attention and MLP, sums scattered after them.
+    """Return seconds and bytes of tensor-parallel communication in forward.
 
-    With several sequences a shard of each is copied beside the others'.
+    Token shards are all-gathered before attention and MLP, and sums reduce-scattered after them. With several
+    sequences, their shards must also be copied into order.
     """
     mesh = plan.mesh
     if mesh.tp == 1:
@@ -180,7 +183,7 @@ def tensor_parallel(plan: TrainingSetup, block: DecoderBlock) -> tuple[float, fl
 
 
 def context_parallel(plan: TrainingSetup, block: DecoderBlock) -> tuple[float, float]:
-    """Seconds and bytes of a forward: keys and values of all tokens."""
+    """Return seconds and bytes of the all-gather of keys and values in forward."""
     mesh = plan.mesh
     if mesh.cp == 1:
         return 0.0, 0.0
@@ -190,7 +193,7 @@ def context_parallel(plan: TrainingSetup, block: DecoderBlock) -> tuple[float, f
 
 
 def expert_parallel(plan: TrainingSetup, block: DecoderBlock) -> tuple[float, float]:
-    """Seconds and bytes of a forward: tokens go to their experts and come back."""
+    """Return seconds and bytes of the all-to-alls of experts in forward."""
     mesh = plan.mesh
     if mesh.ep == 1 or not block.chosen:
         return 0.0, 0.0
@@ -202,7 +205,7 @@ def expert_parallel(plan: TrainingSetup, block: DecoderBlock) -> tuple[float, fl
 
 
 class ShardingCost(NamedTuple):
-    """Of a block's weights: seconds and bytes of a gather and of the reduction of their gradients."""
+    """Seconds and bytes for a block's weights: all-gather, and reduction of gradients."""
 
     gather: float
     reduction: float
@@ -211,7 +214,7 @@ class ShardingCost(NamedTuple):
 
 
 def sharding(plan: TrainingSetup, block: DecoderBlock) -> ShardingCost:
-    """What the weights of a block cost on the wire: its routed experts' shards lie apart from the others'."""
+    """Return the communication cost of a block's weights; routed experts have a separate sharding."""
     parameters, routed = block.parameters, block.routed_parameters
     mesh, link = plan.mesh, plan.interconnect
     gather = reduction = gathered = reduced = 0.0
@@ -227,14 +230,14 @@ def sharding(plan: TrainingSetup, block: DecoderBlock) -> ShardingCost:
         gathered += wire * (ranks - 1) / ranks
         reduced += sums * (ranks - 1) / ranks
         if mesh.replicas > 1:
-            # An all-reduce of shards is a reduction and a gather.
+            # An all-reduce of shards is a reduce-scatter and an all-gather.
             reduction += 2 * link.gather(sums / ranks, mesh.replicas, mesh.tp * mesh.fsdp)
             reduced += 2 * sums / ranks * (mesh.replicas - 1) / mesh.replicas
     return ShardingCost(gather, reduction, gathered, reduced)
 
 
 def _block(plan: TrainingSetup, block: DecoderBlock) -> tuple[BlockSeconds, dict[str, float]]:
-    """A block, forward and backward of one micro-batch: seconds by part, and bytes on the wire."""
+    """Return seconds by part, and bytes sent, of a block's forward and backward of one micro-batch."""
     fprop, grads = gemms(plan, block)
     attended, attended_back = attention(plan, block)
     passes = elementwise(plan, block)
@@ -244,7 +247,7 @@ def _block(plan: TrainingSetup, block: DecoderBlock) -> tuple[BlockSeconds, dict
     backward = BlockSeconds(
         grads / REACHED, attended_back / REACHED, 2 * passes / REACHED, tensor, 2 * context, experts
     )
-    # How often what a forward sends is sent, and keys and values with their gradients.
+    # Number of times that forward's communication runs; keys and values also need that of their gradients.
     often = 3 if plan.checkpoints == "full" else 2
     sent = {"tensor": often * tensor_bytes, "context": (often + 1) * context_bytes, "experts": often * experts_bytes}
     if plan.checkpoints == "full":
@@ -252,7 +255,7 @@ def _block(plan: TrainingSetup, block: DecoderBlock) -> tuple[BlockSeconds, dict
     elif plan.checkpoints == "selective":
         backward = backward.plus(BlockSeconds(gemms=fprop / REACHED / 2, elementwise=passes / REACHED))
     travels = sharding(plan, block)
-    # With a pipeline weights stay gathered, and gradients are summed at home, for all micro-batches of a step.
+    # With a pipeline, weights stay gathered and gradients accumulate locally over all micro-batches of a step.
     gathers = 1 / plan.micro_batches if plan.mesh.pp > 1 else 1.0
     last = 1 / plan.micro_batches
     if plan.overlapped:
@@ -267,7 +270,7 @@ def _block(plan: TrainingSetup, block: DecoderBlock) -> tuple[BlockSeconds, dict
 
 
 def _ends(plan: TrainingSetup) -> tuple[float, float]:
-    """Seconds of head and loss in a micro-batch, and of a step's optimizer and first and last communication."""
+    """Return seconds of head and loss per micro-batch, and of the optimizer and unhidden communication per step."""
     decoder, mesh, gpu = plan.decoder, plan.mesh, plan.gpu
     logits = plan.rows * decoder.vocab / mesh.tp
     flops = 6.0 * logits * decoder.dim
@@ -280,23 +283,23 @@ def _ends(plan: TrainingSetup) -> tuple[float, float]:
 
 
 def step(plan: TrainingSetup) -> StepCost:
-    """The cost of one step.
+    """Predict the cost of one step.
 
     Raises:
-        ValueError: a mesh that heads, features, tokens or blocks do not divide.
+        ValueError: the mesh does not divide heads, features, tokens or blocks.
     """
     check(plan)
     mesh, total = plan.mesh, BlockSeconds()
     sent: dict[str, float] = {}
     for count, block in plan.decoder.blocks:
         each, bytes_of_block = _block(plan, block)
-        # Blocks of each kind are shared by the stages.
+        # Blocks of each kind are spread evenly over the stages.
         total = total.plus(each, count / mesh.pp)
         for kind, size in bytes_of_block.items():
             sent[kind] = sent.get(kind, 0.0) + size * count / mesh.pp * plan.micro_batches
     head, once = _ends(plan)
     work = {name: plan.micro_batches * seconds for name, seconds in total._asdict().items()}
-    # The stage that has the head has fewer blocks.
+    # The stage with the head is assumed to have fewer blocks.
     work["head"] = plan.micro_batches * head / mesh.pp
     idle = sum(work.values()) * (mesh.pp - 1) / (plan.micro_batches * plan.interleaved)
     work["pipeline"] = idle
@@ -306,7 +309,7 @@ def step(plan: TrainingSetup) -> StepCost:
 
 
 def memory(plan: TrainingSetup) -> dict[str, float]:
-    """Bytes of the fullest GPU, by what takes them: a lower bound, since allocators leave gaps."""
+    """Return the memory in bytes of the fullest GPU, by kind: a lower bound, because allocators fragment."""
     decoder, mesh = plan.decoder, plan.mesh
     blocks = [(count / mesh.pp, block) for count, block in decoder.blocks]
     routed = sum(count * block.routed_parameters for count, block in blocks)
@@ -318,7 +321,7 @@ def memory(plan: TrainingSetup) -> dict[str, float]:
     kept = sum(count * kept_a_token(plan, block, plan.checkpoints) for count, block in blocks)
     again = max(kept_a_token(plan, block, "none") for _, block in blocks) * (plan.checkpoints != "none")
     tokens = plan.rows / mesh.tp
-    # The first stage holds as many micro-batches as there are stages.
+    # The first stage stores activations of as many micro-batches as there are stages.
     return {
         "weights and optimizer": own,
         "gathered weights": 2 * plan.on_the_wire(largest) + 2 * WIDE * largest,
@@ -328,12 +331,12 @@ def memory(plan: TrainingSetup) -> dict[str, float]:
 
 
 def _here(plan: TrainingSetup, block: DecoderBlock) -> float:
-    """Weights of a gathered block on one GPU."""
+    """Return the number of weights of a gathered block on one GPU."""
     return (block.parameters - block.routed_parameters) / plan.mesh.tp + block.routed_parameters / plan.mesh.ep
 
 
 def kept_a_token(plan: TrainingSetup, block: DecoderBlock, checkpoints: Checkpoints) -> float:
-    """Bytes of a token that a block keeps for backward, before tensor parallelism divides them."""
+    """Return the bytes per token that a block saves for backward, before tensor parallelism divides them."""
     if checkpoints == "full":
         return WIDE * block.dim
     products = sum(matrix.out_features * matrix.chosen for matrix in block.matrices)
@@ -344,12 +347,12 @@ def kept_a_token(plan: TrainingSetup, block: DecoderBlock, checkpoints: Checkpoi
 
 
 def _of_their_own(block: DecoderBlock) -> list[WeightMatrix]:
-    """Matrices whose input no matrix before them has: one of q, k and v, one of gate and up."""
+    """Return matrices without those that share the previous one's input: one of q, k and v, one of gate and up."""
     return [m for i, m in enumerate(block.matrices) if i == 0 or m.in_features != block.matrices[i - 1].in_features]
 
 
 def check(plan: TrainingSetup) -> None:
-    """Raise a ValueError where the mesh does not fit the model."""
+    """Raise a ValueError if the mesh does not fit the model."""
     mesh, decoder = plan.mesh, plan.decoder
     for name, value in (("sequences", plan.sequences), ("tokens", plan.tokens), ("micro_batches", plan.micro_batches)):
         if value < 1:
@@ -371,7 +374,7 @@ def check(plan: TrainingSetup) -> None:
 def predict(
     decoder: DecoderShape, recipe: Recipe, gpu: str | Gpu, mesh: Mesh, interconnect: Interconnect, **how: object
 ) -> StepCost:
-    """`step` of what is given; `how` are fields of `Plan`.
+    """Build a `TrainingSetup` and return the cost of its step; `how` are further fields of it.
 
     Raises:
         ValueError: an unknown GPU, or a mesh that does not fit.

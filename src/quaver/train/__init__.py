@@ -1,9 +1,8 @@
-"""The trainer behind the command line: trains a language model under any recipe, compares recipes; nothing imports it.
+"""The trainer behind the command line: trains a language model under any recipe and compares recipes.
 
-`run_training` and `compare_runs` are the two
-functions that the commands `quaver train` and `quaver compare` call, for use from Python.
-
-The names are imported when they are first used: without the extras the command line says what to install.
+`run_training` and `compare_runs` are the functions behind the commands `quaver train` and `quaver compare`. No other
+package imports this one. Names are imported at first use, so that the command line can say what to install if extras
+are missing.
 """
 
 from importlib import import_module
@@ -36,5 +35,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names alone."""
+    """Return the public names only."""
     return sorted(__all__)

@@ -1,4 +1,4 @@
-"""The command `quaver`, and `python -m quaver.train` for where the command itself is not on the path."""
+"""Entry point of the command `quaver`, and of `python -m quaver.train` if the command is not on the path."""
 
 import sys
 
@@ -6,7 +6,7 @@ from quaver.train.commands import installation
 
 
 def main() -> None:
-    """Run the command line; where packages are missing, say which in one sentence and exit with 1."""
+    """Run the command line; if packages are missing, print which ones and exit with 1."""
     if sentence := installation.missing():
         print(sentence, file=sys.stderr)
         sys.exit(1)

@@ -1,12 +1,12 @@
-"""Checkpoints: a folder `step-000100` with model.safetensors, optimizer.safetensors, state.json; no pickles.
+"""Checkpoints: a folder `step-000100` with model.safetensors, optimizer.safetensors and state.json; no pickles.
 
-The tensors' names, shapes and layout are PyTorch's, whichever framework wrote them; here they are numpy arrays.
-Where several ranks trained, each has written its part of them into a file of its own, `shard-*.safetensors`.
-A checkpoint is written to a hidden folder beside its place, flushed to the disk and then renamed; one that goes is
-renamed first: at every moment every `step-*` folder is whole, whatever happens to the disk or the process.
+Names, shapes and layout of tensors are PyTorch's, whichever framework wrote them; here they are numpy arrays. With
+several ranks, each writes its shards into a file of its own, `shard-*.safetensors`. A checkpoint is written to a hidden
+folder, flushed to disk and then renamed; a deleted one is renamed first. So every `step-*` folder is complete at any
+time, whatever happens to the disk or the process.
 
-state.json holds the SHA-256 of the other files and of itself, so that no bit changes unseen between writing and
-reading, and no file of another step is taken for this one's.
+state.json has the SHA-256 of the other files and of itself, so that changed bits, or files of another step, are
+detected.
 """
 
 import hashlib
@@ -27,16 +27,16 @@ from safetensors import SafetensorError, safe_open
 from quaver.train import files as whole_file
 from quaver.train.config import reason
 
-# ---- parts -----------------------------------------------------------------------------------------------
-# Tensors that lie in parts over the files of several ranks, as torch.distributed.checkpoint writes safetensors.
+# ---- sharded tensors ----
+# Tensors whose shards are in the files of several ranks, as torch.distributed.checkpoint writes safetensors.
 #
-# Each file's metadata say where in the whole each of its parts begins; nothing of torch is needed to put them together.
+# Each file's metadata has the offsets of its shards, so torch is not needed to assemble them.
 
-#: The entry of a file's metadata: {name: {"saved_offsets": [...]}} as JSON.
+#: Metadata key of a file: {name: {"saved_offsets": [...]}} as JSON.
 WHERE = "DCP_SHARDING_INFO"
-#: bfloat16, which numpy has not: its bits under its name.
+#: Stand-in for bfloat16, which numpy lacks: its bits under its name.
 BFLOAT16 = np.dtype([("bfloat16", np.uint16)])
-#: The types of tensors, as safetensors calls them.
+#: Numpy dtypes by safetensors' names.
 DTYPES: dict[str, Any] = {
     **{"BF16": BFLOAT16, "F64": np.float64, "F32": np.float32, "F16": np.float16, "BOOL": np.bool_},
     **{"I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8},
@@ -45,7 +45,7 @@ DTYPES: dict[str, Any] = {
 
 
 class TensorPart(NamedTuple):
-    """A part of a tensor in a file."""
+    """A shard of a tensor in a file."""
 
     file: Path
     offsets: tuple[int, ...]
@@ -54,9 +54,9 @@ class TensorPart(NamedTuple):
 
 
 def listed(files: Iterable[Path]) -> dict[str, list[TensorPart]]:
-    """The parts of every tensor, by its name; a file without offsets has whole tensors.
+    """Return the shards of every tensor by name; a file without offsets has whole tensors.
 
-    Raises: OSError, SafetensorError; ValueError where parts are of an unknown type, or are not all there.
+    Raises: OSError, SafetensorError; ValueError for unknown dtypes or missing shards.
     """
     parts: dict[str, list[TensorPart]] = {}
     for path in files:
@@ -78,18 +78,18 @@ def listed(files: Iterable[Path]) -> dict[str, list[TensorPart]]:
 
 
 def shape_of(parts: list[TensorPart]) -> tuple[int, ...]:
-    """Of the whole tensor."""
+    """Return the shape of the whole tensor."""
     ends = ([o + n for o, n in zip(part.offsets, part.shape, strict=True)] for part in parts)
     return tuple(map(max, zip(*ends, strict=True)))
 
 
 def outline(files: Iterable[Path]) -> dict[str, np.ndarray]:
-    """Every tensor's shape and type as an array of one zero, which is read nowhere and takes no memory."""
+    """Return every tensor's shape and dtype as a broadcast zero, without reading data or using memory."""
     return {name: np.broadcast_to(np.zeros((), each[0].dtype), shape_of(each)) for name, each in listed(files).items()}
 
 
 def joined(files: Iterable[Path]) -> dict[str, np.ndarray]:
-    """Every tensor whole."""
+    """Read and assemble every tensor."""
     whole = {}
     for name, each in listed(files).items():
         whole[name] = np.empty(shape_of(each), each[0].dtype)
@@ -100,7 +100,7 @@ def joined(files: Iterable[Path]) -> dict[str, np.ndarray]:
 
 
 def tensor(path: Path, name: str, part: TensorPart) -> np.ndarray:
-    """A tensor of a file."""
+    """Read one shard from its file."""
     if part.dtype != BFLOAT16:
         with safe_open(path, framework="np") as file:
             own: np.ndarray = file.get_tensor(name)
@@ -113,7 +113,7 @@ def tensor(path: Path, name: str, part: TensorPart) -> np.ndarray:
 
 
 def write(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Write whole tensors into a file, row by row, those of wide types first, as safetensors lays them out."""
+    """Write whole tensors into a file, row-major and wide dtypes first, as safetensors does."""
     names = {np.dtype(kind): name for name, kind in DTYPES.items()}
     header, end = {}, 0
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
@@ -129,31 +129,31 @@ def write(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
             file.write(np.ascontiguousarray(bits, bits.dtype.newbyteorder("<")).tobytes())
 
 
-# ---- checkpoint ------------------------------------------------------------------------------------------
+# ---- checkpoints ----
 
-#: 2 since the norms of a layer are named with what they precede, 3 since digests are kept; earlier ones are refused.
+#: Format version: 2 renamed the norms of a layer, 3 added digests; earlier ones are rejected.
 FORMAT = 3
-#: Of a checkpoint that several ranks wrote, which earlier versions cannot read.
+#: Format of a checkpoint of several ranks, which earlier versions cannot read.
 SHARDED = 4
-#: The files of a single process.
+#: Files of a single process.
 FILES = ("model.safetensors", "optimizer.safetensors")
-#: The names of the ranks' files.
+#: Names of the ranks' files.
 SHARD = re.compile(r"shard-[0-9]+-model-[0-9]+-of-[0-9]+\.safetensors")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that could not be written or read; the message says what to do."""
+    """A checkpoint could not be written or read; the message says what to do."""
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """What a checkpoint holds."""
+    """Contents of a checkpoint."""
 
     # The optimizer step after which it was saved.
     step: int
     model: dict[str, np.ndarray]
     optimizer: dict[str, np.ndarray]
-    # The entries of its state.json.
+    # Entries of its state.json.
     state: dict[str, Any]
 
 
@@ -162,18 +162,18 @@ def name_of(step: int) -> str:
 
 
 def all_in(folder: Path) -> list[Path]:
-    """The checkpoints of a run's folder, oldest first."""
+    """Return the checkpoints in a run's folder, oldest first."""
     numbered = [path for path in folder.glob("step-*") if re.fullmatch("step-[0-9]{6,20}", path.name)]
     return sorted((path for path in numbered if path.is_dir()), key=lambda path: int(path.name[5:]))
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest checkpoint of a run's folder, or None."""
+    """Return the newest checkpoint in a run's folder, or None."""
     return next(reversed(all_in(folder)), None)
 
 
 def last_good(folder: Path) -> str:
-    """A clause for a message: what a run that stopped can go on from."""
+    """Return a clause for messages that names the checkpoint from which a stopped run can resume."""
     last = latest(folder)
     return f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
 
@@ -186,11 +186,16 @@ def save(
     facts: dict[str, Any],
     keep: int = 0,
 ) -> Path:
-    """Write the state after `step` into `folder`; all but the `keep` newest checkpoints go (0: none goes).
+    """Write the state after `step` into `folder`, and delete all but the `keep` newest checkpoints (0 keeps all).
 
     Args:
-        facts: entries that `load` compares, and others that a reader of the file wants; JSON.
-    Raises: CheckpointError if it cannot be written; the checkpoints before it stay.
+        folder: the run's folder.
+        step: number of the step.
+        model, optimizer: tensors by name.
+        facts: JSON entries that `load` compares, or that readers of the file need.
+        keep: number of checkpoints to keep.
+    Returns: the checkpoint's folder.
+    Raises: CheckpointError if it cannot be written; earlier checkpoints remain.
     """
     with writing(folder, step, facts, keep) as partial:
         write(partial / "model.safetensors", model)
@@ -200,7 +205,7 @@ def save(
 
 @contextmanager
 def writing(folder: Path, step: int, facts: dict[str, Any], keep: int = 0) -> Iterator[Path]:
-    """A new folder to write a checkpoint's tensors into, which is sealed and takes its place at the end; see `save`."""
+    """Yield a new folder for a checkpoint's tensors; at the end it gets its state.json and is renamed. See `save`."""
     target = folder / name_of(step)
     partial = whole_file.partial_of(target)
     try:
@@ -238,24 +243,25 @@ def rendered(state: dict[str, Any]) -> str:
 
 
 def own_digest(state: dict[str, Any]) -> str:
-    """SHA-256 of what a state says but for its own digest."""
+    """Return the SHA-256 of a state without its own digest."""
     said = {key: value for key, value in state.items() if key != "digest"}
     return hashlib.sha256(rendered(said).encode()).hexdigest()
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file."""
+    """Return the SHA-256 of a file."""
     whole_file.check_file(path)
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def load(path: Path, facts: dict[str, Any]) -> SavedCheckpoint:
-    """What a checkpoint holds, whole, however many ranks wrote it.
+    """Load a checkpoint as whole tensors, however many ranks wrote it.
 
     Args:
-        facts: entries of the checkpoint's state that must be equal, such as the model's size and the text.
-    Raises: CheckpointError if it is broken, another program's or another run's.
+        path: the checkpoint's folder.
+        facts: entries of its state that must match, such as the model's size and the text.
+    Raises: CheckpointError if it is broken, or of another program or run.
     """
     state = checked(path, facts)
     check_digests(path, state)
@@ -263,15 +269,15 @@ def load(path: Path, facts: dict[str, Any]) -> SavedCheckpoint:
 
 
 def checkpoint_outline(path: Path, facts: dict[str, Any]) -> SavedCheckpoint:
-    """As `load`, but of every tensor its shape and type alone, and no file's digest is looked at; see `parts.outline`.
+    """Like `load`, but with shapes and dtypes only and without checking digests; see `outline`.
 
-    For a rank that will read its own part.
+    For a rank that reads its own shards later.
     """
     return read_tensors(path, checked(path, facts), outline)
 
 
 def checked(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint's state. Raises: CheckpointError if it is broken or another run's."""
+    """Return a checkpoint's state. Raises: CheckpointError if it is broken or of another run."""
     state = read_state(path)
     for key, value in facts.items():
         if state.get(key) != value:
@@ -283,13 +289,13 @@ def checked(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_digests(path: Path, state: dict[str, Any]) -> None:
-    """Raise a CheckpointError if a file is not the one that was saved."""
+    """Raise a CheckpointError if a file differs from what was saved."""
     for name, expected in state["files"].items():
         check_digest(path, name, expected)
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """What a checkpoint's state.json says. Raises: CheckpointError if that is not what was saved under this name."""
+    """Read a checkpoint's state.json. Raises: CheckpointError if it differs from what was saved under this name."""
     try:
         text = whole_file.read(path / "state.json")
         state = json.loads(text)
@@ -340,7 +346,9 @@ def check_digest(path: Path, name: str, expected: str) -> None:
 def read_tensors(
     path: Path, state: dict[str, Any], read: Callable[[list[Path]], dict[str, np.ndarray]]
 ) -> SavedCheckpoint:
-    """A checkpoint's tensors as `read` gives them; those of the optimizer are named `parameter/what`."""
+    """Return a checkpoint's tensors by a reader function; names of optimizer tensors have the form
+    `parameter/state`.
+    """
     try:
         if set(state["files"]) == set(FILES):
             weights, moments = (read([path / name]) for name in FILES)
@@ -357,7 +365,7 @@ def broken(path: Path, why: str) -> str:
 
 
 def flush(path: Path) -> None:
-    """Have the system write a file, or a folder's entries where folders can be opened, to the disk."""
+    """Flush a file, or a folder's entries where the system supports it, to disk."""
     if path.is_dir() and os.name == "nt":
         return
     handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)

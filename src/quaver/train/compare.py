@@ -1,7 +1,7 @@
-"""A comparison's result: its runs, and a recipe's *paired* difference from bf16 with its standard error.
+"""Comparison of recipes: run them with several seeds and compute each recipe's *paired* difference from bf16.
 
-A difference is a recipe's validation loss minus bf16's with the same seed; its mean over seeds counts.
-Two curves that look alike prove nothing; the seeds' spread says how small a difference can be seen at all.
+A difference is a recipe's validation loss minus bf16's with the same seed; the mean over seeds is reported. Similar
+curves prove nothing: the spread over seeds tells how small a difference can be detected.
 """
 
 import math
@@ -22,10 +22,10 @@ from quaver.train.loop import Interrupt, Interrupted
 from quaver.train.mesh import world
 from quaver.train.metrics import Record, losses, newest, read, validation_losses
 
-# ---- comparison ------------------------------------------------------------------------------------------
+# ---- results ----
 
 BASELINE = "bf16"
-#: Student's t at 97.5 % for 1, 2, ... degrees of freedom: a 95 % interval is so many standard errors to either side.
+#: Student's t at 97.5 % for 1, 2, ... degrees of freedom: half the 95 % interval in standard errors.
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 
 
@@ -35,7 +35,7 @@ class SeedRun:
 
     config: TrainConfig
     records: tuple[Record, ...] = ()
-    # Why it failed, or None.
+    # Message of the failure, or None.
     failure: str | None = None
 
     @property
@@ -56,22 +56,22 @@ class SeedRun:
 
     @property
     def speed(self) -> float:
-        """Median tokens per second; NaN where no step was recorded."""
+        """Median tokens per second; NaN without training records."""
         speeds = [record["tokens_per_second"] for record in self.records if "tokens_per_second" in record]
         return statistics.median(speeds) if speeds else math.nan
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeRow:
-    """A recipe over all seeds; a difference is from bf16 with the same seed, in nats a token."""
+    """A recipe's results over all seeds; differences from bf16 with the same seed in nats per token."""
 
     recipe: str
     seeds: int
     loss: float
     difference: float | None
-    # Standard error of the difference over seeds (n - 1); None with a single seed.
+    # Standard error of the difference over seeds (n - 1); None for a single seed.
     error: float | None
-    # Half of the difference's 95 % confidence interval; None with a single seed.
+    # Half of the difference's 95 % confidence interval; None for a single seed.
     interval: float | None
     speed: float
 
@@ -95,11 +95,11 @@ class Comparison:
         return [run for run in self.runs if run.failure]
 
     def finished(self, recipe: str) -> dict[int, SeedRun]:
-        """The finished runs of a recipe by seed."""
+        """Return the finished runs of a recipe by seed."""
         return {run.config.seed: run for run in self.runs if run.config.recipe == recipe and not run.failure}
 
     def pairs(self, recipe: str) -> list[tuple[SeedRun, SeedRun]]:
-        """A recipe's runs, each with bf16's of the same seed."""
+        """Return a recipe's runs, each paired with the bf16 run of the same seed."""
         baseline = self.finished(BASELINE)
         return [(run, baseline[seed]) for seed, run in self.finished(recipe).items() if seed in baseline]
 
@@ -126,7 +126,7 @@ def final(run: SeedRun) -> float:
 
 
 def paired(differences: Sequence[float]) -> tuple[float | None, float | None]:
-    """Mean of the differences and its standard error; None where there are too few differences."""
+    """Return the mean of the differences and its standard error; None if there are too few."""
     if not differences:
         return None, None
     error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else None
@@ -134,20 +134,20 @@ def paired(differences: Sequence[float]) -> tuple[float | None, float | None]:
 
 
 def interval_of(error: float, number: int) -> float:
-    """Half of the 95 % confidence interval of a mean, from its standard error over so many values."""
+    """Return half of the 95 % confidence interval of a mean of `number` values from its standard error."""
     freedom = number - 1
-    # Beyond the table 1.96 + 2.5 / freedom is within 0.01 of Student's t.
+    # Beyond the table, 1.96 + 2.5 / freedom is within 0.01 of Student's t.
     return error * (T95[freedom - 1] if freedom <= len(T95) else 1.96 + 2.5 / freedom)
 
 
-# ---- compare ---------------------------------------------------------------------------------------------
-# Training the same model on the same batches under several recipes, each run a process of its own.
+# ---- running ----
+# Train the same model on the same batches under several recipes, each run in its own process.
 
-#: Runs of a comparison.
+#: Maximum number of runs of a comparison.
 MOST = 10_000
-#: What a comparison's folder holds besides its runs; the last two are the command line's.
+#: Files in a comparison's folder besides its runs; the command line writes the last two.
 FILES = (data.NAME, "tokenizer.json", "report.md", "compare.png")
-#: In each run's folder, what that run has said.
+#: File in each run's folder with that run's output.
 LOG = "log.txt"
 
 
@@ -160,15 +160,15 @@ def compare_runs(
     resume: bool = False,
     watch: Callable[[Sequence[SeedRun]], None] = lambda runs: None,
 ) -> Comparison:
-    """Train under each recipe with each seed and collect the runs; bf16 is always among them, first.
+    """Train under each recipe with each seed and collect the runs; bf16 is always included, first.
 
     Args:
-        config: of every run; `recipe` is replaced, `seed` is the first, `out` the comparison's folder.
-        recipes: as `TrainConfig.recipe` takes them.
+        config: options of every run; `recipe` is replaced, `seed` is the first seed, `out` the comparison's folder.
+        recipes: as `TrainConfig.recipe` accepts them.
         seeds: runs per recipe, with seeds config.seed, config.seed + 1, ...
-        jobs: runs at a time; 0: as many as fill the cores, one on a GPU.
-        resume: leave finished runs as they are and go on with the others.
-        watch: called a few times a second with all runs as they stand.
+        jobs: number of parallel runs; 0: as many as fill the cores, or one on a GPU.
+        resume: leave finished runs unchanged and continue the others.
+        watch: called a few times per second with the present state of all runs.
     Raises: ValueError for bad input, before anything is started. A run that fails is reported, not raised.
     """
     if seeds < 1:
@@ -195,7 +195,7 @@ def compare_runs(
         waiting = [
             replace(config, recipe=name, seed=seed, out=str(folder / f"{recipe_name.folder(name)}-seed{seed}"))
             for name in names
-            for seed in range(config.seed, config.seed + seeds)  # runs of one length side by side
+            for seed in range(config.seed, config.seed + seeds)  # runs of equal length side by side
         ]
         for run in waiting:
             check_places(Path(run.out))
@@ -207,14 +207,14 @@ def compare_runs(
 
 
 def check_places(folder: Path) -> None:
-    """Raise a ValueError if something else has the name of a run's folder or of one of its files."""
+    """Raise a ValueError if a run's folder, or one of its files, exists as something else."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file, not a folder; move it away")
     files.check_places(folder, (*loop.FILES, LOG))
 
 
 def check_same(config: TrainConfig, text: str) -> None:
-    """Raise a ValueError if the run that is to go on was begun with other options or on other text."""
+    """Raise a ValueError if the run to resume was started with other options or on other text."""
     path = Path(config.out) / "config.toml"
     for name, before in (read_run(path) if path.exists() else {}).items():
         check_option(f"{path} has {name}", before, getattr(config, name))
@@ -223,7 +223,7 @@ def check_same(config: TrainConfig, text: str) -> None:
 
 
 def check_option(option: str, before: object, now: object) -> None:
-    """Raise a ValueError if an option is not what it was."""
+    """Raise a ValueError if an option has changed."""
     if now != before:
         raise ValueError(
             f"{option} = {shown(before)}, and now it is {shown(now)}; resume with the same options, or give another "
@@ -232,22 +232,22 @@ def check_option(option: str, before: object, now: object) -> None:
 
 
 def other_text(config: TrainConfig, text: str) -> str | None:
-    """Why a run is not comparable, if it was trained on a text of another fingerprint."""
+    """Return why a run is not comparable if it was trained on another text, else None."""
     last = checkpoint.latest(Path(config.out))
     seen = checkpoint.read_state(last).get("text") if last else text
     return None if seen == text else f"{last} was trained on a text of fingerprint {seen}, and this one's is {text}"
 
 
 def cores() -> int:
-    """The cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def share_text(config: TrainConfig, folder: Path, resume: bool) -> tuple[TrainConfig, str]:
     """Read and tokenize the text once, into files of the comparison's folder that every run reads.
 
-    Returns: the options by which a run reads them, and their fingerprint.
-    Raises: ValueError if the folder holds a comparison that is not to go on, or was begun with another text.
+    Returns: the config with options to read these files, and the fingerprint of the tokens.
+    Raises: ValueError if the folder has a comparison that is not resumed, or was started with another text.
     """
     path, learnt = folder / data.NAME, folder / "tokenizer.json"
     if not resume and [*folder.glob("*/metrics.jsonl"), *folder.glob("*/step-*")]:
@@ -287,18 +287,18 @@ def run_all(runs: list[SeedRun], jobs: int, threads: int, watch: Callable[[Seque
                 watch(runs)
                 if interrupt.number:
                     raise Interrupted("stopped, every run saved; go on with --resume", interrupt.number)
-        finally:  # whatever ends the comparison, no run goes on without it
+        finally:  # however the comparison ends, end its runs too
             stop(list(active.values()))
     return runs
 
 
 def judge(run: SeedRun, returncode: int) -> SeedRun:
-    """An ended run, with its failure if it is one."""
+    """Return an ended run, with its failure if it failed."""
     return replace(run, failure=last_words(run.config)) if returncode or not run.done else run
 
 
 def update(run: SeedRun, look: Callable[[Path], list[Record]] = read) -> SeedRun:
-    """The run with what its metrics file holds by now, all of it or what `look` sees."""
+    """Return the run with the present records of its metrics file, as `look` reads them."""
     return replace(run, records=tuple(look(Path(run.config.out) / "metrics.jsonl")))
 
 
@@ -315,13 +315,13 @@ def start(config: TrainConfig, threads: int) -> "subprocess.Popen[bytes]":
 
 
 def last_words(config: TrainConfig) -> str:
-    """The last line that a run wrote before it ended."""
+    """Return the last line of a run's output."""
     lines = (Path(config.out) / LOG).read_text(encoding="utf-8", errors="replace").split("\n")
     return next((line.strip() for line in reversed(lines) if line.strip()), "it ended without a word")
 
 
 def stop(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
-    """Have the runs finish their step, save and end."""
+    """Ask the runs to finish their step, save and end, and wait for them."""
     for process in processes:
         process.terminate()
     for process in processes:

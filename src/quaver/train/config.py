@@ -1,7 +1,8 @@
-"""Every option of a training run: one frozen dataclass, read from TOML and written back to the run's folder.
+"""Options of a training run: a frozen dataclass, read from TOML and written back to the run's folder.
 
-The sentence beside a field is its documentation and its `--help` text: the command line is made from this
-table (`commands/cli.py`), so that a new field is a new option by being here.
+The text beside a field is its documentation and its `--help` text: the command line is generated from the dataclass
+(`commands/cli.py`), so a new field is a new option. The module also parses the names of pipeline schedules, optimizers
+and recipes.
 """
 
 import dataclasses
@@ -26,30 +27,29 @@ from quaver.reference.optimizer_state import PRESETS, SMALL, Preset
 from quaver.train import files
 from quaver.train.model_config import MODELS
 
-# ---- pipelines -------------------------------------------------------------------------------------------
-# The orders in which micro-batches go through a pipeline's stages, and which stages each of them gives a rank.
+# ---- pipelines ----
+# Pipeline schedules, and the stages that each of them assigns to a rank.
 #
-# The names are torch.distributed.pipelining's, as its `get_schedule_class` takes them.
+# The names are those of torch.distributed.pipelining's `get_schedule_class`.
 
 
 class PipelineOrder(NamedTuple):
-    """What a schedule of torch's asks of the stages."""
+    """Requirements of one of torch's pipeline schedules."""
 
-    #: How many a rank has at least, and at most.
+    #: Minimum and maximum number of stages per rank.
     least: int
     most: int
-    #: Whether those of the ranks go down and up again, so that the first rank has the first and the last one; else
-    #: round and round.
+    #: True if stages are assigned in a V, so that the first rank has the first and the last stage; else round-robin.
     turns: bool
-    #: Whether it runs the two parts of a backward apart.
+    #: True if the schedule runs the two parts of a backward separately.
     splits: bool
-    #: Micro-batches of a step go by rounds of as many.
+    #: True if micro-batches are processed in rounds of equal size.
     rounds: bool = False
-    #: There are as many micro-batches as stages at least; else as many as ranks.
+    #: True if it needs at least as many micro-batches as stages, else as many as ranks.
     fills: bool = False
 
 
-#: Stages of a rank where a schedule takes several and nothing is said.
+#: Default number of stages per rank for schedules with several.
 SEVERAL = 2
 _ANY = 1 << 20
 ORDERS = {
@@ -63,51 +63,51 @@ ORDERS = {
 
 
 def stages_each(schedule: str, wanted: int) -> int:
-    """Stages of each rank, of so many wanted or 0."""
+    """Return the stages per rank: `wanted`, or the default if 0."""
     return wanted or min(SEVERAL, ORDERS[schedule].most)
 
 
 def holders(schedule: str, ranks: int, each: int) -> list[int]:
-    """The rank of each stage, from the first stage to the last."""
+    """Return the rank of each stage, from the first stage to the last."""
     down = [*range(ranks)]
     up = down[::-1] if ORDERS[schedule].turns else down
     return [rank for turn in range(each) for rank in (up if turn % 2 else down)]
 
 
-# ---- optimizer name --------------------------------------------------------------------------------------
-# Optimizers as a user types them.
+# ---- optimizer names ----
+# Optimizers as the user writes them.
 #
 # adamw              torch's fused AdamW, all in float32
-# PRESET             AdamW over a row of `quaver.reference.optimizer_state.PRESETS`: lean, balanced, exact, ...
-# RULE-PRESET        another rule over it: lion-lean, sgd-balanced, adam-exact, muon-lean
+# PRESET             AdamW with a preset of `quaver.reference.optimizer_state.PRESETS`: lean, balanced, exact, ...
+# RULE-PRESET        another rule with a preset: lion-lean, sgd-balanced, adam-exact, muon-lean
 # RULE               that rule with states in float32: lion, sgd, adam, muon
 #
-# Muon steps the matrices of layers, and AdamW the rest.
+# Muon steps the matrices of layers, and AdamW everything else.
 
-#: What a run has where nothing else is asked for.
+#: Default optimizer.
 TORCH = "adamw"
-#: By rule, how many moments a matrix of a layer has.
+#: Number of moments of a layer's matrix, by rule.
 RULES = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 1, "muon": 1}
-#: Formats whose codes are a parameter that takes a gradient.
+#: Formats whose codes can be a trainable parameter.
 EIGHT_BITS = ("e4m3", "e5m2")
-#: Matrices of a layer whose columns tensor parallelism divides.
+#: Matrices of a layer whose columns tensor parallelism shards.
 ROWS = ("o_proj", "down_proj")
 
 
 @dataclass(frozen=True)
 class OptimizerChoice:
-    """An optimizer by its rule and its preset; without a preset it is torch's fused AdamW."""
+    """An optimizer's rule and preset; no preset means torch's fused AdamW."""
 
     rule: str
     preset: Preset | None
 
     def weights(self, recipe: Recipe, dtype: str, codes: bool = True) -> str:
-        """What matrices between embedding and head are kept as: "codes", "bfloat16" or "float32".
+        """Return the storage of matrices between embedding and head: "codes", "bfloat16" or "float32".
 
         Args:
-            dtype: of the run; bfloat16 is that of weights under autocast alone.
-            codes: whether they may be codes, which are of one recipe, and whose rows alone ranks divide: see
-                `may_be_codes`.
+            recipe: recipe of the run.
+            dtype: dtype of the run; bfloat16 storage is used only with bfloat16 autocast.
+            codes: codes are allowed, see `may_be_codes`.
         """
         kept = "float32" if self.preset is None else self.preset.weights
         if kept == "codes" and codes and recipe.quantizes and not _why_no_codes(recipe):
@@ -116,18 +116,18 @@ class OptimizerChoice:
 
     @property
     def moments(self) -> tuple[int, int]:
-        """How many moments a matrix of a layer has, and how many anything else."""
+        """Number of moments of a layer's matrix, and of any other parameter."""
         own = RULES[self.rule]
         return own, 2 if self.rule == "muon" else own
 
     def others(self, dtype: str) -> str:
-        """What other matrices are kept as, such as the head's: "bfloat16" or "float32"."""
+        """Return the storage of other matrices, such as the head: "bfloat16" or "float32"."""
         narrow = self.preset is not None and self.preset.weights != "float32" and dtype == "bfloat16"
         return "bfloat16" if narrow else "float32"
 
 
 def find(text: str) -> OptimizerChoice:
-    """The optimizer that a text names. Raises: ValueError, with a suggestion, if there is none."""
+    """Return the optimizer with a given name. Raises: ValueError, with a suggestion, if there is none."""
     if text == TORCH:
         return OptimizerChoice(TORCH, None)
     rule, _, name = text.partition("-")
@@ -142,7 +142,7 @@ def find(text: str) -> OptimizerChoice:
 
 
 def check(text: str, recipe: Recipe) -> None:
-    """Raise a ValueError if the weights of a run's one recipe cannot be kept as the optimizer keeps them."""
+    """Raise a ValueError if the optimizer stores weights as codes and the recipe has no suitable format for them."""
     preset = find(text).preset
     if preset is None or preset.weights != "codes" or not recipe.quantizes:
         return
@@ -155,17 +155,17 @@ def check(text: str, recipe: Recipe) -> None:
 
 
 def may_be_codes(recipes: int, tp: int) -> bool:
-    """Whether a run's matrices may be codes.
+    """True if matrices of a run may be stored as codes, which belong to one recipe and cannot be sharded by columns.
 
     Args:
-        recipes: of the run, one after the other.
-        tp: ranks of tensor parallelism, which takes weights that are floats.
+        recipes: number of recipes of the run.
+        tp: ranks of tensor parallelism, which requires float weights.
     """
     return recipes == 1 and tp == 1
 
 
 def _why_no_codes(recipe: Recipe) -> str:
-    """Why a recipe that quantizes has no codes of weights that a gradient steps, or ""."""
+    """Return why a quantizing recipe has no weight codes that can be trained, or ""."""
     spec = recipe.fprop.b
     if spec is None:
         return "quantizes no weight"
@@ -173,12 +173,13 @@ def _why_no_codes(recipe: Recipe) -> str:
 
 
 def check_parts(text: str, shapes: Mapping[str, tuple[int, ...]], parts: int, tp: int) -> None:
-    """Raise a ValueError if ranks cannot step their parts of matrices by themselves.
+    """Raise a ValueError if ranks cannot step their shards of matrices independently.
 
     Args:
-        shapes: [out, in] of the layers' matrices, by name; of experts [experts, out, in].
-        parts: ranks that have parts of each matrix.
-        tp: of those the ranks of tensor parallelism.
+        text: name of the optimizer.
+        shapes: [out, in] of the layers' matrices by name; of experts [experts, out, in].
+        parts: number of ranks over which each matrix is sharded.
+        tp: of these, the ranks of tensor parallelism.
     """
     chosen = find(text)
     preset, lies = chosen.preset, f"{parts} ranks have parts of each matrix"
@@ -206,9 +207,9 @@ def check_parts(text: str, shapes: Mapping[str, tuple[int, ...]], parts: int, tp
             )
 
 
-# ---- config ----------------------------------------------------------------------------------------------
+# ---- options ----
 
-#: Before the digest of the lines above it, in the file of a run.
+#: Precedes the digest of all lines above it in a run's config file.
 DIGEST = "# SHA-256 of the lines above: "
 FRAMEWORKS = ("torch", "jax")
 RECOMPUTE = ("none", "mlp", "full")
@@ -219,7 +220,7 @@ TRACKERS = ("tensorboard", "wandb")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """What a run does; equal configurations train the same model, bit for bit, on the same machine."""
+    """Options of a run. Equal options train the same model, bit for bit, on the same machine."""
 
     recipe: Annotated[str, "mxfp8, 'delayed(history=16)'; several over the run: 'nvfp4 until 85%, bf16'"] = "bf16"
     model: Annotated[str, "a size of Llama, or a family and a size: " + " ".join(MODELS)] = "tiny"
@@ -308,9 +309,9 @@ SMALLEST: Mapping[str, float] = {
     ),
     **dict.fromkeys(("pp", "cp", "tp"), 1),
     "pp_stages": 0,
-    "vocab": 257,  # 256 bytes and the mark between files
+    "vocab": 257,  # 256 bytes and the separator of files
 }
-#: 2**63 - 1 for the others: what a file of integers holds.
+#: Maximum values; 2**63 - 1 for all other integers, the largest in TOML.
 LARGEST: Mapping[str, int] = {
     **{"threads": 1024, "vocab": 1 << 20},
     **dict.fromkeys(("fsdp", "pp", "pp_stages", "cp", "tp", "timeout"), 1 << 20),
@@ -318,26 +319,26 @@ LARGEST: Mapping[str, int] = {
 
 
 def is_plain(text: str) -> bool:
-    """Whether a text can be written to a file and name one: no NUL, no half of a surrogate pair."""
+    """True if a text can be written to a file and be a file name: no NUL, no lone surrogate."""
     return "\0" not in text and not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def choose(name: str, value: str, choices: Iterable[str]) -> None:
-    """Raise a ValueError that suggests the right word unless `value` is one of `choices`."""
+    """Raise a ValueError with a suggestion unless `value` is one of `choices`."""
     known = list(choices)
     if value not in known:
         raise ValueError(f"{name} {shown(value)} is not known; {suggest(value[:100], known)}")
 
 
 def kinds() -> dict[str, Any]:
-    """Name and plain type of every option."""
+    """Return the name and plain type of every option."""
     return get_type_hints(TrainConfig)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The options that a TOML file holds, each checked for its name and type.
+    """Read options from a TOML file, and check their names and types.
 
-    Raises: ValueError for a missing file, bad TOML, an unknown option (with the nearest) or a wrong type.
+    Raises: ValueError for a missing file, bad TOML, an unknown option (with the nearest name) or a wrong type.
     """
     try:
         text = files.read(path, longest=1 << 20)
@@ -359,7 +360,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def typed(path: Path, key: str, value: Any, kind: Any) -> Any:
-    """`value` as the option's type; integers pass as floats, nothing else is converted."""
+    """Return `value` as the option's type; integers are accepted as floats, nothing else is converted."""
     if kind is bool:
         right, wanted = isinstance(value, bool), "true or false"
     elif kind in (int, float, str):
@@ -377,10 +378,10 @@ def typed(path: Path, key: str, value: Any, kind: Any) -> Any:
 
 
 def read_run(path: Path) -> dict[str, Any]:
-    """`read_toml` of the file that a run wrote. Raises: ValueError if it was changed since, too."""
+    """Read the config file of a run like `read_toml`. Raises: ValueError also if the file was changed since."""
     options = read_toml(path)
     lines, _, said = files.read(path).rpartition(DIGEST)
-    # Earlier runs wrote no digest, and who changes an option on purpose deletes it.
+    # Earlier runs wrote no digest, and a user who changes an option on purpose deletes the digest.
     if lines and said.strip() != digest(lines):
         raise ValueError(
             f"{path} is not as the run wrote it; restore it, or delete its last line if you changed it on purpose"
@@ -389,32 +390,33 @@ def read_run(path: Path) -> dict[str, Any]:
 
 
 def digest(text: str) -> str:
-    """SHA-256."""
+    """Return the SHA-256 of a text."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def to_toml(config: TrainConfig) -> str:
-    """All options as TOML, in the order of the table; `read_toml` gives the same values back."""
+    """Return all options as TOML, in the order of the fields; `read_toml` reads the same values back."""
     lines = ["# Every option of this run; start another one from it with: quaver train --config config.toml"]
     for key, value in dataclasses.asdict(config).items():
         number = isinstance(value, int | float) and not isinstance(value, bool)
         written = repr(value) if number else json.dumps(value, ensure_ascii=False)
-        lines.append(f"{key} = " + written.replace("\x7f", "\\u007f"))  # which TOML takes no other way
+        lines.append(f"{key} = " + written.replace("\x7f", "\\u007f"))  # TOML requires this escape
     text = "\n".join(lines) + "\n"
     return text + DIGEST + digest(text) + "\n"
 
 
 def reason(error: Exception) -> str:
-    """An error's message, without Python's decoration."""
+    """Return an error's message without Python's decoration."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
-# ---- schedule --------------------------------------------------------------------------------------------
-# The learning rate as a function of the step.
+# ---- learning rate ----
 
 
 def lr_at(step: int, config: TrainConfig) -> float:
-    """Linear warm-up to the highest rate, then a cosine down to `final_lr` of it; steps count from 1."""
+    """Return the learning rate of a step, counted from 1: linear warm-up, then a cosine down to `final_lr` of
+    the maximum.
+    """
     highest = config.lr or MODELS[config.model].lr
     if step <= config.warmup:
         return highest * step / (config.warmup + 1)
@@ -422,49 +424,49 @@ def lr_at(step: int, config: TrainConfig) -> float:
     return highest * (config.final_lr + (1 - config.final_lr) * (1 + math.cos(math.pi * min(1.0, done))) / 2)
 
 
-# ---- recipe name -----------------------------------------------------------------------------------------
-# Recipes as a user types them: `mxfp8`, with options, `delayed(history=16)`, and over a run, `nvfp4 until 85%, bf16`.
+# ---- recipe names ----
+# Recipes as the user writes them: `mxfp8`, with options `delayed(history=16)`, and changing `nvfp4 until 85%, bf16`.
 #
-# The grammar is that of `quaver.recipes.schedule`. In a list of recipes a part with `until` and the
-# part after it are of one item: `bf16, nvfp4 until 85%, bf16, mxfp8` is three.
+# The grammar is that of `quaver.recipes.schedule`. In a comma-separated list of recipes, a part with `until` and the
+# next part are one item: `bf16, nvfp4 until 85%, bf16, mxfp8` has three.
 
 
 def find_recipe(text: str) -> Recipe:
-    """The recipe that a text names. Raises: ValueError, with a suggestion, if there is none."""
+    """Return the recipe that a text names. Raises: ValueError, with a suggestion, if there is none."""
     if any(end_of(piece)[1] is not None for piece in pieces(text)):
         raise ValueError(f"recipe {shown(text)} changes over a run, and here is no run; give the recipe of one part")
     with warnings.catch_warnings():
-        # Of odd escapes, which are an option's value all the same.
+        # Unknown escapes are part of an option's value.
         warnings.simplefilter("ignore", SyntaxWarning)
         return quaver.recipes.get(text)
 
 
 def parts(text: str) -> tuple[SchedulePhase, ...]:
-    """The recipes of a run's text and where each ends. Raises: ValueError that says what to write."""
+    """Parse a run's recipe text into phases. Raises: ValueError with the expected syntax."""
     return read(text, find_recipe)
 
 
 def schedule_of(config: TrainConfig) -> Schedule:
-    """The recipes of a run, from its first step.
+    """Return the recipe schedule of a run.
 
-    Raises: ValueError if the text cannot be read, or a part would have no step.
+    Raises: ValueError if the text cannot be parsed, or a phase would have no step.
     """
     peak = config.lr or MODELS[config.model].lr
     every = parts(config.recipe)
-    # What the learning rate does is known: a part that it leaves no step is refused as one of fixed steps is.
+    # Convert learning-rate ends to steps first, so that a phase without steps is rejected in advance.
     Schedule([replace(part, end=known(part.end, peak, config)) for part in every], steps=config.steps, peak=peak)
     return Schedule(every, steps=config.steps, peak=peak)
 
 
 def known(end: ScheduleEnd | None, peak: float, config: TrainConfig) -> ScheduleEnd | None:
-    """An end by learning rate as the step that it comes to, any other as it is.
+    """Convert an end by learning rate to the step where it is reached; return other ends unchanged.
 
-    Raises: ValueError if the learning rate never falls so far.
+    Raises: ValueError if the learning rate never falls that far.
     """
     if end is None or end.kind != "lr":
         return end
     bound = float(end.value) * peak
-    falling = range(config.warmup + 1, config.steps + 1)  # a linear warm-up, then a cosine that only falls
+    falling = range(config.warmup + 1, config.steps + 1)  # after the linear warm-up, the cosine only falls
     at = bisect_left(falling, True, key=lambda step: lr_at(step, config) < bound)
     risen = max((lr_at(step, config) for step in (config.warmup, config.warmup + 1) if step), default=0.0)
     if at == len(falling) or risen < bound:
@@ -476,14 +478,18 @@ def known(end: ScheduleEnd | None, peak: float, config: TrainConfig) -> Schedule
 
 
 def split(text: str) -> list[str]:
-    """The recipes of a comma-separated list; commas inside parentheses belong to a recipe's options, and one after
-    `until` and an end to a schedule."""
+    """Split a comma-separated list of recipes.
+
+    Commas inside parentheses belong to a recipe's options, and one after `until` and an end belongs to a schedule.
+    """
     return list(items(text))
 
 
 def folder(text: str) -> str:
-    """A recipe's text as part of a folder's name: `delayed(history=16)` becomes `delayed-history=16`, and
-    `nvfp4 until 85%, bf16` becomes `nvfp4-until-85pct,bf16`."""
+    """Return a recipe's text as part of a folder name.
+
+    `delayed(history=16)` becomes `delayed-history=16`, and `nvfp4 until 85%, bf16` becomes `nvfp4-until-85pct,bf16`.
+    """
     said = re.sub(r"\s+until\s+", "-until-", text.strip())
     for letter, name in (("(", "-"), ("%", "pct"), ("<", "-below-")):
         said = said.replace(letter, name)

@@ -1,7 +1,6 @@
-"""Batches as pure functions: of the seed and the step in training, of the text alone in validation.
+"""Text, tokens and batches. Batches are pure functions of the text, and in training also of seed and step.
 
-A resumed run needs no state to see the batches that it would have seen, and two runs with one seed see the
-same ones.
+So a resumed run needs no state to see the same batches, and two runs with one seed see the same ones.
 """
 
 import hashlib
@@ -24,18 +23,18 @@ from quaver.train import memory
 from quaver.train.config import TrainConfig
 from quaver.train.files import HOLDER
 
-# ---- batches ---------------------------------------------------------------------------------------------
+# ---- batches ----
 
 
 def training_batch(tokens: np.ndarray, config: TrainConfig, step: int) -> np.ndarray:
-    """The sequences of one step and the token after each: int64 [accumulate, batch, sequence + 1]."""
+    """Return the sequences of one step and the token after each: int64 [accumulate, batch, sequence + 1]."""
     random = np.random.default_rng([config.seed, step])
     starts = random.integers(0, len(tokens) - config.sequence, (config.accumulate, config.batch))
     return windows(tokens, starts, config.sequence)
 
 
 def validation_batches(tokens: np.ndarray, config: TrainConfig) -> np.ndarray:
-    """Sequences spread evenly over the held-out text: int64 [batches, batch, sequence + 1].
+    """Return sequences spread evenly over the held-out text: int64 [batches, batch, sequence + 1].
 
     There are `config.validation_batches`, or as many as the text fills without overlap, but at least one.
     """
@@ -49,25 +48,25 @@ def windows(tokens: np.ndarray, starts: np.ndarray, sequence: int) -> np.ndarray
     return tokens[starts[..., None] + np.arange(sequence + 1)].astype(np.int64)
 
 
-# ---- frozen ----------------------------------------------------------------------------------------------
-# Tokens of a text in a file: what a comparison reads once, so that every run of it trains on the very same.
+# ---- frozen tokens ----
+# Tokens of a text in a file, written once by a comparison so that every run trains on the same data.
 #
-# A text may change while runs go on (`--text .` is a working tree). The file holds both parts, what was asked for when
-# they were read, and a digest that is checked whenever they are read again.
+# A text may change between runs (`--text .` is a working tree). The file has both splits, the options they were read
+# with, and a digest that is checked on every read.
 
 NAME = "text.safetensors"
 
 
 @dataclass(frozen=True)
 class TokenSplits:
-    """Token ids of both parts of a text, 1-D and unsigned."""
+    """Token ids of the training and validation splits, 1-D and unsigned."""
 
     train: np.ndarray
     validation: np.ndarray
 
     @property
     def fingerprint(self) -> str:
-        """Names this very data, so that no run goes on with another text: the beginning of a SHA-256."""
+        """Identify this data by the beginning of a SHA-256, so that no run resumes with another text."""
         parts = [np.ascontiguousarray(part) for part in (self.train, self.validation)]
         whole = hashlib.sha256(json.dumps([[str(part.dtype), part.size] for part in parts]).encode())
         for part in parts:
@@ -77,21 +76,21 @@ class TokenSplits:
 
 @dataclass(frozen=True)
 class Frozen(TokenSplits):
-    """What such a file holds."""
+    """Contents of a file of frozen tokens."""
 
-    # Of the tokenizer that made them; "" for bytes.
+    # Digest of the tokenizer; "" for bytes.
     tokenizer: str
-    # The options that they were read by.
+    # Options that the text was read with.
     asked: dict[str, Any]
 
     @property
     def digest(self) -> str:
-        """SHA-256 of all that it holds."""
+        """Return the SHA-256 of all contents."""
         return hashlib.sha256(json.dumps([self.fingerprint, self.tokenizer, self.asked]).encode()).hexdigest()
 
 
 def is_one(text: tuple[str, ...]) -> bool:
-    """Whether the option `text` names such a file."""
+    """True if the option `text` names a file of frozen tokens."""
     return len(text) == 1 and text[0].endswith(".safetensors")
 
 
@@ -102,7 +101,7 @@ def write(path: Path, frozen: Frozen) -> None:
 
 
 def read(path: Path) -> Frozen:
-    """Raises: ValueError if the file is none of these, or not as it was written."""
+    """Read a file of frozen tokens. Raises: ValueError if it is none, or was changed."""
     whole_file.check_file(path)
     if not path.exists():
         raise ValueError(f"there is no text file {path}; --text takes files and folders that exist")
@@ -122,12 +121,12 @@ def read(path: Path) -> Frozen:
     return frozen
 
 
-# ---- text ------------------------------------------------------------------------------------------------
-# Finding and reading the text to train on, and splitting it by file.
+# ---- text ----
+# Find and read the text to train on, and split it by file.
 #
-# With nothing given, the text is the running Python's own standard library: some 11 MB that are already there.
+# The default text is the running Python's standard library, about 11 MB that are always available.
 
-# Left out of the default text: what is not the library itself, and tests, which not every distribution ships.
+# Excluded from the default text: other packages, and tests, which not every distribution ships.
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 
 # One file in this many is held out for validation.
@@ -136,20 +135,21 @@ HELD_OUT = 20
 
 @dataclass(frozen=True)
 class Document:
-    """One file: its path, for messages, and its bytes: UTF-8, without NUL, at least one."""
+    """One file: its path, for messages, and its bytes: non-empty UTF-8 without NUL."""
 
     path: Path
     data: bytes
 
 
 def read_text(paths: Sequence[str], out: Path | None = None) -> list[Document]:
-    """The documents of the given files and folders, or of the standard library if none are given.
+    """Read the documents of the given files and folders, or of the standard library if none are given.
 
-    A file that is named must be text; in a folder, empty files, hidden files, files that are not text and the folders
-    of runs and comparisons in it are passed over.
+    A named file must be text. In a folder, empty files, hidden files, binary files and the folders of runs and
+    comparisons are skipped.
 
     Args:
-        out: the folder that this run writes into.
+        paths: files and folders.
+        out: folder that this run writes into.
     Raises: ValueError for a missing, empty or non-text file, for a folder without text, and for `out` itself.
     """
     if not paths:
@@ -181,7 +181,7 @@ def folder(root: Path, out: Path | None) -> list[Document]:
 
 
 def walk(root: Path) -> Iterator[Path]:
-    """All that a folder and the folders in it hold, but what is hidden and what runs wrote."""
+    """Yield all files below a folder, except hidden ones and those that runs wrote."""
     for parent, folders, names in os.walk(root):
         here = Path(parent)
         if here != root and (here / HOLDER).exists():
@@ -206,14 +206,14 @@ def single(path: Path) -> Document:
 
 
 def texts(files: Sequence[Path]) -> list[Document]:
-    sizes = [(path, path.stat().st_size) for path in files]  # what a system makes up, such as /proc, is of size 0
+    sizes = [(path, path.stat().st_size) for path in files]  # virtual files, such as in /proc, have size 0
     check_size(sum(size for _, size in sizes), "the text")
     documents = (Document(path, path.read_bytes()) for path, size in sizes if size)
     return [document for document in documents if document.data and is_text(document.data)]
 
 
 def check_size(size: int, what: str) -> None:
-    """Raise a ValueError for a text that memory does not hold beside its tokens."""
+    """Raise a ValueError if a text and its tokens do not fit into memory."""
     if 4 * size > memory.available():
         have = memory.size(memory.available())
         raise ValueError(f"{what} has {memory.size(size)} where there are {have} of memory; give less with --text")
@@ -227,14 +227,14 @@ def is_text(data: bytes) -> bool:
 
 
 def split(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
-    """Training and validation documents: every twentieth file is held out, or the last of fewer.
+    """Split documents for training and validation: every twentieth file is held out, or the last of fewer.
 
-    Of a single file, the last tenth is held out.
+    A single file is split: its last tenth is held out.
     """
     if len(documents) == 1:
         (only,) = documents
         cut = len(only.data) - len(only.data) // 10
-        while cut < len(only.data) and only.data[cut] & 0xC0 == 0x80:  # never inside a character
+        while cut < len(only.data) and only.data[cut] & 0xC0 == 0x80:  # not inside a character
             cut += 1
         return [Document(only.path, only.data[:cut])], [Document(only.path, only.data[cut:])]
     every = min(len(documents), HELD_OUT)
@@ -243,30 +243,30 @@ def split(documents: Sequence[Document]) -> tuple[list[Document], list[Document]
     return train, [document for document, out in zip(documents, held, strict=True) if out]
 
 
-# ---- tokens ----------------------------------------------------------------------------------------------
-# Text into token ids: one token a byte, or byte-pair encoding trained on the training files.
+# ---- tokens ----
+# Convert text to token ids: one token per byte, or byte-pair encoding trained on the training files.
 #
-# Documents are joined by token 0, which stands for nothing else: the byte NUL does not occur in text, and the
-# encoding reserves it.
+# Documents are separated by token 0, which has no other use: NUL does not occur in text, and the encoding reserves
+# it.
 
 BETWEEN_FILES = "<|file|>"
 
 
 @dataclass(frozen=True)
 class TokenizedText(TokenSplits):
-    """A text's parts, and what its token ids mean; `tokenizer` is None for bytes."""
+    """Token ids of both splits, and their tokenizer, None for bytes."""
 
     vocab: int
     tokenizer: tokenizers.Tokenizer | None
 
 
 def load(config: TrainConfig, saved: Path | None = None, out: Path | None = None) -> TokenizedText:
-    """The run's text as tokens.
+    """Load the run's text as tokens.
 
     Args:
-        config: its `text`, `tokens`, `vocab` and `sequence` are used.
-        saved: a tokenizer.json to take instead of training one, as when a run is resumed.
-        out: the folder that the run writes into, which is no text.
+        config: options; uses `text`, `tokens`, `vocab` and `sequence`.
+        saved: a tokenizer.json to use instead of training one, for instance on resume.
+        out: folder that the run writes into, which is excluded from the text.
     Raises: ValueError if the text cannot be read or is too short for one sequence.
     """
     tokens = thawed(config, saved) if is_one(config.text) else tokenized(config, saved, out)
@@ -290,7 +290,7 @@ def tokenized(config: TrainConfig, saved: Path | None, out: Path | None) -> Toke
 
 
 def thawed(config: TrainConfig, saved: Path | None) -> TokenizedText:
-    """What a comparison froze, for tokens that are the ones of then."""
+    """Load tokens that a comparison froze, and check that the tokenizer is the same."""
     source = Path(config.text[0])
     given = read(source)
     path = Path(config.tokens) if config.tokens.endswith(".json") else saved
@@ -304,7 +304,7 @@ def thawed(config: TrainConfig, saved: Path | None) -> TokenizedText:
 
 
 def digest(tokenizer: tokenizers.Tokenizer | None) -> str:
-    """SHA-256 of a tokenizer; "" for bytes."""
+    """Return the SHA-256 of a tokenizer; "" for bytes."""
     return "" if tokenizer is None else hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
 
 
@@ -313,7 +313,7 @@ def join_bytes(documents: Sequence[Document]) -> np.ndarray:
 
 
 def learn(documents: Sequence[Document], vocab: int) -> tokenizers.Tokenizer:
-    """A byte-level byte-pair encoding with `vocab` tokens, learnt from the documents."""
+    """Train a byte-level byte-pair encoding with `vocab` tokens on the documents."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,7 +1,8 @@
-"""One process at a time writes into a run's folder, or a comparison's; a reader needs no lock.
+"""Atomic file writes, and a lock that lets one process at a time write into the folder of a run or comparison.
 
-The lock is the operating system's and ends with the process that holds it: one that died is no obstacle. Who holds it
-is written beside it, for the sentence that the second process prints. That file stays: it marks the folder as quaver's.
+The lock is the operating system's and ends with its process, so a dead process is no obstacle; readers need no lock. A
+file beside it describes the owner, for the error message of a second process. That file remains and marks the folder as
+Quaver's.
 """
 
 import json
@@ -16,24 +17,24 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-# ---- whole file ------------------------------------------------------------------------------------------
-# Small files read and written whole or not at all: a full disk or an interrupt leaves the one that was there.
+# ---- whole files ----
+# Small files that are read and written as a whole: a full disk or an interrupt leaves the old file intact.
 #
-# What is written lies first under a random hidden name, opened so that nothing may lie there already:
-# a link that was planted is never written through. What is read must be a file: a pipe or a device may never end.
+# New contents go to a random hidden name first, opened exclusively, so that a planted link is never followed. Only
+# regular files are read: a pipe or a device may never end.
 
-#: Bytes that a file of options, or of what a checkpoint says about itself, has at most.
+#: Maximum bytes of a file of options or of a checkpoint's state.
 LONGEST = 64 << 20
 
 
 def partial_of(path: Path) -> Path:
-    """A new hidden name beside `path`, for what is not whole yet or goes; `clear` takes away what is left of it."""
+    """Return a new hidden name beside `path`, for incomplete or deleted files; `clear` removes leftovers."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A new path beside `path` to write to: it takes its place when all is written, and goes if that fails."""
+    """Yield a new path beside `path` to write to; it replaces `path` at the end, or is deleted on failure."""
     check_places(path.parent, [path.name])
     partial = partial_of(path)
     try:
@@ -45,13 +46,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write(path: Path, text: str) -> None:
-    """Put `text` in `path` by way of a file beside it."""
+    """Write `text` to `path` atomically."""
     with replacing(path) as partial, partial.open("x", encoding="utf-8") as file:
         file.write(text)
 
 
 def read(path: Path, longest: int = LONGEST) -> str:
-    """The text of a file. Raises: OSError, or a ValueError that names it where it is no file, too long or no UTF-8."""
+    """Return the text of a file. Raises: OSError, or ValueError if it is no regular file, too long or not UTF-8."""
     check_file(path)
     size = path.stat().st_size
     if size > longest:
@@ -63,21 +64,21 @@ def read(path: Path, longest: int = LONGEST) -> str:
 
 
 def check_places(folder: Path, names: Iterable[str]) -> None:
-    """Raise a ValueError for a folder in the place of a file that is to be written."""
+    """Raise a ValueError if a folder has the name of a file to be written."""
     for path in (folder / name for name in names):
         if path.is_dir() and not path.is_symlink():
             raise ValueError(f"{path} is a folder, not a file; move it away")
 
 
 def check_file(path: Path) -> None:
-    """Raise a ValueError for a folder, a pipe, a device or a socket; nothing where nothing is."""
+    """Raise a ValueError if the path is a folder, a pipe, a device or a socket; a missing file is fine."""
     if path.exists() and not path.is_file():
         what = "a folder" if path.is_dir() else "a pipe, a device or a socket"
         raise ValueError(f"{path} is {what}, not a file")
 
 
 def put_away(path: Path) -> None:
-    """Delete a folder: its name goes first, so that no reader sees half of it."""
+    """Delete a folder; it is renamed first, so that no reader sees a part of it."""
     gone = partial_of(path)
     with suppress(FileNotFoundError):
         os.replace(path, gone)
@@ -85,7 +86,7 @@ def put_away(path: Path) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Take away what an interrupted write or deletion left in a folder."""
+    """Delete leftovers of interrupted writes and deletions in a folder."""
     for left in folder.glob(".*.partial"):
         if left.is_dir() and not left.is_symlink():
             shutil.rmtree(left, ignore_errors=True)
@@ -93,21 +94,21 @@ def clear(folder: Path) -> None:
             left.unlink(missing_ok=True)
 
 
-# ---- lock ------------------------------------------------------------------------------------------------
+# ---- lock ----
 
 LOCK = ".quaver.lock"
-#: Marks a folder of a run or a comparison.
+#: Marker file in the folder of a run or comparison.
 HOLDER = ".quaver.json"
 
 
 @contextmanager
 def held(folder: Path, doing: str) -> Iterator[None]:
-    """While entered, no other process enters it for this folder.
+    """Lock a folder against other processes for the duration of the block.
 
     Args:
-        folder: made if it is not there; if it is still empty at the end it goes again.
-        doing: what is done in it, for the message that another process gets: "training", "a comparison".
-    Raises: ValueError that names the process that is in it, or if the folder goes meanwhile.
+        folder: created if missing, and deleted at the end if it is still empty.
+        doing: activity for the message that another process gets: "training", "a comparison".
+    Raises: ValueError that names the process with the lock, or if the folder disappears.
     """
     new = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     folder.mkdir(parents=True, exist_ok=True)
@@ -132,12 +133,12 @@ def held(folder: Path, doing: str) -> Iterator[None]:
 
 
 def marked(folder: Path) -> bool:
-    """Whether a folder is, or was, held."""
+    """True if a folder is or was locked by Quaver."""
     return (folder / HOLDER).exists()
 
 
 def check_own(folder: Path) -> None:
-    """Raise a ValueError if something that quaver does not make bears the name of one of the lock's files."""
+    """Raise a ValueError if something else has the name of one of the lock's files."""
     for path in (folder / LOCK, folder / HOLDER):
         if path.is_symlink() or (path.exists() and not path.is_file()):
             raise ValueError(f"{path} is not the file that quaver writes there; delete it, or give another --out")
@@ -149,7 +150,7 @@ def described(doing: str) -> str:
 
 
 def holder(folder: Path) -> str:
-    """Who holds a folder's lock, in words."""
+    """Describe the process that has locked a folder."""
     try:
         said = json.loads(read(folder / HOLDER))
         return f"{said['doing']} by process {said['pid']} on {said['host']}, since {said['since']}"
@@ -158,7 +159,7 @@ def holder(folder: Path) -> str:
 
 
 def forget(folder: Path, new: list[Path]) -> None:
-    """Take away the lock's files and the folders that were made for them, if nothing else came in."""
+    """Delete the lock's files and the folders created for them, if they contain nothing else."""
     for name in (HOLDER, LOCK):
         (folder / name).unlink(missing_ok=True)
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""The frameworks by name: each is imported when a run asks for it, so that the other need not be installed."""
+"""Selection of the framework by name; each is imported when a run uses it, so that the other need not be installed."""
 
 import os
 from collections.abc import Iterator
@@ -16,13 +16,13 @@ from quaver.train.memory import projections
 from quaver.train.mesh import ProcessGroup, SingleProcess
 from quaver.train.model_config import MODELS
 
-#: What to install for each.
+#: Extra that installs each framework.
 EXTRAS = {"torch": "train", "jax": "train-jax"}
 
 
 @contextmanager
 def joined(config: TrainConfig, recipe: Recipe) -> Iterator[ProcessGroup]:
-    """The ranks that this process is one of, to which it belongs until the end; see `check`."""
+    """Join the process group of the run for the duration of the block; see `check`."""
     if mesh.world() == 1:
         yield SingleProcess()
         return
@@ -33,12 +33,15 @@ def joined(config: TrainConfig, recipe: Recipe) -> Iterator[ProcessGroup]:
 
 
 def make(config: TrainConfig, recipe: Recipe, vocab: int, members: Any = None, codes: bool = True) -> Learner:
-    """A run's model at its first step.
+    """Create the learner of a run before its first step.
 
     Args:
-        members: the ranks that train it together, as `joined` gives them; None or `Alone` is this process.
-        codes: whether an optimizer may keep matrices as codes; False where a run goes on that has kept floats.
-    Raises: ValueError without the framework or the device.
+        config: options of the run.
+        recipe: first recipe of the run.
+        vocab: size of the vocabulary.
+        members: ranks that train together, as `joined` yields them; None or `SingleProcess` means this process only.
+        codes: the optimizer may store matrices as codes; False to resume a run that stored floats.
+    Raises: ValueError if the framework or the device is missing.
     """
     installed(config.framework, f"--framework {config.framework}")
     if config.framework == "jax":
@@ -51,14 +54,14 @@ def make(config: TrainConfig, recipe: Recipe, vocab: int, members: Any = None, c
 
 
 def check(config: TrainConfig, recipe: Recipe) -> None:
-    """Raise a ValueError if the run's framework, its device or what the framework can do is not enough for it."""
+    """Raise a ValueError if the framework, the device or the number of ranks does not support the options."""
     on_cpu(config)
     mesh.sizes_of(config, recipe)
     check_optimizer(config, recipe)
     if mesh.world() > 1:
         check_for_ranks(config)
     cores = os.cpu_count() or 1
-    if config.threads > cores:  # OpenMP ends the process where it cannot make a thread
+    if config.threads > cores:  # OpenMP aborts the process if it cannot create a thread
         raise ValueError(f"threads is {config.threads}, and this machine has {cores} cores; give {cores} or fewer")
     if config.framework != "jax":
         return
@@ -74,7 +77,7 @@ def check(config: TrainConfig, recipe: Recipe) -> None:
 
 
 def check_optimizer(config: TrainConfig, recipe: Recipe) -> None:
-    """Raise a ValueError for what a run with another optimizer than torch's cannot do."""
+    """Raise a ValueError for options that do not work with the chosen optimizer."""
     if config.optimizer == optimizer_name.TORCH:
         return
     instead = f"take --optimizer {optimizer_name.TORCH}"
@@ -97,7 +100,7 @@ def check_optimizer(config: TrainConfig, recipe: Recipe) -> None:
 
 
 def check_for_ranks(config: TrainConfig) -> None:
-    """Raise a ValueError for what several ranks cannot do."""
+    """Raise a ValueError for options that do not work with several ranks."""
     if config.framework == "jax":
         raise ValueError("JAX trains in a single process here; take --framework torch, or leave torchrun out")
     if config.capture != "none":
@@ -108,7 +111,7 @@ def check_for_ranks(config: TrainConfig) -> None:
 
 
 def on_cpu(config: TrainConfig) -> bool:
-    """Whether the run's device is a CPU. Raises: ValueError without the framework or the device."""
+    """Return True if the run's device is a CPU. Raises: ValueError if the framework or the device is missing."""
     installed(config.framework, f"--framework {config.framework}")
     if config.framework == "jax":
         from quaver.train.jax.learner import find
@@ -120,7 +123,7 @@ def on_cpu(config: TrainConfig) -> bool:
 
 
 def installed(framework: str, what: str) -> None:
-    """Raise a ValueError that says what to install if a framework is missing that something needs."""
+    """Raise a ValueError with the install command if a framework is not installed."""
     if find_spec(framework) is None:
         install = f"pip install 'quaver[{EXTRAS[framework]}]'"
         raise ValueError(f"{what} needs {framework}, which is not installed: {install}")

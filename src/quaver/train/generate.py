@@ -1,4 +1,4 @@
-"""Text from a trained run: its newest checkpoint goes on from a prompt, token by token."""
+"""Text generation: continue a prompt with the newest checkpoint of a run."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -20,19 +20,18 @@ from quaver.train.memory import parameters
 from quaver.train.model_config import MODELS
 from quaver.train.resume import differing
 
-# ---- sampling --------------------------------------------------------------------------------------------
-# Choosing the next token from logits: the likeliest, or at random among the likely.
+# ---- sampling ----
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are chosen. Raises: ValueError for numbers outside their range."""
+    """How the next token is chosen. Raises: ValueError for numbers out of range."""
 
-    # Logits are divided by it; 0 takes the likeliest token.
+    # Divisor of the logits; 0 takes the most likely token.
     temperature: float = 0.8
-    # How many of the likeliest tokens to choose from; 0: all.
+    # Number of most likely tokens to choose from; 0 for all.
     top_k: int = 50
-    # Only the likeliest tokens that together have this probability.
+    # Choose among the most likely tokens that together have this probability.
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
@@ -45,14 +44,14 @@ class Sampling:
 
 
 def sample(logits: np.ndarray, how: Sampling, random: np.random.Generator) -> int:
-    """The token that follows.
+    """Choose the next token.
 
     Args:
-        logits: [vocab], one row.
-        how: temperature first, then top_k, then top_p of what is left.
-        random: drawn from once, unless the temperature is 0.
-    Raises: ValueError where a logit is NaN or none is finite.
-    Exact: of equal logits the earlier token counts as the likelier.
+        logits: one row, [vocab].
+        how: applied in the order temperature, top_k, top_p.
+        random: used once, unless the temperature is 0.
+    Raises: ValueError if a logit is NaN or none is finite.
+    Exact: of equal logits the earlier token counts as more likely.
     Source: top_p is nucleus sampling, Holtzman et al. 2019, arXiv:1904.09751.
     """
     logits = np.asarray(logits, np.float64)
@@ -61,7 +60,7 @@ def sample(logits: np.ndarray, how: Sampling, random: np.random.Generator) -> in
     if how.temperature == 0:
         return int(logits.argmax())
     order = np.argsort(-logits, kind="stable")[: how.top_k or None]
-    with np.errstate(over="ignore"):  # of what is divided by next to nothing
+    with np.errstate(over="ignore"):  # for tiny temperatures
         weights = np.exp((logits[order] - logits[order[0]]) / how.temperature)
     below = np.cumsum(weights)
     kept = int(np.searchsorted(below, how.top_p * below[-1])) + 1
@@ -69,26 +68,26 @@ def sample(logits: np.ndarray, how: Sampling, random: np.random.Generator) -> in
     return int(order[np.searchsorted(below[:kept], random.random() * below[kept - 1], side="right")])
 
 
-# ---- generation ------------------------------------------------------------------------------------------
+# ---- generation ----
 
-#: How keys and values of earlier tokens are kept: in one piece, in pages, or not at all.
+#: Caches of keys and values: contiguous, paged, or none.
 CACHES = ("plain", "paged", "none")
-#: The token between files: what follows it belongs to another text.
+#: The token that separates files; it ends the text.
 END = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generated:
-    """What came after a prompt."""
+    """Generated text and its timing."""
 
     text: str
     tokens: tuple[int, ...]
-    # Whether the model ended the text by itself.
+    # True if the model ended the text itself.
     ended: bool
-    # Seconds that the prompt took, and seconds that all tokens after the first took.
+    # Seconds for the prompt, and seconds for all tokens after the first.
     prompt_seconds: float
     seconds: float
-    # What is worth knowing, a sentence each.
+    # Notes for the user, one sentence each.
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -99,7 +98,7 @@ class Generated:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A run's tokens; without a tokenizer each is a byte of UTF-8."""
+    """Tokens of a run; without a tokenizer each is a byte of UTF-8."""
 
     tokenizer: tokenizers.Tokenizer | None
 
@@ -129,17 +128,17 @@ def generate(
     """Continue a prompt with the newest checkpoint of a run, whichever framework trained it.
 
     Args:
-        run: the folder of a run.
-        prompt: text to go on from.
-        tokens: how many at most; the token between files ends the text before.
-        how: the rule that chooses tokens; None takes the defaults of `Sampling`.
-        seed: of the choice.
-        recipe: as the command line takes it; "" is the run's own, and of several the one that the checkpoint is of.
-        cache: one of `CACHES`. Where every row of an input is quantized by itself, a cache does not change the choice;
-            a scale per tensor depends on the other tokens in the tensor.
+        run: folder of a run.
+        prompt: text to continue.
+        tokens: maximum number of new tokens; the separator of files ends the text earlier.
+        how: rule that chooses tokens; None uses the defaults of `Sampling`.
+        seed: seed of the choice.
+        recipe: as on the command line; "" is the run's own, or that of the checkpoint if the run has several.
+        cache: one of `CACHES`. If a recipe quantizes every row independently, a cache does not change the text; a
+            per-tensor scale depends on the other tokens in the tensor.
         device: as `TrainConfig.device`.
-        emit: called with each piece of text as it comes, whole characters only.
-    Raises: ValueError for bad input, before the model is made.
+        emit: called with each piece of text, in whole characters.
+    Raises: ValueError for bad input, before the model is built.
     """
     config = replace(config_of(run), device=device)
     choose("cache", cache, CACHES)
@@ -165,10 +164,10 @@ def generate(
 
 
 def of_this_model(path: Path, config: TrainConfig, vocab: int) -> SavedCheckpoint:
-    """A checkpoint. Raises: CheckpointError if it is broken or its weights are those of another model."""
+    """Load a checkpoint. Raises: CheckpointError if it is broken or its weights are those of another model."""
     saved = checkpoint.load(path, {})
     wrong: list[str] = []
-    if config.optimizer == TORCH:  # else codes and bfloat16 are among them, and what is loaded is looked at then
+    if config.optimizer == TORCH:  # other optimizers also save codes and bfloat16, which are checked on loading
         wrong = differing("the model", saved.model, parameters(MODELS[config.model], vocab))
     if saved.state.get("model") != config.model:
         wrong = [f"it is one of {shown(saved.state.get('model'))}"]
@@ -187,7 +186,7 @@ def _continue(
     seed: int,
     emit: Callable[[str], None],
 ) -> Generated:
-    """The loop: logits of the tokens so far, a choice among them, and its text."""
+    """Generate token by token: logits, choice, text."""
     random = np.random.default_rng(seed)
     begun = time.perf_counter()
     logits = step(prompt)
@@ -200,7 +199,7 @@ def _continue(
             break
         new.append(token)
         text = vocabulary.decode(new)
-        if not text.endswith("\ufffd"):  # else a character is not whole yet
+        if not text.endswith("\ufffd"):  # else a character is incomplete
             emit(text[len(shown) :])
             shown = text
         if len(new) == tokens:
@@ -213,7 +212,7 @@ def _continue(
 
 
 def config_of(run: Path) -> TrainConfig:
-    """The options of a run. Raises: ValueError if the folder holds none, or no checkpoint yet."""
+    """Return the options of a run. Raises: ValueError if the folder has no run, or no checkpoint yet."""
     path = run / "config.toml"
     if not path.exists():
         raise ValueError(f"{run} holds no run; give the folder that quaver train wrote, such as runs/tiny-bf16-seed0")
@@ -223,14 +222,14 @@ def config_of(run: Path) -> TrainConfig:
 
 
 def in_force(run: Path, config: TrainConfig) -> Recipe:
-    """The recipe that a run's newest checkpoint was saved under."""
+    """Return the recipe under which a run's newest checkpoint was saved."""
     precision = Precision(config)
     precision.take_up(checkpoint.read_state(newest(run)))
     return precision.recipe
 
 
 def newest(run: Path) -> Path:
-    """The newest checkpoint of a run. Raises: ValueError if there is none."""
+    """Return the newest checkpoint of a run. Raises: ValueError if there is none."""
     path = checkpoint.latest(run)
     if path is None:
         raise ValueError(f"the run {run} has no checkpoint yet; train it on with: quaver train --out {run} --resume")
@@ -238,7 +237,9 @@ def newest(run: Path) -> Path:
 
 
 def check_length(config: TrainConfig, prompt: int, tokens: int) -> tuple[str, ...]:
-    """Check that prompt and tokens fit the model; returns notes for the user. Raises: ValueError if they do not fit."""
+    """Check the lengths of prompt and text; returns notes for the user. Raises: ValueError if they do not fit
+    the model.
+    """
     positions = max(MODELS[config.model].positions, config.sequence)
     if prompt == 0:
         raise ValueError("the prompt is empty; give some text to go on from with --prompt")

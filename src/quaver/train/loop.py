@@ -1,4 +1,4 @@
-"""Options that have no effect in a run as it is configured: each is said in a sentence, since nothing else shows it."""
+"""The training loop and what it needs: warnings for options without effect, signals, recipe schedule, and saving."""
 
 import copy
 import math
@@ -30,11 +30,11 @@ from quaver.train.mesh import ProcessGroup, rank, same, world
 from quaver.train.metrics import Metrics, Record, Tracker, losses, read, validation_losses
 from quaver.train.resume import FORM, STATES, keeps_codes, take_up
 
-# ---- idle ------------------------------------------------------------------------------------------------
+# ---- options without effect ----
 
-#: By option, what says why it has no effect on so many ranks, or "".
+#: By option, a function of config and number of ranks that returns why it has no effect, or "".
 IDLE: Mapping[str, Callable[[TrainConfig, int], str]] = {
-    # A comparison has read its text and learnt its tokens before.
+    # A comparison has tokenized its text before.
     "vocab": lambda config, ranks: (
         f"tokens is {shown(config.tokens)}, which learns none"
         if config.tokens != "bpe" and not data.is_one(config.text)
@@ -54,7 +54,7 @@ IDLE: Mapping[str, Callable[[TrainConfig, int], str]] = {
 
 
 def sentences(config: TrainConfig, ranks: int) -> Iterator[str]:
-    """One for each option that was given another value than its own and has no effect."""
+    """Yield a sentence for each option that has no effect although it differs from its default."""
     for field in fields(config):
         value = getattr(config, field.name)
         why = IDLE[field.name](config, ranks) if field.name in IDLE and value != field.default else ""
@@ -63,20 +63,20 @@ def sentences(config: TrainConfig, ranks: int) -> Iterator[str]:
 
 
 def say(config: TrainConfig, ranks: int) -> None:
-    """Warn of each."""
+    """Warn of each option without effect."""
     for sentence in sentences(config, ranks):
         warnings.warn(sentence, stacklevel=3)
 
 
-# ---- interrupt -------------------------------------------------------------------------------------------
+# ---- signals ----
 # Ctrl-C, a scheduler's SIGTERM or a closed terminal's SIGHUP lets a run finish its step and save.
 #
-# A second Ctrl-C stops at once, but not with several ranks, to which torchrun sends each signal once more. Under nohup,
-# which has SIGHUP ignored, it stays ignored.
+# A second Ctrl-C stops immediately, except with several ranks, to which torchrun sends each signal again. Under nohup,
+# SIGHUP stays ignored.
 
 
 class Interrupted(Exception):
-    """A run was asked to stop and did; `exit_code` is the shell's for that signal (130 for Ctrl-C)."""
+    """A run was stopped by a signal; `exit_code` is the shell's code for that signal (130 for Ctrl-C)."""
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
@@ -84,10 +84,10 @@ class Interrupted(Exception):
 
 
 class Interrupt:
-    """While entered, notes the first signal in `number`; a thread that is not the main one is left alone.
+    """Context manager that records the first signal in `number`; does nothing outside the main thread.
 
     Args:
-        patient: note a second signal, too, where otherwise it does what it would without this.
+        patient: also ignore a second signal, which otherwise has its default effect.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
@@ -114,23 +114,24 @@ class Interrupt:
 
 
 def ignored_on_purpose(number: int) -> bool:
-    """Whether a signal is ignored as nohup has it; a shell's background jobs ignore SIGINT, which is to be noted."""
+    """True if a signal is ignored as under nohup. SIGINT does not count: shells ignore it in background jobs."""
     return number != signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN
 
 
-# ---- precision -------------------------------------------------------------------------------------------
-# Which recipe a run's steps are under: the schedule of its parts, through its steps, records and checkpoints.
+# ---- recipe schedule ----
+# The recipe of each step, in records and checkpoints.
 
-#: The entry of a checkpoint's state.
+#: Entry in a checkpoint's state.
 STATE = "schedule"
 
 
 class Precision:
-    """The recipes of a run; every rank calls every method.
+    """Recipe schedule of a run; every rank must call every method.
 
     Args:
-        recipe: a Recipe in place of the schedule that `config.recipe` spells.
-    Raises: ValueError if that cannot be read, or a part of it would have no step.
+        config: options of the run.
+        recipe: a Recipe to use instead of `config.recipe`.
+    Raises: ValueError if that cannot be parsed, or a phase would have no step.
     """
 
     def __init__(self, config: TrainConfig, recipe: Recipe | None = None) -> None:
@@ -140,19 +141,18 @@ class Precision:
 
     @property
     def recipes(self) -> list[Recipe]:
-        """Of all parts."""
+        """Recipes of all phases."""
         return list(dict.fromkeys(part.recipe for part in self.schedule.parts))
 
     @property
     def recipe(self) -> Recipe:
-        """The one in force."""
+        """The recipe of the current phase."""
         return self.schedule.recipe
 
     def take_up(self, saved: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint's state: in the part that it was saved in, or where the run has other parts since, in
-        the one of its next step.
+        """Continue from a checkpoint: in its phase, or in the phase of the next step if the recipe option has changed.
 
-        Raises: CheckpointError if the state is none.
+        Raises: CheckpointError if the saved state is invalid.
         """
         config, step, state = saved.get("config"), saved["step"], saved.get(STATE)
         if state is not None and isinstance(config, Mapping) and config.get("recipe") == self.config.recipe:
@@ -170,45 +170,46 @@ class Precision:
         self.schedule.part = ahead.part
 
     def begin(self, step: int, trained: Learner) -> None:
-        """Give the model the recipe of a step, where that is another part's."""
+        """Switch the model to the recipe of a step if a new phase begins."""
         before = self.schedule.part
         recipe = self.schedule.at(step, lr=lr_at(step, self.config))
         if self.schedule.part != before:
             trained.take(recipe)
 
     def saw(self, record: Record, ranks: ProcessGroup) -> Record:
-        """A step's record with the part that was in force, counted from 1, if there are several.
+        """Report a step's loss to the schedule, and return the record with the number of the phase if there are
+        several.
 
-        Ranks sum in other orders, and decide by the first one's loss.
+        Losses differ between ranks in rounding, so all use that of the first rank.
         """
         self.schedule.saw(ranks.given(record["loss"]) if self.schedule.by_loss else record["loss"])
         return record if len(self.schedule.parts) == 1 else {**record, "part": self.schedule.part + 1}
 
     def state(self) -> dict[str, Any]:
-        """An entry of a checkpoint's state."""
+        """Return the schedule's entry for a checkpoint's state."""
         return {STATE: self.schedule.state_dict()}
 
 
-# ---- saving ----------------------------------------------------------------------------------------------
-# Saving a run: by its one process, or by every rank its own part of one folder that the first rank seals.
+# ---- saving ----
+# A single process saves the whole state; several ranks write their shards into one folder that the first rank
+# completes.
 #
-# Several ranks may go on meanwhile, with `async_save`: what they write is a copy, and a save begins when the one before
-# has ended.
+# With `async_save`, training continues while a copy is written; the next save waits for the previous one.
 
 
 class Saver:
-    """Writes the checkpoints of a run; every rank calls every method."""
+    """Writes the checkpoints of a run; every rank must call every method."""
 
     def __init__(self, trained: Learner, ranks: ProcessGroup, folder: Path, config: TrainConfig) -> None:
         self.trained, self.ranks, self.folder, self.config = trained, ranks, folder, config
-        #: Waits for the save that has begun, and raises its error.
+        #: Function that waits for the save in progress and raises its error.
         self.pending: Callable[[], object] = nothing
         self.threads = ThreadPoolExecutor(1, "saving")
 
     def save(self, step: int, state: dict[str, Any]) -> Path:
-        """Write the checkpoint of a step, or begin to, and return its folder; see `checkpoint.save`.
+        """Write the checkpoint of a step, or start to, and return its folder; see `checkpoint.save`.
 
-        Raises: CheckpointError if it cannot be written, or the one before could not; those before them stay.
+        Raises: CheckpointError if this or the previous checkpoint cannot be written; earlier ones are kept.
         """
         self.finish()
         if self.ranks.number == 1:
@@ -228,7 +229,7 @@ class Saver:
         return self.folder / checkpoint.name_of(step)
 
     def finish(self) -> None:
-        """Wait for the save that has begun, if any. Raises: CheckpointError if it could not be written."""
+        """Wait for the save in progress, if any. Raises: CheckpointError if it could not be written."""
         pending, self.pending = self.pending, nothing
         if pending is not nothing:
             pending()
@@ -236,42 +237,42 @@ class Saver:
 
 
 def nothing() -> None:
-    """Of a run that saves nothing just now."""
+    """Placeholder if no save is in progress."""
 
 
 def sealed(sealing: ExitStack, written: Callable[[], None]) -> None:
-    """Wait until all ranks' parts are written; the first rank then gives the checkpoint its place."""
+    """Wait until all ranks have written their shards; the first rank then completes the checkpoint."""
     with sealing:
         written()
 
 
-# ---- loop ------------------------------------------------------------------------------------------------
-# The training loop, to be read from top to bottom: set up, step, validate, save, stop.
+# ---- loop ----
+# Set up, step, validate, save, stop.
 
-#: What a run's folder holds besides checkpoints; the last is the command line's.
+#: Files in a run's folder besides checkpoints; the command line writes the last.
 FILES = ("config.toml", "metrics.jsonl", "tokenizer.json", trackers.ID, "loss.png")
 
-#: Seconds after which a shared disk shows every rank a new file; NFS takes up to 30 by itself.
+#: Seconds to wait for a file to appear on a shared disk; NFS alone may take up to 30.
 LATE = 45.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """What a finished run leaves behind."""
+    """Results of a finished run."""
 
     # The run's folder: config.toml, metrics.jsonl, step-* and, with bpe, tokenizer.json.
     folder: Path
-    # Training loss by step, and validation loss by the step that it was taken after.
+    # Training loss by step, and validation loss by the step before it.
     losses: dict[int, float]
     validation_losses: dict[int, float]
-    # The trained model: PyTorch's `Decoder`, converted and on its device, or JAX's `Model`.
+    # The trained model: PyTorch's converted `Decoder` on its device, or JAX's `Model`.
     model: Any
-    # What the recipe was applied to; its str is a report.
+    # Report of the conversion; its str lists the converted layers.
     conversion: Any
 
     @property
     def validation_loss(self) -> float:
-        """The one after the last step."""
+        """Validation loss after the last step."""
         return self.validation_losses[max(self.validation_losses)]
 
 
@@ -285,17 +286,19 @@ def run_training(
     """Train one model.
 
     Args:
-        config: every option of the run.
-        recipe: a Recipe to use in place of the one that `config.recipe` names.
-        resume: go on from the run's newest checkpoint; the losses are those of a run never stopped. "auto" does so
-            where the folder holds a run, and begins one elsewhere: what a restarted process of torchrun needs.
-        watch: called with each record as it is written to metrics.jsonl, by the first of several ranks alone.
-    Warns: of each option that has no effect in the run as it is configured.
+        config: all options of the run.
+        recipe: a Recipe to use instead of the one named by `config.recipe`.
+        resume: continue from the run's newest checkpoint, with the losses of an uninterrupted run. "auto" does so if
+            the folder has a run and starts a new one otherwise, as a restarted process of torchrun needs.
+        watch: called with each record written to metrics.jsonl, on the first rank only.
+    Returns:
+        Losses, the trained model and its folder.
+    Warns: for each option that has no effect in this run.
     Raises:
-        Told: with several ranks, where another one has said why the run ends.
-        ValueError: an option, the text or a checkpoint is bad, the folder is in use or cannot be written, or something
-            became NaN (NonFiniteError).
-        Interrupted: Ctrl-C, SIGTERM or SIGHUP, once the step was finished and saved.
+        OtherRankFailed: with several ranks, if another rank has reported the error.
+        ValueError: an option, the text or a checkpoint is bad, the folder is in use or cannot be written, or a number
+            is not finite (NonFiniteError).
+        Interrupted: Ctrl-C, SIGTERM or SIGHUP, after the step was finished and saved.
     """
     precision = Precision(config, recipe)
     for each in precision.recipes:
@@ -317,12 +320,12 @@ def as_rank(
     resume: bool | Literal["auto"],
     watch: Callable[[Record], None],
 ) -> TrainResult:
-    """A run as one of its ranks sees it; the first alone holds the folder and writes into it."""
+    """Run training as one rank; only the first rank locks the folder and writes into it."""
     folder = folder_of(config)
     with files.held(folder, "training") if ranks.first else nullcontext():
         same(ranks, "--resume", resume)
         if resume == "auto":
-            # The first rank's choice, before it writes anything there.
+            # Decided by the first rank before it writes there.
             resume = bool(ranks.given((folder / "config.toml").exists()))
         if ranks.first:
             check_folder(folder, resume)
@@ -334,7 +337,7 @@ def as_rank(
             memory.check(config, tokens.vocab, ranks.number)
         facts = {"model": config.model, "seed": config.seed, "text": tokens.fingerprint}
         start = 0
-        # The first rank's choice: a shared disk may show another one an older list.
+        # Decided by the first rank, since a shared disk may show other ranks an outdated list.
         last, codes = ranks.given((path := checkpoint.latest(folder)) and path.name) if resume else None, True
         if last:
             precision.take_up(checkpoint.read_state(folder / last))
@@ -371,7 +374,7 @@ def go_on(
     log: "RunLog | Silent",
     interrupt: Interrupt,
 ) -> None:
-    """The steps after `start`: train, validate, save, stop."""
+    """Run the steps after `start`: train, validate, save, stop."""
     saver = Saver(trained, ranks, folder_of(config), config)
     held_out = validation_batches(tokens.validation, config)
     with kept(saver, config):
@@ -395,25 +398,27 @@ def go_on(
                 message = f"stopped after step {step} of {config.steps}, saved as {path}; go on with --resume"
                 raise Interrupted(message, stop)
         saver.finish()
-        # The record may have been lost after the checkpoint was saved.
+        # The record may be missing if the run was interrupted after the checkpoint was saved.
         if ranks.given(config.steps not in validation_losses(log.records)):
             log(validation(trained, held_out, config.steps))
 
 
 @contextmanager
 def kept(saver: Saver, config: TrainConfig) -> Iterator[None]:
-    """Where numbers stop a run, which all ranks see, end the save that has begun, and say what it can go on from."""
+    """On a NonFiniteError, which all ranks raise, finish the save in progress and name the checkpoint to
+    resume from.
+    """
     try:
         yield
     except NonFiniteError as error:
-        with suppress(CheckpointError, OSError):  # the one before is what is there then
+        with suppress(CheckpointError, OSError):  # then the previous checkpoint is the newest
             saver.finish()
         last = checkpoint.last_good(folder_of(config))
         raise NonFiniteError(f"{error}; {last}; try a smaller --lr, more --warmup or another --recipe") from error
 
 
 class Silent:
-    """Writes nothing, on ranks that are not the first."""
+    """Collects records without writing them, on ranks other than the first."""
 
     def __init__(self) -> None:
         self.records: list[Record] = []
@@ -423,7 +428,7 @@ class Silent:
 
 
 class RunLog:
-    """Writes a run's records, with the time that the run has taken, and shows them to trackers and `watch`."""
+    """Writes a run's records with the elapsed time, and passes them to trackers and `watch`."""
 
     def __init__(self, metrics: Metrics, tracked: Sequence[Tracker], watch: Callable[[Record], None]) -> None:
         self.folder = metrics.path.parent
@@ -433,7 +438,7 @@ class RunLog:
         self.begun = time.perf_counter() - metrics.seconds
 
     def __call__(self, record: Record) -> None:
-        """Raises: ValueError if it cannot be written, or the run's folder is not where it was."""
+        """Write a record. Raises: ValueError if it cannot be written, or the run's folder was moved."""
         try:
             self.metrics.append({**record, "seconds": round(time.perf_counter() - self.begun, 3)})
         except FileNotFoundError as error:
@@ -451,7 +456,7 @@ class RunLog:
 
 
 def train_step(trained: Learner, batch: np.ndarray, step: int, config: TrainConfig) -> Record:
-    """One update from batch int64 [accumulate, B, S + 1]; returns its record.
+    """Run one update on a batch int64 [accumulate, B, S + 1]; returns its record.
 
     Raises: NonFiniteError if the loss or the gradient is not finite; nothing was updated then.
     """
@@ -475,7 +480,7 @@ def train_step(trained: Learner, batch: np.ndarray, step: int, config: TrainConf
 
 
 def validate(trained: Learner, batches: np.ndarray, step: int) -> float:
-    """Mean loss over batches int64 [n, B, S + 1], in nats a token.
+    """Return the mean loss over batches int64 [n, B, S + 1], in nats per token.
 
     Raises: NonFiniteError if it is not finite.
     """
@@ -487,7 +492,7 @@ def validate(trained: Learner, batches: np.ndarray, step: int) -> float:
 
 
 def validation(trained: Learner, batches: np.ndarray, step: int) -> Record:
-    """The record of `validate`."""
+    """Run `validate` and return its record."""
     return {"step": step, "validation_loss": validate(trained, batches, step), **trained.said}
 
 
@@ -496,7 +501,7 @@ def due(step: int, every: int) -> bool:
 
 
 def folder_of(config: TrainConfig) -> Path:
-    """The run's folder: `config.out`, or a name made of what distinguishes a run."""
+    """Return the run's folder: `config.out`, or a name made of the options that distinguish a run."""
     framework = "" if config.framework == "torch" else f"-{config.framework}"
     optimizer = "" if config.optimizer == TORCH else f"-{config.optimizer}"
     name = f"{config.model}-{recipe_name.folder(config.recipe)}{framework}{optimizer}-seed{config.seed}"
@@ -504,7 +509,9 @@ def folder_of(config: TrainConfig) -> Path:
 
 
 def check_folder(folder: Path, resume: bool) -> None:
-    """Raise a ValueError if a folder has the name of one of the run's files, or a run would be written over."""
+    """Raise a ValueError if the folder has a run that would be overwritten, lacks one to resume, or a file
+    name is taken.
+    """
     files.check_places(folder, FILES)
     has_run = bool(read(folder / "metrics.jsonl") or checkpoint.all_in(folder))
     if has_run and not resume:
@@ -514,7 +521,7 @@ def check_folder(folder: Path, resume: bool) -> None:
 
 
 def see(folder: Path, ranks: ProcessGroup, timeout: int) -> None:
-    """Raise a ValueError on ranks that do not see the folder of the first one, into which all will write."""
+    """Raise a ValueError on ranks that do not see the first rank's folder, into which all will write."""
     end = time.monotonic() + min(LATE, timeout / 2 or LATE)
     while not files.marked(folder):
         if time.monotonic() > end:
@@ -523,11 +530,11 @@ def see(folder: Path, ranks: ProcessGroup, timeout: int) -> None:
                 "disk that all ranks share, and start them in one folder"
             )
         time.sleep(0.1)
-    ranks.wait()  # so that no rank goes on before all have looked
+    ranks.wait()  # all ranks must have checked before one continues
 
 
 def prepare(folder: Path, config: TrainConfig, tokens: TokenizedText) -> None:
-    """Make the run's folder, with what it takes to run it again."""
+    """Create the run's folder with its configuration and tokenizer."""
     files.write(folder / "config.toml", to_toml(replace(config, out=str(folder))))
     if tokens.tokenizer is not None:
         files.write(folder / "tokenizer.json", tokens.tokenizer.to_str(pretty=True))

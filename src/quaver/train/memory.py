@@ -1,6 +1,7 @@
-"""How much memory a run needs at least, and how much there is: what cannot fit is said before it is tried.
+"""Parameter shapes and initial values of a decoder, memory estimates, and Hugging Face names, for all frameworks.
 
-The estimate is a lower bound: what it refuses cannot run; what it lets pass may still run out, which is a sentence too.
+The memory estimate is a lower bound. A run that it rejects cannot fit; a run that it accepts may still run out of
+memory, which is then reported in one sentence.
 """
 
 import math
@@ -20,36 +21,38 @@ from quaver.train import config as recipe_name
 from quaver.train.config import TrainConfig
 from quaver.train.model_config import MODELS, ModelConfig
 
-# ---- parameter table -------------------------------------------------------------------------------------
-# A model's parameters in no framework's terms: names, shapes, order and initial values.
+# ---- parameters ----
+# Names, shapes, order and initial values of a model's parameters.
 #
-# Both frameworks train the same decoder from the same weights, under the same names: a checkpoint of one is the
-# other's.
+# Both frameworks train the same decoder from the same weights under the same names, so that they can load each other's
+# checkpoints.
 
-#: Rows of the embedding are a multiple of it.
+#: Number of rows of the embedding is a multiple of this.
 WORDS = 32
-#: What a mixer has of each head: the bias of its steps, the logarithm of its decay, and what its input adds itself.
+#: Per-head parameters of a Mamba mixer: bias of its steps, logarithm of its decay, and skip weight of its input.
 OF_HEADS = ("dt_bias", "A_log", "D")
-#: Steps and decays of a mixer begin between these, steps evenly on a logarithmic scale (arXiv:2405.21060).
+#: Ranges of a mixer's initial steps, uniform on a logarithmic scale, and decays (arXiv:2405.21060).
 STEPS, DECAYS = (1e-3, 1e-1), (1.0, 16.0)
 #: Matrices that write to the residual stream.
 LAST = (".o_proj.weight", ".down_proj.weight", ".out_proj.weight")
 
 
 def padded(vocab: int) -> int:
-    """Rows of the embedding for so many tokens."""
+    """Return the number of embedding rows for a vocabulary."""
     return math.ceil(vocab / WORDS) * WORDS
 
 
 def flat(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns: matrices of experts lie one below the other."""
+    """Return rows and columns; the matrices of experts are stacked along rows."""
     *rows, columns = shape
     return math.prod(rows), columns
 
 
 def matrices(config: ModelConfig, layer: int = 0) -> dict[str, dict[str, tuple[int, ...]]]:
-    """The matrices of a layer that recipes quantize, by its parts: [out, in] by name, in order of computation; of
-    experts [experts, out, in]."""
+    """Return the quantizable matrices of a layer by block: shapes [out, in] by name, in order of computation.
+
+    The matrices of experts are [experts, out, in].
+    """
     dim, parts = config.dim, dict[str, dict[str, tuple[int, ...]]]()
     kind = config.kind(layer)
     if kind.startswith("state"):
@@ -97,8 +100,10 @@ def _mlp(config: ModelConfig, hidden: int) -> dict[str, tuple[int, ...]]:
 
 
 def projections(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The matrices between embedding and head, which recipes quantize: [out, in] by name, in order of computation; of
-    experts [experts, out, in]."""
+    """Return the quantizable matrices between embedding and head: shapes [out, in] by name, in order of computation.
+
+    The matrices of experts are [experts, out, in].
+    """
     return {
         f"layers.{layer}.{part}.{name}": shape
         for layer in range(config.layers)
@@ -108,7 +113,7 @@ def projections(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def parameters(config: ModelConfig, vocab: int) -> dict[str, tuple[int, ...]]:
-    """Every parameter's shape by name, in PyTorch's order."""
+    """Return every parameter's shape by name, in PyTorch's order."""
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (padded(vocab), config.dim)}
     for layer in range(config.layers):
         shapes |= {f"layers.{layer}.{name}": shape for name, shape in _layer(config, layer).items()}
@@ -139,14 +144,14 @@ def _layer(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
 
 
 def _mixer(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """What a mixer has before its first matrix."""
+    """Return the shapes of a mixer's parameters before its first matrix."""
     assert config.state is not None
     own = {f"mixer.{name}": (config.state.heads,) for name in OF_HEADS}
     return own | _norm(config, "mixer.norm")
 
 
 def _after(config: ModelConfig, part: str, name: str) -> dict[str, tuple[int, ...]]:
-    """Norms, and a convolution, that stand behind a matrix."""
+    """Return the shapes of norms and a convolution that follow a matrix."""
     if name == "v_proj" and config.qk_norm:
         return {f"{part}.{which}.weight": (config.head_dim,) for which in ("q_norm", "k_norm")}
     if config.latent is not None and name in ("q_down_proj", "kv_down_proj"):
@@ -165,12 +170,12 @@ def _norm(config: ModelConfig, name: str) -> dict[str, tuple[int, ...]]:
 
 
 def initial(config: ModelConfig, vocab: int, seed: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Every parameter's first value in float32: of the sizes and the seed, and of nothing else.
+    """Yield every parameter's initial value in float32, a function of sizes and seed only.
 
-    Norms do nothing and biases are 0. Matrices are normal with variance 1 / dim; what writes to the residual stream is
-    sqrt(2 layers) smaller, and an embedding that is not the head as well has variance 1: the stream then begins as
-    large as the norms make it, and what a quantized layer adds to it, error included, is small beside it. A mixer's
-    steps and decays are drawn as Mamba-2 draws them.
+    Norms are the identity and biases 0. Matrices are normal with variance 1 / dim; those that write to the residual
+    stream are smaller by sqrt(number of residual blocks). An untied embedding has variance 1, so that the residual
+    stream starts at the scale of the norms. Contributions of quantized layers, and their errors, are then small
+    relative to it. A mixer's steps and decays are drawn as in Mamba-2.
     """
     random = np.random.default_rng(seed)
     for name, shape in parameters(config, vocab).items():
@@ -186,22 +191,22 @@ def initial(config: ModelConfig, vocab: int, seed: int) -> Iterator[tuple[str, n
 
 
 def _of_heads(name: str, drawn: np.ndarray) -> np.ndarray:
-    """First values of a mixer's heads, of numbers between 0 and 1."""
+    """Return initial values of a mixer's heads from random numbers in [0, 1)."""
     if name == "A_log":
         low, high = DECAYS
         return np.log(low + (high - low) * drawn).astype(np.float32)
     low, high = map(math.log, STEPS)
     steps = np.exp(low + (high - low) * drawn)
-    # softplus of it is the step.
+    # Inverse of softplus, which is applied to get the step.
     return (steps + np.log(-np.expm1(-steps))).astype(np.float32)
 
 
 def deviation(name: str, shape: tuple[int, ...], config: ModelConfig) -> float:
-    """The standard deviation of a matrix's first values."""
+    """Return the standard deviation of a matrix's initial values."""
     if name == "embedding.weight" and not config.tied:
         return 1.0
     if name.endswith(("conv1d.weight", "q_up_proj.weight", "kv_up_proj.weight")):
-        # Of what each output reads.
+        # 1 / sqrt(fan-in).
         return float(shape[-1] ** -0.5)
     std = config.dim**-0.5
     if name.endswith(LAST):
@@ -209,11 +214,11 @@ def deviation(name: str, shape: tuple[int, ...], config: ModelConfig) -> float:
     return float(std)
 
 
-# ---- memory ----------------------------------------------------------------------------------------------
+# ---- memory ----
 
-#: Where Linux writes the limit of a container, version 2 and version 1.
+#: Linux files with a container's memory limit, for cgroup versions 2 and 1.
 CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-#: How frameworks say that memory ran out.
+#: Phrases in framework errors that mean out of memory.
 WORDS_MEMORY = (
     "can't allocate memory",
     "not enough memory",
@@ -224,14 +229,14 @@ WORDS_MEMORY = (
 
 
 def available() -> int:
-    """Bytes that this process may have in all: of the machine, of its container and by its own limit."""
+    """Return the memory limit of this process in bytes: of the machine, its container and its own limit."""
     limits = [1 << 62]
     if hasattr(os, "sysconf"):
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     for path in CGROUPS:
         with suppress(OSError, ValueError):
             limits.append(int(Path(path).read_text(encoding="ascii")))
-    with suppress(ImportError):  # not on Windows
+    with suppress(ImportError):  # not available on Windows
         import resource
 
         limits += [limit for limit in resource.getrlimit(resource.RLIMIT_AS)[:1] if limit != resource.RLIM_INFINITY]
@@ -241,10 +246,15 @@ def available() -> int:
 def trained(
     sizes: ModelConfig, vocab: int, optimizer: str, recipe: Recipe, dtype: str, codes: bool = True
 ) -> Footprint:
-    """What a model's weights take in training, with their gradients and all that the optimizer keeps.
+    """Return the memory of a model's weights, gradients and optimizer states in training.
 
     Args:
-        codes: as `Chosen.weights` takes it.
+        sizes: architecture.
+        vocab: size of the vocabulary.
+        optimizer: name of the optimizer.
+        recipe: recipe of the run.
+        dtype: dtype of the run.
+        codes: as in `OptimizerChoice.weights`.
     """
     chosen = optimizer_name.find(optimizer)
     layers, kept = projections(sizes), chosen.weights(recipe, dtype, codes)
@@ -254,11 +264,11 @@ def trained(
         of_layer = name.removesuffix(".weight") in layers
         moments = chosen.moments[0 if of_layer else 1]
         of_codes = of_layer and kept == "codes"
-        # No Linear holds a router or a convolution.
+        # Routers and convolutions are not Linear layers.
         apart = name == "embedding.weight" or name.endswith(("router.weight", "conv1d.weight"))
         small = len(shape) < 2 or (number < SMALL and not of_codes) or name == "embedding.weight"
         if chosen.preset is None or small:
-            # A small matrix of a layer or head is a bfloat16 weight all the same.
+            # A small matrix of a layer or head is still stored in bfloat16.
             narrow = len(shape) > 1 and not apart and chosen.others(dtype) == "bfloat16"
             own = of_matrix(PRESETS["float32"], flat(shape), "bfloat16", None, moments) if narrow else None
             whole += own or plain(number, moments)
@@ -274,8 +284,8 @@ def trained(
 def check(config: TrainConfig, vocab: int, ranks: int = 1) -> None:
     """Raise a ValueError if training on a CPU needs more memory than there is.
 
-    A micro-batch needs its ids, its logits and their gradient, and of every layer at least its input; each of several
-    ranks has a part of it, and of the weights.
+    A micro-batch needs at least its ids, its logits and their gradient, and the input of every layer. Several ranks
+    share this and the weights.
     """
     sizes = MODELS[config.model]
     first, *later = recipe_name.parts(config.recipe)
@@ -298,7 +308,7 @@ def size(bytes: int) -> str:
 
 @contextmanager
 def told(what: str) -> Iterator[None]:
-    """Turn running out of memory into a ValueError that says what to make smaller."""
+    """Turn out-of-memory errors into a ValueError that suggests what to reduce."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -307,12 +317,12 @@ def told(what: str) -> Iterator[None]:
         raise
 
 
-# ---- huggingface -----------------------------------------------------------------------------------------
-# What a trained decoder is called among Hugging Face's models, whose names and configuration servers know.
+# ---- Hugging Face ----
+# Names and configuration of a trained decoder as one of Hugging Face's models, which inference servers support.
 #
-# Llama, Mistral and Qwen3 are decoders of the same parts. Other families keep the trainer's own names.
+# Llama, Mistral and Qwen3 have the same blocks. Other families keep the trainer's names.
 
-#: The trainer's names that differ, as patterns, and Hugging Face's.
+#: Patterns of the trainer's names, and their replacements.
 NAMES = (
     (r"^embedding\.", "model.embed_tokens."),
     (r"^norm\.", "model.norm."),
@@ -322,7 +332,7 @@ NAMES = (
     (r"^(layers\.\d+)\.attention\.", r"model.\1.self_attn."),
     (r"^(layers\.\d+)\.mlp\.", r"model.\1.mlp."),
 )
-#: What all three have alike; all else is sizes.
+#: Fields that must have these values for the three families; all else is sizes.
 PLAIN = {
     "normalization": "RMSNorm",
     "zero_centered": False,
@@ -339,7 +349,7 @@ PLAIN = {
 
 
 def family(config: ModelConfig) -> str:
-    """The model's type among Hugging Face's, or "" for one that has none of the three."""
+    """Return the model's type in Hugging Face's names, or "" if it is none of the three."""
     if (
         config.unusual
         or any(getattr(config, name) != value for name, value in PLAIN.items())
@@ -352,7 +362,7 @@ def family(config: ModelConfig) -> str:
 
 
 def renamed(name: str, config: ModelConfig) -> str:
-    """A parameter's name there; the trainer's own where there is none."""
+    """Return a parameter's Hugging Face name, or the trainer's own if the family has none."""
     if not family(config):
         return name
     for pattern, replacement in NAMES:
@@ -363,11 +373,12 @@ def renamed(name: str, config: ModelConfig) -> str:
 
 
 def configuration(config: ModelConfig, vocab: int, positions: int) -> dict[str, Any]:
-    """What config.json says of a model.
+    """Return the contents of config.json for a model.
 
     Args:
-        vocab: tokens that there are.
-        positions: most tokens at once.
+        config: architecture.
+        vocab: size of the vocabulary.
+        positions: maximum sequence length.
     """
     kind = family(config)
     if not kind:
@@ -391,9 +402,9 @@ def configuration(config: ModelConfig, vocab: int, positions: int) -> dict[str, 
         "rope_parameters": rope,
         "tie_word_embeddings": config.tied,
         "attention_bias": False,
-        # Token 0 stands between texts.
+        # Token 0 separates texts.
         "bos_token_id": 0,
         "eos_token_id": 0,
     }
-    # A window counts the query's own token there.
+    # There, a window includes the query's own token.
     return shared | ({"sliding_window": config.windows[0] + 1} if kind == "mistral" else {})

@@ -1,6 +1,6 @@
-"""How many ranks of a run share what, in no framework's terms, and whether model, batch and recipe divide so.
+"""Ranks of a run and how they divide its work, independent of the framework; checks of model, batch and recipe.
 
-Ranks are numbered so that those of tensor parallelism, which say the most to one another, are neighbours.
+Ranks of tensor parallelism, which communicate most, have consecutive numbers.
 """
 
 import math
@@ -13,49 +13,47 @@ from quaver.train.config import ORDERS, TrainConfig, stages_each
 from quaver.train.memory import WORDS
 from quaver.train.model_config import MODELS
 
-# ---- ranks -----------------------------------------------------------------------------------------------
-# The processes of one run, in no framework's terms: who this one is, and what they settle between them.
-#
-# torchrun, or a scheduler in its place, says it in the environment: RANK, WORLD_SIZE and LOCAL_RANK.
+# ---- ranks ----
+# The processes of one run. torchrun, or a scheduler in its place, sets RANK, WORLD_SIZE and LOCAL_RANK.
 
 
 class OtherRankFailed(Exception):
-    """The run ends, and another rank has said why."""
+    """Raised on ranks that stop because another rank has reported an error."""
 
 
 class RankError(ValueError):
-    """What a rank that is not the first has met, and no other: its number stands before the sentence."""
+    """An error on a single rank other than the first; its message starts with the rank's number."""
 
 
 class ProcessGroup(Protocol):
-    """The ranks of a run as the loop sees them."""
+    """Interface of the ranks of a run, for the training loop."""
 
     @property
     def number(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
 
     @property
     def first(self) -> bool:
-        """Whether this is the one that writes files and shows progress."""
+        """True on the rank that writes files and shows progress."""
 
     def wait(self) -> None:
-        """Go on once every rank has come here."""
+        """Barrier: return once every rank has called it."""
 
     def largest(self, value: int) -> int:
-        """The largest of every rank's."""
+        """Return the maximum of every rank's value."""
 
     def given(self, value: Any) -> Any:
-        """What the first rank gives; small, of Python's own types."""
+        """Broadcast the first rank's value, a small object of Python's built-in types."""
 
     def at(self, step: int, phase: str) -> None:
-        """Say where this rank is, for those that wait for it."""
+        """Record where this rank is, for error messages of ranks that wait for it."""
 
     def done(self) -> Mapping[str, float]:
-        """What ranks did since `at`, for a record: their seconds, which is the slowest, what they sent."""
+        """Return statistics since the last `at` for a record: seconds of ranks, the slowest rank, bytes sent."""
 
 
 class SingleProcess:
-    """A run of a single process."""
+    """The interface for a run of a single process."""
 
     number = 1
     first = True
@@ -77,25 +75,25 @@ class SingleProcess:
 
 
 def same(ranks: ProcessGroup, what: str, value: Any) -> None:
-    """Raise a ValueError on the ranks whose value is not the first one's."""
+    """Raise a ValueError on ranks whose value differs from the first rank's."""
     first = ranks.given(value)
     if value != first:
         raise ValueError(f"this rank has {what} {value!r}, and the first one {first!r}; give every rank the same")
-    ranks.wait()  # so that no rank goes on before all have looked
+    ranks.wait()  # all ranks must have compared before one continues
 
 
 def rank() -> int:
-    """This process's number as the environment says it; 0 where it says nothing."""
+    """Return this process's rank from the environment, or 0."""
     return _of_environment("RANK", 0) if "WORLD_SIZE" in os.environ else 0
 
 
 def speaks() -> bool:
-    """Whether this process says what it has met before the ranks have: the first of each machine, which has its own."""
+    """True if this process prints errors before the process group exists: the first rank of each machine."""
     return rank() == 0 or _of_environment("LOCAL_RANK", 0) == 0
 
 
 def world() -> int:
-    """How many processes the environment speaks of: 1 where it says nothing."""
+    """Return the number of processes from the environment, or 1."""
     return _of_environment("WORLD_SIZE", 1) if "RANK" in os.environ else 1
 
 
@@ -106,26 +104,26 @@ def _of_environment(name: str, default: int) -> int:
     return int(text)
 
 
-# ---- mesh ------------------------------------------------------------------------------------------------
+# ---- mesh ----
 
 
 class MeshSizes(NamedTuple):
-    """Ranks along each dimension, the outermost first."""
+    """Number of ranks along each mesh dimension, the outermost first."""
 
-    #: Have layers that follow one another: a pipeline's, of one stage or several.
+    #: Pipeline ranks, each with one stage or several.
     pp: int
-    #: Share the sequences of a batch, and with them weights and moments.
+    #: Ranks that shard the batch, weights and moments.
     fsdp: int
-    #: Share the tokens of each sequence.
+    #: Ranks that shard the tokens of each sequence.
     cp: int
-    #: Share each layer's heads and features.
+    #: Ranks that shard each layer's heads and features.
     tp: int
 
 
 def sizes_of(config: TrainConfig, recipe: Recipe) -> MeshSizes:
-    """How the ranks that there are divide a run.
+    """Return the mesh sizes of a run for the present number of ranks.
 
-    Raises: ValueError with what to give if the options want another number of ranks, or something does not divide.
+    Raises: ValueError with a suggestion if the options need another number of ranks, or something does not divide.
     """
     ranks = world()
     given = {name: number for name in ("pp", "cp", "tp") if (number := getattr(config, name)) > 1}
@@ -159,7 +157,7 @@ def started(ranks: int) -> str:
 
 
 def check_kinds(config: TrainConfig) -> None:
-    """Raise a ValueError if a model has layers that ranks cannot divide but by fully_shard."""
+    """Raise a ValueError if a model has layers that can only be sharded by fully_shard."""
     kinds = MODELS[config.model].unusual
     for name in ("pp", "cp", "tp"):
         if kinds and (ranks := getattr(config, name)) > 1:
@@ -170,7 +168,7 @@ def check_kinds(config: TrainConfig) -> None:
 
 
 def check_stages(config: TrainConfig) -> None:
-    """Raise a ValueError if layers do not divide into stages, or micro-batches do not go through them as was asked."""
+    """Raise a ValueError if layers do not divide into stages, or the pipeline schedule does not fit the options."""
     model, ranks, order = MODELS[config.model], config.pp, ORDERS[config.pp_schedule]
     if ranks == 1:
         for name, usual in (("pp_schedule", "1F1B"), ("pp_stages", 0)):
@@ -213,7 +211,7 @@ def check_stages(config: TrainConfig) -> None:
 
 
 def check_features(config: TrainConfig, recipe: Recipe, sizes: MeshSizes) -> None:
-    """Raise a ValueError if ranks cannot share the heads and features of a layer."""
+    """Raise a ValueError if the heads and features of a layer cannot be sharded."""
     model, ranks = MODELS[config.model], sizes.tp
     if ranks == 1:
         return
@@ -235,7 +233,7 @@ def check_features(config: TrainConfig, recipe: Recipe, sizes: MeshSizes) -> Non
 
 
 def check_words(words: int, ranks: int) -> None:
-    """Raise a ValueError if ranks of tp cannot share the rows of the embedding."""
+    """Raise a ValueError if the rows of the embedding cannot be sharded over the ranks of tp."""
     if words % ranks:
         raise ValueError(
             f"tp is {ranks}, which cannot share the {words} words of the vocabulary; take another --tp, or --tokens "
@@ -244,7 +242,7 @@ def check_words(words: int, ranks: int) -> None:
 
 
 def check_tokens(config: TrainConfig, recipe: Recipe, sizes: MeshSizes) -> None:
-    """Raise a ValueError if ranks cannot share the tokens of a sequence, or attention cannot go across them."""
+    """Raise a ValueError if the tokens of a sequence cannot be sharded, or attention cannot work across ranks."""
     model, ranks, how = MODELS[config.model], sizes.cp, config.cp_how
     if ranks > 1 and config.sequence % (2 * ranks):
         raise ValueError(
@@ -274,7 +272,9 @@ def check_tokens(config: TrainConfig, recipe: Recipe, sizes: MeshSizes) -> None:
 
 
 def multiple_of(recipe: Recipe) -> int:
-    """Of what features or tokens of a rank must be a multiple, so that no block of a scale lies on two ranks."""
+    """Return the number that a rank's features or tokens must be a multiple of, so that no block of scales
+    crosses ranks.
+    """
     multiple = 1
     for spec in recipe.operands().values():
         if spec is not None:

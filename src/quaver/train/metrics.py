@@ -1,17 +1,18 @@
-"""metrics.jsonl: one JSON object a line, appended as the run goes and readable while it does.
+"""metrics.jsonl and trackers: one JSON object per line, appended during the run and readable at any time.
 
-Training lines have step, loss, lr, grad_norm, tokens_per_second and seconds; validation lines step,
-validation_loss and seconds. Training lines of a run whose recipe changes have part, too: the number of the part in
-force, from 1. Where several ranks train there are also step_seconds, the longest of a rank;
-own_seconds_min, _median and _max, without what a rank waited for others; slowest_rank, that of the most own seconds;
-communication, the share of a step that ranks waited, their mean; and bytes_weights, bytes_gradients and so on, what a
-rank sent to others in the step, the mean of all. Floats are written in full, so that two runs can be compared bit for
-bit.
+Training lines have step, loss, lr, grad_norm, tokens_per_second and seconds; validation lines have step,
+validation_loss and seconds. If the recipe changes during the run, training lines also have part, the number of the
+current phase from 1.
 
-Training lines of a model with experts have balance_loss and z_loss, the means of the layers' before any weight;
-dropped, the share of choices beyond an expert's capacity; busiest, what the busiest expert of any layer has over an
-even share; and load_L_E, how many choices fell on expert E of layer L. Its validation lines have choices_differ, the
-share of choices that the same weights do not make under bf16: where the recipe quantizes, and one process trains.
+With several ranks there are also step_seconds, the longest of all ranks; own_seconds_min, _median and _max, without the
+time that a rank waited for others; slowest_rank, the one with the most own seconds; communication, the mean share of a
+step that ranks waited; and bytes_weights, bytes_gradients and so on, what a rank sent in the step, averaged over ranks.
+Floats are written in full, so that runs can be compared bit for bit.
+
+Training lines of a model with experts have balance_loss and z_loss, averaged over layers before weighting; dropped, the
+share of choices beyond an expert's capacity; busiest, the load of the busiest expert of any layer relative to an even
+share; and load_L_E, the number of choices of expert E in layer L. Its validation lines have choices_differ, the share
+of choices that differ from those of the same weights under bf16, if the recipe quantizes and a single process trains.
 """
 
 import json
@@ -29,15 +30,15 @@ from typing import Any, Protocol
 from quaver.train import files
 from quaver.train.config import TrainConfig
 
-# ---- metrics ---------------------------------------------------------------------------------------------
+# ---- records ----
 
 Record = dict[str, Any]
 
 
 def read(path: Path) -> list[Record]:
-    """The records of a metrics file; a last line that an interrupted write left unfinished is not one.
+    """Read the records of a metrics file; an unfinished last line is ignored.
 
-    Raises: ValueError for a line that is not a record, with its number.
+    Raises: ValueError with the line number, for a line that is not a record.
     """
     if not path.exists():
         return []
@@ -46,7 +47,7 @@ def read(path: Path) -> list[Record]:
 
 
 def newest(path: Path) -> list[Record]:
-    """The last few records, without reading the rest of a long file."""
+    """Read only the last few records of a file."""
     if not path.exists():
         return []
     files.check_file(path)
@@ -57,7 +58,7 @@ def newest(path: Path) -> list[Record]:
 
 
 def record(line: str, where: str) -> Record:
-    """One line as a record. Raises: ValueError if it is none."""
+    """Parse one line as a record. Raises: ValueError if it is none."""
     try:
         said = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -69,22 +70,22 @@ def record(line: str, where: str) -> Record:
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a float, or an integer of 64 bits."""
+    """True for a float or a 64-bit integer."""
     return isinstance(value, float) or (type(value) is int and abs(value) < 1 << 63)
 
 
 def losses(records: list[Record]) -> dict[int, float]:
-    """Training loss by step."""
+    """Return training losses by step."""
     return {record["step"]: record["loss"] for record in records if "loss" in record}
 
 
 def validation_losses(records: list[Record]) -> dict[int, float]:
-    """Validation loss by step."""
+    """Return validation losses by step."""
     return {record["step"]: record["validation_loss"] for record in records if "validation_loss" in record}
 
 
 def switches(records: Iterable[Record]) -> dict[int, int]:
-    """Where a run's recipe changed: by the first step of a part, the part's number, the first one left out."""
+    """Return the phase numbers by the first step of each phase, without the first phase."""
     changed, before = {}, None
     for record in records:
         part = record.get("part")
@@ -95,18 +96,20 @@ def switches(records: Iterable[Record]) -> dict[int, int]:
 
 
 class Metrics:
-    """Appends to a run's metrics file, after dropping what lies beyond the step that the run goes on from."""
+    """Appends to a run's metrics file, after removing records beyond the step that the run resumes from."""
 
     def __init__(self, path: Path, step: int) -> None:
         self.path = path
         self.records = [record for record in read(path) if record["step"] <= step]
         self.seconds = max((record["seconds"] for record in self.records), default=0.0)
         files.write(path, "".join(json.dumps(record) + "\n" for record in self.records))
-        # Unbuffered: what a full disk did not take must not be written again when the file is closed.
+        # Unbuffered, so that data which a full disk rejected is not written again on close.
         self._file = path.open("ab", buffering=0)
 
     def append(self, record: Record) -> None:
-        """Raises: OSError if the record cannot be written whole, FileNotFoundError if the file is not in its place."""
+        """Append a record. Raises: OSError if it cannot be written completely, FileNotFoundError if the file
+        was moved.
+        """
         if not self._in_place():
             raise FileNotFoundError(f"{self.path} is not in its place any more")
         line = (json.dumps(record) + "\n").encode()
@@ -115,7 +118,7 @@ class Metrics:
         self.records.append(record)
 
     def _in_place(self) -> bool:
-        """Whether the path still leads to the file that is written."""
+        """True if the path still refers to the open file."""
         try:
             return os.path.samestat(self.path.stat(), os.fstat(self._file.fileno()))
         except OSError:
@@ -128,29 +131,29 @@ class Metrics:
         self._file.close()
 
 
-# ---- trackers --------------------------------------------------------------------------------------------
-# Trackers: TensorBoard and Weights & Biases take the records that metrics.jsonl takes, through their own libraries.
+# ---- trackers ----
+# TensorBoard and Weights & Biases receive the records of metrics.jsonl through their own libraries.
 #
-# metrics.jsonl stays what a run is resumed and judged by. A library is imported when a run asks for its tracker.
+# Runs are resumed and compared from metrics.jsonl only. A library is imported when a run uses its tracker.
 
-#: In a run's folder: the name by which W&B knows the run.
+#: File in a run's folder with W&B's run ID.
 ID = "wandb-id.txt"
 
 
 class Tracker(Protocol):
-    """What takes a run's records, one by one."""
+    """Interface that receives a run's records."""
 
     def __call__(self, record: Record) -> None: ...
 
     def close(self, failed: bool) -> None:
-        """Write what is not written yet; `failed` is True if the run ended by an error or a signal."""
+        """Flush and close; `failed` is True if the run ended by an error or a signal."""
 
 
 class TensorBoard:
-    """Scalars in the folder `tensorboard` of the run, one for each number of a record; no other library is needed.
+    """Writes each number of a record as a scalar to the run's folder `tensorboard`.
 
-    A run that goes on writes the records that it has once more, into a file that tells TensorBoard to drop what came
-    before: what it shows is metrics.jsonl, in float32, whatever a kill left unwritten.
+    A resumed run writes its earlier records again, into a file that tells TensorBoard to discard the previous ones. So
+    it shows metrics.jsonl in float32, even after a kill.
     """
 
     def __init__(self, folder: Path, config: TrainConfig, records: Sequence[Record]) -> None:
@@ -180,11 +183,11 @@ class TensorBoard:
 
 
 class Wandb:
-    """A run of Weights & Biases, whose project, entity and mode are those of W&B's own variables (WANDB_PROJECT, ...).
+    """A run of Weights & Biases; project, entity and mode come from W&B's environment variables (WANDB_PROJECT, ...).
 
-    Its files lie in the run's folder. Resuming goes on with the same run of W&B; steps between the checkpoint and the
-    interruption are in its history twice, with equal numbers. Where W&B is added to a run that goes on, it gets the
-    records from the first step on.
+    Its files are in the run's folder. Resuming continues the same W&B run; steps between the checkpoint and the
+    interruption appear twice in its history, with equal numbers. If W&B is added to a resumed run, it receives all
+    earlier records.
     """
 
     def __init__(self, folder: Path, config: TrainConfig, records: Sequence[Record]) -> None:
@@ -218,23 +221,23 @@ class Wandb:
         self.run.finish(exit_code=int(failed))
 
 
-#: By the names that `TrainConfig.report_to` takes; each is the name of its library and of the extra that installs it.
+#: Trackers by the names that `TrainConfig.report_to` accepts, which are also names of library and extra.
 TRACKERS: Mapping[str, type[TensorBoard] | type[Wandb]] = {"tensorboard": TensorBoard, "wandb": Wandb}
 
 
 def check(config: TrainConfig) -> None:
-    """Raise a ValueError that says what to install if a tracker's library is missing."""
+    """Raise a ValueError with the install command if a tracker's library is missing."""
     for name in config.report_to:
         spec = find_spec(name)
-        if spec is None or spec.origin is None:  # a folder of that name, such as W&B leaves behind, is no library
+        if spec is None or spec.origin is None:  # a folder of that name, such as W&B creates, is not the library
             raise ValueError(f"report_to {name} needs {name}, which is not installed: pip install 'quaver[{name}]'")
 
 
 @contextmanager
 def opened(folder: Path, config: TrainConfig, records: Sequence[Record]) -> Iterator[list[Tracker]]:
-    """The trackers that a run reports to, which have `records` already; closed at the end, however that comes.
+    """Open the trackers of a run and send them `records`; they are closed at the end, however it comes.
 
-    Raises: ValueError if W&B refuses to begin.
+    Raises: ValueError if W&B cannot start.
     """
     with ExitStack() as stack:
         trackers: list[Tracker] = []

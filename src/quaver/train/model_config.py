@@ -1,20 +1,21 @@
-"""What a model is made of, in no framework's terms: the parts that families differ in, and a table of models.
+"""Model architectures, independent of the framework: configuration fields in which families differ, and a table of
+models.
 
-A family is a dict of parts, a model is a family with sizes. The published sizes are those of the configurations that
-Hugging Face's models come with (config.json of the model named beside the row, and transformers' defaults for what it
-leaves out); learning rates are the papers' where they say one.
+A family is a dict of fields, and a model is a family with sizes. Published sizes are those of Hugging Face's
+config.json of the model named beside the row, with transformers' defaults for missing entries. Learning rates are the
+papers' where they give one.
 """
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-#: What a layer is: attention and an MLP; attention and experts; a state space alone; one with an MLP.
+#: Kind of a layer: attention and MLP; attention and experts; state space alone; state space and MLP.
 Kind = Literal["attention", "experts", "state", "state-mlp"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentSizes:
-    """Features of multi-head latent attention, as `quaver.torch.LatentConfig` names them."""
+    """Sizes of multi-head latent attention, with the names of `quaver.torch.LatentConfig`."""
 
     q_rank: int
     kv_rank: int
@@ -25,25 +26,25 @@ class LatentSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertSizes:
-    """A mixture of experts: how many, how wide, how tokens choose, and what keeps them evenly busy."""
+    """Sizes and routing of a mixture of experts."""
 
-    # How many there are, how many a token goes to, and features between the matrices of each.
+    # Number of experts, experts per token, and width of each expert.
     number: int
     chosen: int
     hidden: int
-    # Features of an MLP that every token goes through besides; 0: none.
+    # Width of a shared MLP that every token also uses; 0 for none.
     shared: int = 0
-    # As `quaver.torch.MixtureConfig`.
+    # As in `quaver.torch.MixtureConfig`.
     scores: str = "softmax"
     groups: int | None = None
     top_groups: int | None = None
     best_of_group: int | None = None
     scale: float = 1.0
-    # Choices that an expert takes, in even shares; 0 takes all.
+    # Expert capacity in multiples of an even share; 0 for unlimited.
     capacity: float = 0.0
-    # How far a bias that only chooses moves in a step; 0: there is none.
+    # Step size of the bias for balancing, which affects only the choice of experts; 0 for none.
     bias_rate: float = 0.0
-    # Of the mean of the layers' balance losses, each of a batch or the mean of its sequences', and of their z losses.
+    # Weights of the mean balance loss (per batch, or the mean over sequences) and of the mean z loss.
     balance: float = 0.0
     by_sequence: bool = False
     z: float = 0.0
@@ -51,7 +52,7 @@ class ExpertSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class StateSizes:
-    """Features of a Mamba-2 mixer, as `quaver.torch.Mamba2` names them; its inner ones are heads times head_dim."""
+    """Sizes of a Mamba-2 mixer, with the names of `quaver.torch.Mamba2`; its inner width is heads times head_dim."""
 
     heads: int
     head_dim: int
@@ -65,72 +66,72 @@ class StateSizes:
 
     @property
     def channels(self) -> int:
-        """Of the convolution."""
+        """Channels of the convolution."""
         return self.inner + 2 * self.groups * self.state
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder; every feature size is a multiple of 32, the block of MXFP8."""
+    """Architecture of a decoder; every feature size is a multiple of 32, the block of MXFP8."""
 
     # Number of layers.
     layers: int
     # Width of the residual stream.
     dim: int
-    # Heads of the queries.
+    # Number of query heads.
     heads: int
-    # Heads of keys and values, each shared by heads // groups query heads.
+    # Number of key and value heads, each shared by heads // groups query heads.
     groups: int
     # Width of a head.
     head_dim: int
     # Width of the MLP.
     hidden: int
-    # Learning rate that suits the size.
+    # Suitable learning rate.
     lr: float
-    # Most tokens that the model is meant to see at once; a run with a longer --sequence raises it.
+    # Maximum number of tokens per sequence; a run with a longer --sequence raises it.
     positions: int = 2048
-    # Tokens of the published vocabulary, where costs are predicted; 0 of a model that does not say.
+    # Size of the published vocabulary, for predicted costs; 0 if not published.
     vocab: int = 0
-    # What the layers are; the pattern repeats.
+    # Kinds of the layers, a repeating pattern.
     pattern: tuple[Kind, ...] = ("attention",)
-    # Of attention that has latents, of experts, and of state spaces; None of a model without.
+    # Sizes of latent attention, experts and state spaces; None if the model has none.
     latent: LatentSizes | None = None
     experts: ExpertSizes | None = None
     state: StateSizes | None = None
 
-    # "LayerNorm" (with a bias) or "RMSNorm" (without), and what is added under its root.
+    # "LayerNorm" (with a bias) or "RMSNorm" (without), and the epsilon under its root.
     normalization: str = "RMSNorm"
     eps: float = 1e-5
-    # Norms multiply by 1 + weight.
+    # True if norms multiply by 1 + weight.
     zero_centered: bool = False
-    # "pre", or "sandwich": a norm after attention and MLP too, before the sum.
+    # "pre", or "sandwich": another norm after attention and MLP, before the residual sum.
     norm_position: str = "pre"
-    # Attention and MLP side by side: after one norm (True), or each after its own ("two_norms").
+    # Attention and MLP in parallel: True for one shared norm, "two_norms" for one norm each.
     parallel: bool | str = False
-    # A row of quaver.torch.ACTIVATIONS.
+    # Name in quaver.torch.ACTIVATIONS.
     activation: str = "swiglu"
-    # Every matrix of a layer has a bias.
+    # True if every matrix of a layer has a bias.
     bias: bool = False
 
-    # How many tokens before its own a query sees, -1 for all: layer i takes the i-th, and the pattern repeats.
+    # Number of earlier tokens that a query sees, -1 for all; a pattern repeated over layers.
     windows: tuple[int, ...] = (-1,)
-    # Attention's scores become cap * tanh(scores / cap).
+    # Attention scores become cap * tanh(scores / cap).
     soft_cap: float | None = None
-    # Of the scores; None is head_dim**-0.5.
+    # Factor of attention scores; None means head_dim**-0.5.
     scale: float | None = None
-    # The norm of each head's queries and keys before they are turned, or None.
+    # Norm of each head's queries and keys before rotary embedding, or None.
     qk_norm: str | None = None
-    # Queries and keys are turned by their positions.
+    # True if queries and keys get rotary embeddings.
     turns: bool = True
-    # Base of the rotary frequencies, and which features turn: the first `fraction` of each head.
+    # Base of the rotary frequencies, and the fraction of each head's features that are rotated.
     theta: float = 10_000.0
     fraction: float = 1.0
-    # Items of Hugging Face's rope_parameters for longer contexts.
+    # Entries of Hugging Face's rope_parameters for longer contexts.
     scaling: tuple[tuple[str, str | float], ...] = ()
 
-    # The embedding is multiplied by the root of `dim`.
+    # True if the embedding is multiplied by the square root of `dim`.
     scaled_embedding: bool = False
-    # The head is the embedding's matrix.
+    # True if the head shares the embedding's matrix.
     tied: bool = False
     # Logits become cap * tanh(logits / cap).
     logit_cap: float | None = None
@@ -142,30 +143,30 @@ class ModelConfig:
 
     @property
     def parts(self) -> int:
-        """Parts of layers that add to the residual stream."""
+        """Number of blocks that add to the residual stream."""
         return sum(1 if self.kind(layer) == "state" else 2 for layer in range(self.layers))
 
     @property
     def unusual(self) -> list[str]:
-        """What the model has that not every part of the library knows, in words."""
+        """Names of the model's features that some parts of the library do not support."""
         own = {"experts": self.experts, "latent attention": self.latent, "state-space layers": self.state}
         return [name for name, sizes in own.items() if sizes is not None]
 
     def kind(self, layer: int) -> Kind:
-        """What a layer is."""
+        """Return the kind of a layer."""
         return self.pattern[layer % len(self.pattern)]
 
     def numbers(self, *kinds: Kind) -> list[int]:
-        """The layers of some kinds."""
+        """Return the indices of layers of the given kinds."""
         return [layer for layer in range(self.layers) if self.kind(layer) in kinds]
 
     def window(self, layer: int) -> tuple[int, int] | None:
-        """The window of a layer, as attention takes it."""
+        """Return the attention window of a layer as (left, right), or None."""
         left = self.windows[layer % len(self.windows)]
         return None if left < 0 else (left, 0)
 
 
-#: The same in every model of a family. A window of w counts the query's own token: it sees w - 1 before it.
+#: Fields shared by the models of a family. A window of w includes the query's own token: it sees w - 1 before it.
 LLAMA: dict[str, Any] = {}
 LLAMA3: dict[str, Any] = LLAMA | {"theta": 5e5, "positions": 8192}
 FALCON: dict[str, Any] = {"normalization": "LayerNorm", "parallel": True, "activation": "gelu_exact", "tied": True}
@@ -193,7 +194,7 @@ QWEN3: dict[str, Any] = {"eps": 1e-6, "qk_norm": "RMSNorm", "theta": 1e6, "posit
 #: router_aux_loss_coef of Mixtral 8x7B's config.json, and the z loss of ST-MoE (arXiv:2202.08906).
 MIXTRAL: dict[str, Any] = {"pattern": ("experts",), "theta": 1e6, "positions": 32_768}
 MIXTRAL_ROUTER: dict[str, Any] = {"balance": 0.02, "z": 1e-3}
-#: The bias's step and the weight of each sequence's loss are arXiv:2412.19437's, section 4.2.
+#: Step size of the bias and weight of the sequence-wise loss: arXiv:2412.19437, section 4.2.
 DEEPSEEK: dict[str, Any] = {"eps": 1e-6, "positions": 4096}
 DEEPSEEK_ROUTER: dict[str, Any] = {
     "scores": "sigmoid",
@@ -203,16 +204,16 @@ DEEPSEEK_ROUTER: dict[str, Any] = {
     "balance": 1e-4,
     "by_sequence": True,
 }
-#: The state knows the order of tokens, and is of one size however many there are.
+#: State spaces encode token order themselves, and their state has a fixed size.
 MAMBA2: dict[str, Any] = {"pattern": ("state",), "positions": 1 << 20, "tied": True}
 NEMOTRON_H: dict[str, Any] = {"activation": "squared_relu", "turns": False, "positions": 8192}
-#: "M-" of the published pattern is a state space with an MLP, "M" one alone, "*-" attention with an MLP.
+#: In the published pattern, "M-" is a state space with an MLP, "M" one alone, "*-" attention with an MLP.
 NEMOTRON_H_8B: tuple[Kind, ...] = tuple(
     kind
     for before, last in ((3, True), (4, True), (4, True), (4, True), (5, False))
     for kind in (*("state-mlp",) * before, *(("state", "attention") if last else ()))
 )
-#: Llama 3.1's stretching of its frequencies from 8192 positions.
+#: Llama 3.1's scaling of rotary frequencies beyond 8192 positions.
 LLAMA31 = (
     ("rope_type", "llama3"),
     ("factor", 8.0),
@@ -225,14 +226,14 @@ LLAMA31 = (
 def model(
     layers: int, dim: int, heads: int, groups: int, head_dim: int, hidden: int, lr: float, **parts: Any
 ) -> ModelConfig:
-    """A row of the table: the sizes in this order, then the family."""
+    """Create a row of the table: sizes in this order, then the fields of the family."""
     return ModelConfig(
         layers=layers, dim=dim, heads=heads, groups=groups, head_dim=head_dim, hidden=hidden, lr=lr, **parts
     )
 
 
 MODELS = {
-    # Llama (arXiv:2302.13971) with grouped queries, from a test's size to that of Llama 3.
+    # Llama (arXiv:2302.13971) with grouped queries, from test size to the size of Llama 3.
     "nano": model(1, 64, 2, 1, 32, 128, 5e-3, **LLAMA),
     "tiny": model(4, 128, 4, 2, 32, 384, 2e-3, **LLAMA),
     "small": model(6, 256, 8, 4, 32, 768, 2e-3, **LLAMA),
@@ -293,7 +294,7 @@ MODELS = {
     "qwen3-8b": model(36, 4096, 32, 8, 128, 12_288, 3e-4, **QWEN3),
 }
 
-#: Models whose costs are predicted and which nothing here trains.
+#: Models whose costs can be predicted but which the trainer does not train.
 PLANNED = {
     # mistralai/Mixtral-8x7B-v0.1.
     "mixtral-8x7b": model(
@@ -302,7 +303,7 @@ PLANNED = {
         experts=ExpertSizes(number=8, chosen=2, hidden=14_336, **MIXTRAL_ROUTER),
         **MIXTRAL,
     ),
-    # deepseek-ai/DeepSeek-V3, and arXiv:2412.19437, section 4.2; its prediction of a second token is left out.
+    # deepseek-ai/DeepSeek-V3, and arXiv:2412.19437, section 4.2; without multi-token prediction.
     "deepseek-v3": model(
         *(61, 7168, 128, 128, 192, 18_432, 0.0),
         vocab=129_280,
@@ -328,12 +329,12 @@ PLANNED = {
     ),
 }
 
-#: Both.
+#: All known models.
 KNOWN = MODELS | PLANNED
 
 
 def with_capacity(config: ModelConfig, capacity: float) -> ModelConfig:
-    """A model whose experts take so many even shares of choices; 0 leaves it as it is."""
+    """Return a model with the given expert capacity in multiples of an even share; 0 leaves it unchanged."""
     if config.experts is None or not capacity:
         return config
     return replace(config, experts=replace(config.experts, capacity=capacity))

@@ -1,4 +1,4 @@
-"""The pictures: a run's loss; several runs' or a comparison's losses, with the differences on an axis of their own."""
+"""Plots of losses: of one run, of several runs, and of a comparison with the differences on their own axes."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ BLACK = "#000000"
 
 
 def plot_loss(records: Sequence[Record], path: Path, title: str, recipe: str) -> Path:
-    """loss.png: the training loss of each step and its moving mean in the recipe's colour; validation losses."""
+    """Write loss.png: training loss per step and its moving mean in the recipe's colour, and validation losses."""
     shade = colour(recipe)
     figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
     axes = figure.add_subplot()
@@ -47,7 +47,7 @@ def plot_loss(records: Sequence[Record], path: Path, title: str, recipe: str) ->
 
 
 def mark(axes: Axes, step: int, shade: Any, name: str = "") -> None:
-    """A dotted line where a run's recipe changes, before its first step under the next one, with that one's name."""
+    """Draw a dotted line before the first step under a run's next recipe, labelled with that recipe."""
     axes.axvline(step - 0.5, color=shade, linewidth=1.0, linestyle=":")
     axes.annotate(
         name,
@@ -62,10 +62,11 @@ def mark(axes: Axes, step: int, shade: Any, name: str = "") -> None:
 
 
 def plot_runs(runs: Mapping[str, Sequence[Record]], path: Path) -> Path:
-    """Above, the training losses of runs by their names, the first a broad line that the others lie on; below, the
-    others' differences from it, step by step.
+    """Plot the training losses of several runs, and below them the differences from the first, step by step.
 
-    Raises: ValueError if a run has no step that the first one has.
+    The first run is a broad line under the others.
+
+    Raises: ValueError if a run has no step in common with the first.
     """
     figure = Figure(figsize=(8, 6.4), dpi=150, layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True)
@@ -89,7 +90,7 @@ def plot_runs(runs: Mapping[str, Sequence[Record]], path: Path) -> Path:
 
 
 def plot_comparison(comparison: Comparison, path: Path) -> Path:
-    """compare.png: above, each recipe's training loss; below, its paired difference from bf16."""
+    """Write compare.png: above, each recipe's training loss; below, its paired difference from bf16."""
     return write(comparison_figure(comparison), path)
 
 
@@ -115,7 +116,7 @@ def comparison_figure(comparison: Comparison) -> Figure:
 
 
 def draw_losses(axes: Axes, comparison: Comparison, recipe: str) -> bool:
-    """A recipe's training loss, mean over seeds; bf16 is the broad line that the others lie on."""
+    """Plot a recipe's training loss, averaged over seeds; bf16 is a broad line under the others."""
     runs = list(comparison.finished(recipe).values())
     if not runs:
         return False
@@ -128,7 +129,9 @@ def draw_losses(axes: Axes, comparison: Comparison, recipe: str) -> bool:
 
 
 def draw_difference(axes: Axes, comparison: Comparison, recipe: str) -> list[np.ndarray]:
-    """A recipe's paired difference, mean over seeds, raw and smoothed; returns what the frame must hold."""
+    """Plot a recipe's paired difference, averaged over seeds, raw and smoothed; returns values that must be within the
+    axes.
+    """
     shade, pairs = colour(recipe), comparison.pairs(recipe)
     if recipe == BASELINE or not pairs:
         return []
@@ -141,18 +144,18 @@ def draw_difference(axes: Axes, comparison: Comparison, recipe: str) -> list[np.
         error = smoothed.std(axis=0, ddof=1) / len(pairs) ** 0.5
         axes.fill_between(steps, mean - error, mean + error, color=shade, alpha=0.13, linewidth=0)
     axes.plot(steps, mean, color=shade, linewidth=1.8)
-    first = len(mean) // 20  # the first steps differ the most and say the least
+    first = len(mean) // 20  # the first steps differ most and mean least
     return [(mean - error)[first:], (mean + error)[first:], np.array(ends(comparison.row(recipe)))]
 
 
 def final_label(row: RecipeRow) -> str:
-    """A recipe with its final validation difference and its 95 % interval."""
+    """Return a recipe's label with its final validation difference and 95 % interval."""
     interval = "" if row.interval is None else f" ± {row.interval:.4f}"
     return f"{row.recipe}\n{row.difference:+.4f}{interval}"
 
 
 def frame(values: np.ndarray) -> tuple[float, float]:
-    """Limits with a margin around values; single steps may stick out."""
+    """Return axis limits with a margin around values; single steps may lie outside."""
     margin = 0.15 * float(values.max() - values.min()) + 1e-6
     return float(values.min()) - margin, float(values.max()) + margin
 
@@ -162,14 +165,14 @@ def minus(left: Mapping[int, float], right: Mapping[int, float]) -> dict[int, fl
 
 
 def label_finals(axes: Axes, rows: Sequence[RecipeRow]) -> None:
-    """Right of the axes, each recipe's final validation difference: a dot with its standard error, and its label.
+    """Draw each recipe's final validation difference to the right of the axes: a dot, its standard error and a label.
 
-    A dot stands at its value and its label beside it; labels that would cover each other are moved apart.
+    Dots are at their values; labels are moved vertically if they would overlap.
     """
     finals = {row.recipe: row.difference or 0.0 for row in rows}
     rows = sorted(rows, key=lambda row: finals[row.recipe])
     low, high = axes.get_ylim()
-    beside = axes.get_yaxis_transform()  # x as a share of the axes' width, y in nats
+    beside = axes.get_yaxis_transform()  # x as a fraction of the axes' width, y in nats
     heights = spread([(finals[row.recipe] - low) / (high - low) for row in rows], 0.1)
     for index, (row, height) in enumerate(zip(rows, heights, strict=True)):
         shade, dot = colour(row.recipe), (1.02 + 0.012 * (index % 3), finals[row.recipe])
@@ -190,13 +193,13 @@ def label_finals(axes: Axes, rows: Sequence[RecipeRow]) -> None:
 
 
 def ends(row: RecipeRow) -> tuple[float, float]:
-    """The final difference less and plus its standard error."""
+    """Return the final difference minus and plus its standard error."""
     middle, error = row.difference or 0.0, row.error or 0.0
     return middle - error, middle + error
 
 
 def spread(heights: Sequence[float], apart: float, low: float = 0.04, high: float = 0.96) -> list[float]:
-    """Ascending heights, moved as little as makes them `apart` within [low, high], or as far apart as fits."""
+    """Move ascending heights as little as needed to be `apart` within [low, high], or as far apart as fits."""
     apart = min(apart, (high - low) / max(1, len(heights) - 1))
     moved = np.array(heights, dtype=float)
     for _ in range(200):
@@ -217,13 +220,13 @@ def series(values: Mapping[int, float]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def stack(curves: Sequence[Mapping[int, float]]) -> tuple[np.ndarray, np.ndarray]:
-    """The steps that all curves have, and each curve's values there, [curves, steps]."""
+    """Return the steps that all curves have, and each curve's values there, [curves, steps]."""
     steps = sorted(set.intersection(*(set(curve) for curve in curves)))
     return np.array(steps), np.array([[curve[step] for step in steps] for curve in curves])
 
 
 def smooth(values: np.ndarray, parts: int = 20) -> np.ndarray:
-    """Centred moving mean over one of `parts` parts of the curve; one-sided only at its end."""
+    """Centred moving mean over a window of 1 / `parts` of the curve, narrower at both ends."""
     half = len(values) // parts // 2
     total = np.concatenate([[0.0], np.cumsum(values)])
     index = np.arange(len(values))

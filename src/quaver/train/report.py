@@ -1,4 +1,4 @@
-"""A comparison as a table: on the terminal and in report.md."""
+"""Text output of runs: the table of a comparison, report.md, recipe colours, and progress lines."""
 
 import platform
 from collections.abc import Callable, Sequence
@@ -16,14 +16,14 @@ from quaver.train import files, frameworks
 from quaver.train.compare import BASELINE, Comparison, RecipeRow
 from quaver.train.metrics import Record
 
-# ---- report ----------------------------------------------------------------------------------------------
+# ---- comparison table ----
 
 TITLE = "Final validation loss, nats a token"
 COLUMNS = ("recipe", "loss", f"minus {BASELINE}, 95 % interval", "relative", "tokens/s")
 
 
 def cells(row: RecipeRow, baseline: float | None) -> tuple[str, ...]:
-    """One row, as text in the order of COLUMNS."""
+    """Format one row as text, in the order of COLUMNS."""
     speed, loss = f"{row.speed:,.0f}", f"{row.loss:.4f}"
     if row.recipe == BASELINE:
         return (row.recipe, loss, "", "", speed)
@@ -56,7 +56,7 @@ def rich_table(comparison: Comparison) -> Table:
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """Notes that explain the table."""
+    """Return the sentences that explain the table."""
     config = comparison.runs[0].config
     seeds = len({run.config.seed for run in comparison.runs})
     tokens = config.batch * config.accumulate * config.sequence
@@ -85,7 +85,7 @@ def failures(comparison: Comparison) -> list[str]:
 
 
 def write_report(comparison: Comparison, pictures: Sequence[Path]) -> Path:
-    """report.md in the comparison's folder: table, notes, failures, pictures and the machine."""
+    """Write report.md into the comparison's folder: table, notes, failures, pictures and the machine."""
     lines = ["# Recipes compared", "", f"{TITLE}:", "", *markdown_table(table(comparison)), ""]
     lines += [f"{note}\n" for note in notes(comparison)]
     lines += [f"**{failure}**\n" for failure in failures(comparison)]
@@ -102,10 +102,10 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["| " + " | ".join(row) + " |" for row in shown]
 
 
-# ---- colours ---------------------------------------------------------------------------------------------
-# The colour of a recipe: its own in every picture, whatever other recipes are beside it and in whatever order.
+# ---- colours ----
+# Colours of recipes in all pictures, independent of which other recipes are shown.
 #
-# Sources: Okabe and Ito's colours, which the colour-blind tell apart (their yellow is too pale for a line).
+# Source: Okabe and Ito's colour-blind safe palette (without their yellow, which is too pale for a line).
 
 GREY = "#444444"
 
@@ -124,10 +124,10 @@ COLOURS = {
 
 
 def colour(text: str) -> str:
-    """A recipe's colour: its row of the table, or with options, or of a name without a row, one drawn from its specs.
+    """Return a recipe's colour from the table; with options, or if not in the table, a colour hashed from its specs.
 
     Args:
-        text: as `TrainConfig.recipe` takes it; two texts of one recipe, or schedule, have one colour.
+        text: as `TrainConfig.recipe` accepts it; two texts of the same recipe or schedule have the same colour.
     Raises:
         ValueError: no recipe has this name.
     """
@@ -143,18 +143,19 @@ def colour(text: str) -> str:
     return "#" + "".join(f"{round(255 * part):02X}" for part in red_green_blue)
 
 
-# ---- progress --------------------------------------------------------------------------------------------
-# Progress where there is no terminal: a line every so many steps, for a log that is read while the run goes on.
+# ---- progress ----
+# Progress without a terminal: a line every few steps, for a log that is read during the run.
 
-#: Lines of a run, about.
+#: Approximate number of lines per run.
 PARTS = 20
 
 
 def numbers(record: Record, parts: Sequence[str] = ()) -> str:
-    """What a step says: its loss and speed, and of a run whose recipe changes the one in force.
+    """Format a step's loss and speed, and the current recipe if the run changes its recipe.
 
     Args:
-        parts: the recipes of such a run.
+        record: record of a training step.
+        parts: recipes of a run that changes its recipe.
     """
     said = f"loss {record['loss']:.3f}  {record['tokens_per_second']:>8,.0f} tokens/s"
     if 0 < record.get("part", 0) <= len(parts):
@@ -163,17 +164,19 @@ def numbers(record: Record, parts: Sequence[str] = ()) -> str:
 
 
 def among_ranks(record: Record) -> str:
-    """What a step of several ranks says beside its loss: what a rank sends, how long it waits, which one is slowest."""
+    """Format the communication of a step: share of waiting time, bytes sent per rank, and the slowest rank."""
     sent = sum(size for name, size in record.items() if name.startswith("bytes_"))
     share, slowest = record["communication"], record["slowest_rank"]
     return f"  {share:.0%} communication, {sent / 1e6:,.1f} MB a rank, rank {slowest} slowest"
 
 
 def time_left(seconds: float, done: int, total: int) -> str:
-    """How long the rest takes, as text; "" before anything is done.
+    """Return the estimated remaining time as text; "" before the first step and after the last.
 
     Args:
-        seconds: that the steps done so far took.
+        seconds: time that the completed steps took.
+        done: completed steps.
+        total: all steps.
     """
     if not done or done >= total:
         return ""
@@ -182,14 +185,14 @@ def time_left(seconds: float, done: int, total: int) -> str:
 
 
 class ProgressLines:
-    """Says a run's first step that it sees, its last, one in so many between them, and the first under another recipe.
+    """Print lines for a run's first and last step, for about PARTS steps in between, and when the recipe changes.
 
     Args:
-        label: of the run, before each line; "" for none.
-        steps: of the run in all.
-        say: takes a line.
-        parts: the recipes of a run that changes its own.
-        left: gives the time that all runs still take, as text.
+        label: name of the run before each line; "" for none.
+        steps: number of steps of the run.
+        say: prints a line.
+        parts: recipes of a run that changes its recipe.
+        left: returns the remaining time of all runs as text.
     """
 
     def __init__(
@@ -211,7 +214,7 @@ class ProgressLines:
         self.due = 1
 
     def __call__(self, record: Record) -> None:
-        """A record of a training step; one that was seen before says nothing."""
+        """Print the record of a training step if it is due; records seen before are ignored."""
         step, part = record["step"], record.get("part")
         changed = self.part is not None and part != self.part
         if step <= self.shown or (step < self.due and step != self.steps and not changed):

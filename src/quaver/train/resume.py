@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: what it must hold, and what is said where this run's options differ from its own."""
+"""Resuming from a checkpoint: checks of its contents, and warnings if the options have changed."""
 
 import warnings
 from collections.abc import Iterable, Mapping
@@ -16,26 +16,26 @@ from quaver.train.memory import parameters
 from quaver.train.mesh import ProcessGroup
 from quaver.train.model_config import MODELS
 
-#: Options that change the numbers of a run; model, seed and text are not among them: where those differ, it is refused.
+#: Options that change a run's losses. Changes of model, seed or text are errors and not listed here.
 COUNT = (
     *("recipe", "dtype", "batch", "sequence", "accumulate"),
     *("lr", "final_lr", "warmup", "weight_decay", "beta1", "beta2", "clip"),
 )
-#: In which form a checkpoint's optimizer states are, see `quaver.torch.optim.state_conversion`: where it does not say,
-#: in the first.
+#: State entry with the form of the optimizer states (see `quaver.torch.optim.state_conversion`), and its present value;
+#: a missing entry means 1.
 STATES, FORM = "states", 2
-#: What AdamW keeps of a parameter.
+#: AdamW's states of a parameter.
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def take_up(
     path: Path, trained: Learner, ranks: ProcessGroup, facts: dict[str, Any], config: TrainConfig, vocab: int
 ) -> int:
-    """Go on from a checkpoint, whichever framework and however many ranks wrote it; returns its step.
+    """Resume from a checkpoint, whichever framework and however many ranks wrote it; returns its step.
 
-    Warns: once, if options differ that change the numbers.
-    Raises: CheckpointError if it is broken, another run's, or not whole; ValueError if it lies beyond the run's steps,
-        or is its last and such options differ.
+    Warns: once, if options that change losses differ.
+    Raises: CheckpointError if it is broken, incomplete or of another run; ValueError if it is beyond the run's steps,
+    or is its last step and such options differ.
     """
     alone = ranks.number == 1
     saved = checkpoint.load(path, facts) if alone else checkpoint.checkpoint_outline(path, facts)
@@ -53,7 +53,7 @@ def take_up(
     own = MODELS[config.model].lr
     said = ", ".join(f"{name} {worded(name, getattr(config, name), own)} (was {was})" for name, was in changed.items())
     check_steps(path, saved.step, config, said)
-    # Others look at what they are given themselves: codes and residuals are theirs alone.
+    # Other optimizers validate their states themselves, because only they know codes and residuals.
     wrong = misfits(saved, trained, config, vocab, "recipe" in changed) if config.optimizer == TORCH else []
     if config.optimizer != TORCH:
         check_form(path, saved, trained)
@@ -63,7 +63,7 @@ def take_up(
         if alone:
             trained.load(saved.model, saved.optimizer)
         else:
-            ranks.wait()  # until the first one has looked at the digests
+            ranks.wait()  # until the first rank has checked the digests
             cast(DistributedLearner, trained).read(path)
         if config.optimizer != TORCH and saved.state.get(STATES, 1) < FORM:
             cast(LowBitOptimizerLearner, trained).renew()
@@ -79,17 +79,17 @@ def take_up(
 
 
 def keeps_codes(path: Path, facts: dict[str, Any]) -> bool:
-    """Whether a checkpoint has matrices as codes: where it has floats, the run that goes on keeps them so."""
+    """Return True if a checkpoint has matrices as codes; a resumed run keeps the same storage."""
     return has_scales(checkpoint.checkpoint_outline(path, facts).model)
 
 
 def has_scales(names: Iterable[str]) -> bool:
-    """Whether some of the names are of scales of weights that are codes."""
+    """True if any name is that of scales of a weight stored as codes."""
     return any(name.endswith(".weight_scale") for name in names)
 
 
 def check_form(path: Path, saved: SavedCheckpoint, trained: Learner) -> None:
-    """Raise a CheckpointError if matrices were kept as codes and have to be floats here."""
+    """Raise a CheckpointError if the checkpoint has matrices as codes but this run needs floats."""
     if has_scales(saved.model) and not has_scales(trained.names()):
         raise CheckpointError(
             f"the checkpoint {path} has matrices as codes, and a run with --tp, of recipes that change or of weights "
@@ -99,7 +99,7 @@ def check_form(path: Path, saved: SavedCheckpoint, trained: Learner) -> None:
 
 
 def misfits(saved: SavedCheckpoint, trained: Learner, config: TrainConfig, vocab: int, other_recipe: bool) -> list[str]:
-    """What is wrong with a checkpoint of float32 weights and moments, in words."""
+    """Return messages about tensors of a float32 checkpoint that do not fit the model."""
     shapes = parameters(MODELS[config.model], vocab)
     state = trained.names() - set(shapes)
     wrong = lacks(saved, shapes, set() if other_recipe else state)
@@ -109,7 +109,7 @@ def misfits(saved: SavedCheckpoint, trained: Learner, config: TrainConfig, vocab
 
 
 def check_steps(path: Path, step: int, config: TrainConfig, changed: str) -> None:
-    """Raise a ValueError if a run of these steps cannot go on from `step`, or has no step left for what changed."""
+    """Raise a ValueError if the checkpoint is beyond the run's steps, or no step is left for changed options."""
     if step > config.steps:
         raise ValueError(f"{path} is beyond the {config.steps} steps of this run; give more --steps")
     if step == config.steps and changed:
@@ -120,7 +120,7 @@ def check_steps(path: Path, step: int, config: TrainConfig, changed: str) -> Non
 
 
 def differences(before: Mapping[str, Any], config: TrainConfig) -> dict[str, str]:
-    """The earlier value, in words, of every option that counts and differs now."""
+    """Return the earlier value, as text, of every option in COUNT that differs now."""
     own = MODELS[config.model].lr
 
     def meant(name: str, value: Any) -> Any:
@@ -134,22 +134,22 @@ def differences(before: Mapping[str, Any], config: TrainConfig) -> dict[str, str
 
 
 def other_steps(before: Mapping[str, Any], config: TrainConfig, step: int) -> dict[str, str]:
-    """The earlier number of steps, if `step` would have had another learning rate or another recipe with today's."""
+    """Return the earlier number of steps if the checkpoint's learning rate or recipe depends on it."""
     steps = before.get("steps", config.steps)
-    if steps == config.steps or step == config.steps:  # none is left to train
+    if steps == config.steps or step == config.steps:  # no step is left
         return {}
     other_rate = lr_at(step, replace(config, steps=steps)) != lr_at(step, config)
     return {"steps": repr(steps)} if other_rate or "%" in config.recipe else {}
 
 
 def worded(name: str, value: Any, own: float) -> str:
-    """An option's value; a 0 that stands for something else as that."""
+    """Return an option's value as text, with the meaning of a special 0."""
     stands_for = {"lr": f"{own!r}, the model's own", "clip": "none"}
     return stands_for[name] if value == 0 and name in stands_for else repr(value)
 
 
 def lacks(saved: SavedCheckpoint, shapes: Mapping[str, tuple[int, ...]], state: set[str]) -> list[str]:
-    """What is missing in a checkpoint, of another shape or type, or too much among the moments; in words."""
+    """Return messages about missing tensors, wrong shapes or dtypes, and unknown optimizer states in a checkpoint."""
     moments = {f"{name}/{key}": shape for name, shape in shapes.items() for key in MOMENTS}
     updates: dict[str, tuple[int, ...]] = {f"{name}/step": () for name in shapes}
     wrong = [f"{name} is missing" for name in sorted(state) if name not in saved.model]
@@ -160,7 +160,7 @@ def lacks(saved: SavedCheckpoint, shapes: Mapping[str, tuple[int, ...]], state: 
 
 
 def differing(whose: str, given: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Tensors of `shapes` that are missing, or not float32 of that shape."""
+    """Return messages about tensors that are missing, or not float32 of the expected shape."""
     wrong = []
     for name, shape in shapes.items():
         if name not in given:

@@ -307,8 +307,8 @@ def test_elements_beside_a_matrix_have_no_part_in_its_scales(spec: QuantSpec, mo
     [
         (MXFP8, (33, 128), 0, "32 at once"),
         (MXFP8, (32, 64), 0, "blocks of 128"),
-        (SQUARES, (48, 64), 0, "parts of its blocks"),
-        (SQUARES, (32, 64), 16, "parts of its blocks"),
+        (SQUARES, (48, 64), 0, "its blocks cross shards"),
+        (SQUARES, (32, 64), 16, "its blocks cross shards"),
         (SQUARES, (16, 64), 64, ""),
     ],
 )
@@ -364,9 +364,9 @@ def test_a_chunk_of_many_rounds_and_several_chunks_are_one_parameter() -> None:
             "those of blockwise and mxfp8",
         ),
         ({"master_format": MasterFormat("float16", BLOCKWISE), "predicts": False}, "masters in float16"),
-        ({"predicts": False}, "follows from the weight after the step"),
+        ({"predicts": False}, "depends on the weight after the step"),
         ({"gradient": StateSpec(code="e4m3", block=64)}, "gradients in e4m3/64"),
-        ({"rule": SGD(momentum=True), "moments": MOMENTS[:1]}, "follows from the largest gradient"),
+        ({"rule": SGD(momentum=True), "moments": MOMENTS[:1]}, "depends on the largest gradient"),
         ({"rule": Muon(), "moments": MOMENTS[:1]}, "no Muon"),
     ],
 )

@@ -336,7 +336,7 @@ def test_a_gradient_scaler_is_told_that_it_sees_nothing(unscaled: bool) -> None:
     backward(model, 1)
     if unscaled:
         scaler.unscale_(optimizer)
-    with pytest.raises(ValueError, match="GradScaler sees no gradients"):
+    with pytest.raises(ValueError, match="GradScaler does not see gradients"):
         scaler.step(optimizer)
 
 

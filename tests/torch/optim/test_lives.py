@@ -155,7 +155,7 @@ def test_parameters_that_a_model_no_longer_has_are_refused(name: str) -> None:
     model = model_of() if name == "dequantize_weights" else nn.Sequential(qt.Linear(160, 192))
     optimizer = optim.AdamW(model.parameters(), preset="balanced")
     getattr(qt, name)(model, *(["tensorwise"] if name == "quantize_weights" else []))
-    with pytest.raises(ValueError, match=f"was replaced by {name} after the optimizer was made"):
+    with pytest.raises(ValueError, match=f"was replaced by {name} after the optimizer was created"):
         optimizer.step()
 
 

@@ -265,21 +265,23 @@ def a_step_is_skipped_by_all_ranks_or_raised_on_all(rank: int) -> None:
             assert int(optimizer.skipped) == 1
         for name, p in model.named_parameters():
             assert_bitwise(p.to_local(), before[name], f"{nonfinite}, {preset}, {name}")  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="parameters lie in parts on ranks"):
+    with pytest.raises(ValueError, match="parameters are sharded"):
         optimizer.step_in_backward()
 
 
 def what_ranks_cannot_step_alone_is_refused(rank: int) -> None:
     world = dist.get_world_size()
     for preset in ("msamp", "te"):
-        with pytest.raises(ValueError, match=f"'{preset}' has one scale for all of it: take one with scales of blocks"):
+        with pytest.raises(
+            ValueError, match=f"'{preset}' has one scale for the whole parameter: use one with block scales"
+        ):
             optim.AdamW(by_fsdp(Tensors(torch.float32)).parameters(), preset=preset)
     net = by_fsdp(nn.Linear(64, 128, bias=False))
-    with pytest.raises(ValueError, match=r"shape \(128, 64\) lies in parts .* and Muon needs whole matrices"):
+    with pytest.raises(ValueError, match=r"shape \(128, 64\) is sharded .* and Muon needs whole matrices"):
         optim.Muon(net.parameters())
     mesh = two_ranks.mesh(world)
     p = nn.Parameter(distribute_tensor(torch.zeros(128, 32 * world), mesh, [Shard(1)]))
-    with pytest.raises(ValueError, match=r"divide its .* columns, and preset 'lean' has a scale for each 64"):
+    with pytest.raises(ValueError, match=r"shard its .* columns, and preset 'lean' has a scale for each 64"):
         optim.AdamW([p], preset="lean")
     optim.AdamW([p], preset="exact")
 

@@ -64,9 +64,9 @@ def test_other_options_and_parameters_are_refused() -> None:
         optim.SGD([p], nesterov=True)
     embedding = nn.Embedding(100, 64, sparse=True)
     embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(ValueError, match="is sparse; make nn"):
+    with pytest.raises(ValueError, match="is sparse; use nn"):
         optim.AdamW(embedding.parameters()).step()
-    with pytest.raises(ValueError, match="is sparse; make nn"):
+    with pytest.raises(ValueError, match="is sparse; use nn"):
         kept = optim.AdamW(embedding.parameters(), preset="lean")
         embedding(torch.tensor([1])).sum().backward()
         kept.step()
@@ -239,7 +239,7 @@ def test_a_rate_whose_steps_residuals_lose_is_warned_of_once() -> None:
     model = model_of()
     optimizer = optim.AdamW(model.parameters(), lr=1e-7, preset="lean")
     loss_of(model, 1).backward()
-    with pytest.warns(UserWarning, match=r"the learning rate is 1e-07, and .* take preset balanced"):
+    with pytest.warns(UserWarning, match=r"the learning rate is 1e-07, and .* use preset balanced"):
         optimizer.step()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -330,6 +330,6 @@ def test_a_state_of_another_shape_dtype_or_preset_is_refused_before_anything_ste
         optimizer.step()
     assert torch.equal(first, before)
     if change == "dtype":
-        with pytest.warns(UserWarning, match="is made anew from the weight"):
+        with pytest.warns(UserWarning, match="is created from the weight"):
             optimizer.load_state_dict(saved)
         optimizer.step()

@@ -404,12 +404,12 @@ def bad_input(rank: int) -> None:
         with pytest.raises(ValueError, match=says):
             do()
 
-    refused("has a checkpoint already", lambda: Checkpoint(model, optimizer).save(folder))
-    refused("has a checkpoint already", lambda: Checkpoint(model, optimizer).async_save(folder))
+    refused("already has a checkpoint", lambda: Checkpoint(model, optimizer).save(folder))
+    refused("already has a checkpoint", lambda: Checkpoint(model, optimizer).async_save(folder))
     refused("has no whole checkpoint", lambda: Checkpoint(model, optimizer).load(folder / "none"))
     other = by_fsdp(net("delayed", inner=2 * INNER))
     refused(
-        r"another model: model\.up\.weight is \[256, 128\] there and \[512, 128\] here",
+        r"another model: model\.up\.weight has shape \[256, 128\] in the checkpoint and \[512, 128\] in the model",
         lambda: Checkpoint(other).load(folder),
     )
     deeper = nn.Sequential(net("mxfp8"))
@@ -445,7 +445,10 @@ def bad_input(rank: int) -> None:
     qt.quantize_weights(codes, "tensorwise")
     coded = two_ranks.folder() / "codes"
     Checkpoint(codes).save(coded)
-    refused("up.weight is codes there and in high precision here", lambda: Checkpoint(net("tensorwise")).load(coded))
+    refused(
+        "up.weight is in high precision in the model and stored as codes",
+        lambda: Checkpoint(net("tensorwise")).load(coded),
+    )
     damaged = two_ranks.folder() / "damaged"
     if rank == 0:
         shutil.copytree(folder, damaged)

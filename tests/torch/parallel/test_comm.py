@@ -26,7 +26,7 @@ def amaxes_order_as_integers(rank: int) -> None:
     own = hard[:, rank].abs()
     agreed = comm.agree(bits(own)).view(torch.float32)
     assert_bitwise(agreed, torch.tensor([2.0, torch.inf, torch.nan, 1e-40, 3.0, 0.0]))
-    with pytest.raises(ValueError, match="the bits of amaxes, int32"):
+    with pytest.raises(ValueError, match="amaxes as the bits of float32 in int32"):
         comm.agree(own)
 
 

@@ -95,11 +95,11 @@ def what_is_not_finite_reaches_the_sum(rank: int) -> None:
 
 def other_specs_are_refused(rank: int) -> None:
     for spec in (QuantSpec(E4M3), QuantSpec(E4M3, (128, 128)), replace(SPECS[0], rounding="stochastic")):
-        with pytest.raises(ValueError, match="blocks of one row, rounded to nearest"):
+        with pytest.raises(ValueError, match="blocks of one row and rounded to nearest"):
             comm.scatter_quantized_sums(torch.ones(256), spec)
     model = DistributedDataParallel(nn.Linear(2, 2))
     for wrong in (QuantSpec(E4M3), "mxfp8", recipes.get("mxfp8"), None):
-        with pytest.raises(ValueError, match="blocks of one row, rounded to nearest"):
+        with pytest.raises(ValueError, match="blocks of one row and rounded to nearest"):
             quantized_gradients.quantize_gradients(model, wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="pad it"):
         comm.scatter_quantized_sums(torch.ones(3), SPECS[0])

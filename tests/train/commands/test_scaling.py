@@ -101,7 +101,7 @@ def test_a_mixture_of_experts_is_planned() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--tp", 7), "512 GPUs cannot be tp 7"),
+        (("--tp", 7), "512 GPUs are no multiple of tp 7"),
         (("--interconnect", "hgx_h100"), "did you mean 'hgx-h100'"),
         (("--tokens", 10_000), "not whole sequences"),
         (("--checkpoints", "ful"), "did you mean 'full'"),

@@ -1,4 +1,4 @@
-"""torchao's names for training in float8, to be imported in its place; no optimizer, and nothing for inference."""
+"""Drop-in replacement for torchao's float8 training API; without its optimizers and inference."""
 
 from quaver.compat.stand_in import TORCHAO_TOP, unknown
 

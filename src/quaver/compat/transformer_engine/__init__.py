@@ -1,4 +1,4 @@
-"""Transformer Engine's names, each in the file that it has them in; no front end is imported before it is used."""
+"""Transformer Engine's API, with each name in the same file as there; front ends are imported at first use."""
 
 from importlib import import_module
 from typing import Any
@@ -9,7 +9,7 @@ __all__ = ["common", "jax", "pytorch"]
 
 
 def __getattr__(name: str) -> Any:
-    """A front end, imported when it is asked for."""
+    """Import the front end `jax` or `pytorch` at first access."""
     if name in ("jax", "pytorch"):
         return import_module(f"{__name__}.{name}")
-    raise AttributeError(f"{__name__} has no {name!r}; there are {', '.join(__all__)}")
+    raise AttributeError(f"{__name__} has no {name!r}; it has {', '.join(__all__)}")

@@ -1,4 +1,4 @@
-"""Optimizers whose states, masters and gradients are kept in few bits; no schedule of learning rates and no model."""
+"""Optimizers with quantized states, master weights and gradients."""
 
 from quaver.reference.optimizer_state import PRESETS, Preset, StateSpec
 from quaver.torch.optim.optimizer import Optimizer

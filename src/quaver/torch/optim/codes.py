@@ -1,6 +1,7 @@
-"""Optimizer states written and read in torch tensors, on any device: the twin of `quaver.reference.optim`.
+"""Quantize and dequantize optimizer states as torch tensors on any device, with the numbers of
+`quaver.reference.optim`.
 
-Written for a compiler, which fuses it, and quick without one: no step depends on a value.
+The code has no data-dependent control flow, so that a compiler can fuse it and eager mode is fast.
 """
 
 from functools import cache
@@ -18,22 +19,24 @@ from quaver.torch.numerics.quantized import FLOAT8
 from quaver.torch.numerics.rounding import is_tracing
 
 SMALLEST_NORMAL = 2.0**-126
-#: Numbers to a compiler, which numpy's are not.
+#: Python floats, because a compiler does not accept numpy scalars as constants.
 LARGEST, THIRD = float(LARGEST_SCALE), float(_THIRD)
-#: A whole tensor's scale, and each scale of blocks.
+#: Storage dtype of scales, per tensor or per block.
 SCALE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "power_of_two": torch.float32}
 
 
 def code_dtype(code: StateCode) -> torch.dtype:
-    """What a code is stored in."""
+    """Return the storage dtype of a code."""
     if not code.scaled or code.kind == "float16":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[code.kind]
     return torch.int8 if code.signed and code.kind in INTEGERS else torch.uint8
 
 
 def scale_shape(shape: tuple[int, ...], block: int | None, numbers: int = 1) -> tuple[int, ...]:
-    """Of a state of this shape: [..., ceil(K / block)], [] for one scale in all; of codes with more numbers a block,
-    that many times as long."""
+    """Return the shape of the scales of a state.
+
+    It is [..., ceil(K / block) * numbers], or [] for a single scale; `numbers` counts the values stored per block.
+    """
     if block is None:
         return ()
     return (*shape[:-1], -(-shape[-1] // block) * numbers) if shape else (numbers,)
@@ -42,15 +45,16 @@ def scale_shape(shape: tuple[int, ...], block: int | None, numbers: int = 1) -> 
 def encode(
     x: Tensor, spec: StateSpec, noise: Tensor | None = None, amax: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """A state's codes and scales; see `quaver.reference.optim.encode`.
+    """Quantize a state; see `quaver.reference.optim.encode`.
 
     Args:
         x: float32 [..., K].
+        spec: format of the state.
         noise: int32 below 2**15 of x's shape, if the spec is stochastic.
-        amax: float32 [], the largest magnitude of the tensor that x is a piece of; of one scale in all.
+        amax: float32 [], largest magnitude of the whole tensor if x is a chunk of it; for a single scale.
     Returns:
-        codes of x's shape, and scales; None without.
-    Exact; of expanded codes bounded: a few of a million differ by one.
+        Codes of x's shape, and scales, or None for formats without.
+    Exact, except for the expanded format: a few codes per million differ by one.
     """
     code = spec.of
     if code.kind == "float32":
@@ -80,14 +84,14 @@ def encode(
 
 
 def inverse_of(scale: Tensor) -> Tensor:
-    """1 / scale, 0 where a block has none: float32 [..., 1]."""
+    """Return 1 / scale, or 0 for blocks without a valid scale: float32 [..., 1]."""
     wide = scale.float().unsqueeze(-1)
     usable = (wide > 0) & (wide <= LARGEST)
     return kept_apart(torch.where(usable, torch.where(usable, wide, 1.0).reciprocal(), 0.0))
 
 
 def decode(codes: Tensor, scale: Tensor | None, spec: StateSpec) -> Tensor:
-    """Values of codes: float32 of their shape. Exact."""
+    """Dequantize codes to float32 of their shape. Exact."""
     code = spec.of
     if scale is None or not code.scaled:
         return codes.float()
@@ -99,7 +103,7 @@ def decode(codes: Tensor, scale: Tensor | None, spec: StateSpec) -> Tensor:
 
 
 def values_of(codes: Tensor, code: StateCode) -> Tensor:
-    """Values of codes as multiples of their scale: a new float32 tensor. Exact."""
+    """Return values of codes as multiples of their scale, a new float32 tensor. Exact."""
     if code.kind == "float16":
         return codes.float()
     if code.kind == "softsign":
@@ -109,11 +113,11 @@ def values_of(codes: Tensor, code: StateCode) -> Tensor:
         c = codes.float()
         return (c.abs() * c).mul_(_reciprocal(code.top**2)) if code.signed else (c * c).mul_(_reciprocal(code.top**2))
     if code.kind == "mitchell":
-        # 64 or 96 binades below, so that twice or four times the exponent's field has room, and zero stays zero.
+        # Scale by 2**-64 or 2**-96, so that the exponent field can be doubled or quadrupled and zero stays zero.
         c = codes.float().mul_(2.0 ** (-32 * (code.halvings + 1)))
         bits = c.view(torch.int32)
         twice = bits << code.halvings
-        # The sign by bits, since a compiler for CPUs calls a function for it.
+        # Set the sign by bits, since copysign is a function call in code compiled for CPUs.
         return ((twice & 0x7FFFFFFF) | (bits & -0x80000000) if code.signed else twice).view(torch.float32)
     if code.kind == "dynamic":
         return _table(code.signed, "levels", codes.device)[codes.int()]
@@ -126,19 +130,19 @@ def values_of(codes: Tensor, code: StateCode) -> Tensor:
     else:
         c = codes.int()
         mantissa = code.format.mantissa_bits
-        # The bits of a float32 but for its bias; a multiplication by a power of two is exact, of subnormals too.
+        # Shift into float32's fields and correct the bias by an exact multiplication by a power of two, subnormals
+        # included.
         value = (c << (23 - mantissa)).view(torch.float32) * 2.0 ** (127 - code.format.bias)
     return value * value if code.root else value
 
 
 def scale_of(amax: Tensor, spec: StateSpec) -> Tensor:
-    """The scale of each amax, as it is stored: at least amax over the code's largest magnitude; NaN where that is not
-    finite."""
+    """Return the stored scale of each amax: at least amax / largest code; NaN where amax is not finite."""
     return wide_scale_of(amax, spec).to(SCALE_DTYPES[spec.scale])
 
 
 def wide_scale_of(amax: Tensor, spec: StateSpec) -> Tensor:
-    """The same number in float32."""
+    """Return the same scale as `scale_of` in float32."""
     finite = amax < float("inf")
     ratio = torch.where(finite, amax, 0.0) / spec.of.largest
     bits = ratio.view(torch.int32)
@@ -151,7 +155,7 @@ def wide_scale_of(amax: Tensor, spec: StateSpec) -> Tensor:
 
 
 def block_amax(x: Tensor, block: int | None) -> Tensor:
-    """Largest magnitudes of blocks: float32; NaN counts above infinity."""
+    """Return the largest magnitudes of blocks in float32; NaN counts above infinity."""
     magnitudes = in_blocks(x, block).abs()
     if not magnitudes.numel():
         return x.new_zeros(scale_shape(x.shape, block), dtype=torch.float32)
@@ -159,7 +163,7 @@ def block_amax(x: Tensor, block: int | None) -> Tensor:
 
 
 def in_blocks(x: Tensor, block: int | None) -> Tensor:
-    """[..., K] as [..., ceil(K / block), block], the last one filled with zeros; [n] of one in all."""
+    """Reshape [..., K] to [..., ceil(K / block), block], padded with zeros; to [n] for a single scale."""
     if block is None:
         return x.reshape(-1)
     x = x if x.dim() else x.reshape(1)
@@ -177,7 +181,7 @@ def out_of_blocks(x: Tensor, shape: torch.Size) -> Tensor:
 
 
 def to_bfloat16(x: Tensor, noise: Tensor | None) -> Tensor:
-    """To nearest, or at random; infinities and NaN stay. Exact."""
+    """Round to bfloat16, to nearest or stochastically; infinities and NaN are unchanged. Exact."""
     if noise is None:
         return x.to(torch.bfloat16)
     bits = x.view(torch.int32)
@@ -186,9 +190,9 @@ def to_bfloat16(x: Tensor, noise: Tensor | None) -> Tensor:
 
 
 def kept_apart(x: Tensor) -> Tensor:
-    """float32 numbers that many others are multiplied by: themselves, which a compiler for CPUs puts into memory.
+    """Make a CPU compiler materialize float32 numbers that are broadcast. Exact.
 
-    It would reckon them anew for every sixteen that they multiply; seen as narrower ones they are read instead. Exact.
+    It would otherwise compute them again for every 16 products; viewed as a narrower dtype they are read from memory.
     """
     if not is_tracing() or not x.is_cpu:
         return x
@@ -196,18 +200,20 @@ def kept_apart(x: Tensor) -> Tensor:
 
 
 def e4m3_values(codes: Tensor) -> Tensor:
-    """Values of uint8 codes of E4M3, by operations that a processor has for vectors: float32. Exact, but of NaN, whose
-    block's scale is NaN."""
+    """Convert uint8 codes of E4M3 to float32 by operations that CPUs can vectorize.
+
+    Exact, except for NaN codes, whose block has the scale NaN anyway.
+    """
     c = codes.int()
     bits = ((c & 0x7F) << 20) + (120 << 23)
-    # Where the exponent's field is 0, a binade higher and without the number that begins it.
+    # Subnormals: use the next binade and subtract its first value.
     small = (bits + (1 << 23)).view(torch.float32) - 2.0**-6
     value = torch.where((c & 0x78) == 0, small, bits.view(torch.float32))
     return torch.where(c >= 128, -value, value)
 
 
 def _magnitude_codes(y: Tensor, code: StateCode, noise: Tensor | None, floor: bool, x: Tensor) -> Tensor:
-    """Codes of y, float32, as float32 of whole numbers."""
+    """Return the codes of y as float32 integers."""
     if code.kind == "softsign":
         c = _softsign(y, noise)
     elif code.kind == "root":
@@ -241,14 +247,14 @@ def _root(y: Tensor, top: float, noise: Tensor | None) -> Tensor:
 
 
 def mitchell(y: Tensor, halvings: int, noise: Tensor | None) -> Tensor:
-    """Codes of kind "mitchell" before they are rounded to nearest: float32."""
+    """Return codes of kind "mitchell" in float32 before rounding to nearest."""
     c = ((y.view(torch.int32) >> halvings) + (32 * (halvings + 1) << 23)).view(torch.float32)
     if halvings == 1:
-        # A straight line from code 0 to 1, and from 1 to 2.
+        # Linear segments from code 0 to 1 and from 1 to 2.
         twice = y * 2.0
         c = torch.minimum(c, torch.minimum(twice, (twice + 2.0) * THIRD))
     if noise is not None:
-        # From -1/2 up to 1/2, on both sides alike.
+        # Uniform in (-1/2, 1/2), symmetric around 0.
         c = c + (2 * noise + (1 - 2**NOISE_BITS)).float().mul_(2.0 ** -(NOISE_BITS + 1))
     return c
 
@@ -257,7 +263,7 @@ def _format(y: Tensor, code: StateCode, noise: Tensor | None) -> Tensor:
     fmt = code.format
     assert fmt is not None
     value = y.sqrt() if code.root else y
-    # The exponent of a step of the grid around each value, and its reciprocal.
+    # Exponent of the code spacing at each value, and the reciprocal of the spacing.
     e = ((value.view(torch.int32) >> 23) - 127).clamp_(min=fmt.emin, max=fmt.emax)
     inverse = ((fmt.mantissa_bits + 127 - e) << 23).view(torch.float32)
     steps = value * inverse
@@ -284,7 +290,9 @@ def _signed(c: Tensor, x: Tensor, code: StateCode) -> Tensor:
 
 
 def _expanded(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes of blocks, and their k, c and S; see `quaver.reference.optimizer_state`."""
+    """Encode blocks in the expanded format; returns codes, and k, c and S of each block. See
+    `quaver.reference.optimizer_state`.
+    """
     a = blocks.abs().double()
     counted = a >= SMALLEST_NORMAL
     finite = a.isfinite().all(-1, keepdim=True)
@@ -318,11 +326,11 @@ def _narrowed(codes: Tensor, kept: Tensor) -> Tensor:
 
 
 def _reciprocal(number: int) -> float:
-    """float32's, as a float."""
+    """Return the float32 reciprocal of an integer as a Python float."""
     return _RECIPROCALS[number]
 
 
-#: Of what is divided by: known beforehand, so that no compiler sees a tensor made.
+#: Precomputed, so that no tensor is created while a compiler traces.
 _RECIPROCALS = {n: float(torch.tensor(1 / n, dtype=torch.float32, device="cpu")) for n in (127**2, 255**2)}
 
 

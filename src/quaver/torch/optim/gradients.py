@@ -1,6 +1,6 @@
-"""Gradients between backward and step, in fewer bits than float32.
+"""Gradients between backward and step in fewer bits than float32, and stepping during backward.
 
-A hook puts a `QuantizedGradient` in the place of `p.grad` as soon as that is whole.
+A hook replaces `p.grad` by a `QuantizedGradient` once it is complete.
 """
 
 import weakref
@@ -16,17 +16,16 @@ from quaver.torch.optim.checks import check_gradient
 from quaver.torch.optim.quantized_gradient import QuantizedGradient, local_quantized, norm_of
 from quaver.torch.optim.step import layout
 
-# ---- held ------------------------------------------------------------------------------------------------
+# ---- storage of gradients ----
 
-#: By a parameter's identity: what an optimizer changed about its gradients. One of a parameter that is gone removes
-#: nothing.
+#: Hooks that an optimizer registered on a parameter's gradients, by the parameter's id. A stale entry has no effect.
 _takers: dict[int, list[Any]] = {}
-#: torch 2.13 has given it this name, and warns of the earlier one.
+#: torch 2.13 renamed this function and warns about the earlier name.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def _forget(parameter: int, taker: Any) -> None:
-    """Remove what an optimizer changed about a parameter's gradients, once it is gone."""
+    """Remove an optimizer's hook from a parameter once the optimizer is gone."""
     taker.remove()
     own = _takers.get(parameter, [])
     if taker in own:
@@ -36,24 +35,26 @@ def _forget(parameter: int, taker: Any) -> None:
 
 
 class Gradients:
-    """How the gradients of an optimizer's parameters are stored."""
+    """Storage of the gradients of an optimizer's parameters."""
 
     def __init__(self) -> None:
-        #: Whether more micro-batches come, in which gradients add up as `p.grad`.
+        #: True while further micro-batches follow, so that gradients accumulate in `p.grad`.
         self.accumulating = False
-        #: Called with a parameter whose gradient is whole.
+        #: Called with each parameter whose gradient is complete, or None.
         self.arrived: Callable[[Tensor], None] | None = None
         self._watched: set[Tensor] = set()
-        #: Parameters whose gradients are bfloat16, and themselves not.
+        #: Parameters that are not bfloat16 but have bfloat16 gradients.
         self._narrow: set[Tensor] = set()
 
     def prepare(self, p: Tensor, kind: str | StateSpec, whole: bool = False) -> None:
-        """Have a parameter's gradients kept in a dtype, by its name, or in codes.
+        """Register the hook that stores a parameter's gradients in a dtype or as codes.
 
-        The optimizer that was made last has them: one that was dropped may not be collected yet.
+        The most recent optimizer of a parameter wins: an earlier, dropped one may not have been collected yet.
 
         Args:
-            whole: whether the rule needs all of a matrix at once.
+            p: the parameter.
+            kind: name of a dtype, or the format of codes.
+            whole: the rule needs a whole matrix at once.
         """
         for taker in _takers.pop(id(p), []):
             taker.remove()
@@ -64,18 +65,20 @@ class Gradients:
             self._watch(p, kind)
 
     def convert(self, p: Tensor) -> None:
-        """Have a gradient that was assigned in high precision be bfloat16, if those of backwards are."""
+        """Convert a gradient that the user assigned in high precision to bfloat16, if backward would have
+        stored it so.
+        """
         if p in self._narrow and type(p.grad) is Tensor:
             check_gradient(p)
             p.grad = QuantizedGradient.from_tensor(p.grad, None)
 
     def _own(self, p: Tensor, taker: Any) -> None:
-        """Have what was changed about a parameter's gradients end with their optimizer."""
+        """Tie a hook on a parameter's gradients to the lifetime of this object."""
         _takers.setdefault(id(p), []).append(taker)
         weakref.finalize(self, _forget, id(p), taker)
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
-        """Have `arrived` called for parameters whose gradients are floats too."""
+        """Call `arrived` also for parameters with unquantized gradients."""
         for p in parameters:
             if p not in self._watched:
                 self._watch(p, None)
@@ -100,7 +103,7 @@ class Gradients:
         self._own(p, p.register_post_accumulate_grad_hook(whole))
 
     def finite(self, p: Tensor) -> Tensor:
-        """Whether a parameter's gradient is: bool []."""
+        """Return True if a parameter's gradient is finite: bool []."""
         held = local_quantized(p.grad)
         if held is not None:
             return held.all_finite()
@@ -109,10 +112,10 @@ class Gradients:
 
     @torch.no_grad()
     def _encode(self, p: Tensor, spec: StateSpec | None, of_matrices: bool) -> None:
-        """Put codes in the place of `p.grad`, once it is whole, or bfloat16 numbers.
+        """Replace a complete `p.grad` by codes or bfloat16.
 
-        Where a second backward has added to codes the sum stays in high precision, unless more micro-batches were
-        announced: else each would be rounded away where the sum is sixteen times as large.
+        If a second backward has added to a quantized gradient, the sum stays in high precision. Within `accumulating()`
+        gradients stay unquantized, because each addend would be rounded away where the sum is sixteen times as large.
         """
         check_gradient(p)
         assert p.grad is not None
@@ -127,7 +130,7 @@ class Gradients:
             p.grad = layout.like(p, QuantizedGradient.from_tensor(gradient, spec, flat), p.shape)
 
     def clip(self, parameters: Iterable[Tensor], largest: float, order: float) -> Tensor:
-        """Multiply gradients so that their norm is at most `largest`; returns the norm before, float32 []."""
+        """Scale gradients so that their norm is at most `largest`; returns the norm before, float32 []."""
         parameters = list(parameters)
         norm = self.norm(parameters, float(order))
         self.hold_to(parameters, largest, norm)
@@ -135,20 +138,23 @@ class Gradients:
 
     @torch.no_grad()
     def hold_to(self, parameters: Iterable[Tensor], largest: float, norm: Tensor) -> None:
-        """Multiply gradients by what brings `norm`, float32 [], to at most `largest`."""
-        # Where one of them is NaN the others stay: then it can be told which.
+        """Scale gradients by the factor that brings `norm`, float32 [], to at most `largest`."""
+        # If the norm is NaN, leave gradients unscaled, so that one can find out which of them is NaN.
         factor = (largest / (norm + 1e-6)).clamp(max=1.0).nan_to_num(1.0)
         for p in parameters:
             if p.grad is not None:
                 layout.local(p.grad).mul_(factor.to(p.grad.device))
 
     def norm(self, parameters: Iterable[Tensor], order: float = 2.0) -> Tensor:
-        """The norm of gradients, as the step will see them, of all ranks' parts: float32 [], the same on all ranks.
+        """Return the norm of the gradients as the step will use them, over all ranks: float32 [], the same on all
+        ranks.
 
         Args:
-            parameters: those without a gradient count nothing; ranks that divide them have the same in one order.
+            parameters: those without a gradient count as 0. Ranks that share parameters must pass the same ones in the
+                same order.
+            order: order of the norm.
         """
-        # By the process groups that divide a parameter: all ranks have the same, whatever gradients they have.
+        # Group by the process groups that shard a parameter, which are the same on all ranks even if gradients differ.
         norms: dict[tuple[Any, ...], list[Tensor]] = {}
         for p in parameters:
             own = norms.setdefault(layout.groups(p), [])
@@ -165,7 +171,7 @@ class Gradients:
             for group in groups:
                 every = total.new_empty(dist.get_world_size(group))
                 all_gather(every, total.reshape(1), group)
-                # Summed by every rank alike: the bits of a reduction may differ.
+                # Every rank reduces the gathered values itself, because an all-reduce may give ranks different bits.
                 total = torch.linalg.vector_norm(every, order)
             sums.append(total)
         if not sums:
@@ -177,27 +183,28 @@ def _nothing(p: Tensor) -> Tensor:
     return torch.zeros((), dtype=torch.float32, device=p.device)
 
 
-# ---- release ---------------------------------------------------------------------------------------------
-# Parameters stepped while backward goes on: gradients collect until they take some bytes, then their parameters step.
+# ---- stepping during backward ----
+# Gradients accumulate until they take a number of bytes; then their parameters are stepped and the gradients freed.
 #
-# So the gradients of a model never exist together. Clipping by the norm of all of them needs all of them: in its place
-# a step takes the norm of the step before, and Adam's bound guards the first. Source of releasing gradients: LOMO,
+# The gradients of a model never exist all at once. Clipping by their total norm would need all of them, so a step uses
+# the norm of the previous step; Adam's bound limits the first step. Source of releasing gradients: LOMO,
 # arXiv:2306.09782.
 
 
 class GradientRelease:
-    """Gradients that have come in a backward and are not stepped yet."""
+    """Gradients of the current backward that are not stepped yet."""
 
     def __init__(
         self, gradients: Gradients, update: Callable[[list[Tensor], Tensor | None], Any], most: int, max_norm: float
     ) -> None:
-        """Begin.
+        """Set up stepping during backward.
 
         Args:
-            update: a method that steps parameters, with a factor for their gradients. Neither its object nor
-                `gradients` is kept alive: what an optimizer has changed about gradients ends with it.
-            most: bytes that gradients may take before their parameters step.
-            max_norm: what the norm of the last step's gradients is held to in this one.
+            gradients: storage of the gradients. Only a weak reference is stored, like that of `update`'s object, so
+                that an optimizer's hooks end with it.
+            update: method that steps parameters, given a factor for their gradients.
+            most: bytes of gradients that trigger a step.
+            max_norm: scale gradients by the factor that would have clipped the previous step's norm to this.
         """
         self.gradients = weakref.proxy(gradients)
         self._update = weakref.WeakMethod(update)
@@ -206,12 +213,12 @@ class GradientRelease:
         self._waiting: dict[Tensor, None] = {}
         self._bytes = 0
         self._squares: list[Tensor] = []
-        #: Of all gradients of the last step, float32 []; None before the first.
+        #: Norm of all gradients of the previous step, float32 []; None before the first.
         self.norm: Tensor | None = None
         self._streams: dict[torch.device, Any] = {}
 
     def arrived(self, p: Tensor) -> None:
-        """Take a parameter whose gradient is whole."""
+        """Add a parameter whose gradient is complete, and step if enough bytes are waiting."""
         self._waiting[p] = None
         self._bytes += sum(tensor.nbytes for tensor in self._gradients_of([p]))
         if self._bytes >= self.most:
@@ -219,8 +226,8 @@ class GradientRelease:
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Step what waits, and free its gradients."""
-        # Gradients that zero_grad has forgotten are not stepped.
+        """Step all waiting parameters, and free their gradients."""
+        # zero_grad may have cleared some gradients.
         waiting = [p for p in self._waiting if p.grad is not None]
         self._waiting, self._bytes = {}, 0
         if not waiting:
@@ -237,26 +244,26 @@ class GradientRelease:
             self._free(waiting)
 
     def update(self, waiting: list[Tensor], factor: Tensor | None) -> None:
-        """Step parameters."""
+        """Step parameters by the optimizer's method."""
         update = self._update()
         assert update is not None
         update(waiting, factor)
 
     def _beside(self, device: torch.device, waiting: list[Tensor], factor: Tensor | None) -> None:
-        """On a stream of its own, so that backward goes on meanwhile."""
+        """Step on a separate CUDA stream, while backward continues."""
         side = self._streams.get(device)
         if side is None:
             side = self._streams[device] = torch.cuda.Stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             self.update(waiting, factor)
-        # Freed below, or where this returns, and read by then maybe not.
+        # The tensors are freed before the side stream has read them, so tell the allocator.
         for tensor in (*self._gradients_of(waiting), *(() if factor is None else (factor,))):
             tensor.record_stream(side)
         self._free(waiting)
 
     def _gradients_of(self, parameters: list[Tensor]) -> Iterator[Tensor]:
-        """All tensors that say the gradients of parameters."""
+        """Yield all tensors that store the gradients of parameters."""
         for p in parameters:
             if p.grad is not None:
                 own = layout.local(p.grad)
@@ -267,7 +274,7 @@ class GradientRelease:
             p.grad = None
 
     def end(self) -> None:
-        """Step what is left of this step, and wait for it."""
+        """Step the remaining parameters, and wait for all steps."""
         self.flush()
         for device, side in self._streams.items():
             torch.cuda.current_stream(device).wait_stream(side)

@@ -1,4 +1,4 @@
-"""The optimizer that all rules share: torch's interface, and the step."""
+"""`Optimizer`, the base class of all optimizers: torch's interface and the step."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -33,20 +33,20 @@ from quaver.torch.optim.step.compiled import CompiledSteps
 from quaver.torch.optim.step.step import ParameterStepResult, RngKey, StepConfig, begin
 from quaver.torch.state.history.sync import check_agreement
 
-#: Parameters of more elements than this do not begin a step together: some are copies.
+#: Largest number of elements whose steps may be in progress together, because some of them are copies.
 TOGETHER = 1 << 24
 
 
 class Optimizer(OptimizerBase):
-    """What `AdamW` and the others are.
+    """Base class of `AdamW` and the other optimizers.
 
-    A parameter group may have a `preset` of its own. Norms, biases and tensors of fewer than 4096 elements are kept in
-    float32 whatever the preset is.
+    A parameter group may have its own `preset`. Norms, biases and tensors of fewer than 4096 elements have float32
+    states with any preset.
     """
 
-    #: Gives `grad_scale` and `found_inf` as attributes: nothing waits for the device.
+    #: GradScaler passes `grad_scale` and `found_inf` as attributes, without a device synchronization.
     _step_supports_amp_scaling = True
-    #: Writes codes and scales of weights that exist only in eight bits.
+    #: This optimizer writes the codes and scales of weights stored in 8 bits.
     writes_quantized_weights = True
 
     def __init__(
@@ -64,23 +64,23 @@ class Optimizer(OptimizerBase):
         check_nonfinite(nonfinite)
         self.nonfinite = nonfinite
         self.statistics = statistics
-        #: Whether large pieces step by torch.compile.
+        #: True if large parameters are stepped by torch.compile.
         self.compile = compile
         self._programs = CompiledSteps() if compile else None
-        #: What kernels are told, by device, and why they did not take a parameter, if that was said.
+        #: Prepared kernel arguments by device, and the reasons for not using kernels that were already reported.
         self._kernels: dict[torch.device, Any] = {}
         self._said: set[str] = set()
-        #: Steps that gradients which are not finite have ended, if `nonfinite` is "skip": int64 [].
+        #: Number of steps skipped because of gradients that were not finite, if `nonfinite` is "skip": int64 [].
         self.skipped = torch.zeros((), dtype=torch.int64, device="cpu")
-        #: Of each parameter: how many updates were held to their bound, and how many there were.
+        #: For each parameter, the number of clamped updates and of all updates.
         self.counted: dict[Tensor, tuple[Tensor, int]] = {}
         self.gradients = Gradients()
         self._release: GradientRelease | None = None
         #: Sharded weights whose state "amax" covers only the rows of this rank.
         self._local_amax: set[Tensor] = set()
-        #: By weight of codes: `layout.versions` after the last step.
+        #: `layout.versions` after the last step, by weight stored as codes.
         self._stepped: dict[Tensor, Any] = {}
-        #: How many groups' options ranks have compared.
+        #: Number of parameter groups whose options ranks have compared.
         self._compared = 0
         self._warned = False
         self._resolution: list[float] = []
@@ -99,7 +99,7 @@ class Optimizer(OptimizerBase):
         self.state.update(kept)
         if "gradients" in self.__dict__:
             return
-        # A copy: of gradients and counts it has none, and a step in backward is asked for anew.
+        # A copied or unpickled optimizer starts without gradients, counts and stepping in backward.
         self.gradients, self._release, self.counted = Gradients(), None, {}
         self._programs = CompiledSteps() if self.compile else None
         self._kernels, self._said, self._local_amax, self._stepped, self._compared = {}, set(), set(), {}, 0
@@ -121,12 +121,12 @@ class Optimizer(OptimizerBase):
             self._prepare(p, group)
 
     def _prepare(self, p: Tensor, group: Mapping[str, Any]) -> None:
-        """Have a parameter's gradients kept as its preset says."""
+        """Set up the storage of a parameter's gradients that its preset asks for."""
         preset = self.preset(p, group)
         self.gradients.prepare(p, preset.gradient, self.rule(group, preset).whole)
 
     def _check_parameters(self, group: dict[str, Any]) -> None:
-        """Refuse a group's parameters before anything of them is changed. Raises: ValueError."""
+        """Raise a ValueError for unsupported parameters of a group, before anything is changed."""
         rule = self.rule(group, preset_of(group["preset"]))
         check_tied(group["params"])
         for p in group["params"]:
@@ -139,7 +139,7 @@ class Optimizer(OptimizerBase):
     @torch.compiler.disable
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of all parameters that have a gradient."""
+        """Update all parameters that have a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -148,9 +148,9 @@ class Optimizer(OptimizerBase):
         return loss
 
     def _step(self) -> None:
-        """`step` without torch's hooks around it, once gradients are there."""
+        """`step` after the closure, with no hooks of torch around it."""
         if hasattr(self, "grad_scale"):
-            # A GradScaler's, None where unscale_ was called.
+            # Set by GradScaler; None after unscale_.
             check_scaler(self._release is not None)
         overflow, factor = self._scaling()
         parameters = [p for group in self.param_groups for p in group["params"]]
@@ -159,23 +159,25 @@ class Optimizer(OptimizerBase):
         for p in parameters:
             self.gradients.convert(p)
         if self._release is not None:
-            # What was frozen when `step_in_backward` was called, or assigned, waits for nothing else.
+            # Step gradients that no hook reported: of parameters frozen when `step_in_backward` was called, or assigned
+            #     by hand.
             for p in parameters:
                 self._release.arrived(p)
             self._release.end()
             parameters = []
         self._update(parameters, factor, overflow)
         if factor is not None:
-            # As GradScaler leaves gradients of optimizers that know nothing of it.
+            # Unscale gradients as GradScaler does for optimizers without `_step_supports_amp_scaling`.
             for p in parameters:
                 layout.local(p.grad).mul_(factor.to(p.grad.device))
 
     def _update(self, parameters: list[Tensor], factor: Tensor | None, overflow: Tensor | None = None) -> None:
-        """Step some parameters.
+        """Step the given parameters.
 
         Args:
-            factor: of their gradients, float32 [].
-            overflow: not 0 where nothing may change.
+            parameters: those with a gradient.
+            factor: multiplier of their gradients, float32 [], or None.
+            overflow: tensor; nonzero means that nothing may change.
         """
         chosen = {id(p) for p in parameters}
         for p in parameters:
@@ -218,8 +220,10 @@ class Optimizer(OptimizerBase):
                 self._stepped[p] = layout.versions(p)
 
     def _follow_writes(self, p: Tensor, way: StepConfig) -> None:
-        """Have a master, or the largest magnitudes, follow writes to a weight of codes since the last step, such as by
-        `load_state_dict`."""
+        """Update the master or the amaxes of a weight stored as codes that was written since the last step.
+
+        Such a write comes for instance from `load_state_dict`.
+        """
         if not self._written(p):
             return
         state = self.state[p]
@@ -231,16 +235,16 @@ class Optimizer(OptimizerBase):
             ):
                 old.copy_(new.view(old.shape))
         elif way.predicts and "amax" in state:
-            # In place: a graph reads it.
+            # In place, because a CUDA graph reads this tensor.
             layout.local(state["amax"]).copy_(layout.local(self._amax(p, way, self.parts_of_weight(p, way))))
 
     def _written(self, p: Tensor) -> bool:
-        """Whether a weight of codes was written to since this optimizer stepped it, or may have been."""
+        """True if a weight stored as codes may have been written since this optimizer stepped it."""
         return store_weight.holds_codes(p) and self._stepped.get(p) != layout.versions(p)
 
     def _compare_ranks(self, parameters: list[Tensor]) -> None:
-        """Compare ranks that share parameters: options at the first step, gradients and groups that were added later
-        where a step communicates.
+        """Check that ranks which share parameters agree: options at the first step; gradients and new groups in steps
+            that communicate.
 
         Raises:
             ValueError: on all ranks.
@@ -257,7 +261,7 @@ class Optimizer(OptimizerBase):
             i for i, p in enumerate(every) if id(p) in stepping and self._written(p)
         ]
         if self._compared != len(self.param_groups):
-            # Scales of codes travel in the order of parameters, whatever their names.
+            # Scales of stored weights are exchanged in the order of parameters, so that order must match too.
             in_codes = [f"{part.name_of_codes}.weight" for part in map(store_weight.divided, every) if part is not None]
             options = [
                 {name: _option(value) for name, value in group.items() if name != "params"}
@@ -268,7 +272,7 @@ class Optimizer(OptimizerBase):
         self._compared = len(self.param_groups)
 
     def _not_finite(self, parameters: list[Tensor], overflow: Tensor | None) -> Tensor:
-        """1 where a gradient is not finite, else 0, float32 []. Raises: ValueError, if that is asked."""
+        """Return 1 if any gradient is not finite, else 0, float32 []. Raise a ValueError if `nonfinite` is "raise"."""
         finite = [self.gradients.finite(p) for p in parameters]
         finite = layout.agreed(finite, parameters)
         if self.nonfinite == "raise":
@@ -281,42 +285,44 @@ class Optimizer(OptimizerBase):
                 )
         one = ~torch.stack([ok.to(finite[0].device) for ok in finite]).all()
         self.skipped = self.skipped.to(one.device)
-        # In place: a graph counts at each replay.
+        # In place, so that a CUDA graph counts at each replay.
         self.skipped += one
         return one.float() if overflow is None else one.float() + overflow.to(one.device)
 
     def step_in_backward(self, outstanding_bytes: int = 1 << 25, max_norm: float = float("inf")) -> None:
-        """From now on step parameters while backward goes on; `step()` ends the step.
+        """From now on step parameters during backward; `step()` then only finishes the step.
 
-        Gradients collect until they take `outstanding_bytes`; then their parameters step, and the gradients are freed.
-        On a GPU that runs on a stream of its own. Micro-batches but the last belong inside of `accumulating()`.
+        Gradients accumulate until they take `outstanding_bytes`. Then their parameters are stepped and the gradients
+        freed. On a GPU this runs on a separate stream. Run all micro-batches except the last inside `accumulating()`.
 
         Args:
-            max_norm: gradients are multiplied so that the norm of the step before would have been at most this: all of
-                this step's are never there together.
+            outstanding_bytes: bytes of gradients to collect before a partial step.
+            max_norm: scale gradients by the factor that would have clipped the previous step's norm to this; all
+                gradients of this step never exist together.
         Raises:
-            ValueError: parameters lie in parts on ranks, or `nonfinite` is not "keep".
+            ValueError: parameters are sharded, or `nonfinite` is not "keep".
         """
         if outstanding_bytes < 1:
             raise ValueError(f"outstanding_bytes is {outstanding_bytes}; give at least 1")
         if any(layout.divided(p) for group in self.param_groups for p in group["params"]):
             raise ValueError(
-                "parameters lie in parts on ranks, which may have unlike many bytes and would step unlike many of them "
-                "at once; under fully_shard gradients are in parts already: leave step_in_backward out"
+                "parameters are sharded, and ranks with different numbers of bytes would step different "
+                "numbers of parameters at a time; under fully_shard gradients are sharded anyway: leave "
+                "step_in_backward out"
             )
         if self.nonfinite != "keep":
             raise ValueError(
-                f"nonfinite is {self.nonfinite!r}, which needs all gradients of a step before its first update, and "
-                "step_in_backward has stepped some parameters by then; leave one of the two out"
+                f"nonfinite is {self.nonfinite!r}, which needs all gradients of a step before its first "
+                "update, and step_in_backward steps some parameters earlier; leave one of the two out"
             )
         self._release = GradientRelease(self.gradients, self._update, outstanding_bytes, max_norm)
         self.gradients.watch(p for group in self.param_groups for p in group["params"])
         self.gradients.arrived = self._release.arrived
 
     def _scaling(self) -> tuple[Tensor | None, Tensor | None]:
-        """What torch.amp.GradScaler says: whether a gradient is not finite, and what to multiply gradients by."""
+        """Return torch.amp.GradScaler's overflow flag and the factor that unscales gradients, each None without one."""
         overflow, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        # A GradScaler that saw no gradient gives the number 0.
+        # A GradScaler that has seen no gradient passes the number 0.
         overflow = overflow if isinstance(overflow, Tensor) else None
         return overflow, None if scale is None else scale.float().reciprocal().reshape(())
 
@@ -328,7 +334,12 @@ class Optimizer(OptimizerBase):
         factor: Tensor | None,
         taken: gpu.Launches,
     ) -> list[tuple[int, Mapping[str, Any], ranks.SteppingParameter]]:
-        """Count the steps of a group's parameters, and say what each takes; those without scalars a kernel steps."""
+        """Prepare the step of a group's parameters: create states, count steps, hand parameters to kernels.
+
+        Returns:
+            Number, group and step data of every parameter that kernels do not step, or that needs amaxes agreed between
+            ranks.
+        """
         for _, p in own:
             if not self.state[p]:
                 self.state[p] = self.first_state(p, group)
@@ -351,7 +362,7 @@ class Optimizer(OptimizerBase):
             if p in scalars or asks:
                 self._ensure_amax(p, way)
                 amax = layout.local(self.state[p]["amax"]) if way.predicts else None
-                # Of others they are looked up when their turn comes: some are copies.
+                # Other tensors are looked up later, when the parameter is stepped, since some are copies.
                 parts, own_factor = self.parts(p, way) if asks else None, self._factor(p, factor)
                 begun.append(
                     (number, group, ranks.SteppingParameter(p, way, parts, scalars.get(p, ()), own_factor, amax))
@@ -366,7 +377,7 @@ class Optimizer(OptimizerBase):
         factor: Tensor | None,
         taken: gpu.Launches,
     ) -> list[tuple[int, Tensor]]:
-        """Have kernels take along what they step; returns the others."""
+        """Collect the parameters that GPU kernels can step into `taken`; return the others."""
         left, rows = [], dict[torch.device, list[Any]]()
         for number, p in own:
             weight, state = layout.local(p).detach(), self.state[p]
@@ -384,29 +395,31 @@ class Optimizer(OptimizerBase):
                 gpu.warn_once(self._said, weight, *given, state["step"])
                 left.append((number, p))
         for of_device in rows.values():
-            # The kernel counts the step where it is taken.
+            # The kernel increments the step itself if the step is applied.
             steps = torch.stack([row.tensors["step"] for row in of_device]).double() + 1
             taken.add(of_device, torch.stack(rule.scalars(group, steps)))
         return left
 
     def _launch(self, taken: gpu.Launches, keep: Tensor | None) -> None:
-        """Step what kernels have taken along."""
+        """Launch the kernels for the collected parameters."""
         for where, counts in taken.run(keep, self.statistics).items():
             for i, row in enumerate(taken.rows[where]):
-                # What goes by versions must see that these were written.
+                # Caches that compare version counters must notice these writes.
                 torch.autograd.graph.increment_version([row.owner, *(t for t in row.written if not t.is_inference())])
                 if counts is not None and row.form.clamp:
                     before, total = self.counted.get(row.owner, (torch.zeros_like(counts[i]), 0))
                     self.counted[row.owner] = before + counts[i], total + layout.local(row.owner).numel()
 
     def _factor(self, p: Tensor, factor: Tensor | None) -> Tensor | None:
-        """What a parameter's gradient is multiplied by, float32 [] on its device, given that of all of them."""
+        """Return the factor of a parameter's gradient, float32 [] on its device: the common one times that of its
+        quantized gradient.
+        """
         held = local_quantized(p.grad)
         own = None if held is None else held.contents.factor
         return factor if own is None else own if factor is None else own * factor
 
     def _check_rate(self, group: Mapping[str, Any], own: list[Tensor]) -> None:
-        """Warn once of a learning rate whose steps eight bits of residual lose."""
+        """Warn once if the learning rate is too small for 8-bit residuals."""
         if self._warned or isinstance(group["lr"], Tensor):
             return
         fine = [p for p in own if self.way(p, group).master_format.kind == "residual8" and store_weight.holds_codes(p)]
@@ -423,7 +436,7 @@ class Optimizer(OptimizerBase):
         told: Mapping[int, Tensor],
         keep: Tensor | None,
     ) -> Iterator[Callable[[], object]]:
-        """What steps a parameter, one after the other."""
+        """Start the step of each segment of a parameter; yields a function that finishes it."""
         p, way, amax, own = one.p, one.way, one.amax, layout.local(one.p)
         place = layout.flat_place(p, layout.leading(p, way.rule.whole))
         whole = one.parts or self.parts(p, way)
@@ -435,7 +448,7 @@ class Optimizer(OptimizerBase):
             finish = begin(way, parts, one.scalars, one.factor, drawn, top, keep, self._programs, known)
             yield partial(self._finish_segment, p, finish, parts.weight[0].numel(), top, keep)
         if layout.in_rows(own) is not own:
-            # It does not lie row by row, and was copied.
+            # The parameter's memory is not row-major, so the step worked on a copy.
             yield lambda: own.copy_(whole.weight[0].view(own.shape))
 
     def _finish_segment(
@@ -456,16 +469,17 @@ class Optimizer(OptimizerBase):
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Inside, backwards add up in `p.grad`; the first one after it gives the gradient of the step.
+        """Context manager in which backward accumulates into `p.grad`; the first backward after it yields the step's
+        gradient.
 
-        Without it a second backward adds to the decoded codes of the first one, in high precision: one rounding more,
-        and no codes at the step.
+        Without it, a second backward adds to the dequantized gradient of the first in high precision. That costs one
+        more rounding, and the gradient is not quantized at the step.
 
-        with optimizer.accumulating():
-            for batch in batches[:-1]:
-                loss(batch).backward()
-        loss(batches[-1]).backward()
-        optimizer.step()
+            with optimizer.accumulating():
+                for batch in batches[:-1]:
+                    loss(batch).backward()
+            loss(batches[-1]).backward()
+            optimizer.step()
         """
         before, self.gradients.accumulating = self.gradients.accumulating, True
         try:
@@ -475,30 +489,33 @@ class Optimizer(OptimizerBase):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Multiply all gradients so that their norm is at most `max_norm`; returns the norm before, float32 [].
+        """Scale all gradients so that their total norm is at most `max_norm`; returns the norm before, float32 [].
 
-        As `torch.nn.utils.clip_grad_norm_`, but for parameters of several meshes, and of ranks without rows, too.
+        Like `torch.nn.utils.clip_grad_norm_`, but it also supports parameters on several meshes and ranks without rows.
+
         Raises:
             ValueError: gradients are stepped in backward.
         """
         if self._release is not None:
             raise ValueError(
-                "gradients are stepped in backward and gone by now: give step_in_backward a max_norm, which holds them "
-                "to it by the norm of the step before"
+                "gradients are already stepped in backward and freed: give step_in_backward a max_norm, "
+                "which clips by the norm of the step before"
             )
         parameters = [p for group in self.param_groups for p in group["params"]]
         return self.gradients.clip(parameters, max_norm, norm_type)
 
 
 def _option(value: Any) -> Any:
-    """An option of a group as ranks compare it: a tensor on a GPU, which a host would wait for, by its shape alone."""
+    """Return a group option in a form that ranks can compare; a GPU tensor by its shape only, to avoid a
+    synchronization.
+    """
     if not isinstance(value, Tensor):
         return value if isinstance(value, str | int | float | tuple) else type(value).__name__
     return value.tolist() if value.is_cpu else tuple(value.shape)
 
 
 def _finish(waiting: list[Callable[[], object]]) -> int:
-    """Take steps that have begun; 0 wait then."""
+    """Finish all steps that have started; returns 0, the number of elements still in progress."""
     while waiting:
         waiting.pop(0)()
     return 0

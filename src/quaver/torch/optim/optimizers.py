@@ -1,11 +1,17 @@
-"""The optimizers by name: torch's arguments, and a preset.
+"""Adam, AdamW, Lion, SGD and Muon with torch's arguments and a preset.
 
-Every class takes parameters, groups of them, or a model, whose embeddings are then kept in float32; `lr`, a number or a
-tensor of one element; `preset`, a name in `PRESETS` or a `Preset`, which groups may have of their own; `seed`, of what
-is rounded at random; `nonfinite`, what to do about gradients that are not finite: "keep", "skip" or "raise"; and
-`statistics`, which counts the updates that were held to their bound; and `compile`, which steps matrices of 2^18
-elements and more by torch.compile, in some programs that all matrices share: the same bits. Options of torch's that
-are not honoured, such as `fused=True`, are refused by name.
+Common arguments of every class:
+
+- params: parameters, parameter groups, or a model, whose embeddings then have float32 states.
+- lr: a number or a tensor of one element.
+- preset: a name in `PRESETS` or a `Preset`; parameter groups may have their own.
+- seed: seed of stochastic rounding.
+- nonfinite: reaction to gradients that are not finite: "keep", "skip" or "raise".
+- statistics: count the updates that were clamped to their bound.
+- compile: step matrices of 2^18 elements and more by torch.compile, in a few programs shared by all matrices; the same
+  bits.
+
+Unsupported options of torch, such as `fused=True`, raise an error.
 """
 
 from collections.abc import Mapping
@@ -49,9 +55,9 @@ class Adam(Optimizer):
 
 
 def rule_of_adam(group: Mapping[str, Any], preset: Preset, decoupled: bool) -> UpdateRule:
-    """Adam's formula for a group, with the bound of its updates while that is known."""
+    """Return the Adam rule of a parameter group; it clamps updates if the preset asks for it and the bound is valid."""
     b1, b2 = group["betas"]
-    # The bound is that of betas that stay: a schedule which moves them, as OneCycleLR does, has updates beyond it.
+    # The bound holds for constant betas only; a schedule that changes them, such as OneCycleLR, disables it.
     steady = tuple(group.get("steady_betas", (b1, b2))) == (b1, b2)
     if not steady and isinstance(group, dict):
         group["steady_betas"] = ()
@@ -60,7 +66,7 @@ def rule_of_adam(group: Mapping[str, Any], preset: Preset, decoupled: bool) -> U
 
 
 class AdamW(Adam):
-    """AdamW: weight decay shrinks the weight itself. See `quaver.torch.optim.rules`."""
+    """AdamW: weight decay scales down the weight itself. See `quaver.torch.optim.rules`."""
 
     decoupled = True
 
@@ -98,7 +104,7 @@ class Lion(Optimizer):
 
 
 class SGD(Optimizer):
-    """SGD with momentum as torch has it. See `quaver.torch.optim.rules`."""
+    """SGD with torch's momentum. See `quaver.torch.optim.rules`."""
 
     def __init__(
         self,
@@ -128,10 +134,10 @@ class SGD(Optimizer):
 
 
 class Muon(Optimizer):
-    """Muon, of matrices and of stacks [E, n, k], whose matrices are stepped one by one.
+    """Muon for matrices, and for stacks [E, n, k], whose matrices are stepped separately.
 
-    A parameter group with `rule="adamw"` steps by AdamW, with `betas` and `eps`: embeddings, heads, norms, biases and
-    weights of convolutions belong there. See `quaver.torch.optim.rules`.
+    A parameter group with `rule="adamw"` uses AdamW, with `betas` and `eps`. Put embeddings, heads, norms, biases and
+    convolution weights there. See `quaver.torch.optim.rules`.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ class Contents:
     factor: Tensor | None = None
     #: The plain tensor once dequantized in place, else None.
     value: Tensor | None = None
-    #: Whether it was zeroed in place; the optimizer then quantizes the next backward's gradient again.
+    #: True after zeroing in place; the optimizer then quantizes the next backward's gradient again.
     zeroed: bool = False
 
 
@@ -73,13 +73,13 @@ class QuantizedGradient(Tensor):
 
     @property
     def codes(self) -> Tensor:
-        """The codes, or the bfloat16 tensor; only before dequantization in place."""
+        """The codes, or the bfloat16 tensor; available until the gradient is dequantized in place."""
         assert self.contents.codes is not None
         return self.contents.codes[0]
 
     @property
     def scale(self) -> Tensor:
-        """The scales of the codes; only before dequantization in place, and not for bfloat16."""
+        """The scales of the codes; available until the gradient is dequantized in place, and not for bfloat16."""
         assert self.contents.codes is not None
         return self.contents.codes[1]
 
@@ -89,12 +89,12 @@ class QuantizedGradient(Tensor):
         return self.contents.value
 
     def tensors(self) -> list[Tensor]:
-        """The tensors that hold the gradient: codes, scale, factor, plain tensor, as far as there are any."""
+        """Return all tensors that store the gradient: codes, scale, factor, plain tensor."""
         own = self.contents
         return [t for t in (*(own.codes or ()), own.factor, own.value) if t is not None]
 
     def dequantize(self) -> Tensor:
-        """The gradient as a plain tensor: a new one, or `value` if it was dequantized in place."""
+        """Return the gradient as a plain tensor: a new one, or `value` if it was dequantized in place."""
         own = self.contents
         if own.value is not None:
             return own.value
@@ -119,11 +119,11 @@ class QuantizedGradient(Tensor):
         own.factor = factor.clone() if own.factor is None else own.factor * factor
 
     def all_finite(self) -> Tensor:
-        """Whether all elements are finite, bool []."""
+        """Return True if all elements are finite, bool []."""
         own = self.contents
         if own.factor is not None:
             return self.norm_of(float("inf")).isfinite()
-        # A block with a NaN or an infinity is encoded with the scale NaN, so scales tell without decoding.
+        # Encoding gives a block with a NaN or an infinity the scale NaN, so scales are enough.
         checked = own.value if own.value is not None else self.codes if own.spec is None else self.scale
         return checked.isfinite().all()
 
@@ -135,7 +135,7 @@ class QuantizedGradient(Tensor):
         own.factor, own.zeroed = None, True
 
     def norm_of(self, order: float) -> Tensor:
-        """The vector norm, float32 []; decodes a chunk of rows at a time."""
+        """Return the vector norm, float32 []; decodes a chunk of rows at a time."""
         own = self.contents
         if own.value is not None:
             return norm_of(own.value, order)
@@ -145,7 +145,7 @@ class QuantizedGradient(Tensor):
         return norm if own.factor is None else norm * own.factor.abs()
 
     def _decode_in_chunks(self) -> Iterator[Tensor]:
-        """Values without the factor, a chunk of rows at a time; at once where rows have no scales of their own."""
+        """Yield values without the factor, a chunk of rows at a time, or all at once if rows share a scale."""
         data, spec = self.codes, self.contents.spec
         if spec is None:
             yield data
@@ -160,7 +160,7 @@ class QuantizedGradient(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """As `Tensor.data`; `nn.Module.to` assigns to it."""
+        """Like `Tensor.data`; `nn.Module.to` assigns to it."""
         return Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
     @data.setter
@@ -171,7 +171,7 @@ class QuantizedGradient(Tensor):
         Tensor.data.__set__(self, QuantizedGradient(own, plain))  # type: ignore[attr-defined]
 
     def numpy(self, *, force: bool = False) -> Any:
-        """As `Tensor.numpy`: the array shares memory with the gradient, so this dequantizes in place."""
+        """Like `Tensor.numpy`: the array shares memory with the gradient, so this dequantizes in place."""
         return self.dequantize_().numpy(force=force)
 
     def tolist(self) -> Any:
@@ -196,7 +196,7 @@ class QuantizedGradient(Tensor):
 
 
 def _dequantizing_method(name: str) -> Callable[..., Any]:
-    """A Tensor method that accesses memory without `__torch_dispatch__`: dequantize in place, then call it."""
+    """Return a Tensor method that dequantizes in place first, for methods that bypass `__torch_dispatch__`."""
 
     def method(self: QuantizedGradient, *args: Any, **kwargs: Any) -> Any:
         result = getattr(self.dequantize_(), name)(*args, **kwargs)
@@ -210,7 +210,7 @@ for _name in ("apply_", "map_", "share_memory_"):
 
 
 def encode_in_chunks(gradient: Tensor, spec: StateSpec) -> tuple[Tensor, Tensor]:
-    """Codes and scales of a gradient [..., K]; temporary memory is that of one chunk of rows.
+    """Return codes and scales of a gradient [..., K], with temporary memory for one chunk of rows.
 
     Exact: the same bits as `codes.encode` of the whole gradient.
     """
@@ -243,18 +243,18 @@ def encode_in_chunks(gradient: Tensor, spec: StateSpec) -> tuple[Tensor, Tensor]
 
 
 def norm_of(x: Tensor, order: float) -> Tensor:
-    """The vector norm of a tensor, float32 []; 0 for an empty one, such as a shard without rows."""
+    """Return the vector norm of a tensor, float32 []; 0 for an empty one, such as a shard without rows."""
     return torch.linalg.vector_norm(x if x.numel() else x.new_zeros(1), order, dtype=torch.float32)
 
 
 def local_quantized(gradient: Tensor | None) -> QuantizedGradient | None:
-    """The gradient, or its local shard of a DTensor, if it is stored as codes or bfloat16; None for any other."""
+    """Return the gradient, or its local shard of a DTensor, if it is stored as codes or bfloat16; else None."""
     local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
     return local if isinstance(local, QuantizedGradient) and local.value is None else None
 
 
 def unwrapped(gradient: Tensor) -> Tensor:
-    """The plain tensor of a `QuantizedGradient` that was dequantized in place; any other gradient as it is."""
+    """Return the plain tensor of a `QuantizedGradient` that was dequantized in place; any other gradient unchanged."""
     return gradient.value if isinstance(gradient, QuantizedGradient) and gradient.value is not None else gradient
 
 
@@ -301,9 +301,9 @@ def _divide(gradient: Any, other: Any, *, rounding_mode: str | None = None) -> A
 
 
 def _foreach(name: str) -> Callable[..., None]:
-    """A handler of `torch._foreach_<name>` that calls the Tensor method on each gradient.
+    """Return a handler of `torch._foreach_<name>` that calls the Tensor method on each gradient.
 
-    The further arguments are shared by all gradients, or lists with one entry for each.
+    Further arguments are shared by all gradients, or lists with one entry for each.
     """
 
     def handler(gradients: Sequence[Tensor], *others: Any) -> None:
@@ -333,7 +333,7 @@ def _zero(gradient: QuantizedGradient) -> QuantizedGradient:
 
 
 def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
-    """GradScaler's unscale: multiply gradients by `inverse`, and set `found_inf` to 1 if one is not finite."""
+    """Unscale gradients for GradScaler: multiply them by `inverse`, and set `found_inf` to 1 if one is not finite."""
     for gradient in gradients:
         finite = gradient.all_finite() if isinstance(gradient, QuantizedGradient) else gradient.isfinite().all()
         found_inf.masked_fill_(~finite, 1.0)

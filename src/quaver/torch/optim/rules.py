@@ -1,10 +1,12 @@
-"""Adam and AdamW, with updates held to the bound that exact moments keep.
+"""Update rules of Adam, Lion, Muon and SGD as functions of float32 tensors.
+
+Adam and AdamW, with updates clamped to the bound that they have with exact moments:
 
     m ← β1 m + (1 - β1) g        v ← β2 v + (1 - β2) g²        u = (m / (1 - β1ᵗ)) / (√(v / (1 - β2ᵗ)) + ε)
     w ← (1 - lr wd) w - lr clamp(u, ±U_t)
 
-Adam adds wd w to the gradient in place of the factor. Sources: Kingma and Ba, arXiv:1412.6980; Loshchilov and Hutter,
-arXiv:1711.05101; U_t is `quaver.reference.optim`.
+Adam adds wd w to the gradient instead of scaling w. Sources: Kingma and Ba, arXiv:1412.6980; Loshchilov and Hutter,
+arXiv:1711.05101; U_t is defined in `quaver.reference.optim`.
 """
 
 from collections.abc import Mapping
@@ -17,79 +19,79 @@ from torch import Tensor
 
 from quaver.torch.numerics.rounding import is_tracing
 
-# ---- rule ------------------------------------------------------------------------------------------------
-# What a rule is: the weight and the moments after a step, from what they were and the gradient.
+# ---- interface ----
 
 
 class UpdateResult(NamedTuple):
-    """What a step gives, float32 of the weight's shape."""
+    """Result of a step, float32 of the weight's shape."""
 
     weight: Tensor
     moments: tuple[Tensor, ...]
-    #: Elements whose update was beyond the rule's bound and was held to it, bool; None if nothing is held.
+    #: True for elements whose update was clamped to the rule's bound, bool; None if the rule does not clamp.
     clamped: Tensor | None = None
 
 
 class UpdateRule(Protocol):
-    """A formula. Instances are equal if they compute the same, so that compiled code is shared.
+    """Update formula. Instances that compute the same are equal, so that they share compiled code.
 
-    Scalars are float32 tensors of no dimension: a learning rate that changes compiles nothing anew.
+    Scalars are float32 tensors of shape [], so that a changed learning rate needs no recompilation.
     """
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the moments, as torch's optimizer of this rule has them in its state."""
+        """Names of the moments in the state of torch's optimizer for this rule."""
 
     @property
     def signed(self) -> tuple[bool, ...]:
-        """Of each moment, whether it has negative elements, as Adam's first has."""
+        """For each moment, True if it can be negative, such as Adam's first."""
 
     @property
     def bounded(self) -> bool:
-        """Whether `reach` says what no weight exceeds."""
+        """True if `reach` bounds the weights after a step."""
 
     @property
     def whole(self) -> bool:
-        """Whether a step needs all of a matrix at once."""
+        """True if a step needs a whole matrix at once."""
 
     def scalars(self, group: Mapping[str, Any], steps: Tensor) -> tuple[Tensor, ...]:
-        """The numbers of a step, each float32 [parameters].
+        """Return the scalars of a step, each float32 [parameters].
 
         Args:
-            group: options, by torch's names.
+            group: parameter group, with torch's option names.
             steps: float64 [parameters], 1 at the first step.
         """
 
     def __call__(
         self, weight: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], scalars: tuple[Tensor, ...]
     ) -> UpdateResult:
-        """A step. All tensors are float32 of one shape; none is written to."""
+        """Compute a step. All tensors are float32 of one shape; none is modified."""
 
     @property
     def asks(self) -> bool:
-        """Whether `reach` asks for the largest gradient and moments."""
+        """True if `reach` needs the amaxes of gradient and moments."""
 
     def reach(self, amax: Tensor, scalars: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Tensor:
-        """What no weight exceeds after the step, of a bounded rule.
+        """Return an upper bound of the weights' magnitudes after the step, for a bounded rule.
 
         Args:
-            amax: the largest of the weights before the step, float32 of any shape.
-            others: the largest of the gradient and of each moment before the step, float32 [], if the rule asks.
+            amax: amaxes of the weights before the step, float32 of any shape.
+            scalars: results of `scalars` for this parameter.
+            others: amaxes of the gradient and of each moment before the step, float32 [], if `asks`.
         """
 
 
-# ---- adam ------------------------------------------------------------------------------------------------
+# ---- adam ----
 
-#: The largest float32.
+#: Largest finite float32.
 LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
 class Adam:
-    """Adam; `decoupled`, AdamW."""
+    """Adam, or AdamW if `decoupled`."""
 
     decoupled: bool = True
-    #: Whether updates are held to U_t.
+    #: True if updates are clamped to U_t.
     clamp: bool = True
     maximize: bool = False
 
@@ -124,12 +126,12 @@ class Adam:
         m, v = moments
         share1, share2, eps, lr, decay, grow1, grow2, limit = scalars
         g = -gradient if self.maximize else gradient
-        # What is not needed further on lives no longer: a piece's memory is what is there together.
+        # Drop references early to reduce the peak memory of a chunk.
         del moments, gradient
         if not self.decoupled:
             g = g + weight * decay
         m = averaged(m, g, share1)
-        # A square beyond float32 would be infinite, and infinity less infinity is NaN at the next step.
+        # An infinite square would give NaN (infinity minus infinity) at the next step.
         v = averaged(v, (g * g).clamp(max=LARGEST), share2)
         del g
         update = (m * grow1) / (root(v) * grow2 + eps)
@@ -144,27 +146,28 @@ class Adam:
 
     def reach(self, amax: Tensor, scalars: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Tensor:
         _, _, _, lr, decay, _, _, limit = scalars
-        # Above by what float32 may round: three operations.
+        # The factor covers float32 rounding of three operations.
         return (amax * (kept(decay) if self.decoupled else 1.0) + lr.abs() * limit) * (1 + 2.0**-20)
 
 
 def kept(decay: Tensor) -> Tensor:
-    """What a weight of 1 is at most after its decay, which float32 rounds by the weight's ulps: float32 []."""
+    """Return an upper bound of the factor by which decay scales a weight, including float32 rounding: float32 []."""
     return (1 - decay).abs() + decay.abs() * 2.0**-22
 
 
 def share(beta: float) -> float:
-    """What `averaged` is given of β: 1 - β, or -β where β is below one half."""
+    """Return β in the form that `averaged` expects: 1 - β, or -β if β is below one half."""
     return 1 - beta if beta >= 0.5 else -beta
 
 
 def averaged(old: Tensor, new: Tensor, share: Tensor) -> Tensor:
-    """β old + (1 - β) new, from the one that has the larger part.
+    """Return β old + (1 - β) new, computed from the operand with the larger weight.
 
-    From the other, a small `new` would be lost in (new - old) + old beside a large `old`.
+    Computed from the other operand, (new - old) + old would lose a small `new` beside a large `old`.
 
     Args:
-        share: of β, float32 [].
+        old, new: float32 tensors.
+        share: result of `share` for β, float32 [].
     """
     if not share.is_cpu or is_tracing() or type(share) is not Tensor:
         return (new - old) * share + torch.where(share > 0, old, new)
@@ -172,7 +175,9 @@ def averaged(old: Tensor, new: Tensor, share: Tensor) -> Tensor:
 
 
 def root(v: Tensor) -> Tensor:
-    """√v, rounded correctly, as compilers and GPUs have it: torch's own on a CPU is one off in one element of six."""
+    """Return √v, correctly rounded as on GPUs and in compiled code; torch's CPU sqrt is one ulp off in one of six
+    elements.
+    """
     if not v.is_cpu or is_tracing() or type(v) is not Tensor:
         return v.sqrt()
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
@@ -187,7 +192,7 @@ def wide(lr: Tensor | float, steps: Tensor) -> Tensor:
     return torch.full_like(steps, lr)
 
 
-# ---- lion ------------------------------------------------------------------------------------------------
+# ---- lion ----
 # Lion: the sign of an interpolation of momentum and gradient.
 #
 #     w ← (1 - lr wd) w - lr sign(β1 m + (1 - β1) g)        m ← β2 m + (1 - β2) g
@@ -197,7 +202,7 @@ def wide(lr: Tensor | float, steps: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Lion:
-    """Lion; no step moves a weight by more than lr, besides its decay."""
+    """Lion; a step changes a weight by at most lr, besides its decay."""
 
     maximize: bool = False
 
@@ -219,7 +224,7 @@ class Lion:
         share1, share2, lr, decay = scalars
         g = -gradient if self.maximize else gradient
         mixed = averaged(m, g, share1)
-        # torch's sign of NaN is 0: such weights would stand still for ever without a word.
+        # Propagate NaN: torch's sign of NaN is 0, and such weights would silently stop training.
         update = torch.where(mixed != mixed, mixed, mixed.sign())
         return UpdateResult(weight - weight * decay - update * lr, (averaged(m, g, share2),))
 
@@ -228,7 +233,7 @@ class Lion:
         return (amax * kept(decay) + lr.abs()) * (1 + 2.0**-20)
 
 
-# ---- muon ------------------------------------------------------------------------------------------------
+# ---- muon ----
 # Muon: the momentum of a matrix with its singular values brought near 1.
 #
 #     b ← μ b + (1 - μ) g        u = orthogonalized(g + μ (b - g))        w ← (1 - lr wd) w - lr s u
@@ -241,7 +246,7 @@ COEFFICIENTS = (3.4445, -4.775, 2.0315)
 
 @dataclass(frozen=True)
 class Muon:
-    """Muon of a matrix; what a step reaches is measured."""
+    """Muon for one matrix. It has no bound, so amaxes are measured after a step."""
 
     nesterov: bool = True
     steps: int = 5
@@ -257,7 +262,7 @@ class Muon:
 
     def scalars(self, group: Mapping[str, Any], steps: Tensor) -> tuple[Tensor, ...]:
         lr = wide(group["lr"], steps)
-        # Of the buffer in its own average, and of the gradient in Nesterov's.
+        # Weight of the buffer in its moving average, and of the gradient in Nesterov's.
         momentum = (torch.full_like(steps, share(beta)) for beta in (group["momentum"], 1 - group["momentum"]))
         numbers = (lr, lr * group["weight_decay"], *momentum)
         return tuple(number.float() for number in numbers)
@@ -279,12 +284,12 @@ class Muon:
 
 
 def orthogonalized(update: Tensor, steps: int, eps: float) -> Tensor:
-    """Singular values of a matrix brought near 1 by an odd polynomial, in bfloat16: float32 of its shape."""
+    """Bring the singular values of a matrix near 1 by an odd polynomial in bfloat16; returns float32 of its shape."""
     a, b, c = COEFFICIENTS
     x = update.bfloat16()
     transposed = x.shape[0] > x.shape[1]
     x = x.T if transposed else x
-    # An ambient torch.autocast would take the norm to float32 and matrices to a dtype of its own.
+    # An enclosing torch.autocast would cast the norm to float32 and the matrices to its own dtype.
     with torch.autocast(x.device.type, enabled=False):
         x = x / x.norm().clamp(min=eps)
         for _ in range(steps):
@@ -293,18 +298,18 @@ def orthogonalized(update: Tensor, steps: int, eps: float) -> Tensor:
     return (x.T if transposed else x).float()
 
 
-# ---- sgd -------------------------------------------------------------------------------------------------
-# Stochastic gradient descent, with momentum as torch has it.
+# ---- sgd ----
+# Stochastic gradient descent with torch's momentum.
 #
-#     g ← g + wd w        b ← μ b + (1 - dampening) g (g at the first step)        w ← w - lr (b, or g + μ b if
-# nesterov)
+#     g ← g + wd w        b ← μ b + (1 - dampening) g (g at the first step)
+#     w ← w - lr (b, or g + μ b if nesterov)
 #
 # Source: Sutskever et al., "On the importance of initialization and momentum in deep learning", ICML 2013.
 
 
 @dataclass(frozen=True)
 class SGD:
-    """SGD. The gradient and the buffer bound a step, by their largest elements."""
+    """SGD; the amaxes of gradient and buffer bound a step."""
 
     momentum: bool = False
     nesterov: bool = False

@@ -17,15 +17,15 @@ from quaver.torch.optim.rules import UpdateRule
 from quaver.torch.optim.step import layout
 from quaver.torch.optim.step.step import StepConfig
 
-# ---- presets ---------------------------------------------------------------------------------------------
+# ---- presets ----
 # Convert presets to and from plain data, which `torch.load` reads with `weights_only=True`.
 
-#: The mark of states in the second form, see `state_conversion`: the suffix of a preset's name, or a key beside fields.
+#: Markers of states in the second form (see "first form" below): suffix of a preset's name, or key beside its fields.
 SECOND_FORM, FORM_KEY = "/2", "form"
 
 
 def preset_of(preset: Any) -> Preset:
-    """The preset of a name, or of the fields that `packed` returns without the mark; a `Preset` as it is.
+    """Return a `Preset` from a name, from the fields that `packed` returns (without the marker), or unchanged.
 
     Raises:
         ValueError: an unknown name.
@@ -44,7 +44,9 @@ def preset_of(preset: Any) -> Preset:
 
 
 def packed(preset: Any) -> str | dict[str, Any]:
-    """A preset as plain data: its name if it is one of `PRESETS`, else its fields; with the mark of the second form."""
+    """Return a preset as plain data: its name if it is one of `PRESETS`, else its fields; with the second form's
+    marker.
+    """
     preset = preset_of(preset)
     marked = has_residuals(preset)
     if PRESETS.get(preset.name) == preset:
@@ -55,11 +57,11 @@ def packed(preset: Any) -> str | dict[str, Any]:
 
 
 def has_residuals(preset: Preset) -> bool:
-    """Whether a preset may store residuals, which two forms store differently."""
+    """True if a preset may store residuals, which the two forms store differently."""
     return "residual" in preset.codes + preset.bfloat16
 
 
-# ---- earlier ---------------------------------------------------------------------------------------------
+# ---- first form ----
 # Read the first form of states, which the presets `lean` and `balanced` wrote in earlier releases.
 #
 #                 first form                                          second form, since then
@@ -67,17 +69,17 @@ def has_residuals(preset: Preset) -> bool:
 #     residuals   multiples of 2**-7 (int8) or 2**-15 (int16)         the next 8 or 16 bits of the mantissa, see
 #                 of half the distance to the next code               `quaver.torch.optim.master_weights`
 #
-# State dicts of presets with residuals have a mark for the second form (`presets.packed`). States without the mark are
+# State dicts of presets with residuals have a marker for the second form (see `packed`). States without it are
 # converted like those of another preset. Source: FlashOptim, arXiv:2602.23349.
 
-#: `Keeping.kind` of residuals in the first form, by the kind in the second.
+#: `MasterFormat.kind` of residuals in the first form, by the kind in the second.
 FIRST_FORM_KINDS = {"residual8": "parts8", "residual16": "parts16"}
 _FIRST = StateSpec(code="int8_softsign")
 _SECOND = StateSpec(code="uint8_root", stochastic=True, floor=True)
 
 
 def in_first_form(preset: Preset) -> Preset:
-    """The same preset with residuals in the first form."""
+    """Return the same preset with residuals in the first form."""
     return replace(
         preset,
         name=f"{preset.name}, in its first form,",
@@ -86,7 +88,7 @@ def in_first_form(preset: Preset) -> Preset:
     )
 
 
-#: The presets that wrote the first form, with the formats that they had.
+#: Presets that wrote the first form, with the formats that they had.
 FIRST_FORM_PRESETS = {
     preset.name: in_first_form(replace(preset, first=_FIRST, second=_SECOND))
     for preset in PRESETS.values()
@@ -95,11 +97,11 @@ FIRST_FORM_PRESETS = {
 
 
 def saved_preset(saved: Any) -> Preset:
-    """The preset that wrote the states of a parameter group.
+    """Return the preset that wrote the states of a parameter group.
 
     Args:
-        saved: the group's entry "preset" in the state dict, as `presets.packed` writes it; without the mark of the
-            second form the result has the formats of the first.
+        saved: the group's entry "preset" in the state dict, as `packed` writes it. Without the second form's marker,
+            the result has the first form.
     Raises:
         ValueError: an unknown preset.
     """
@@ -111,17 +113,18 @@ def saved_preset(saved: Any) -> Preset:
 
 
 def without_form(saved: Any) -> Any:
-    """The entry "preset" of a state dict without the mark of the second form."""
+    """Return the entry "preset" of a state dict without the second form's marker."""
     if isinstance(saved, str):
         return saved.removesuffix(SECOND_FORM)
     return {name: value for name, value in saved.items() if name != FORM_KEY} if isinstance(saved, Mapping) else saved
 
 
 def read(master_format: MasterFormat, tensors: tuple[Tensor, ...]) -> Tensor:
-    """The weight, float32, with residuals in either form. Exact.
+    """Return the weight in float32, with residuals in either form. Exact.
 
     Args:
-        tensors: the weight, its scales if it is codes, and the tensors of its state, as `Keeping` orders them.
+        master_format: format of the weight and its states.
+        tensors: the weight, its scales if it is stored as codes, and its states in the order of `MasterFormat`.
     """
     if master_format.kind not in FIRST_FORM_KINDS.values():
         return master_weights.read(master_format, tensors)
@@ -139,7 +142,7 @@ def read(master_format: MasterFormat, tensors: tuple[Tensor, ...]) -> Tensor:
     return master_weights.scaled(master_format.spec, tensors[1], weight.float() + fraction * half)
 
 
-# ---- rules -----------------------------------------------------------------------------------------------
+# ---- rules ----
 # Check that a state dict was written by the same update rule (Adam, Lion, SGD, Muon) and is undamaged.
 
 #: Rules of torch.optim by an option that only they have.
@@ -147,20 +150,20 @@ RULE_OF_OPTION = {
     **{"adjust_lr_fn": "Muon", "dampening": "SGD", "momentum_decay": "NAdam", "centered": "RMSprop", "rho": "Adadelta"},
     **{"lr_decay": "Adagrad", "lambd": "ASGD", "etas": "Rprop", "beta2_decay": "Adafactor"},
 }
-#: Optimizers by a key of their states. The first key that the own rule lacks is named in the error.
+#: Optimizers by a key of their states; the error names the first key that this optimizer's rule lacks.
 OWNER_OF_MOMENT = {
     **{"max_exp_avg_sq": "Adam with amsgrad=True", "mu_product": "NAdam", "exp_inf": "Adamax", "row_var": "Adafactor"},
     **{"acc_delta": "Adadelta", "square_avg": "RMSprop", "sum": "Adagrad", "ax": "ASGD", "prev": "Rprop"},
     **{"exp_avg_sq": "Adam", "exp_avg": "Adam or Lion", "momentum_buffer": "SGD or Muon"},
 }
-#: The suffix of keys of moments stored as codes. torch does not know such keys, so it never reads codes as values.
+#: Suffix of keys of moments stored as codes. torch does not know such keys, so it never reads codes as values.
 CODES = "_codes"
-#: The end of errors about state dicts that no optimizer writes.
+#: End of errors about state dicts that no optimizer writes.
 DAMAGED = "nothing was loaded: is the file damaged?"
 
 
 def key_of(moment: str, spec: StateSpec) -> str:
-    """The key of a moment in a parameter's state."""
+    """Return the key of a moment in a parameter's state."""
     return moment + CODES if spec.of.scaled else moment
 
 
@@ -198,7 +201,7 @@ def check_group(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
 
 
 def rule_of(group: Mapping[str, Any]) -> str:
-    """The rule that a parameter group belongs to, by its options; "" if they do not tell. AdamW is "Adam"."""
+    """Return the rule that a parameter group belongs to, from its options, or "" if unclear. AdamW counts as "Adam"."""
     if group.get("rule") == "adamw":
         return "Adam"
     for option, rule in RULE_OF_OPTION.items():
@@ -208,12 +211,14 @@ def rule_of(group: Mapping[str, Any]) -> str:
 
 
 def check_state(key: object, saved: Mapping[str, Any], rule: UpdateRule) -> None:
-    """Check a parameter's state of a state dict.
+    """Check a parameter's state in a state dict.
 
     Args:
-        key: of the parameter in the state dict, for the error.
+        key: key of the parameter in the state dict, for the error.
+        saved: the state.
+        rule: this optimizer's rule.
     Raises:
-        ValueError: a state of another rule, or a damaged one.
+        ValueError: the state is damaged or of another rule.
     """
     if not isinstance(saved, Mapping):
         raise ValueError(f"the state of parameter {key} is of type {type(saved).__name__}, not a dict; {DAMAGED}")
@@ -234,7 +239,7 @@ def check_state(key: object, saved: Mapping[str, Any], rule: UpdateRule) -> None
         raise ValueError(f"the state of parameter {key} has no {missing[0]}; {DAMAGED}")
 
 
-# ---- moments ---------------------------------------------------------------------------------------------
+# ---- moments ----
 # Read moments of a state dict as float32, whichever library wrote them.
 #
 # torch.optim     float tensors
@@ -242,19 +247,20 @@ def check_state(key: object, saved: Mapping[str, Any], rule: UpdateRule) -> None
 # MS-AMP          objects with `value`, FP8 codes or float16, times `meta.scale_inv` (msamp/optim/adamw.py)
 # Quaver          codes and scales in the format of the preset
 
-#: The FP8 dtype of MS-AMP's codes, which it stores as integers: it is older than torch's FP8 dtypes.
+#: FP8 dtypes of MS-AMP's codes by their integer storage dtype; MS-AMP predates torch's FP8 dtypes.
 MSAMP = {torch.uint8: torch.float8_e4m3fn, torch.int8: torch.float8_e5m2}
 
 
 def spec_of(name: str, saved: Any, scale: Any, spec: StateSpec) -> StateSpec:
-    """The format of a moment that a preset of Quaver wrote: `spec`, or float32, as for small tensors.
+    """Return the format of a moment that Quaver wrote: `spec`, or float32 for a small tensor.
 
     Args:
-        name: of the moment, for the error.
-        saved: the moment in the state dict, with its `scale` or None.
+        name: name of the moment, for the error.
+        saved: the moment in the state dict.
+        scale: its scales, or None.
         spec: the format of the preset.
     Raises:
-        ValueError: a dtype, or a missing scale, that is neither.
+        ValueError: the dtype and presence of scales match neither.
     """
     dtype = getattr(saved, "dtype", type(saved).__name__)
     if dtype == codes.code_dtype(spec.of) and spec.of.scaled == (scale is not None):
@@ -281,14 +287,14 @@ def check_scales(name: str, saved: Tensor, scale: Tensor, spec: StateSpec) -> No
 
 
 def values(saved: Any, scale: Tensor | None, spec: StateSpec | None) -> Tensor:
-    """A moment as float32, of the parameter's shape.
+    """Return a moment in float32 with the parameter's shape.
 
     Args:
         saved: the moment in the state dict.
         scale: its scales, if Quaver wrote it as codes.
         spec: its format, if Quaver wrote it; None for another library.
     Raises:
-        ValueError: integers, or an object, of an unknown library.
+        ValueError: integers or objects that no supported library writes.
     """
     if spec is not None:
         # Blocks may run along several trailing dimensions, which are one dimension of the scales.
@@ -312,29 +318,29 @@ def values(saved: Any, scale: Tensor | None, spec: StateSpec | None) -> Tensor:
     return saved.float()
 
 
-# ---- converting ------------------------------------------------------------------------------------------
+# ---- conversion ----
 
 
 def convert_state(
     p: Tensor, saved: Mapping[str, Any], way: StepConfig, saved_way: StepConfig | None, weight: tuple[Tensor, ...]
 ) -> tuple[dict[str, Tensor], str]:
-    """Convert a parameter's state.
+    """Convert a parameter's state to the formats of this optimizer.
 
     Args:
         p: the parameter, with its weight already loaded.
         saved: its entry of the state dict.
-        way: how this optimizer steps it, with the formats of its states.
+        way: step configuration of this optimizer for p, with the formats of its states.
         saved_way: the same for the optimizer that wrote the state dict; None for another library's.
         weight: the weight and its scales, as matrices.
     Returns:
-        The state, and a warning if a part of it was not saved; "" if nothing is missing.
+        The state, and a warning if a part of it was not saved, else "".
     Raises:
         ValueError: a state of another shape.
     """
     rows_of = layout.leading(p, way.rule.whole)
     saved_moments = {name: saved.get(name + CODES, saved.get(name)) for name in way.rule.names}
     complete = all(moment is not None for moment in saved_moments.values())
-    # A state dict with moments but without a count has stepped, so the next step is not the first.
+    # Moments without a step count were stepped before, so the next step is not the first.
     step = saved.get("step", 1.0) if complete else 0.0
     state = {"step": torch.as_tensor(step, dtype=torch.float32, device="cpu").clone()}
     for index, ((name, moment), spec) in enumerate(zip(saved_moments.items(), way.moments, strict=True)):
@@ -346,9 +352,8 @@ def convert_state(
     missing = ""
     if way.master_format.states and way.master_format.states[0] not in state:
         missing = (
-            f"no {way.master_format.states[0]} was saved for weights that are stored as {way.master_format.kind}: "
-            f"it is made anew "
-            "from the weight"
+            f"no {way.master_format.states[0]} was saved for weights that are stored as "
+            f"{way.master_format.kind}: it is created from the weight"
         )
     return state, missing
 
@@ -356,19 +361,23 @@ def convert_state(
 def _convert_moment(
     p: Tensor, name: str, moment: Any, scale: Any, spec: StateSpec, saved_spec: StateSpec | None, rows_of: int
 ) -> dict[str, Tensor]:
-    """A moment and its scale in the format `spec`, by their keys in the state.
+    """Convert a moment and its scale to the format `spec`; returns them by their keys in the state.
 
     Args:
-        moment: as saved, with its `scale` or None.
+        p: the parameter.
+        name: name of the moment.
+        moment: the saved moment.
+        scale: its saved scale, or None.
+        spec: target format.
         saved_spec: its format; None for another library's.
-        rows_of: how many leading dimensions of p are rows of the matrix that blocks divide.
+        rows_of: number of leading dimensions of p that form the rows of the matrix which blocks divide.
     """
     moment, scale = layout.local(moment), None if scale is None else layout.local(scale)
     if saved_spec is not None and scale is not None:
         check_scales(name, moment, scale, saved_spec)
     own = layout.local(p)
     local_shape, full_shape = (layout.flat(t.shape, rows_of) for t in (own, p))
-    # Earlier releases did not flatten trailing dimensions, so they had other blocks for the same spec.
+    # Earlier releases did not flatten trailing dimensions, so the same spec had other blocks.
     converts = saved_spec != spec or (
         scale is not None and scale.shape != codes.scale_shape(local_shape, spec.block, spec.of.numbers)
     )
@@ -397,7 +406,9 @@ def _convert_weight_states(
     saved_master_format: MasterFormat,
     weight: tuple[Tensor, ...],
 ) -> dict[str, Tensor]:
-    """The master, remainder or residual of a weight, by name; {} if the state dict has none that can be used."""
+    """Convert the master, remainder or residual of a weight; returns them by name, {} if the state dict has none to
+    use.
+    """
     if not all(name in saved for name in saved_master_format.states):
         return {}
     tensors = [layout.local(saved[name]).to(p.device, copy=True) for name in saved_master_format.states]
@@ -412,7 +423,7 @@ def _convert_weight_states(
             return {}
         value = read(saved_master_format, (*weight, *(layout.rows(tensor) for tensor in tensors)))
         first = master_weights.first_states(master_format, layout.local(p), value.view(layout.local(p).shape))
-        # The loaded weight stays as it is; only the states beside it are made from the value.
+        # The loaded weight is unchanged; only the states beside it are computed from the value.
         tensors = [*master_weights.around(master_format, value, (*weight, *(layout.rows(tensor) for tensor in first)))]
     shapes = [t.shape if t.dim() == 0 else p.shape for t in tensors]
     own = layout.local(p).shape
@@ -423,8 +434,9 @@ def _convert_weight_states(
 
 
 def _determines_weight(saved_master_format: MasterFormat, p: Tensor) -> bool:
-    """Whether saved states give the weight in high precision.
+    """True if saved states determine the weight in high precision.
 
-    A master does so alone. A remainder or residual extends a weight in bfloat16 or in codes, and p must be that still.
+    A master does so alone. A remainder or residual extends a weight in bfloat16 or in codes, so p must still be in that
+    format.
     """
     return saved_master_format.master or (saved_master_format.spec is None) == (p.dtype is torch.bfloat16)

@@ -1,4 +1,4 @@
-"""`OptimizerBase`: the state of each parameter, in the formats of its preset, and state dicts."""
+"""`OptimizerBase`: creates, loads and saves the state of each parameter in the formats of its preset."""
 
 import warnings
 from collections import Counter, defaultdict
@@ -22,35 +22,35 @@ from quaver.torch.optim.state_conversion import CODES, convert_state, key_of, pa
 from quaver.torch.optim.step import layout, ranks
 from quaver.torch.optim.step.step import ParameterTensors, StepConfig
 
-# ---- kept ------------------------------------------------------------------------------------------------
+# ---- states and state dicts ----
 
-#: Tensors with fewer elements have float32 states, unless their weight is codes.
+#: Tensors with fewer elements have float32 states, unless their weight is stored as codes.
 SMALL = 4096
 
 
 class OptimizerBase(torch.optim.Optimizer):
-    """The part of `Optimizer` that creates, loads and saves states, without its step."""
+    """Part of `Optimizer` that creates, loads and saves states, without the step."""
 
-    #: Gradients that are stored in fewer bits between backward and step.
+    #: Gradients that are quantized between backward and step.
     gradients: Gradients
-    #: Whether clamped updates are counted.
+    #: True if clamped updates are counted.
     statistics: bool
     #: Sharded weights whose state "amax" covers only the rows of this rank.
     _local_amax: set[Tensor]
-    #: By weight of codes: `layout.versions` after the last step.
+    #: `layout.versions` after the last step, by weight stored as codes.
     _stepped: dict[Tensor, Any]
 
     def rule(self, group: Mapping[str, Any], preset: Preset) -> UpdateRule:
-        """The update rule of a parameter group."""
+        """Return the update rule of a parameter group."""
         raise NotImplementedError
 
     def preset(self, p: Tensor, group: Mapping[str, Any]) -> Preset:
-        """The preset of a parameter: that of its group, or "float32" for vectors and small tensors."""
+        """Return the preset of a parameter: that of its group, or "float32" for vectors and small tensors."""
         small = p.dim() < 2 or p.numel() < SMALL
         return PRESETS["float32"] if small and not store_weight.holds_codes(p) else preset_of(group["preset"])
 
     def way(self, p: Tensor, group: Mapping[str, Any]) -> StepConfig:
-        """How a parameter steps, with the formats of its weight, states and gradient."""
+        """Return a parameter's step configuration: rule, and formats of weight, states and gradient."""
         preset = self.preset(p, group)
         rule = self.rule(group, preset)
         specs = tuple(preset.first if signed else preset.second for signed in rule.signed)
@@ -65,14 +65,16 @@ class OptimizerBase(torch.optim.Optimizer):
         return StepConfig(rule, master_format, specs, spec, predicts and rule.bounded, self.statistics)
 
     def _ensure_amax(self, p: Tensor, way: StepConfig) -> None:
-        """Have the amaxes of the weight's blocks in its state if its scales are predicted; else remove them."""
+        """Add the amaxes of the weight's blocks to its state if its scales are predicted; else remove them."""
         if not way.predicts:
             self.state[p].pop("amax", None)
         elif "amax" not in self.state[p]:
             self.state[p]["amax"] = self._amax(p, way, self.parts_of_weight(p, way))
 
     def _amax(self, p: Tensor, way: StepConfig, tensors: tuple[Tensor, ...]) -> Tensor:
-        """The amaxes of the weight's blocks, sharded like its rows; of a sharded weight those of this rank's rows."""
+        """Return the amaxes of the weight's blocks, sharded like its rows; for a sharded weight, those of this rank's
+        rows.
+        """
         assert way.master_format.spec is not None
         if layout.is_stack(p, way.master_format.spec):
             each = [
@@ -92,7 +94,7 @@ class OptimizerBase(torch.optim.Optimizer):
         return amax if height is None else layout.like(p, amax, (-(-p.shape[0] // height), amax.shape[1]))
 
     def parts(self, p: Tensor, way: StepConfig) -> ParameterTensors:
-        """All tensors that a parameter's step reads and writes, this rank's shards, as matrices."""
+        """Return all tensors that a parameter's step reads and writes: this rank's shards, as matrices."""
         state = self.state[p]
         moments = tuple(
             tuple(layout.local(state[key]) for key in (key_of(name, spec), f"{name}_scale") if key in state)
@@ -101,22 +103,24 @@ class OptimizerBase(torch.optim.Optimizer):
         quantized = local_quantized(p.grad)
         gradient = (layout.gradient(p),) if quantized is None else quantized.contents.codes or ()
         rows_of = layout.leading(p, way.rule.whole)
-        # Passed only if trailing dimensions are flattened. It is 0 for a shard without rows, too.
+        # Nonzero only if trailing dimensions are flattened, and 0 for a shard without rows.
         number = prod(layout.local(p).shape[:rows_of]) if rows_of < p.dim() - 1 else 0
         return layout.as_rows(ParameterTensors(self.parts_of_weight(p, way), moments, gradient), number)
 
     def parts_of_weight(self, p: Tensor, way: StepConfig) -> tuple[Tensor, ...]:
-        """The tensors that hold a parameter's weight, this rank's shards, as matrices, in the order of `Keeping`."""
+        """Return the tensors that represent a parameter's weight: this rank's shards, as matrices, in `MasterFormat`'s
+        order.
+        """
         states = [layout.local(self.state[p][name]) for name in way.master_format.states]
         return tuple(layout.rows(t) for t in (*layout.weight_of(p, way), *states))
 
     def state_dict(self) -> dict[str, Any]:
-        """As `torch.optim.Optimizer.state_dict`, with codes in their dtypes and presets as plain data."""
+        """Like `torch.optim.Optimizer.state_dict`, with codes in their dtypes and presets as plain data."""
         parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         if not len(self.state) and all(p.grad is None for p in parameters):
-            # torch.distributed.checkpoint loads into the tensors of this state dict.
+            # torch.distributed.checkpoint loads into the tensors of this state dict, so create them.
             self.state.update({p: self._initial_state(p) for p in parameters})
-        # Before hooks of the user's, which see what is saved.
+        # Run before the user's hooks, which should see the saved form.
         handle = self.register_state_dict_post_hook(_pack_groups, prepend=True)
         try:
             return super().state_dict()
@@ -126,11 +130,11 @@ class OptimizerBase(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Any) -> None:
         """Load a state dict of any preset, or of torch.optim, torchao.optim or MS-AMP. Load the model first.
 
-        The groups keep their presets; states in other formats are converted, with a warning.
+        Groups keep their presets; states in other formats are converted, with a warning.
 
         Raises:
-            ValueError: a state dict of another rule, of other groups or shapes, or with options that are not supported.
-                Nothing is loaded then.
+            ValueError: a state dict of another rule, with other groups or shapes, or with unsupported options. Nothing
+                is loaded then.
         """
         before = self.param_groups, self.state, set(self._local_amax)
         try:
@@ -141,7 +145,7 @@ class OptimizerBase(torch.optim.Optimizer):
             raise
 
     def _load(self, state_dict: Any) -> None:
-        """`load_state_dict` that may have loaded a part when it raises."""
+        """`load_state_dict` without rollback: it may have loaded a part when it raises."""
         own, loaded = self.param_groups, dict[str, Any]()
         messages: Counter[str] = Counter()
 
@@ -159,7 +163,8 @@ class OptimizerBase(torch.optim.Optimizer):
         def convert(_: torch.optim.Optimizer) -> None:
             messages.update(self._convert(loaded, own))
 
-        # After the user's pre-hooks, which may change the state dict, and before post-hooks, which see loaded states.
+        # Run after the user's pre-hooks, which may change the state dict, and before post-hooks, which see loaded
+        # states.
         handles = [
             self.register_load_state_dict_pre_hook(check),
             self.register_load_state_dict_post_hook(convert, prepend=True),
@@ -179,7 +184,7 @@ class OptimizerBase(torch.optim.Optimizer):
             loaded: the state dict.
             own: the groups before.
         Returns:
-            Warnings, one for each parameter that they are about.
+            Warnings, one per parameter concerned.
         """
         names = [group.get("preset") for group in loaded["param_groups"]]
         saved_presets = [None if preset is None else saved_preset(preset) for preset in names]
@@ -190,7 +195,8 @@ class OptimizerBase(torch.optim.Optimizer):
             if group.get("adjust_lr_fn", "") is None:
                 group["adjust_lr_fn"] = "original"
             if "betas" in group:
-                # Other libraries do not say whether betas were constant. Schedulers that change them add max_momentum.
+                # Other libraries do not record whether betas were constant. Schedulers that change them add
+                # max_momentum.
                 steady = () if "max_momentum" in group else tuple(group["betas"])
                 group.setdefault("steady_betas", steady)
             check_group(type(self).__name__, group)
@@ -208,10 +214,12 @@ class OptimizerBase(torch.optim.Optimizer):
         """Load one parameter's state.
 
         Args:
+            p: the parameter.
+            group: its parameter group.
             saved: its entry of the state dict.
-            preset: the one that wrote it; None for another library.
+            preset: the preset that wrote it; None for another library.
         Returns:
-            Warnings: what was missing, and what was converted.
+            Warnings about missing and converted states.
         """
         way, saved_way = self.way(p, group), None
         if preset is not None:
@@ -223,7 +231,7 @@ class OptimizerBase(torch.optim.Optimizer):
                 for (name, moment), own, spec in zip(found.items(), saved_way.moments, specs, strict=True)
             )
             saved_way = replace(saved_way, moments=saved_specs)
-        # A shard may begin within a block of scales: read it with a scale for each row.
+        # A shard may start within a block of scales: read it with one scale per row.
         master_format, tensors = layout.in_own_rows(p, way.master_format)
         by_rows = (
             None
@@ -250,7 +258,7 @@ class OptimizerBase(torch.optim.Optimizer):
         return self.first_state(p, groups[0]) if groups else {}
 
     def first_state(self, p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The state of a parameter before its first step."""
+        """Create the state of a parameter before its first step."""
         way = self.way(p, group)
         device = p.device
         state = {"step": torch.zeros((), dtype=torch.float32, device=device if device.type == "cuda" else "cpu")}
@@ -268,7 +276,7 @@ class OptimizerBase(torch.optim.Optimizer):
         weight_states = master_weights.first_states(way.master_format, own, value)
         initial = layout.initial_of(p, way)
         if initial is not None:
-            # The layer has its value from before quantization: start from that instead of the codes.
+            # The layer stores its value from before quantization: start from that instead of the codes.
             master_format, tensors = layout.in_own_rows(p, way.master_format)
             states = master_weights.around(
                 master_format, layout.rows(initial), (*tensors, *map(layout.rows, weight_states))
@@ -282,15 +290,15 @@ class OptimizerBase(torch.optim.Optimizer):
         return state
 
     def _check_state(self, p: Tensor, group: Mapping[str, Any]) -> None:
-        """Begin moments that the rule had no use for so far, and refuse a state that is not this parameter's.
+        """Create moments that the rule newly needs, and validate the other states.
 
         Raises:
-            ValueError: a moment, its scales or what is kept beside the weight has another shape or dtype, or none.
+            ValueError: a moment, its scales or the state beside the weight is missing or has another shape or dtype.
         """
         state = self.state[p]
         way, own = self.way(p, group), tuple(layout.local(p).shape)
         if not any(name in state or name + CODES in state for name in way.rule.names):
-            # Steps count from there: the first one of a momentum differs.
+            # Restart the step count, because the first step of a momentum differs.
             first = self.first_state(p, group)
             state.update(
                 {name: first[name] for name in first if name not in way.master_format.states or name not in state}
@@ -319,14 +327,16 @@ def _pack_groups(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Replace presets by plain data in a state dict, in place."""
     for group in state["param_groups"]:
         group["preset"] = packed(group["preset"])
-    # torch's SGD would silently start from a zero momentum if it found no buffer; with an empty one its step fails.
+    # torch's SGD would silently start from zero momentum if it found no buffer; with an empty one its step fails.
     for key, own in state["state"].items():
         if f"momentum_buffer{CODES}" in own:
             state["state"][key] = {**own, "momentum_buffer": torch.empty(0, dtype=torch.float32, device="cpu")}
 
 
 def groups_of(params: Any) -> Any:
-    """Parameter groups of a model, with preset "float32" for embeddings; anything else than a module as it is."""
+    """Split a model into parameter groups, with preset "float32" for embeddings; anything but a module is returned
+    unchanged.
+    """
     if not isinstance(params, nn.Module):
         return params
     embeddings = {id(p) for module in params.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
@@ -337,19 +347,19 @@ def groups_of(params: Any) -> Any:
     return groups + ([{"params": table, "preset": "float32"}] if table else [])
 
 
-# ---- beginning -------------------------------------------------------------------------------------------
-# `LazyStates`: optimizer states that are created at the first access, so that checkpoints load before a first step.
+# ---- lazy states ----
+# Optimizer states that are created at the first access, so that checkpoints can be loaded before the first step.
 #
-# If `optimizer.state` is empty, torch.distributed.checkpoint creates states by a step with gradients of zeros. Here
-# that step would fail for weights stored as codes, since such a gradient has the parameter's dtype, and it would count
-# as a step. `LazyStates` is true even if it is empty, so that torch skips that step.
+# If `optimizer.state` is empty, torch.distributed.checkpoint creates states by a step with zero gradients. Here that
+# step would fail for weights stored as codes, because such a gradient has the parameter's dtype, and it would count as
+# a step. `LazyStates` is truthy even if it is empty, so that torch skips that step.
 
 
 class LazyStates(defaultdict[Tensor, Any]):
-    """The state of each parameter, created at the first access.
+    """State of each parameter, created at the first access.
 
     Args:
-        initial_state: a method of the optimizer that creates a parameter's state; only a weak reference is kept.
+        initial_state: method of the optimizer that creates a parameter's state; only a weak reference is stored.
     """
 
     def __init__(self, initial_state: Callable[[Tensor], dict[str, Tensor]]) -> None:

@@ -1,4 +1,4 @@
-"""What is applied to a model from outside so that many ranks train it; no layer knows a mesh."""
+"""Public API to train a model on many ranks, applied to the model from outside; no layer stores a device mesh."""
 
 from quaver.torch.parallel.checkpoint import Checkpoint, sync_amax_histories
 from quaver.torch.parallel.consistency import check_consistency

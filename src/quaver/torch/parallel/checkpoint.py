@@ -1,9 +1,9 @@
-"""Checkpoints of many ranks by torch.distributed.checkpoint: each rank writes and reads its own part.
+"""Sharded checkpoints with torch.distributed.checkpoint: each rank writes and reads its own shards.
 
-What a checkpoint holds goes by no rank: the names of the model without wrappers, and of its optimizers by parameter.
-So other numbers of ranks, other parallelisms and other recipes read it. The newest row of delayed scaling's histories
-is what a rank alone has recorded, and torch.distributed.checkpoint writes one rank's of what all ranks have:
-`sync_amax_histories` makes it that of all.
+A checkpoint does not depend on the number of ranks. It uses the model's names without wrappers, and names optimizer
+states by parameter. So it can be loaded with another number of ranks, another parallelism or another recipe. The newest
+row of a delayed-scaling history differs between ranks, while torch.distributed.checkpoint writes only one rank's copy
+of a replicated tensor: `sync_amax_histories` makes the ranks agree on it first.
 
 Source: pytorch.org/docs/stable/distributed.checkpoint.html.
 """
@@ -39,45 +39,48 @@ from quaver.torch.state.buffers import STATE, take_state
 from quaver.torch.state.history import scaling_step
 from quaver.torch.state.history.sync import check_agreement, new_group
 
-#: The file of a checkpoint that has the SHA-256 of each other one.
+#: File with the SHA-256 of every other file of a checkpoint.
 DIGESTS = "digests.json"
-#: What torch writes last, and what it calls a rank's files.
+#: The index file, which torch writes last, and the pattern of the ranks' data files.
 INDEX, PARTS = ".metadata", "*.distcp"
 MODEL, OPTIMIZER, OTHERS = "model.", "optimizer.", "others."
-#: Of optimizers: states of parameters, and options of their groups, of which versions of torch have others.
+#: Name prefixes of optimizer states and of parameter-group options. The options differ between torch versions.
 STATES, GROUPS = f"{OPTIMIZER}state.", f"{OPTIMIZER}param_groups."
-#: By parameter, not by group: so stages of a pipeline, whose optimizers have groups of their own, write what one has.
+#: Keyed by parameter, not by group, so that pipeline stages with separate optimizers write the same names as a single
+#: optimizer.
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _LENIENT = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
-#: What wrappers add to names, and torch.distributed.checkpoint leaves out.
+#: Name components added by wrappers; torch.distributed.checkpoint omits them.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 def sync_amax_histories(model: nn.Module) -> None:
-    """Have all ranks agree on what delayed scaling's histories of a model have recorded since they rolled.
+    """All-reduce the newest row of every delayed-scaling history, so that all ranks have the same state.
 
-    Call it on all ranks before a state dict is taken on any, between two steps; it is one all-reduce of three numbers a
-    layer for each process group, after one of a byte. Training goes on as without it, bit for bit: the next step would
-    have begun with the same. `Checkpoint` calls it.
+    Call it on all ranks between two steps, before any of them takes a state dict; `Checkpoint` calls it itself. It
+    costs one all-reduce of three numbers per layer for each process group, after one of a byte. Training continues bit
+    for bit as without the call, because the next step would have done the same all-reduce.
 
     Args:
-        model: with layers of quaver's, in whatever wrappers; on a rank of a pipeline its stages.
+        model: a model with Quaver layers, in any wrappers; on a pipeline rank its stages.
     """
     scaling_step.agree(_layers(model))
 
 
 class Checkpoint:
-    """A model, its optimizers and what else goes on from a checkpoint, saved and loaded by all ranks together.
+    """A model, its optimizers and other stateful objects, saved and loaded by all ranks together.
 
     Args:
-        model: in whatever wrappers: `fully_shard`, DistributedDataParallel, torch.compile, tensor parallelism, none; on
-            a rank of a pipeline an nn.ModuleDict or list with its stages' names.
-        optimizers: of its parameters; one, several or none.
-        others: what has `state_dict` and `load_state_dict` and is the same on all ranks, by name: a schedule, a loader.
-        group: process group with all ranks; None is the default one. Without any, this process is all.
+        model: in any wrappers: `fully_shard`, DistributedDataParallel, torch.compile, tensor parallelism, or none. On a
+            pipeline rank, an nn.ModuleDict or list with the names of its stages.
+        optimizers: optimizers of its parameters; one, several or none.
+        others: further objects by name, with `state_dict` and `load_state_dict` and the same state on all ranks, such
+            as a schedule or a data loader.
+        group: process group with all ranks; None is the default one. Without a process group, this process saves
+            everything.
 
-    Files are torch.distributed.checkpoint's, which reads them without quaver, too: names begin with `model.`,
-    `optimizer.` and `others.`.
+    The files are torch.distributed.checkpoint's and can be read without Quaver. Names begin with `model.`, `optimizer.`
+    or `others.`.
     """
 
     def __init__(
@@ -92,16 +95,18 @@ class Checkpoint:
         self.optimizers = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
         self.others = dict(others or {})
         self.group = group
-        #: What ranks write through while they train: two collectives of one group at once would take each other's data.
+        #: Separate gloo group for asynchronous saves; collectives of training and saving in one group would get mixed
+        #: up.
         self._apart: Any = None
-        #: The last asynchronous save.
+        #: Future of the last asynchronous save.
         self._writing: Future[None] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's part of what is saved, with histories as all ranks agreed on them. All ranks call it.
+        """Return this rank's part of the state to save, after all ranks agreed on the histories. All ranks must call
+        it.
 
         Raises:
-            ValueError: on all ranks, if the state of a model, an optimizer or one of `others` cannot be taken on one.
+            ValueError: on all ranks, if one of them cannot take the state of a model, an optimizer or one of `others`.
         """
         sync_amax_histories(self.model)
         with self._on_all_ranks("take the state"):
@@ -109,18 +114,18 @@ class Checkpoint:
             try:
                 state = self._state()
             finally:
-                # torch has made their states by a step without gradients, which would count as the first.
+                # torch created these states by a step without gradients, which would count as the first step.
                 for optimizer in fresh:
                     optimizer.state.clear()
             names = self._names(fresh)
         return {name: value for name, value in state.items() if _of_parameter(name) not in names}
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write a checkpoint into a folder that all ranks see, and return when it is whole.
+        """Write a checkpoint into a folder that all ranks can access, and return when it is complete.
 
         Raises:
-            ValueError: on all ranks: a checkpoint is in the folder, one rank has no optimizer or `others` of its own,
-                the state cannot be taken on one rank, or the files or digests of them could not be written.
+            ValueError: on all ranks. The folder already has a checkpoint, one rank lacks optimizers or `others` that
+                another has, a state cannot be taken, or the files or their digests could not be written.
         """
         self._wait_for_writing()
         self._check(_why_not_into(Path(folder)), f"save into {folder}", self._parts())
@@ -132,28 +137,28 @@ class Checkpoint:
             self._seal(Path(folder))
         except OSError as error:
             why = f"{folder} has a checkpoint without {DIGESTS}, which could not be written ({error}): save elsewhere"
-        # The other ranks wait here, and would for good if the first raised an error before.
+        # All ranks must reach this check: if the first rank raised earlier, the others would hang here.
         self._check(why, f"save into {folder}")
 
     def async_save(self, folder: str | os.PathLike[str]) -> "Future[None]":
-        """Copy the state into the processor's memory, and write it while training goes on.
+        """Copy the state to CPU memory and write it while training continues.
 
-        Ranks write through a process group of their own over gloo, which is made at the first call and waits as long
-        as the default group.
+        Ranks write through a gloo process group of their own. It is created at the first call and has the timeout of
+        the default group.
 
         Returns:
-            A future that is done when the checkpoint is whole, with the error if there was one. Wait for it before
-            the program ends. The next save or load of this `Checkpoint` waits for it.
+            A future that completes when the checkpoint is complete, or has the error. Wait for it before the program
+            ends. The next save or load of this `Checkpoint` waits for it.
         Raises:
-            ValueError: on all ranks: a checkpoint is in the folder, one rank has no optimizer or `others` of its own,
-                or the state cannot be taken on one rank.
+            ValueError: on all ranks. The folder already has a checkpoint, one rank lacks optimizers or `others` that
+                another has, or a state cannot be taken.
         """
         self._wait_for_writing()
         self._check(_why_not_into(Path(folder)), f"save into {folder}", self._parts())
         if self._apart is None and dist.is_available() and dist.is_initialized():
             ranks = dist.get_process_group_ranks(self.group)
             self._apart = new_group(ranks, backend="gloo", use_local_synchronization=self.group is not None)
-        # What is on a CPU already torch may write as it is, while the optimizer changes it.
+        # torch may write CPU tensors without a copy, while the optimizer already changes them.
         state = self.state_dict()
         with self._on_all_ranks("copy the state"):
             state = {name: _copied(value) for name, value in state.items()}
@@ -175,16 +180,16 @@ class Checkpoint:
         return whole
 
     def load(self, folder: str | os.PathLike[str]) -> None:
-        """Take up what any number of ranks has saved, of the same model in any parallelism and under any recipe.
+        """Load a checkpoint that any number of ranks saved, of the same model in any parallelism and under any recipe.
 
-        Layers whose recipe keeps a history or a count that the checkpoint lacks start fresh, with a warning; what
-        their recipe does not keep is left. Weights that exist only in codes are loaded from such codes, or quantized
-        from a checkpoint in high precision where they are not sharded.
+        A layer whose recipe needs a history or counter that the checkpoint lacks starts fresh, with a warning. Saved
+        state that the recipe does not need is ignored. Weights stored only as codes are loaded from codes, or quantized
+        from a high-precision checkpoint if they are not sharded.
 
         Raises:
-            ValueError: on all ranks, before anything is loaded: no whole checkpoint, a damaged file, another model or
-                shape, or an optimizer of another kind.
-        Exact: a run that goes on, on as many ranks in the same parallelism, has the bits of one that was not stopped.
+            ValueError: on all ranks, before anything is loaded. The checkpoint is incomplete or damaged, belongs to
+                another model, has other shapes, or has another kind of optimizer.
+        Exact: on as many ranks in the same parallelism, a resumed run has the bits of an uninterrupted one.
         """
         self._wait_for_writing()
         where = Path(folder)
@@ -194,7 +199,7 @@ class Checkpoint:
         with self._on_all_ranks(f"load {where}"):
             metadata = dcp.FileSystemReader(where).read_metadata()
             for name in sorted({place.relative_path for place in metadata.storage_data.values()}):
-                # Before anything is loaded. Raises: FileNotFoundError, with the name.
+                # Check that the file exists before anything is loaded; raises FileNotFoundError with its name.
                 (where / name).stat()
         saved = metadata.state_dict_metadata
         sync_amax_histories(self.model)
@@ -217,7 +222,7 @@ class Checkpoint:
         self._forget({_of_parameter(name) for name in whole if name not in saved and _is_unused(saved, name)})
 
     def _held_states(self) -> dict[torch.optim.Optimizer, dict[Any, Any]]:
-        """What optimizers hold that lack the state of a parameter, which a checkpoint may have."""
+        """Return the present states of those optimizers in which a trained parameter has no state yet."""
         return {
             optimizer: dict(optimizer.state)
             for optimizer in self.optimizers
@@ -225,8 +230,11 @@ class Checkpoint:
         }
 
     def _with_all_states(self, lacking: Collection[torch.optim.Optimizer]) -> dict[str, Any]:
-        """`_state`, with those states that optimizers lack: torch makes them where there is neither one nor a gradient,
-        and takes what it has not found for what is not wanted."""
+        """Return `_state` with a state for every trained parameter.
+
+        torch creates missing states only if an optimizer has no state and no gradients, and would otherwise skip them
+        on load.
+        """
         aside = [(p, p.grad) for optimizer in lacking for p in _trained(optimizer)]
         for optimizer in lacking:
             optimizer.state.clear()
@@ -239,7 +247,7 @@ class Checkpoint:
                 p.grad = gradient
 
     def _names(self, optimizers: Iterable[torch.optim.Optimizer]) -> set[str]:
-        """The names of optimizers' parameters."""
+        """Return the checkpoint names of the optimizers' trained parameters."""
         held = {p for optimizer in optimizers for p in _trained(optimizer)}
         return {_unwrapped(name) for name, p in _bare(self.model).named_parameters() if p in held}
 
@@ -262,14 +270,14 @@ class Checkpoint:
             self.others[name].load_state_dict(value)
 
     def _forget(self, names: set[str]) -> None:
-        """Drop what optimizers hold of parameters that had no gradient yet when the checkpoint was saved."""
+        """Delete optimizer states of parameters that had no state yet when the checkpoint was saved."""
         unused = {parameter for name, parameter in _bare(self.model).named_parameters() if _unwrapped(name) in names}
         for optimizer in self.optimizers:
             for parameter in unused & set(optimizer.state):
                 del optimizer.state[parameter]
 
     def _take_state(self, saved: Mapping[str, Any]) -> bool:
-        """Make buffers that recipes keep state in and the checkpoint has. Returns whether there was one to make."""
+        """Create recipe-state buffers that the checkpoint has and the layers lack. Return True if any was created."""
         taken = False
         for prefix, layer in _named_layers(self.model):
             for name in STATE:
@@ -279,27 +287,31 @@ class Checkpoint:
         return taken
 
     def _compare(self, folder: Path, saved: Mapping[str, Any], whole: Mapping[str, Any]) -> None:
-        """Refuse a checkpoint of another model or shape."""
+        """Raise on all ranks if the checkpoint belongs to another model or has other shapes."""
         why = _why_other(whole, saved)
         missing = {name for name in saved if name.startswith(MODEL) and name not in whole and not _may_lack(name)}
         if _ranks(self.group) > 1:
             every: list[Any] = [None] * _ranks(self.group)
-            # What no rank has; a rank of a pipeline has some of it alone.
+            # Entries missing on every rank; a single pipeline rank lacks those of other stages.
             dist.all_gather_object(every, missing, self.group)
             missing = set.intersection(*every)
         if missing and not why:
-            why = f"it has {_some(missing)}, which this model has not"
+            why = f"it has {_some(missing)}, which this model lacks"
         self._check(f"{folder} is a checkpoint of another model: {why}" if why else "", f"load {folder}")
 
     def _wait_for_writing(self) -> None:
-        """Wait for the last asynchronous save, whose collectives another one's would meet; its future has its error."""
+        """Wait for the last asynchronous save, so that its collectives do not mix with new ones. Its future reports its
+        error.
+        """
         if self._writing is not None:
             wait([self._writing])
             self._writing = None
 
     @contextmanager
     def _on_all_ranks(self, did: str) -> Iterator[None]:
-        """Raise a ValueError on all ranks if one of them raises within the block, which has no collectives."""
+        """Turn an exception on one rank within the block into a ValueError on all. The block must not contain
+        collectives.
+        """
         try:
             yield
         except Exception as error:
@@ -308,16 +320,16 @@ class Checkpoint:
             self._check("", did)
 
     def _parts(self) -> dict[str, Any]:
-        """What all ranks save or none does."""
+        """Return what must be the same on all ranks: presence of optimizers, and the names of `others`."""
         return {"optimizers": "some" if self.optimizers else "none", "others": sorted(self.others)}
 
     def _check(self, why: str, did: str, what: Mapping[str, Any] | None = None) -> None:
-        """Raise a ValueError on all ranks if one of them has a reason, or something else of `what`."""
+        """Raise a ValueError on all ranks if one of them has an error message, or if their `what` differs."""
         advice = "give Checkpoint optimizers and others on all ranks or on none"
         check_agreement(did, what or {}, self.group, error=why, advice=advice)
 
     def _seal(self, folder: Path) -> None:
-        """Write the SHA-256 of each file: the first rank does."""
+        """Write the SHA-256 of each checkpoint file, on the first rank only."""
         if _rank(self.group) != 0:
             return
         digests = {path.name: _digest(path) for path in [folder / INDEX, *sorted(folder.glob(PARTS))]}
@@ -328,7 +340,9 @@ class Checkpoint:
 
 @contextmanager
 def _one_error(did: str) -> Iterator[None]:
-    """Raise a ValueError in the place of torch's error, which all ranks have: it is no Exception, and of many lines."""
+    """Replace torch's CheckpointException, which is no `Exception` and spans many lines, by a ValueError with its first
+    cause.
+    """
     try:
         yield
     except CheckpointException as error:
@@ -337,14 +351,14 @@ def _one_error(did: str) -> Iterator[None]:
 
 
 def _copied(value: Any) -> Any:
-    """A value that training does not change; torch itself copies what lies on a GPU."""
+    """Return a copy of a value that later training steps do not change. torch copies GPU tensors itself."""
     if isinstance(value, Tensor):
         return value.detach().clone() if value.device.type == "cpu" else value
     return copy.deepcopy(value)
 
 
 def _trained(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The parameters of an optimizer that may have a state."""
+    """Return the parameters of an optimizer that require gradients and may have a state."""
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
@@ -361,7 +375,7 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _named_layers(model: nn.Module) -> list[tuple[str, Quantizable]]:
-    """Quantizable layers by the prefix of their names in a checkpoint."""
+    """Return quantizable layers with the prefix of their names in a checkpoint."""
     layers = [(_unwrapped(name), each) for name, each in _bare(model).named_modules() if isinstance(each, Quantizable)]
     return [(f"{name}." if name else "", layer) for name, layer in layers]
 
@@ -371,18 +385,18 @@ def _bare(model: nn.Module) -> nn.Module:
 
 
 def _unwrapped(name: str) -> str:
-    """A name as it is in a checkpoint."""
+    """Return a name without the components that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _may_lack(name: str) -> bool:
-    """Whether a checkpoint may lack what has this name, or have it in vain: what recipes add."""
+    """True if the name is recipe state, which a checkpoint may lack or have in excess."""
     return name.startswith(MODEL) and name.rpartition(".")[2] in (*STATE, *SCALES)
 
 
 def _why_not_into(folder: Path) -> str:
     there = (folder / INDEX).exists()
-    return f"{folder} has a checkpoint already, which would be lost meanwhile: give another folder" if there else ""
+    return f"{folder} already has a checkpoint, which would be overwritten: give another folder" if there else ""
 
 
 def _digest(path: Path) -> str:
@@ -391,10 +405,10 @@ def _digest(path: Path) -> str:
 
 
 def _damage(folder: Path, rank: int, ranks: int) -> str:
-    """Why a checkpoint's files are not those that were saved, as far as this rank reads them."""
+    """Return an error message if a file that this rank checks differs from what was saved, else ""."""
     written = folder / DIGESTS
     if not written.exists():
-        # torch.distributed.checkpoint alone wrote it.
+        # Written by torch.distributed.checkpoint without Quaver.
         return ""
     try:
         digests: dict[str, str] = json.loads(written.read_text(encoding="utf-8"))["sha256"]
@@ -406,13 +420,18 @@ def _damage(folder: Path, rank: int, ranks: int) -> str:
             if _digest(path) != digests[name]:
                 return f"{path} is not what was written (its SHA-256 differs): load another checkpoint"
         except OSError as error:
-            # The other ranks would wait for this one.
+            # Return the message instead of raising: the other ranks would wait for this one.
             return f"{path} cannot be read ({error}): load another checkpoint"
     return ""
 
 
 def _why_other(whole: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
-    """Why a checkpoint is of another model than the one whose state this is, or ""."""
+    """Return why a checkpoint does not fit this model and its optimizers, or "".
+
+    Args:
+        whole: the state of the present model, by name.
+        saved: metadata of the checkpoint, by name.
+    """
     given = [name for name in whole if not _may_lack(name) and not name.startswith(GROUPS)]
     absent = [n for n in given if not _holds(saved, n) and not _is_unused(saved, n) and not _is_nothing(whole[n])]
     if absent:
@@ -428,24 +447,30 @@ def _why_other(whole: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
         stored, codes = f"{name.rpartition('.')[0]}.{SCALES[0]}", name.rpartition(".")[2] == "weight"
         if codes and stored in saved and stored not in whole:
             return (
-                f"{name} is codes there and in high precision here; call quaver.torch.quantize_weights(model, recipe) "
-                "before loading"
+                f"{name} is in high precision in the model and stored as codes in the checkpoint; call "
+                "quaver.torch.quantize_weights(model, recipe) before loading"
             )
         if codes and stored in whole and stored not in saved:
             if hasattr(value, "device_mesh"):
-                return f"{name} is in high precision there and codes in parts here; load it before the model is sharded"
+                return (
+                    f"{name} is in high precision in the checkpoint and stored as sharded codes in the model; "
+                    "load it before the model is sharded"
+                )
             continue
         if tuple(held.size) != tuple(value.shape):
-            return f"{name} is {list(held.size)} there and {list(value.shape)} here"
+            return f"{name} has shape {list(held.size)} in the checkpoint and {list(value.shape)} in the model"
         if held.properties.dtype is not value.dtype and {held.properties.dtype, value.dtype} & {*CODES, torch.uint8}:
-            return f"{name} is {held.properties.dtype} there and {value.dtype} here, codes of another recipe"
+            return (
+                f"{name} is {held.properties.dtype} in the checkpoint and {value.dtype} in the model, which are "
+                "codes of different recipes"
+            )
     return ""
 
 
 def _another_optimizer(whole: Collection[str], saved: Collection[str]) -> str:
-    """Why the optimizers that were saved are of another kind than those here, or "".
+    """Return why the saved optimizers are of another kind than the present ones, or "".
 
-    Versions of torch add options to a kind; only another kind has some that this one lacks and lacks some that it has.
+    torch versions only add options to an optimizer. Kinds differ only if each has options that the other lacks.
     """
     here, there = (_options(names) for names in (whole, saved))
     for parameter in sorted(here.keys() & there.keys()):
@@ -453,13 +478,13 @@ def _another_optimizer(whole: Collection[str], saved: Collection[str]) -> str:
         if ours and theirs:
             return (
                 f"its optimizer of {parameter} is of another kind, with {', '.join(sorted(theirs))} and not "
-                f"{', '.join(sorted(ours))}; give that kind, or none to take the model alone"
+                f"{', '.join(sorted(ours))}; pass an optimizer of that kind, or none to load only the model"
             )
     return ""
 
 
 def _options(names: Collection[str]) -> dict[str, set[str]]:
-    """By parameter, the names of its optimizer's options."""
+    """Return the names of the optimizer options of each parameter."""
     options: dict[str, set[str]] = {}
     for name in names:
         if name.startswith(GROUPS):
@@ -469,22 +494,22 @@ def _options(names: Collection[str]) -> dict[str, set[str]]:
 
 
 def _holds(saved: Mapping[str, Any], name: str) -> bool:
-    """Whether a checkpoint holds a name; of what `others` gave it has the names below that one."""
+    """True if a checkpoint has this name, or, for one of `others`, any entry below this name."""
     return name in saved or (name.startswith(OTHERS) and any(each.startswith(f"{name}.") for each in saved))
 
 
 def _is_nothing(value: Any) -> bool:
-    """Whether it is a state without values, as of a GradScaler that is not enabled: torch writes none of it."""
+    """True if a state has no values, such as that of a disabled GradScaler; torch writes nothing for it."""
     return isinstance(value, Mapping) and all(map(_is_nothing, value.values()))
 
 
 def _of_parameter(name: str) -> str:
-    """The parameter that an optimizer's state of this name is of, or ""."""
+    """Return the parameter that an optimizer-state name belongs to, or ""."""
     return name.removeprefix(STATES).rpartition(".")[0] if name.startswith(STATES) else ""
 
 
 def _is_unused(saved: Mapping[str, Any], name: str) -> bool:
-    """Whether it is an optimizer's state of a parameter that the optimizer had no state of yet."""
+    """True if the name is the state of a parameter that had options but no state in the saved optimizer."""
     options = f"{GROUPS}{_of_parameter(name)}."
     return name.startswith(STATES) and any(each.startswith(options) for each in saved)
 
@@ -495,7 +520,7 @@ def _some(names: Iterable[str]) -> str:
 
 
 def _buffer(name: str, value: Any, saved: Mapping[str, Any]) -> Any:
-    """Where a value is read to: its own memory, else new memory of the checkpoint's shape and dtype."""
+    """Return the tensor to load a saved value into: the value itself if it matches or is a DTensor, else a new one."""
     held = saved.get(name)
     if not isinstance(value, Tensor) or not isinstance(held, TensorStorageMetadata):
         return value

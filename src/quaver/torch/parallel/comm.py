@@ -1,6 +1,7 @@
-"""What goes between ranks: amaxes that are agreed, operands as bytes beside their scales, sums in float32.
+"""Collectives for quantized operands, amaxes and float32 sums, and counters of the bytes they send.
 
-Codes are never summed: torch's collectives add bytes without complaint, and the sum of two codes is no code of the sum.
+Codes are never summed. torch's collectives add bytes without complaint, and the sum of two codes is not the code of the
+sum.
 """
 
 import time
@@ -17,27 +18,26 @@ from quaver.recipes.spec import QuantSpec
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations.functional import quantize
 
-# ---- traffic ---------------------------------------------------------------------------------------------
-# What a rank sends to others, counted where it is sent: bytes, calls, and the seconds that it waits, by kind.
-#
-# Off by default, and then free: a collective looks at one attribute, `active.all`. That is one for the process and not
-# for the thread, because on a GPU backward runs in another thread than forward.
+# ---- traffic counters ----
+# Count the bytes, calls and waiting seconds of each collective by kind. Counting is off by default and then costs one
+# attribute look-up (`active.all`). The list is per process, not per thread, because on a GPU backward runs in another
+# thread than forward.
 
 Kind = Literal["weights", "gradients", "activations", "keys_values", "amaxes", "control"]
-#: What travels. "keys_values" is all that attention across ranks sends, "control" what ranks settle between them, such
-#: as a mean loss.
+#: Kinds of traffic. "keys_values" is everything that context-parallel attention sends; "control" is small values that
+#: ranks agree on, such as a mean loss.
 KINDS: tuple[Kind, ...] = ("weights", "gradients", "activations", "keys_values", "amaxes", "control")
-#: How it travels: an all-gather, a reduce-scatter, an all-reduce, an all-to-all, from one rank to another.
+#: Communication pattern: all-gather, reduce-scatter, all-reduce, all-to-all, or point-to-point.
 Way = Literal["gather", "scatter", "reduce", "exchange", "send"]
 
 
 class SentBytes:
-    """What this rank has sent to others while it was among `active.all`.
+    """Counters of what this rank has sent to other ranks while it was listed in `active.all`.
 
     Attributes:
-        bytes: by kind; see `sent`.
-        calls: collectives by kind.
-        waiting: what it waits for now: a kind, or "" for nothing.
+        bytes: Counter of bytes by kind; see `sent`.
+        calls: Counter of collectives by kind.
+        waiting: the kind of traffic that this rank waits for now, or "".
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class SentBytes:
 
     @property
     def seconds(self) -> float:
-        """Of waiting for others and for what they send: the host's, and on a GPU the streams' that stood still."""
+        """Seconds spent waiting for collectives: host time for CPU tensors, stream time for GPU tensors."""
         for begin, end in self._events:
             end.synchronize()
             self._waited += begin.elapsed_time(end) / 1e3
@@ -58,7 +58,7 @@ class SentBytes:
 
 
 class _ActiveCounters:
-    """Who counts now."""
+    """The process-wide tuple of counters that are active now."""
 
     all: tuple[SentBytes, ...] = ()
 
@@ -67,10 +67,12 @@ active = _ActiveCounters()
 
 
 def sent(way: Way, size: int, ranks: int) -> int:
-    """Bytes that one of the ranks sends to others, by the algorithms that send fewest.
+    """Return the bytes that one rank sends, assuming the algorithm that sends fewest.
 
     Args:
-        size: bytes of this rank's part for "gather", of what it gives for all else.
+        way: communication pattern.
+        size: bytes of this rank's shard for "gather"; bytes of this rank's whole input for every other pattern.
+        ranks: size of the process group.
     """
     if way == "gather":
         return size * (ranks - 1)
@@ -80,12 +82,14 @@ def sent(way: Way, size: int, ranks: int) -> int:
 def during(
     kind: Kind, way: Way, x: Tensor, group: Any = None, by: tuple[SentBytes, ...] | None = None
 ) -> AbstractContextManager[Any]:
-    """Count a collective that is waited for within the block.
+    """Return a context manager that counts a collective and times the block, in which the collective is waited for.
 
     Args:
-        x: as `sent` takes its size.
+        kind: kind of traffic.
+        way: communication pattern.
+        x: tensor that is sent; its size is interpreted as in `sent`.
         group: process group; None is the default one.
-        by: who counts; None is all who do now.
+        by: counters to update; None means all active ones.
     """
     by = active.all if by is None else by
     if not by:
@@ -95,10 +99,10 @@ def during(
 
 
 def awaited(kind: Kind, way: Way, x: Tensor, group: Any, work: Any) -> Callable[[], object]:
-    """Count a collective that has begun; what waits for it is returned.
+    """Count an asynchronous collective that has started, and return a function that waits for it.
 
     Args:
-        work: torch's, or several.
+        work: torch's work handle, or a list of handles.
     """
     works = work if isinstance(work, list) else [work]
 
@@ -119,12 +123,12 @@ def awaited(kind: Kind, way: Way, x: Tensor, group: Any, work: Any) -> Callable[
 
 
 def waiting(kind: Kind, x: Tensor) -> AbstractContextManager[Any]:
-    """Note that this rank waits within the block for what others send, x."""
+    """Return a context manager that records its block as time spent waiting for x from another rank."""
     return _WaitTimer(kind, x, active.all) if active.all else nullcontext()
 
 
 def count(kind: Kind, way: Way, x: Tensor, group: Any, by: tuple[SentBytes, ...]) -> None:
-    """Count a collective, and not how long it is waited for."""
+    """Add a collective's bytes and one call to the counters, without timing it."""
     size = sent(way, x.numel() * x.element_size(), dist.get_world_size(group))
     for each in by:
         each.bytes[kind] += size
@@ -132,7 +136,7 @@ def count(kind: Kind, way: Way, x: Tensor, group: Any, by: tuple[SentBytes, ...]
 
 
 class _WaitTimer:
-    """While entered, this rank waits."""
+    """Context manager that measures how long this rank waits; uses CUDA events for GPU tensors."""
 
     __slots__ = ("begun", "by", "event", "kind", "x")
 
@@ -152,7 +156,7 @@ class _WaitTimer:
                 each._waited += seconds
             else:
                 each._events.append((self.event, end))
-            if failure is None:  # else it waits in vain, and is asked for what
+            if failure is None:  # Keep the kind after an exception, for error reports.
                 each.waiting = ""
 
 
@@ -162,30 +166,31 @@ def _event() -> Any:
     return event
 
 
-# ---- wire ------------------------------------------------------------------------------------------------
+# ---- collectives on quantized operands ----
 
-#: torch 2.13 has given them these names, and warns of the earlier ones.
+#: torch 2.13 renamed these collectives and warns about the earlier names.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-#: What waits for a collective and gives its result.
+#: A function that waits for a started collective and returns its result.
 Pending = Callable[[], Any]
 
 
 def agree(bits: Tensor, group: Any = None) -> Tensor:
-    """The largest of every rank's amaxes, in place.
+    """All-reduce amaxes in place to their maximum over all ranks.
 
     Args:
-        bits: those of float32 magnitudes, int32 of any shape that is the same on all ranks. As integers NaN is more
-            than infinity, and that more than any number; a collective of floats may lose a NaN.
+        bits: bit patterns of float32 magnitudes, int32, with the same shape on all ranks. Ordered as integers, NaN >
+            infinity > finite; a max over floats may lose a NaN.
         group: process group; None is the default one.
     Raises:
-        ValueError: other numbers than int32.
+        ValueError: bits is not int32.
     Exact.
     """
     if bits.dtype is not torch.int32:
         raise ValueError(
-            f"ranks agree on the bits of amaxes, int32, and these are {bits.dtype}: give x.abs().amax().float().view("
-            "torch.int32), whose order is that of NaN, infinity and numbers"
+            f"agree expects amaxes as the bits of float32 in int32, and got {bits.dtype}: pass "
+            "x.abs().amax().float().view(torch.int32), whose integer order puts NaN above infinity above "
+            "numbers"
         )
     with during("amaxes", "reduce", bits, group):
         dist.all_reduce(bits, dist.ReduceOp.MAX, group)
@@ -193,15 +198,15 @@ def agree(bits: Tensor, group: Any = None) -> Tensor:
 
 
 def gather(x: Tensor, dim: int, group: Any = None, batches: int = 1, kind: Kind = "activations") -> Pending:
-    """Begin to put the parts of a tensor together, which lie one rank after the other along a dimension.
+    """Start an all-gather of the shards of a tensor along one dimension.
 
     Args:
-        x: this rank's part, as large as every other's.
-        dim: the dimension that is in parts.
-        batches: so many sequences follow one another along it, and each is in parts.
-        kind: of what it is, for who counts what is sent.
+        x: this rank's shard; all ranks have the same shape.
+        dim: the sharded dimension.
+        batches: number of sequences stacked along `dim`, each sharded over all ranks.
+        kind: kind of traffic, for the byte counters.
     Returns:
-        A function that waits and gives the whole, the same on all ranks. Exact: no bit changes.
+        A function that waits and returns the whole tensor, the same on all ranks. Exact: no bit changes.
     """
     ranks, part = dist.get_world_size(group), x.contiguous()
     whole = part.new_empty((ranks * part.shape[0], *part.shape[1:]) if part.dim() else (ranks,))
@@ -219,17 +224,18 @@ def gather(x: Tensor, dim: int, group: Any = None, batches: int = 1, kind: Kind 
 
 
 def gather_operand(q: Quantized, axis: int, group: Any = None, batches: int = 1) -> Pending:
-    """Begin to put the parts of an operand together: codes as bytes, and beside them the scales.
+    """Start an all-gather of the shards of a quantized operand: codes as bytes, and block scales.
 
-    A scale that is of the whole operand, or of whole rows where k is in parts, does not travel: ranks have agreed on it
-    before they quantized.
+    Per-tensor scales, and per-row scales where k is sharded, are not sent: ranks have agreed on them before they
+    quantized.
 
     Args:
-        q: this rank's part [rows, k], as large as every other's, whole blocks of it.
-        axis: 0 where rows are in parts, 1 where k is.
-        batches: as `gather` takes them.
+        q: this rank's shard [rows, k], of the same shape on all ranks and made of whole blocks.
+        axis: 0 if rows are sharded, 1 if k is.
+        group: process group; None is the default one.
+        batches: as in `gather`.
     Returns:
-        A function that waits and gives the whole operand. Exact: the codes and scales of the whole.
+        A function that waits and returns the whole operand. Exact: the codes and scales of the whole tensor.
     """
     q = q.plain()
     dim = axis ^ q.transposed
@@ -250,14 +256,14 @@ def gather_operand(q: Quantized, axis: int, group: Any = None, batches: int = 1)
 
 
 def sum_parts(x: Tensor, group: Any = None, kind: Kind = "activations") -> Pending:
-    """Begin to sum every rank's x, float32 or float64, in place.
+    """Start an in-place all-reduce (sum) of x, float32 or float64.
 
     Args:
-        kind: of what it is, for who counts what is sent.
+        kind: kind of traffic, for the byte counters.
     Returns:
-        A function that waits and gives the sum, the same on all ranks.
+        A function that waits and returns the sum, the same on all ranks.
     Raises:
-        ValueError: numbers of another dtype.
+        ValueError: x has another dtype.
     """
     _summable(x)
     wait = awaited(kind, "reduce", x, group, dist.all_reduce(x, dist.ReduceOp.SUM, group, async_op=True))
@@ -270,14 +276,14 @@ def sum_parts(x: Tensor, group: Any = None, kind: Kind = "activations") -> Pendi
 
 
 def scatter_sums(x: Tensor, group: Any = None, batches: int = 1) -> Pending:
-    """Begin to sum every rank's x [batches × tokens, n], float32 or float64, for this rank's tokens of the sum.
+    """Start a reduce-scatter (sum) of x [batches × tokens, n], float32 or float64, over tokens.
 
     Args:
-        batches: so many sequences follow one another in x, and of each every rank gets its part.
+        batches: number of sequences stacked in x; each rank gets its shard of every sequence.
     Returns:
-        A function that waits and gives [batches × tokens / ranks, n].
+        A function that waits and returns this rank's tokens of the sum, [batches × tokens / ranks, n].
     Raises:
-        ValueError: numbers of another dtype.
+        ValueError: x has another dtype.
     """
     _summable(x)
     ranks = dist.get_world_size(group)
@@ -296,14 +302,15 @@ def scatter_sums(x: Tensor, group: Any = None, batches: int = 1) -> Pending:
 
 
 def unite(x: Tensor, group: Any = None, dim: int | None = None) -> Pending:
-    """Begin to put an x together of whose elements each is there on one rank alone, and 0 (all bits) on the others.
+    """Start to merge an x in which each element is nonzero on one rank only; all its bits are 0 on the others.
 
-    Bytes are compared, not added: every bit arrives, of NaN and of a zero's sign too.
+    Bytes are combined by maximum, not added, so every bit survives, including those of NaN and negative zero.
 
     Args:
-        dim: None gives every rank the whole; else each gets its part of this dimension, which ranks divide.
+        dim: None returns the whole tensor on every rank; otherwise each rank gets its shard of this dimension, whose
+            size must be a multiple of the number of ranks.
     Returns:
-        A function that waits and gives the whole or the part.
+        A function that waits and returns the whole tensor or this rank's shard.
     """
     if dim is None:
         whole = x.contiguous().view(-1).view(torch.uint8)
@@ -333,30 +340,33 @@ def unite(x: Tensor, group: Any = None, dim: int | None = None) -> Pending:
 def _summable(x: Tensor) -> None:
     if x.dtype not in (torch.float32, torch.float64):
         raise ValueError(
-            f"ranks sum float32 or float64, and this is {x.dtype}: a collective adds codes as if they were numbers; "
-            "convert or dequantize first"
+            f"ranks can only sum float32 or float64, and this tensor is {x.dtype}: a collective would add "
+            "codes as if they were numbers; convert or dequantize first"
         )
 
 
 def scatter_quantized_sums(x: Tensor, spec: QuantSpec, group: Any = None) -> Pending:
-    """Begin to sum every rank's x [ranks × n], quantized once by each, for this rank's part of the sum.
+    """Start a reduce-scatter (sum) of x [ranks × n] in which each rank quantizes its values once.
 
-    Codes and scales of a rank's part travel to it as bytes, in one all-to-all, and are summed as float32 in the order
-    of ranks: no collective adds codes. A part that is no whole number of blocks ends with zeros on the wire.
+    Codes and scales are sent as bytes in one all-to-all and summed in float32 in the order of ranks. A shard that is
+    not a whole number of blocks is padded with zeros.
 
     Args:
-        x: float32, bfloat16 or float16, flat; as long on all ranks.
+        x: flat float32, bfloat16 or float16 tensor, of the same length on all ranks.
         spec: blocks of one row, rounded to nearest.
         group: process group; None is the default one.
     Returns:
-        A function that waits and gives the sum [n], float32. Exact: the float32 sum of what each rank's part
-        dequantizes to. A block with a NaN or an infinity on any rank is NaN.
+        A function that waits and returns this rank's shard of the sum, [n] in float32. Exact: the float32 sum of the
+        dequantized shards. A block with a NaN or an infinity on any rank is NaN.
     Raises:
-        ValueError: a spec of other blocks, or an x that ranks do not divide.
+        ValueError: an unsupported spec, or the length of x is no multiple of the number of ranks.
     """
     ranks = dist.get_world_size(group)
     if x.dim() != 1 or x.numel() % ranks:
-        raise ValueError(f"{ranks} ranks sum a flat tensor in parts of one length, not {tuple(x.shape)}: pad it")
+        raise ValueError(
+            f"{ranks} ranks can only sum a flat tensor whose length is a multiple of {ranks}, not shape "
+            f"{tuple(x.shape)}: pad it"
+        )
     part = x.numel() // ranks
     sent, layout = _as_bytes(x.view(ranks, part), spec)
     received = torch.empty_like(sent)
@@ -375,12 +385,13 @@ def scatter_quantized_sums(x: Tensor, spec: QuantSpec, group: Any = None) -> Pen
 
 
 def gather_quantized(x: Tensor, spec: QuantSpec, group: Any = None) -> Pending:
-    """Begin to put every rank's x [n], quantized once, one after the other.
+    """Start an all-gather of every rank's x [n], quantized once by its rank.
 
     Returns:
-        A function that waits and gives [ranks × n], float32, the same bits on all ranks, the sender's own among them.
+        A function that waits and returns [ranks × n] in float32, the same bits on all ranks. A rank gets its own values
+        dequantized, too.
     Raises:
-        ValueError: a spec of other blocks than `scatter_quantized_sums` takes.
+        ValueError: a spec that `scatter_quantized_sums` does not accept.
     """
     sent, layout = _as_bytes(x.view(1, -1), spec)
     whole = gather(sent, 0, group, kind="gradients")
@@ -392,22 +403,23 @@ def gather_quantized(x: Tensor, spec: QuantSpec, group: Any = None) -> Pending:
 
 
 def check_gradient_spec(spec: Any) -> int:
-    """The elements of a block of gradients. Raises: ValueError, of a spec in which they do not travel."""
+    """Return the block size of a gradient spec. Raise a ValueError if gradients cannot be sent in it."""
     block = spec.block[1] if isinstance(spec, QuantSpec) else None
     if block is None or spec.block[0] != 1 or spec.rounding != "nearest" or spec.two_level or spec.hadamard:
         raise ValueError(
-            f"gradients travel in blocks of one row, rounded to nearest, and this is {spec!r}: give a QuantSpec such "
-            "as QuantSpec(quaver.E4M3, (1, 128))"
+            f"gradients are quantized in blocks of one row and rounded to nearest, which {spec!r} is not: "
+            "give a QuantSpec such as QuantSpec(quaver.E4M3, (1, 128))"
         )
     return block
 
 
-#: Of rows as bytes: the spec, the columns, the dtype and bytes of a row's codes, and the dtype of its scales.
+#: Layout of quantized rows sent as bytes: spec, columns, dtype of the codes, bytes of a row's codes, dtype of the
+#:     scales.
 Layout = tuple[QuantSpec, int, torch.dtype, int, torch.dtype]
 
 
 def _as_bytes(rows: Tensor, spec: QuantSpec) -> tuple[Tensor, Layout]:
-    """Rows [m, n], quantized, as uint8 [m, bytes]: codes, and the scales after them."""
+    """Quantize rows [m, n] and return uint8 [m, bytes], each row's codes followed by its scales, and the layout."""
     block = check_gradient_spec(spec)
     columns = -(-rows.shape[1] // block) * block
     q = quantize(torch.nn.functional.pad(rows, (0, columns - rows.shape[1])).contiguous(), spec).plain()
@@ -418,9 +430,9 @@ def _as_bytes(rows: Tensor, spec: QuantSpec) -> tuple[Tensor, Layout]:
 
 
 def _from_bytes(rows: Tensor, layout: Layout) -> Tensor:
-    """What `_as_bytes` took, as far as it was kept: float32 [m, columns]."""
+    """Dequantize rows that `_as_bytes` packed, to float32 [m, columns]."""
     spec, columns, dtype, size, of_scales = layout
     count = rows.shape[0]
-    # As a row of bytes: torch reads other numbers from no matrix that has one column of them.
+    # Flatten to one row first: torch cannot view a matrix with a single column as another dtype.
     scales = rows[:, size:].reshape(-1).clone().view(of_scales).view(count, -1)
     return Quantized(rows[:, :size].contiguous().view(dtype), scales, spec, (count, columns)).dequantize()

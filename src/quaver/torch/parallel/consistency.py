@@ -1,7 +1,8 @@
-"""What ranks have built, compared before they communicate by it: one sentence on all of them, not a hang.
+"""Check that all ranks built the same model before they communicate.
 
-Ranks of other module order, names, shapes or recipes would give one collective other tensors, which waits, aborts or
-mixes numbers without a word. Compared are digests; texts travel where these differ.
+If ranks differ in the order, names, shapes or recipes of modules, a collective would get different tensors on each: it
+    hangs, aborts or silently mixes numbers. Ranks compare digests first and exchange the full text only if these
+    differ, so that all ranks raise the same error.
 """
 
 import zlib
@@ -15,19 +16,20 @@ from torch import nn
 from quaver.torch.linear.linear import Quantizable
 from quaver.torch.state.history.sync import exchange
 
-#: The call, in an error of ranks of which some make another one.
+#: Name of this check in the error that ranks raise when some of them call another one.
 WHERE = "the comparison of models by check_consistency or gather_quantized"
 
 
 def check_consistency(model: nn.Module, mesh: Any = None) -> None:
-    """Refuse ranks that have built different models: other order, names, shapes, dtypes or recipes.
+    """Raise on all ranks if they built different models: module order, names, shapes, dtypes or recipes.
 
-    Call it once a model is converted, on all ranks, before `parallelize_module`, `fully_shard` or
-    DistributedDataParallel; `gather_quantized` calls it. Without a process group it does nothing.
+    Call it on all ranks after the model is converted and before `parallelize_module`, `fully_shard` or
+    DistributedDataParallel. `gather_quantized` calls it itself. Without a process group it does nothing.
 
     Args:
-        mesh: a DeviceMesh of the ranks that have this very model; None takes all ranks of the default group. A stage of
-            a pipeline gives the mesh of its own ranks.
+        model: the converted model.
+        mesh: DeviceMesh of the ranks that hold this same model; None means all ranks of the default group. A pipeline
+            stage passes the mesh of its own ranks.
     Raises:
         ValueError: on all of these ranks, with the first difference.
     """
@@ -35,7 +37,7 @@ def check_consistency(model: nn.Module, mesh: Any = None) -> None:
 
 
 def lines_of(model: nn.Module) -> list[str]:
-    """What ranks have alike of a model, a line each: modules in order, parameters, recipes."""
+    """Describe a model as text, one line per quantizable layer (its recipe) and per parameter (its shape and dtype)."""
     lines = []
     for name, module in model.named_modules():
         if isinstance(module, Quantizable):
@@ -49,10 +51,13 @@ def lines_of(model: nn.Module) -> list[str]:
 
 
 def compare(lines: Sequence[str], mesh: Any = None, refused: str = "") -> None:
-    """Raise a ValueError on all ranks where they have other lines, or where one of them has refused to go on.
+    """Raise a ValueError on all ranks if their lines differ, or if one rank reports an error.
 
     Args:
-        refused: why this one does; what calls this raises it.
+        lines: description of this rank's model.
+        mesh: DeviceMesh of the ranks to compare; None means the default group.
+        refused: this rank's own error message, or "". The caller then raises it itself; this function raises it on the
+            other ranks.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return
@@ -70,6 +75,7 @@ def compare(lines: Sequence[str], mesh: Any = None, refused: str = "") -> None:
     a, b = next((a, b) for a, b in zip_longest(one, other, fillvalue="nothing more") if a != b)
     more = f", and {len(others) - 1} more ranks differ from it" if len(others) > 1 else ""
     raise ValueError(
-        f"ranks built different models: rank {others[0]} has {b!r} where rank {first} has {a!r}{more}; build and "
-        "convert the model alike on all ranks, or give mesh= those that share it, as a stage of a pipeline does"
+        f"ranks built different models: rank {others[0]} has {b!r} where rank {first} has {a!r}{more}; build "
+        "and convert the model in the same way on all ranks, or pass mesh= with the ranks that share it, for "
+        "instance those of a pipeline stage"
     )

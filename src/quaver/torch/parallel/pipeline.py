@@ -1,16 +1,17 @@
-"""A layer's backward in two parts, for schedules that compute the gradients of weights where a rank would wait.
+"""Pipeline stages of quantized layers, whose backward can be split for zero-bubble schedules.
 
-torch.distributed.pipelining cuts a stage's graph where a gradient goes on both to the stage's input and to a parameter,
-and runs the node there in both parts. Of a layer that is one autograd function this is all of its backward. Here it is
-three nodes, and what runs twice is one that computes nothing:
+Zero-bubble schedules compute weight gradients at times when a rank would otherwise wait. To split a backward,
+torch.distributed.pipelining cuts a stage's autograd graph at nodes whose gradient flows both to the stage's input and
+to a parameter, and runs such a node in both parts. For a layer that is one autograd function, that would be its entire
+backward. Here a layer has three nodes, and the node that runs twice computes nothing:
 
-    y ──► _Inputs ──► x        its gradient; keeps what those of weights need
+    y ──► _Inputs ──► x        gradient of the input; stores what weight gradients need
              │
-             └─► _Joint ──► the stage's input      nothing goes there: it is why torch cuts here
-                    └─► _Weights ──► weights       their gradients, from what was kept
+             └─► _Joint ──► the stage's input      carries no gradient; it makes torch cut here
+                    └─► _Weights ──► weights       weight gradients, from the stored data
 
-A graph that is not cut runs the three one after the other. Nodes that are kept for the second part hold nothing of the
-stage but what gradients of weights need. Source of zero bubble: Qi et al. 2023, arXiv:2401.10241.
+An uncut graph runs the three one after the other. Nodes stored for the second part hold only what weight gradients
+need. Source of zero bubble: Qi et al. 2023, arXiv:2401.10241.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,16 +36,16 @@ from quaver.torch.state.context import active_context, autocast
 from quaver.torch.state.history.scaling_step import graph_is_retained
 from quaver.torch.state.layer_state import LayerState
 
-# ---- splitting -------------------------------------------------------------------------------------------
+# ---- split backward ----
 
 
 @contextmanager
 def split_backwards(inputs: Sequence[Any]) -> Iterator[None]:
-    """Layers that run here in this thread have backwards in two parts, wherever their input depends on one of these.
+    """Split the backward of layers that run in this thread within the block and whose input depends on a stage input.
 
     Args:
-        inputs: what a stage's forward is given. Without one that requires a gradient nothing is split: torch computes
-            all gradients at once.
+        inputs: arguments of the stage's forward. If none requires a gradient, nothing is split, because torch then
+            computes all gradients at once.
     """
     differentiable = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
     before = active_context.split
@@ -58,17 +59,17 @@ def split_backwards(inputs: Sequence[Any]) -> Iterator[None]:
 
 
 class _SplitForward:
-    """A forward of a stage whose backwards are split."""
+    """Forward of one stage whose layers get a split backward."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         self.inputs = inputs
-        #: Nodes from which gradients are known to reach an input.
+        #: Autograd nodes known to lead to a stage input.
         self.leading: set[Node] = {get_gradient_edge(x).node for x in inputs}
 
     def instead_of(
         self, function: type[torch.autograd.Function], apply: Callable[..., Any]
     ) -> Callable[..., tuple[Any, ...]]:
-        """What is called in the place of an autograd function's apply."""
+        """Return the replacement for an autograd function's `apply`."""
         return lambda *arguments: self._run(function, apply, arguments)
 
     def _run(
@@ -90,13 +91,15 @@ class _SplitForward:
         return outputs
 
     def _need(self, argument: Any) -> Any:
-        """Whether a gradient is needed: for the stage's input, or for parameters alone, and so later."""
+        """Return True if an argument's gradient leads to the stage input, LATER if only to parameters, False if none is
+        needed.
+        """
         if not (isinstance(argument, Tensor) and argument.requires_grad):
             return False
         return True if self._leads(argument) else LATER
 
     def _leads(self, argument: Tensor) -> bool:
-        """Whether gradients go from a tensor to an input of the stage."""
+        """Return True if the autograd graph leads from a tensor to a stage input."""
         node = argument.grad_fn
         if node is None:
             return any(argument is x for x in self.inputs)
@@ -115,20 +118,24 @@ class _SplitForward:
 
 
 class _LayerNodes:
-    """What the nodes of one layer share."""
+    """State shared by the three nodes of one layer."""
 
     __slots__ = ("function", "kept", "later", "path")
 
     def __init__(self, function: type[torch.autograd.Function], path: list[int], later: list[int]) -> None:
         self.function = function
-        #: Places of its arguments whose gradients the first part gives, and the second.
+        #: Indices of the function's arguments whose gradients the first and the second part compute.
         self.path, self.later = path, later
-        #: Between the parts the gradients of the second one, or what gives them.
+        #: Gradients of the second part, or functions that compute them; None outside the two parts.
         self.kept: Sequence[Any] | None = None
 
 
 class _Inputs(torch.autograd.Function):
-    """(a context, parts, a function's arguments, the joint's output, those on the path) to what the function gives."""
+    """Node that runs the layer's forward, and in backward the gradients of the inputs.
+
+    Args: a context, the shared state, the function's arguments, the output of `_Joint`, and the arguments that lead to
+        the stage input.
+    """
 
     @staticmethod
     def forward(
@@ -157,7 +164,7 @@ def _of_inputs(ctx: Any, saved: Sequence[Any], *gs: Tensor) -> tuple[Any, ...]:
 
 
 class _Joint(torch.autograd.Function):
-    """(the stage's input, the output of the weights' node) to what a layer's node takes."""
+    """Node without computation that links `_Weights` and the stage's input to the layer's node."""
 
     @staticmethod
     @unseen
@@ -170,7 +177,7 @@ class _Joint(torch.autograd.Function):
 
 
 class _Weights(torch.autograd.Function):
-    """(parts, weights and what else has a gradient later) to a tensor without elements."""
+    """Node whose backward returns the weight gradients; its forward returns an empty tensor."""
 
     @staticmethod
     @unseen
@@ -188,8 +195,9 @@ def _of_weights(ctx: Any, _: Sequence[Any], g: Tensor) -> tuple[Any, ...]:
     parts: _LayerNodes = ctx.parts
     if parts.kept is None:
         raise RuntimeError(
-            "the gradient of a quantized layer's weight was asked for by itself, or twice; that of the layer's input "
-            "comes first: let a schedule run both parts of a backward, or call backward() without cutting the graph"
+            "the gradient of a quantized layer's weight was requested alone, or twice; that of the layer's "
+            "input comes first: let a schedule run both parts of a backward, or call backward() without "
+            "splitting the graph"
         )
     kept = parts.kept
     if not graph_is_retained():
@@ -201,16 +209,16 @@ def _nothing(device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.float32, device=device)
 
 
-#: `Function.apply` without its checks for torch.func, which layers have made.
+#: `Function.apply` without its torch.func checks, which the layers have already made.
 _enter: Any = super(torch.autograd.Function, _Inputs).apply
 _join: Any = super(torch.autograd.Function, _Joint).apply
 _weigh: Any = super(torch.autograd.Function, _Weights).apply
 
 
-# ---- stages ----------------------------------------------------------------------------------------------
-# Stages of torch's pipelines: torch's own `PipelineStage`, and what quantized layers in it must be told.
+# ---- stages ----
+# torch's `PipelineStage` with the adjustments that quantized layers need.
 #
-# A module is made a stage by `stage`, and any schedule of torch.distributed.pipelining runs it. A step of delayed
+# `pipeline_stage` wraps a module as a stage for any schedule of torch.distributed.pipelining. One step of delayed
 # scaling is one `schedule.step(...)` within one `quaver.torch.autocast`.
 
 
@@ -223,31 +231,32 @@ def pipeline_stage(
     device: torch.device | None = None,
     group: Any = None,
 ) -> PipelineStage:
-    """A stage of a pipeline whose shapes are known beforehand, and whose layers know that they are this stage's.
+    """Make a pipeline stage with known shapes, and mark its layers as belonging to this stage.
 
-    Without shapes torch rehearses a forward and a backward within the first step, on memory that holds anything: amaxes
-    of that enter histories, and noise is drawn for it. Here the module runs once, unquantized and without gradients, on
-    zeros. Ranks that hold this stage reduce delayed scaling's maxima over one another, and over no other stage's.
+    Without known shapes, torch infers them in the first step by a forward and backward on uninitialized memory. Amaxes
+    of that data would enter histories, and noise counters would advance. This function instead runs the module once on
+    zeros, unquantized and without gradients. Ranks that hold the same stage reduce the amaxes of delayed scaling among
+    themselves only.
 
     Args:
-        module: the stage's layers, converted before; wrapped, as by `fully_shard`, before or after, and prepared by
+        module: the stage's converted layers. Wrap it, for instance by `fully_shard`, before or after; call
             `gather_quantized` after.
-        index: which stage it is.
-        count: stages of the pipeline.
-        example: what it takes of a micro-batch: shapes and dtypes, no values. May be on meta.
-        device: where it runs; None is where its first parameter is.
-        group: the pipeline's process group; None is the default one.
+        index: index of this stage.
+        count: number of stages of the pipeline.
+        example: one micro-batch of inputs, of which only shapes and dtypes are used; may be on meta.
+        device: device of the stage; None means that of its first parameter.
+        group: process group of the pipeline; None is the default one.
     Returns:
-        torch's stage, for any of torch's schedules.
+        A `PipelineStage` for any of torch's schedules.
     Raises:
-        ValueError: an index that is not one of `count` stages, or a module without parameters and no device.
+        ValueError: an index outside 0 … count - 1, or a module without parameters and no device.
     """
     if not 0 <= index < count:
         raise ValueError(f"stage {index} of {count} stages does not exist: give an index from 0 to {count - 1}")
     first = next(module.parameters(), None)
     if device is None:
         if first is None:
-            raise ValueError(f"stage {index} has no parameters that tell where it runs: give device=")
+            raise ValueError(f"stage {index} has no parameters, so its device is unknown: give device=")
         device = first.device
     for layer in module.modules():
         state = layer.__dict__.get("_state")
@@ -263,7 +272,7 @@ def pipeline_stage(
 
 
 class _Stage(PipelineStage):
-    """torch's stage: schedules may cut the backwards of its layers in two, and a `CommCounter` counts what it sends."""
+    """torch's stage with a split backward, whose sends and waits a `CommCounter` counts."""
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         with split_backwards(args):
@@ -271,8 +280,8 @@ class _Stage(PipelineStage):
 
     def backward_maybe_with_nosync(self, backward_type: Any, *args: Any, **kwargs: Any) -> Any:
         if backward_type != "full":
-            # torch looks for the gradients of the parameters that it sees here: of parts that fully_shard has put in
-            # their place after a forward there are none, and none would be computed.
+            # torch computes gradients for the parameters that it finds here. After fully_shard has resharded the
+            # module, it would find shards that have no gradient, and compute none.
             for module in self.submod.modules():
                 if isinstance(module, FSDPModule):
                     module.unshard()
@@ -298,9 +307,9 @@ def _sent(operations: list[Any]) -> list[Any]:
 
 
 def _timed(operations: list[Any]) -> list[Any]:
-    """The same, of which a schedule is given works that count how long it waits for them."""
+    """Make send and receive operations return work objects that count the time a schedule waits."""
     for each in operations if active.all else ():
-        # On a GPU the host waits for none, and torch has several go as one.
+        # On a GPU the host does not wait, and torch batches several operations.
         if not each.tensor.is_cuda:
             each.op = partial(_begun, each.op)
     return operations
@@ -309,14 +318,16 @@ def _timed(operations: list[Any]) -> list[Any]:
 def _begun(
     operation: Any, tensor: Tensor, *, group: Any, tag: int = 0, group_src: Any = None, group_dst: Any = None
 ) -> "_CountedWork":
-    """Begin an operation as a schedule asks, which takes what is no `isend` for a receipt."""
+    """Start a send or receive with the arguments of a schedule. A wrapper is needed since schedules take any operation
+    other than `isend` for a receive.
+    """
     peer = group_src if group_dst is None else group_dst
     place = {"group_dst" if operation is dist.isend else "group_src": peer}
     return _CountedWork(operation(tensor, group=group, tag=tag, **place), tensor)
 
 
 class _CountedWork:
-    """torch's work, whose wait is counted."""
+    """torch's work object with a timed wait."""
 
     def __init__(self, work: Any, tensor: Tensor) -> None:
         self.work, self.tensor = work, tensor
@@ -330,9 +341,9 @@ class _CountedWork:
 
 
 def _outputs(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """What the module gives, as tensors without values."""
+    """Run the module on zeros and return its outputs as tensors on meta."""
     on = inputs[0].device
-    # Running statistics, caches and counts are none of zeros.
+    # Restore buffers afterwards: statistics, caches and counters must not include the zeros.
     before = [(buffer, buffer.clone()) for buffer in module.buffers()]
     with torch.random.fork_rng([on] if on.type == "cuda" else []), torch.no_grad(), autocast(enabled=False):
         y = module(*inputs)

@@ -1,6 +1,6 @@
-"""Gradients between ranks in eight bits, by the seams that torch has for it: an option of DDP and of fully_shard.
+"""Gradient communication in 8 bits for DistributedDataParallel and fully_shard, through torch's own hooks.
 
-Each rank quantizes its gradient once, a part for each rank; parts travel as bytes and are summed in float32.
+Each rank quantizes its gradient once; the shards are sent as bytes and summed in float32.
 """
 
 from collections.abc import Sequence
@@ -18,31 +18,33 @@ from quaver.torch.operations.ops import DTYPES
 from quaver.torch.parallel import comm
 from quaver.torch.state.history.sync import check_agreement
 
-#: 1.03 bytes an element: 51.6 % of bfloat16's.
+#: Default spec: 1.03 bytes per element, 51.6 % of bfloat16.
 BLOCKS = QuantSpec(E4M3, (1, 128), "fp32")
 
 
 def quantize_gradients(model: nn.Module, spec: QuantSpec = BLOCKS) -> nn.Module:
-    """Have a model's gradients travel in few bits: one wrapped by DistributedDataParallel, or sharded by `fully_shard`.
+    """Quantize a model's gradients before they are sent to other ranks.
 
-    Under fully_shard the reduce-scatter alone is another. DistributedDataParallel needs the mean on all ranks: the sum
-    is quantized a second time by the rank that has it, and every rank takes those bits.
+    The model is wrapped by DistributedDataParallel or sharded by `fully_shard`. Under fully_shard only the
+    reduce-scatter is replaced. DistributedDataParallel needs the mean on all ranks, so the rank that has summed a shard
+    quantizes it a second time and every rank uses those bits.
 
     Args:
+        model: the wrapped or sharded model.
         spec: blocks of one row, rounded to nearest.
     Returns:
         The model.
     Raises:
-        ValueError: a model that is neither, another spec, a parameter of another dtype, or a torch whose fully_shard
-            takes no reduce-scatter of one's own.
-    Exact: the float32 sum of the quantized parts; a NaN or an infinity of any rank makes its block NaN on all.
+        ValueError: the model is neither wrapped nor sharded, the spec or a parameter's dtype is not supported, or this
+            torch's fully_shard does not accept a custom reduce-scatter.
+    Exact: the float32 sum of the quantized shards; a NaN or an infinity on any rank makes its block NaN on all.
     """
     comm.check_gradient_spec(spec)
     wide = next((name for name, p in model.named_parameters() if p.requires_grad and p.dtype not in DTYPES), None)
     if wide is not None:
         raise ValueError(
-            f"{wide} is {model.get_parameter(wide).dtype}, and gradients of float32, bfloat16 and float16 travel in "
-            "few bits: convert it, or leave gradients as they are"
+            f"{wide} is {model.get_parameter(wide).dtype}, and only gradients of float32, bfloat16 and "
+            "float16 can be quantized: convert it, or do not quantize gradients"
         )
     if isinstance(model, DistributedDataParallel):
         model.register_comm_hook(_CommHookState(spec, model.process_group), _mean)
@@ -56,20 +58,20 @@ def quantize_gradients(model: nn.Module, spec: QuantSpec = BLOCKS) -> nn.Module:
     for name, unit in units:
         if not hasattr(unit, "set_custom_reduce_scatter"):
             raise ValueError(
-                f"fully_shard of torch {torch.__version__} takes no reduce-scatter of one's own: use a later torch"
+                f"fully_shard of torch {torch.__version__} does not accept a custom reduce-scatter: use a later torch"
             )
         unit.set_custom_reduce_scatter(QuantizedReduceScatter(spec, name))
     return model
 
 
 class QuantizedReduceScatter:
-    """What fully_shard takes for a reduce-scatter: sums and means."""
+    """Reduce-scatter for fully_shard that quantizes gradients before it sends them."""
 
-    #: What it sends is counted by the wire.
+    #: `comm` already counts the bytes of this collective.
     counts_itself = True
 
     def __init__(self, spec: QuantSpec = BLOCKS, name: str = "") -> None:
-        #: Of the module whose gradients these are.
+        #: `name` is the module that owns the gradients, for error messages.
         self.spec, self.name = spec, name
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -78,7 +80,7 @@ class QuantizedReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        """Write the sum, the mean or a multiple of the sum of every rank's input [ranks × n] into the output [n]."""
+        """Write this rank's shard of the sum, mean or scaled sum of all inputs [ranks × n] into the output [n]."""
         scale = _scale_of_sum(op)
         _check(input_tensor, self.name or "the root", self.spec, group)
         total = comm.scatter_quantized_sums(input_tensor, self.spec, group)()
@@ -88,36 +90,38 @@ class QuantizedReduceScatter:
 
 
 def _check(x: Tensor, of: str, spec: QuantSpec, group: Any) -> None:
-    """Raise on all ranks if they sum gradients of other modules, of another size, or by other specs."""
+    """Raise on all ranks if they sum gradients of different modules, sizes, dtypes or specs."""
     what = {"gradients of": of, "gradients": (x.numel(), x.dtype), "spec": spec}
     check_agreement("a sum of quantized gradients", what, group)
 
 
 def _scale_of_sum(op: Any) -> Any:
-    """The factor of a PREMUL_SUM, by which fully_shard divides after `set_gradient_divide_factor`; None for others.
+    """Return the factor of a PREMUL_SUM, or None for a sum or mean.
+
+    fully_shard uses PREMUL_SUM after `set_gradient_divide_factor`.
 
     Raises:
-        ValueError: neither a sum nor a mean.
+        ValueError: any other reduction.
     """
     if op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
         return None
-    # A state for pickle is how torch 2.11 and later publish the factor.
+    # torch 2.11 and later expose the factor only through the pickle state.
     state: Any = op.__getstate__() if isinstance(op, dist.ReduceOp) else (op, None)
     kind, scale = state
     if kind != dist.ReduceOp.PREMUL_SUM or scale is None:
-        raise ValueError(f"quantized gradients are summed, averaged or scaled, and fully_shard asks for {op}")
+        raise ValueError(f"quantized gradients can be summed, averaged or scaled, and fully_shard requests {op}")
     return scale
 
 
 class _CommHookState:
-    """What the hook of DistributedDataParallel is told."""
+    """State passed to the DistributedDataParallel communication hook."""
 
     def __init__(self, spec: QuantSpec, group: Any) -> None:
         self.spec, self.group = spec, group
 
 
 def _mean(state: _CommHookState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
-    """The mean of a bucket over the ranks."""
+    """Average a gradient bucket over the ranks in quantized form."""
     own, ranks = bucket.buffer(), dist.get_world_size(state.group)
     _check(own, f"bucket {bucket.index()}", state.spec, state.group)
     part = -(-own.numel() // ranks)

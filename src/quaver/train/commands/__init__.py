@@ -1,1 +1,1 @@
-"""What is typed: the command line, the doctor, the plan, and what must be installed; no training."""
+"""The command line: options and output of train, compare, plot, generate, export, doctor and plan."""

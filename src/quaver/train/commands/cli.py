@@ -1,8 +1,8 @@
 """The `quaver` command: train, compare, plot, generate, export, doctor, plan.
 
-The options of `train` and `compare` are the fields of `TrainConfig`; one given here goes before the
-`--config` file, which goes before the default. A user's mistake is one sentence on stderr and exit code 1; of several
-ranks under torchrun the one that met it says it, and the first one alone prints anything else.
+The options of `train` and `compare` are the fields of `TrainConfig`. An option on the command line overrides the
+`--config` file, which overrides the default. A user's mistake is reported as one sentence on stderr with exit code 1.
+Under torchrun the rank that found it reports it; all other output comes from the first rank.
 """
 
 import functools
@@ -40,20 +40,21 @@ from quaver.train.metrics import Record, losses, read, switches
 from quaver.train.model_config import MODELS
 from quaver.train.report import ProgressLines, numbers, time_left
 
-# ---- exporting -------------------------------------------------------------------------------------------
-# `quaver export`: the newest checkpoint of a run, under the recipe that it was saved under, as servers read it.
+# ---- export ----
+# `quaver export` writes the newest checkpoint of a run, under the recipe that it was saved with, for inference servers.
 
 
 def export_run(run: Path, folder: Path, format: str, check: bool) -> list[str]:
-    """Export a run, and its tokenizer beside it.
+    """Export a run and its tokenizer.
 
     Args:
-        folder: a new one.
-        format: as of `quaver.torch.export`.
-        check: whether to compare the next token's distribution on a batch held out for validation, which also gives
-            formats the scales of inputs that they store.
+        run: folder of the run.
+        folder: new folder to write.
+        format: as in `quaver.torch.export`.
+        check: compare the distribution of the next token on held-out text. This also calibrates input scales for
+            formats that store them.
     Returns:
-        What was written, in lines.
+        Lines that describe the files.
     Raises: ValueError for bad input, before anything is written.
     """
     config = config_of(run)
@@ -93,12 +94,12 @@ def export_run(run: Path, folder: Path, format: str, check: bool) -> list[str]:
 
 
 def _held_out(config: TrainConfig, saved_tokenizer: Path) -> np.ndarray:
-    """Tokens of the run's validation, int64 [B, S]."""
+    """Return held-out tokens of the run, int64 [B, S]."""
     tokens = load(config, saved_tokenizer if saved_tokenizer.exists() else None)
     return np.ascontiguousarray(validation_batches(tokens.validation, config)[0][:, :-1].astype(np.int64))
 
 
-# ---- cli -------------------------------------------------------------------------------------------------
+# ---- commands ----
 
 app = typer.Typer(
     help="Train Transformers in FP8, MXFP8 and NVFP4, by exact emulation where the hardware cannot.",
@@ -106,7 +107,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-#: The options of a run of several ranks, which a comparison has none of.
+#: Options for several ranks, which a comparison does not have.
 RANKS = ("fsdp", "pp", "pp_schedule", "pp_stages", "cp", "cp_how", "tp", "sp", "async_save", "timeout")
 out = Console()
 err = Console(stderr=True)
@@ -114,7 +115,7 @@ err = Console(stderr=True)
 
 @contextmanager
 def sentences() -> Iterator[None]:
-    """Turn what a user can mend into one sentence and an exit code, and a warning into a sentence."""
+    """Report errors that a user can fix as one sentence and an exit code, and warnings as a sentence."""
     try:
         with warnings.catch_warnings():
             warnings.showwarning = warn
@@ -129,20 +130,20 @@ def sentences() -> Iterator[None]:
         sentence = (reason(error) or "there is not enough memory") + where
         if not isinstance(error, RankError) and mesh.rank():
             sentence = f"rank {mesh.rank()}: {sentence}"
-        if mesh.speaks() or isinstance(error, RankError):  # else another one says the same
+        if mesh.speaks() or isinstance(error, RankError):  # else another rank reports the same
             failing.record(sentence)
             tell(sentence, "red")
         raise typer.Exit(1) from error
 
 
 def warn(message: Warning | str, *where: object, **options: object) -> None:
-    """Show a warning as one sentence, without the place in the code that gave it."""
+    """Show a warning as one sentence, without its location in the code."""
     if mesh.rank() == 0:
         tell(str(message), "yellow")
 
 
 def tell(line: str, style: str) -> None:
-    """Print a line on stderr; a terminal that has hung up gets none."""
+    """Print a line on stderr; does nothing if the terminal is gone."""
     with suppress(OSError):
         err.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
@@ -150,7 +151,13 @@ def tell(line: str, style: str) -> None:
 def with_options(
     record: type = TrainConfig, without: Sequence[str] = (), panel: str | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command an option for each field of a record but `without`, and call it with those typed."""
+    """Return a decorator that adds an option to a command for each field of a dataclass.
+
+    Args:
+        record: the dataclass.
+        without: fields to leave out.
+        panel: title of the options in the help.
+    """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
@@ -170,7 +177,7 @@ def with_options(
 
 
 def option(record: type, field: Any, panel: str | None) -> inspect.Parameter:
-    """A field of a record as an option that is None unless typed."""
+    """Convert a field of a dataclass to an option that is None unless given."""
     kind, sentence = get_args(get_type_hints(record, include_extras=True)[field.name])
     name = f"--{field.name.replace('_', '-')}"
     if kind is bool:
@@ -185,7 +192,7 @@ def option(record: type, field: Any, panel: str | None) -> inspect.Parameter:
 
 
 def configure(typed: dict[str, Any], file: Path | None, more_text: list[str] | None) -> TrainConfig:
-    """The configuration of a TOML file, if any, under what was typed."""
+    """Combine the options of a TOML file, if any, with those on the command line."""
     options = (read_toml(file) if file else {}) | typed
     if more_text and "text" not in typed:
         raise ValueError(
@@ -229,7 +236,7 @@ def train(
     quiet: Annotated[bool, typer.Option("--quiet", help="no progress, bar or lines")] = False,
 ) -> None:
     """Train a language model under a recipe."""
-    from quaver.train.plots import plot_loss  # half of what all the command imports
+    from quaver.train.plots import plot_loss  # slow to import
 
     quiet = quiet or mesh.rank() > 0
     settings = configure(typed, config, more_text)
@@ -323,7 +330,7 @@ def plot(
     runs: Annotated[list[Path], typer.Argument(help="folders of runs of quaver train", metavar="RUN_DIR...")],
     picture: Annotated[Path, typer.Option(help="the file to write, a PNG")] = Path("runs.png"),
 ) -> None:
-    """Draw the losses of several runs beside one another, and their differences from the first one's."""
+    """Draw the losses of several runs, and their differences from the first one's."""
     from quaver.train.plots import plot_runs
 
     with sentences():
@@ -353,7 +360,7 @@ def generate_text(
     ] = "plain",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto: a GPU if there is one")] = "auto",
 ) -> None:
-    """Go on from a prompt with the newest checkpoint of a run."""
+    """Continue a prompt with the newest checkpoint of a run."""
     with sentences():
         how = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
         first = iter([prompt])
@@ -378,7 +385,7 @@ def export_weights(
         bool, typer.Option("--check", help="compare the next token's distribution with the trainer's, held-out text")
     ] = False,
 ) -> None:
-    """Write the codes that a run trained with into files that vLLM, SGLang, TensorRT-LLM and transformers read."""
+    """Export the weight codes of a run to files that vLLM, SGLang, TensorRT-LLM and transformers read."""
     with sentences():
         for line in export_run(run, to, format, check):
             say(line)
@@ -386,7 +393,7 @@ def export_weights(
 
 @app.command()
 def doctor() -> None:
-    """Show what this machine runs natively and what by emulation, and why."""
+    """Show which recipes run natively on this machine and which by emulation, and why."""
     with sentences():
         for name, version in machine.versions().items():
             say(f"{name:8} {version}")
@@ -424,7 +431,9 @@ def plan(
     ] = "adamw",
     as_json: Annotated[bool, typer.Option("--json", help="as JSON, with the rates and where they come from")] = False,
 ) -> None:
-    """Predict what a model's layers gain under a recipe on a GPU, or with --gpus what a step takes on many."""
+    """Predict how much faster a model's layers run under a recipe on a GPU, or with --gpus the time of a step
+    on many.
+    """
     cluster = scaling.Cluster(**typed)
     if cluster.gpus:
         stepped = scaling.price(
@@ -439,7 +448,7 @@ def plan(
 
 
 def show(buffer: Any, planned: Any, as_json: bool) -> None:
-    """Print what a room of plans has planned, with its own words."""
+    """Print the result of a plan by the functions of its module."""
     if as_json:
         say(json.dumps(buffer.as_json(planned), indent=2))
         return
@@ -450,39 +459,39 @@ def show(buffer: Any, planned: Any, as_json: bool) -> None:
 
 
 def say(line: str) -> None:
-    """Print a line as it is, for reading and for scripts."""
+    """Print a line without formatting, for readers and scripts."""
     out.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
 def bars(quiet: bool) -> Iterator[Progress]:
-    """Progress bars, on a terminal alone, that start with the first report, so that bad input draws none."""
+    """Progress bars on a terminal; they start with the first report, so that bad input shows none."""
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[numbers]}"), TimeRemainingColumn())
     progress = Progress(TextColumn("{task.description}"), *columns, console=err, disable=quiet or not err.is_terminal)
     try:
         yield progress
     finally:
         if progress.live.is_started:
-            with suppress(OSError):  # of a terminal that has hung up
+            with suppress(OSError):  # the terminal may be gone
                 progress.stop()
 
 
 def lines(
     label: str, config: TrainConfig, quiet: bool, left: Callable[[], str] = lambda: ""
 ) -> Callable[[Record], None]:
-    """What takes a run's records and says some of them, where there is no terminal for a bar."""
+    """Return a function that prints some of a run's records as lines if there is no terminal."""
     if quiet or err.is_terminal:
         return lambda record: None
     return ProgressLines(label, config.steps, lambda line: tell(line, ""), parts_of(config), left)
 
 
 def parts_of(config: TrainConfig) -> list[str]:
-    """The recipes of a run, one after the other."""
+    """Return the recipes of a run in order."""
     return [part.text for part in recipe_name.parts(config.recipe)]
 
 
 def follow(progress: Progress, task: TaskID, run: SeedRun) -> None:
-    """Bring a run's bar up to its records; its clock starts with its first step."""
+    """Update a run's bar from its records; its clock starts with its first step."""
     latest = next((record for record in reversed(run.records) if "loss" in record), None)
     if run.failure:
         progress.update(task, numbers="failed")

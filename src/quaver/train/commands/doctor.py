@@ -1,4 +1,4 @@
-"""What this machine can run natively, what by emulation, and why."""
+"""`quaver doctor`: which recipes run natively on this machine and which by emulation, and why."""
 
 import importlib.metadata
 import importlib.util
@@ -13,8 +13,8 @@ from quaver.recipes import RECIPES
 from quaver.train.config import FRAMEWORKS
 from quaver.train.frameworks import EXTRAS
 
-# Lowest compute capability whose tensor cores take the recipe's operands; no GEMM of torch's or XLA's takes those of
-# others that quantize.
+# Lowest compute capability whose tensor cores support the recipe's operands. Other quantizing recipes have no GEMM in
+# torch or XLA.
 NEEDS = {
     "delayed": (8, 9),
     "tensorwise": (8, 9),
@@ -25,11 +25,11 @@ NEEDS = {
     "nvfp4": (10, 0),
 }
 
-# What the table rests on.
+# Sentences about the evidence for the table.
 SEEN = "Each recipe was tried: forward and backward of a linear layer of 256 by 256 in bfloat16."
 UNSEEN = "Nothing was tried: the table goes by the architecture alone. With PyTorch installed, each recipe is tried."
 
-# glibc's, in bytes: what is asked for above the first comes from the system, what is free above the second goes back.
+# glibc variables, in bytes: larger requests are mapped from the system, and more free memory than this is returned.
 MALLOC = "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"
 
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "sve", "bf16")
@@ -44,7 +44,7 @@ class Device:
 
 
 def versions() -> dict[str, str]:
-    """Version of everything that numbers could depend on; what is not installed says so."""
+    """Return the versions of all packages that numbers may depend on, or "not installed"."""
     shown = {"quaver": quaver.__version__, "python": platform.python_version()}
     for package in ("torch", "triton", "jax", "flax"):
         try:
@@ -59,7 +59,7 @@ def has(framework: str) -> bool:
 
 
 def frameworks() -> list[str]:
-    """What `--framework` can be here, and what it takes for the rest."""
+    """Return a line per framework: devices it can use here, or how to install it."""
     return [
         f"quaver train --framework {name}"
         + (f" runs on {', '.join(_kinds(name))}" if has(name) else f" needs: pip install 'quaver[{EXTRAS[name]}]'")
@@ -68,7 +68,7 @@ def frameworks() -> list[str]:
 
 
 def _kinds(framework: str) -> list[str]:
-    """The kinds of device that a framework sees."""
+    """Return the kinds of device that a framework can use."""
     if framework == "jax":
         import jax
 
@@ -77,7 +77,7 @@ def _kinds(framework: str) -> list[str]:
 
 
 def cpu() -> str:
-    """Architecture, cores and those instructions that make exact emulation fast."""
+    """Describe the CPU: architecture, cores and the instructions that make exact emulation fast."""
     flags = [flag for flag in CPU_FLAGS if flag in cpu_flags()]
     return f"{platform.machine()}, {os.cpu_count()} cores{_torch_uses()}; {', '.join(flags) or 'no bf16 instructions'}"
 
@@ -99,7 +99,7 @@ def cpu_flags() -> set[str]:
 
 
 def gpus() -> list[Device]:
-    """NVIDIA GPUs as torch sees them, or where it is not installed as jax does."""
+    """Return NVIDIA GPUs as torch sees them, or as jax does if torch is not installed."""
     if not has("torch"):
         return _jax_gpus()
     import torch
@@ -125,7 +125,7 @@ def _capability(text: str) -> tuple[int, int]:
 
 
 def how(recipe: str, devices: Sequence[Device]) -> tuple[str, str]:
-    """How a recipe would run here ("native", "emulated", "not tried") by the GPUs' architecture, and why."""
+    """Return how a recipe would run ("native", "emulated", "not tried") based on the GPUs' architecture, and why."""
     if not RECIPES[recipe]().quantizes:
         return "native", "nothing is quantized; the framework's own GEMMs"
     if recipe not in NEEDS:
@@ -144,7 +144,7 @@ def how(recipe: str, devices: Sequence[Device]) -> tuple[str, str]:
 
 
 def seen(recipe: str, devices: Sequence[Device]) -> tuple[str, str]:
-    """How a small layer of PyTorch's ran under a recipe, and why."""
+    """Run a small PyTorch layer under a recipe; returns how it ran and why."""
     from quaver.train.torch.learner import trial
 
     try:
@@ -166,13 +166,13 @@ def seen(recipe: str, devices: Sequence[Device]) -> tuple[str, str]:
 
 
 def recipes_table(devices: Sequence[Device]) -> list[tuple[str, str, str]]:
-    """Recipe, how, why, for every recipe there is: as it ran, or without PyTorch by the GPUs' architecture."""
+    """Return (recipe, how, why) for every recipe: as tried, or without PyTorch based on the GPUs' architecture."""
     look = seen if has("torch") else how
     return [(name, *look(name, devices)) for name in RECIPES]
 
 
 def memory(devices: Sequence[Device]) -> str:
-    """What to set so that memory of large tensors on a CPU is not taken from the system anew, or ""."""
+    """Return advice on glibc variables that avoid page faults for large CPU tensors, or ""."""
     if devices or not has("torch") or platform.libc_ver()[0] != "glibc" or "malloc" in os.environ.get("LD_PRELOAD", ""):
         return ""
     unset = [name for name in MALLOC if not os.environ.get(name)]

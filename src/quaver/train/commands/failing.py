@@ -1,4 +1,4 @@
-"""Where torchrun looks for what a rank has to say about its end: the error file that it names in the environment."""
+"""Error reports for torchrun, in the error file that it names in the environment."""
 
 import json
 import os
@@ -7,12 +7,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-#: Set by torchrun for each rank; torch's `record` writes into the same file, a stack where we have a sentence.
+#: Set by torchrun for each rank; torch's `record` writes a stack trace into the same file.
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
 
 def recorded(main: Callable[[], None]) -> Callable[[], object]:
-    """A program whose unexpected end leaves its stack there, by torch's own `record`; itself without torchrun."""
+    """Wrap a program in torch's `record`, which writes the stack of an unexpected error; unchanged without torchrun."""
     if VARIABLE not in os.environ:
         return main
     from torch.distributed.elastic.multiprocessing.errors import record as of_torch
@@ -21,7 +21,7 @@ def recorded(main: Callable[[], None]) -> Callable[[], object]:
 
 
 def record(sentence: str) -> None:
-    """Write a sentence where torchrun takes it into its summary; nothing without torchrun."""
+    """Write a sentence for torchrun's summary; does nothing without torchrun."""
     if path := os.environ.get(VARIABLE):
         with suppress(OSError):
             Path(path).write_text(json.dumps({"message": sentence, "timestamp": int(time.time())}), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What the trainer needs beyond the library: a sentence where it is missing, in place of a traceback."""
+"""Check for the packages that the trainer needs, to report missing ones in one sentence instead of a traceback."""
 
 from importlib.util import find_spec
 
@@ -6,7 +6,7 @@ NEEDED = ("filelock", "matplotlib", "rich", "safetensors", "tokenizers", "typer"
 
 
 def missing() -> str:
-    """What to install; "" where everything is there."""
+    """Return a sentence with the install command if packages are missing, else ""."""
     names = [name for name in NEEDED if find_spec(name) is None]
     if not names:
         return ""

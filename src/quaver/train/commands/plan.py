@@ -1,8 +1,8 @@
-"""What a model's layers would gain under a recipe on a GPU: `quaver plan`, which needs neither the GPU nor torch.
+"""`quaver plan`: predict the speed-up of a model's layers under a recipe on a GPU; needs neither the GPU nor torch.
 
-Prices are `quaver.costs.ledger`'s. Every matrix quantizes its own input, as the layers that `convert` makes of
-nn.Linear do; embedding and head are not counted, nor what is between the matrices. Each of a layer's experts is priced
-as a layer of its own that has an even share of the tokens.
+Costs come from `quaver.costs.ledger`. Every matrix quantizes its own input, like the layers that `convert` makes of
+nn.Linear. Embedding, head and everything between matrices are not included. Each expert of a layer counts as a layer of
+its own with an even share of the tokens.
 """
 
 import math
@@ -25,7 +25,7 @@ from quaver.train import config as recipe_name
 from quaver.train.memory import flat, matrices, projections
 from quaver.train.model_config import KNOWN, ModelConfig
 
-#: What the ledger's kinds of GEMM multiply, in a user's words.
+#: Descriptions of the ledger's kinds of GEMM.
 KINDS = {
     "tensor": "one scale a tensor",
     "row": "a scale a row",
@@ -33,21 +33,21 @@ KINDS = {
     "mx": "MXFP8's blocks of 32",
     "nvfp4": "NVFP4's blocks of 16",
 }
-#: Tokens of a micro-batch, and micro-batches, that are still meant.
+#: Largest accepted number of tokens or micro-batches.
 MOST = 10**12
-#: What the JSON says of a matrix.
+#: Fields of a matrix in the JSON output.
 OF_A_MATRIX = ("in_features", "out_features", "flops", "bf16_seconds", "seconds", "bytes", "speedup")
-#: "more MB" is what the layer moves beyond a bf16 one.
+#: Columns of the table; "more MB" is the traffic beyond that of a bf16 layer.
 COLUMNS = ("layer", "K", "N", "bf16, ms", "predicted", "more MB", "speed-up", "gains")
 
 
 @dataclass(frozen=True)
 class PlanRow:
-    """Matrices of one shape in layers of a kind, and what one of them costs."""
+    """Matrices of one shape in some layers, and the cost of one of them."""
 
     names: list[str]
     cost: LinearCost
-    #: How many layers have them, and how many experts each of these.
+    #: Number of layers with these matrices, and number of experts in each.
     layers: int
     experts: int = 1
 
@@ -58,24 +58,24 @@ class PlanRow:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPlan:
-    """A model under a recipe on a GPU."""
+    """Costs of a model under a recipe on a GPU."""
 
     model: str
     config: ModelConfig
     recipe: Recipe
     gpu: Gpu
     rows: list[PlanRow]
-    #: That share one quantization of the weights.
+    #: Micro-batches that share one quantization of the weights.
     micro_batches: int
-    #: Inputs and gradients are quantized by the kernels that make them.
+    #: True if the preceding kernels quantize inputs and gradients.
     fused: bool
-    #: As `quaver train` takes it.
+    #: Name of the optimizer, as for `quaver train`.
     optimizer: str = optimizer_name.TORCH
     tokens: int
 
     @property
     def bf16_seconds(self) -> float:
-        """Of the matrices of one layer, one micro-batch; where layers differ, their mean."""
+        """Seconds of the matrices of one layer for one micro-batch; the mean if layers differ."""
         return sum(self.times(row) * row.cost.bf16_seconds for row in self.rows)
 
     @property
@@ -88,11 +88,11 @@ class ModelPlan:
 
     @property
     def even(self) -> bool:
-        """Whether all layers have the same matrices."""
+        """True if all layers have the same matrices."""
         return all(row.layers == self.config.layers for row in self.rows)
 
     def times(self, row: PlanRow) -> float:
-        """How often a matrix of a row stands in a layer, in the mean."""
+        """Return how many matrices of a row a layer has on average."""
         return len(row.names) * row.experts * row.layers / self.config.layers
 
     @property
@@ -110,16 +110,16 @@ def plan(
     fused: bool = False,
     optimizer: str = optimizer_name.TORCH,
 ) -> ModelPlan:
-    """Price the matrices of a model.
+    """Predict the cost of a model's matrices.
 
     Args:
         model: a row of `quaver.train.model_config.MODELS` or `PLANNED`.
-        recipe: as a user types it.
+        recipe: recipe as the user writes it.
         gpu: a row of `quaver.costs.hardware.GPUS`.
-        tokens: in a micro-batch.
-        micro_batches: that share one quantization of the weights.
-        fused: inputs and gradients are quantized by the kernels that make them.
-        optimizer: as `quaver train` takes it, whose bytes are said beside those of others.
+        tokens: tokens per micro-batch.
+        micro_batches: micro-batches that share one quantization of the weights.
+        fused: the preceding kernels quantize inputs and gradients.
+        optimizer: as for `quaver train`; its memory is listed next to that of others.
     Raises:
         ValueError: an unknown model, recipe or GPU, with the nearest known one; a number below 1 or above `MOST`.
     """
@@ -152,7 +152,7 @@ def plan(
 
 
 def _alike(config: ModelConfig) -> dict[tuple[tuple[int, ...], int], list[str]]:
-    """The names of matrices by their shape and by how many layers have them."""
+    """Return the names of matrices by shape and number of layers that have them."""
     layers: dict[tuple[str, tuple[int, ...]], int] = {}
     for layer in range(config.layers):
         for part, own in matrices(config, layer).items():
@@ -166,7 +166,7 @@ def _alike(config: ModelConfig) -> dict[tuple[tuple[int, ...], int], list[str]]:
 
 
 def cells(planned: ModelPlan) -> Iterator[tuple[str, ...]]:
-    """Rows of the table as text, the sums last."""
+    """Yield the rows of the table as text, totals last."""
     for row in planned.rows:
         cost = row.cost
         sizes = (_names(planned, row), f"{cost.in_features}", f"{cost.out_features}")
@@ -207,7 +207,7 @@ def title(planned: ModelPlan) -> str:
 
 
 def verdict(planned: ModelPlan) -> list[str]:
-    """What the table means, in sentences."""
+    """Return sentences that interpret the table."""
     recipe, gpu = str(planned.recipe), planned.gpu.name
     losers = [name for row in planned.rows if not row.gains for name in row.names]
     said = []
@@ -233,18 +233,18 @@ def verdict(planned: ModelPlan) -> list[str]:
 
 
 def lacking(recipe: Recipe, gemm: str, kind: str) -> str:
-    """What a GPU has no GEMM for, in words: the kind of scales, or the operands where no GPU has their kind."""
+    """Describe what a GPU has no GEMM for: the kind of scales, or the operands if no GPU supports their kind."""
     spec: GemmSpec = getattr(recipe, gemm)
     return KINDS.get(kind) or " by ".join(dict.fromkeys(str(operand) for operand in (spec.a, spec.b)))
 
 
 def notes(planned: ModelPlan) -> list[str]:
-    """What the table means, what it leaves out, and what its columns are."""
+    """Return sentences on the table's meaning, its omissions and its columns."""
     return [*verdict(planned), kept(planned), *_left_out(planned)]
 
 
 def optimizers(planned: ModelPlan) -> dict[str, int]:
-    """Bytes by optimizer of the model's matrices in training: weights, gradients and all that is kept beside them."""
+    """Return the bytes by optimizer of the model's matrices in training: weights, gradients and optimizer states."""
     shapes = [flat(shape) for shape in projections(planned.config).values()]
     recipe, held = planned.recipe, {}
     held[optimizer_name.TORCH] = sum(plain(n * k).total for n, k in shapes)
@@ -252,7 +252,7 @@ def optimizers(planned: ModelPlan) -> dict[str, int]:
         chosen = optimizer_name.find(name)
         if chosen.preset is None:
             continue
-        with suppress(ValueError):  # of codes that the recipe has not
+        with suppress(ValueError):  # the recipe may have no codes for this optimizer
             optimizer_name.check(name, recipe)
             how, moments = chosen.weights(recipe, "bfloat16"), chosen.moments[0]
             held[name] = sum(of_matrix(chosen.preset, shape, how, recipe.fprop.b, moments).total for shape in shapes)
@@ -260,7 +260,7 @@ def optimizers(planned: ModelPlan) -> dict[str, int]:
 
 
 def kept(planned: ModelPlan) -> str:
-    """What optimizers keep of the matrices, in a sentence."""
+    """Return a sentence on the memory of the matrices with several optimizers."""
     number = sum(map(math.prod, projections(planned.config).values()))
     said = (
         f"{name} {total / 1e9:.3g} GB ({total / number:.2f})"
@@ -287,7 +287,7 @@ def _left_out(planned: ModelPlan) -> list[str]:
 
 
 def _scans(planned: ModelPlan) -> list[str]:
-    """What the scans of state-space layers take, in a sentence."""
+    """Return a sentence on the cost of the scans of state-space layers, or nothing."""
     sizes, layers = planned.config.state, len(planned.config.numbers("state", "state-mlp"))
     if sizes is None:
         return []
@@ -300,7 +300,7 @@ def _scans(planned: ModelPlan) -> list[str]:
 
 
 def as_json(planned: ModelPlan) -> dict[str, Any]:
-    """The same as data, in seconds and bytes, with the rates and their sources."""
+    """Return the plan as JSON data in seconds and bytes, with the rates and their sources."""
     rates = {"copy": planned.gpu.copy, **planned.gpu.rates}
     return {
         "model": planned.model,

@@ -1,6 +1,6 @@
-"""What a whole training step would take on many GPUs, beside bf16: `quaver plan --gpus 512`, without any of them.
+"""`quaver plan --gpus 512`: predict the time of a training step on many GPUs, compared with bf16.
 
-Prices are `quaver.costs.steps`'. Here a model's configuration becomes what those see, and the step a table.
+Costs come from `quaver.costs.steps`. This module converts a model's configuration for it and formats the result.
 """
 
 import math
@@ -22,12 +22,12 @@ from quaver.train import config as recipe_name
 from quaver.train.memory import projections
 from quaver.train.model_config import KNOWN, Kind, ModelConfig
 
-#: Tokens of a vocabulary where a model does not say: Llama 3's.
+#: Default size of the vocabulary: Llama 3's.
 VOCAB = 128_256
-#: Models that are predicted, and not trained here.
+#: Models with predicted costs that the trainer does not know.
 OTHERS = {"deepseek-v3-like": deepseek_v3_like}
 CHECKPOINTS = "none", "selective", "full"
-#: What the parts of a step are, in a user's words.
+#: Descriptions of the parts of a step.
 PARTS = {
     "gemms": "GEMMs and quantization",
     "attention": "attention",
@@ -44,7 +44,7 @@ PARTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Many GPUs, how a model lies on them, and what travels: each field is an option of `quaver plan`."""
+    """Number of GPUs, parallelism and communication; each field is an option of `quaver plan`."""
 
     gpus: Annotated[int, "predict a whole step on so many GPUs; 0: the layers on one"] = 0
     fsdp: Annotated[int, "ranks that share weights; 0: all that are left"] = 0
@@ -60,17 +60,17 @@ class Cluster:
 
     @property
     def mesh(self) -> hardware.Mesh:
-        """Raises: ValueError for axes that do not multiply to the GPUs."""
+        """Mesh of the GPUs. Raises: ValueError if the axes do not multiply to the number of GPUs."""
         return hardware.over(self.gpus, fsdp=self.fsdp, tp=self.tp, cp=self.cp, pp=self.pp, ep=self.ep)
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """A step under a recipe and the same in bf16."""
+    """Predicted step under a recipe and in bf16."""
 
     recipe: StepCost
     bf16: StepCost
-    #: As `quaver train` takes it.
+    #: Name of the optimizer, as for `quaver train`.
     optimizer: str = optimizer_name.TORCH
 
     @property
@@ -79,10 +79,10 @@ class Scaling:
 
 
 def decoder(model: str) -> DecoderShape:
-    """The model of this name as costs see it: a row of `MODELS`, `PLANNED` or `OTHERS`.
+    """Return the shape of a model for cost predictions: a row of `MODELS`, `PLANNED` or `OTHERS`.
 
     Raises:
-        ValueError: an unknown model, with the nearest known one, or one of whose parts a step's price is not known.
+        ValueError: an unknown model, with the nearest known one, or one with layers of unknown cost.
     """
     if model in OTHERS:
         return OTHERS[model]()
@@ -128,10 +128,12 @@ def _mlp(config: ModelConfig, hidden: int, experts: int = 1, chosen: int = 1) ->
 
 
 def trained(optimizer: str, recipe: Recipe, codes: bool) -> tuple[float, float, float]:
-    """Bytes that training keeps of a parameter of a layer's matrix, of the embedding and of the head.
+    """Return the bytes in training per parameter of a layer's matrix, of the embedding and of the head.
 
     Args:
-        codes: whether matrices may be codes, as they may without tensor parallelism.
+        optimizer: name of the optimizer.
+        recipe: recipe of the run.
+        codes: matrices may be stored as codes, which requires no tensor parallelism.
     """
     chosen, shape = optimizer_name.find(optimizer), (4096, 4096)
     own, others = chosen.moments
@@ -154,17 +156,18 @@ def price(
     micro_batches: int = 1,
     optimizer: str = optimizer_name.TORCH,
 ) -> Scaling:
-    """Price a step.
+    """Predict the time of a step.
 
     Args:
-        model: as `decoder` takes it.
-        recipe: as a user types it.
+        model: as in `decoder`.
+        recipe: recipe as the user writes it.
         gpu: a row of `quaver.costs.hardware.GPUS`.
-        cluster: of such GPUs.
-        tokens: of a micro-batch of one rank of data: whole sequences.
-        optimizer: as `quaver train` takes it; of memory alone: time is that of AdamW in float32.
+        cluster: the cluster of such GPUs.
+        tokens: tokens per micro-batch of one data-parallel rank, in whole sequences.
+        micro_batches: micro-batches per step.
+        optimizer: as for `quaver train`; affects only memory, since time assumes AdamW in float32.
     Raises:
-        ValueError: an unknown name, with the nearest known one; a mesh that does not fit.
+        ValueError: an unknown name, with the nearest known one, or a mesh that does not fit.
     """
     chosen, mesh = recipe_name.find_recipe(recipe), cluster.mesh
     codes, high = optimizer_name.may_be_codes(1, mesh.tp), recipe_name.find_recipe("bf16")
@@ -212,7 +215,7 @@ def title(planned: Scaling) -> str:
 
 
 def cells(planned: Scaling) -> Iterator[tuple[str, ...]]:
-    """Rows of the table as text: seconds of a step, bytes on the wire, bytes of memory, tokens a second."""
+    """Yield the rows of the table as text: seconds per step, bytes sent, memory, tokens per second."""
     for name, label in PARTS.items():
         seconds = planned.bf16.parts[name], planned.recipe.parts[name]
         if any(seconds):
@@ -238,7 +241,7 @@ def rich_table(planned: Scaling) -> Table:
 
 
 def notes(planned: Scaling) -> list[str]:
-    """What the table means, in sentences."""
+    """Return sentences that interpret the table."""
     plan = planned.recipe.plan
     kind = "in the recipe's bits" if plan.narrow else "in bf16"
     return [
@@ -251,7 +254,7 @@ def notes(planned: Scaling) -> list[str]:
 
 
 def said_of_memory(planned: Scaling) -> str:
-    """What weights, gradients and optimizer states take, in a sentence."""
+    """Return a sentence on the memory of weights, gradients and optimizer states."""
     matrix, table, _ = planned.recipe.plan.trained
     here = planned.recipe.memory["weights and optimizer"] / 2**30
     return (
@@ -261,7 +264,7 @@ def said_of_memory(planned: Scaling) -> str:
 
 
 def as_json(planned: Scaling) -> dict[str, Any]:
-    """The same as data, in seconds and bytes, with the interconnect's rates and their sources."""
+    """Return the plan as JSON data in seconds and bytes, with the interconnect's rates and their sources."""
     plan = planned.recipe.plan
     link = plan.interconnect
     rates = {"inside": link.inside, "outside": link.outside}

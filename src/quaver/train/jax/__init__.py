@@ -1,1 +1,1 @@
-"""Training under JAX."""
+"""The trainer's JAX implementation."""

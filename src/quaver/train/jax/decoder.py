@@ -1,7 +1,7 @@
-"""The decoder of `quaver.train.torch.decoder`, as functions over a dict of its parameters.
+"""The decoder of `quaver.train.torch.decoder` as functions of a dict of parameters.
 
-Parameters have PyTorch's names, shapes and layout: a matrix is [out, in]. What torch.autocast casts is cast here: the
-products are bf16, the residual stream, the norms, the softmax and the loss are float32.
+Parameters have PyTorch's names, shapes and layout: a matrix is [out, in]. Dtypes follow torch.autocast: GEMMs are in
+bf16; the residual stream, norms, softmax and loss are in float32.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,32 +19,32 @@ from quaver.recipes.spec import Recipe
 from quaver.train.model_config import ModelConfig
 
 Params = Mapping[str, Array]
-#: What a recipe keeps between steps, by the name of the layer.
+#: Recipe state by layer name.
 State = Mapping[str, Any]
-#: Called with the name and the value of everything that a part of the model puts out.
+#: Called with the name and value of every module output.
 Look = Callable[[str, Array], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """Everything in a model but its arrays: hashable, a static argument of jit."""
+    """Static part of a model, hashable as a static argument of jit."""
 
     config: ModelConfig
     recipe: Recipe
-    # The dtype of the matrix products.
+    # Dtype of the GEMMs.
     dtype: str
-    # The seed of stochastic rounding.
+    # Seed of stochastic rounding.
     seed: int
-    # What backward computes again: "none", "mlp" or "full", a layer.
+    # Recomputation in backward: "none", "mlp" or "full" (whole layers).
     recompute: str = "none"
 
 
 def ignore(name: str, x: Array) -> None:
-    """A watcher that does nothing."""
+    """Default `Look` that does nothing."""
 
 
 def logits_of(model: Decoder, params: Params, state: State, ids: Array, look: Look = ignore) -> Array:
-    """Token ids [B, S] to logits [B, S, vocab]."""
+    """Compute logits [B, S, vocab] from token ids [B, S]."""
     config = model.config
     x = params["embedding.weight"][ids]
     look("embedding", x)
@@ -62,13 +62,13 @@ def logits_of(model: Decoder, params: Params, state: State, ids: Array, look: Lo
 
 
 def capped(logits: Array, cap: float | None) -> Array:
-    """cap tanh(logits / cap) in float32."""
+    """Apply the soft cap cap * tanh(logits / cap) in float32."""
     return logits if cap is None else cap * jnp.tanh(logits.astype(jnp.float32) / cap)
 
 
 @dataclass(frozen=True, eq=False)
 class DecoderLayer:
-    """A layer of a model with its arrays, a function of x [B, S, dim]."""
+    """A layer with its arrays, called with x [B, S, dim]."""
 
     model: Decoder
     params: Params
@@ -89,7 +89,7 @@ class DecoderLayer:
         return x + self.norm("mlp_post_norm", mlp(x))
 
     def again(self, what: str, part: Callable[..., Array]) -> Callable[..., Array]:
-        """The part; backward computes it again where the model's `recompute` names it."""
+        """Wrap a block in jax.checkpoint if the model's `recompute` names it."""
         chosen = self.model.recompute == what and self.look is ignore
         return jax.checkpoint(part) if chosen else part
 
@@ -127,7 +127,7 @@ class DecoderLayer:
         return y
 
     def norm(self, part: str, x: Array, kind: str | None = None) -> Array:
-        """The norm of this name; x itself where the model has none."""
+        """Apply the norm of this name; returns x unchanged if the model has none."""
         full = f"{self.name}.{part}"
         return norm(full, self.model.config, self.params, x, self.look, kind) if f"{full}.weight" in self.params else x
 
@@ -141,7 +141,7 @@ def norm(name: str, config: ModelConfig, params: Params, x: Array, look: Look, k
 
 
 def loss_of(model: Decoder, params: Params, state: State, batch: Array, look: Look = ignore) -> Array:
-    """Mean cross-entropy in nats a token, in float32, of batch [B, S + 1]."""
+    """Return the mean cross-entropy in nats per token, in float32, of a batch [B, S + 1]."""
     logits = logits_of(model, params, state, batch[:, :-1], look).astype(jnp.float32)
     chosen = jnp.take_along_axis(logits, batch[:, 1:, None], axis=-1)[..., 0]
     return (jax.nn.logsumexp(logits, axis=-1) - chosen).mean()

@@ -1,9 +1,9 @@
-"""A model in checkpoints: names, shapes, layout and state as PyTorch writes them, there and back.
+"""Conversion between JAX arrays and PyTorch's checkpoint format: names, shapes, layout and recipe state.
 
-A layer's `history` and `factor` (delayed scaling) are float32 in both. PyTorch rolls a history when the next step
-begins and JAX when backward ends, so one that PyTorch wrote is rolled on its way in; rolling one that has been rolled
-changes nothing. `count` (stochastic rounding) is int64 [3] in a checkpoint, the last being -1 for a layer that draws
-its noise by name, and float32 [2] in JAX.
+A layer's `history` and `factor` (delayed scaling) are float32 in both. PyTorch rolls a history at the start of the next
+step and JAX at the end of backward, so histories are rolled on loading; rolling twice changes nothing. `count`
+(stochastic rounding) is int64 [3] in a checkpoint, with -1 last for layers that draw noise by name, and float32 [2] in
+JAX.
 """
 
 import warnings
@@ -16,12 +16,12 @@ from quaver.recipes.spec import Recipe
 from quaver.reference import operations
 from quaver.train.learner import Tensors
 
-#: What recipes keep in a layer, as the last part of a tensor's name.
+#: Recipe state of a layer, as the last part of a tensor's name.
 STATE = ("history", "factor", "count")
 
 
 def weights(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
-    """The parameters. Raises: ValueError unless they are those of the model."""
+    """Return the parameters. Raises: ValueError unless names and shapes are those of the model."""
     parameters = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[2] not in STATE}
     for name in [*shapes, *parameters]:
         expected, given = shapes.get(name), parameters[name].shape if name in parameters else None
@@ -31,7 +31,7 @@ def weights(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> dict[str
 
 
 def write_state(state: Mapping[str, Mapping[str, Any]]) -> dict[str, np.ndarray]:
-    """Every layer's state under its name."""
+    """Return every layer's state by its full name."""
     arrays = {f"{layer}.{key}": np.asarray(value) for layer, own in state.items() for key, value in own.items()}
     return {name: np.array([*a, -1], np.int64) if name.endswith(".count") else a for name, a in arrays.items()}
 
@@ -39,10 +39,12 @@ def write_state(state: Mapping[str, Mapping[str, Any]]) -> dict[str, np.ndarray]
 def read_state(
     tensors: Tensors, fresh: Mapping[str, Mapping[str, Any]], recipe: Recipe
 ) -> dict[str, dict[str, np.ndarray]]:
-    """Every layer's state; what is missing, or of another length, starts fresh with one warning.
+    """Return every layer's state; missing entries, or those of another length, start fresh with a single warning.
 
     Args:
-        fresh: the state of a model that has done nothing, by layer.
+        tensors: the checkpoint's tensors.
+        fresh: the state of a new model, by layer.
+        recipe: recipe of the layers.
     """
     state = {layer: {key: np.asarray(value) for key, value in own.items()} for layer, own in fresh.items()}
     missing: list[str] = []
@@ -69,7 +71,7 @@ def read_state(
 
 
 def rolled(window: np.ndarray, factor: np.ndarray, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
-    """history [length, 3] and factor [3] with what the last step recorded in row 0 taken in."""
+    """Roll history [length, 3] and factor [3] with the amaxes that the last step recorded in row 0."""
     assert recipe.delayed is not None
     after = [
         operations.roll(window[:, i], factor[i], recipe.delayed, spec.format, spec.power_of_two)
@@ -79,7 +81,7 @@ def rolled(window: np.ndarray, factor: np.ndarray, recipe: Recipe) -> tuple[np.n
 
 
 def write_moments(first: Tensors, second: Tensors, updates: int) -> dict[str, np.ndarray]:
-    """The optimizer's state as torch.optim.AdamW's; nothing before the first update."""
+    """Return the optimizer's state in torch.optim.AdamW's form; empty before the first update."""
     if updates == 0:
         return {}
     moments = {"exp_avg": first, "exp_avg_sq": second}
@@ -90,7 +92,7 @@ def write_moments(first: Tensors, second: Tensors, updates: int) -> dict[str, np
 def read_moments(
     tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], int]:
-    """Both moments and the number of updates. Raises: ValueError unless they are those of the model."""
+    """Return both moments and the number of updates. Raises: ValueError unless they fit the model."""
     if not tensors:
         nothing = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
         return nothing, dict(nothing), 0

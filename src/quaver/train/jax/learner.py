@@ -1,4 +1,4 @@
-"""A model in training under JAX: the methods that the loop calls, written with JAX."""
+"""The learner interface of the training loop under JAX, with AdamW."""
 
 import math
 import os
@@ -22,19 +22,18 @@ from quaver.train.learner import Tensors
 from quaver.train.memory import initial, parameters, projections
 from quaver.train.model_config import MODELS
 
-# ---- device ----------------------------------------------------------------------------------------------
-# JAX's devices by name.
+# ---- device ----
 
 
 def find(name: str, threads: int = 0) -> jax.Device:
-    """The device that a name means: cpu, cuda, cuda:1; auto is JAX's default.
+    """Return the JAX device of a name: cpu, cuda, cuda:1; auto is JAX's default.
 
     Args:
-        name: of the device.
-        threads: of a CPU, 0 for one; without effect where the process has used JAX before.
+        name: name of the device.
+        threads: CPU threads, 0 for one; has no effect if the process has used JAX before.
     Raises: ValueError if this machine has no such device.
     """
-    # The size of XLA's thread pool on a CPU, read once, when JAX first looks for devices.
+    # XLA reads the size of its CPU thread pool once, when JAX first looks for devices.
     os.environ.setdefault("NPROC", str(threads or 1))
     if name == "auto":
         return jax.devices()[0]
@@ -50,31 +49,31 @@ def find(name: str, threads: int = 0) -> jax.Device:
         ) from error
 
 
-# ---- optimizer -------------------------------------------------------------------------------------------
-# AdamW as torch.optim computes it, weight decay on matrices only, and clipping by the gradient's norm.
+# ---- optimizer ----
+# AdamW with the numbers of torch.optim, weight decay on matrices only, and gradient clipping by norm.
 
-#: torch's default, and what torch adds to the norm that a gradient is clipped by.
+#: torch's default epsilon, and the epsilon that torch adds to the norm when clipping.
 EPS, CLIP_EPS = 1e-8, 1e-6
 
 
 class Rates(NamedTuple):
-    """The numbers of one update, computed in float64 as torch computes them."""
+    """Scalars of one update, computed in float64 like torch."""
 
-    # The learning rate over the first moment's bias correction.
+    # Learning rate divided by the first moment's bias correction.
     step: float
-    # What remains of a matrix after its decay: 1 - the learning rate times the weight decay.
+    # Factor of a matrix from weight decay: 1 - learning rate × weight decay.
     keep: float
-    # The square root of the second moment's bias correction.
+    # Square root of the second moment's bias correction.
     root: float
-    # Shares of the new gradient in the moments: 1 - beta.
+    # Weight of the new gradient in the moments: 1 - beta.
     first: float
     second: float
-    # Largest norm of the gradient; infinite for no clipping.
+    # Maximum norm of the gradient; infinite for no clipping.
     clip: float
 
 
 def rates(lr: float, update: int, config: TrainConfig) -> Rates:
-    """The rates of the update with this number, counted from 1."""
+    """Return the scalars of an update, counted from 1."""
     return Rates(
         step=lr / (1 - config.beta1**update),
         keep=1 - lr * config.weight_decay,
@@ -86,26 +85,26 @@ def rates(lr: float, update: int, config: TrainConfig) -> Rates:
 
 
 class Moments(NamedTuple):
-    """Running means of the gradient and of its square."""
+    """Moving averages of the gradient and its square."""
 
     first: Params
     second: Params
 
 
 def start(params: Params) -> Moments:
-    """Moments before the first update."""
+    """Return zero moments."""
     return Moments(*({name: jnp.zeros_like(p) for name, p in params.items()} for _ in range(2)))
 
 
 def norm_of(grads: Params) -> Array:
-    """The norm of all gradients together."""
+    """Return the total norm of all gradients."""
     return jnp.sqrt(jnp.stack([jnp.square(g).sum() for g in grads.values()]).sum())
 
 
 def adamw(
     params: Params, moments: Moments, grads: Params, norm: Array, rates: Rates
 ) -> tuple[dict[str, Array], Moments]:
-    """Parameters and moments after one update with the gradients, clipped.
+    """Apply one AdamW update with clipped gradients; returns new parameters and moments.
 
     Source: Loshchilov and Hutter 2019, arXiv:1711.05101, in the order of torch.optim.AdamW's operations.
     """
@@ -122,14 +121,15 @@ def adamw(
     return new, Moments(first, second)
 
 
-# ---- steps -----------------------------------------------------------------------------------------------
-# The compiled functions of a run: one update, one loss, and the search for NaN after a failure.
+# ---- steps ----
+# Compiled functions: one update, one loss, and the search for NaN after a failure.
 
 
 def gradients(model: Decoder, params: Params, state: State, batch: Array) -> tuple[Array, Params, State]:
-    """Mean loss and gradient over micro-batches [accumulate, B, S + 1], and the state after them.
+    """Return mean loss and gradient over micro-batches [accumulate, B, S + 1], and the recipe state after them.
 
-    The gradient of a recipe's state is its next value; each micro-batch starts from the one before it left.
+    The gradient with respect to the recipe state is its next value; each micro-batch starts from that of the previous
+    one.
     """
     differentiate = jax.value_and_grad(partial(loss_of, model), argnums=(0, 1))
     if len(batch) == 1:
@@ -150,7 +150,7 @@ def gradients(model: Decoder, params: Params, state: State, batch: Array) -> tup
 def update(
     model: Decoder, params: Params, moments: Moments, state: State, batch: Array, rates: Rates
 ) -> tuple[Array, Array, Params, Moments, State]:
-    """One step: the loss, the gradient's norm and the next arrays; the old arrays if either number is not finite."""
+    """Run one step: returns loss, gradient norm and new arrays; the old arrays if either number is not finite."""
     loss, grads, next_state = gradients(model, params, state, batch)
     norm = norm_of(grads)
     after = *adamw(params, moments, grads, norm, rates), next_state
@@ -159,18 +159,18 @@ def update(
     return loss, norm, *kept
 
 
-#: Loss of one batch, nothing recorded.
+#: Loss of one batch, without recording state.
 evaluate = jax.jit(loss_of, static_argnums=0, static_argnames="look")
 
 
 @partial(jax.jit, static_argnames="model")
 def finite_gradients(model: Decoder, params: Params, state: State, batch: Array) -> dict[str, Array]:
-    """True for each parameter whose gradient is finite."""
+    """Return True for each parameter whose gradient is finite."""
     return finite(gradients(model, params, state, batch)[1])
 
 
 def finite_outputs(model: Decoder, params: Params, state: State, batch: Array) -> dict[str, bool]:
-    """True for each part of the model whose output is finite, in order of computation."""
+    """Return True for each module whose output is finite, in order of computation."""
     names: list[str] = []
 
     @jax.jit
@@ -192,7 +192,7 @@ def finite(params: Params) -> dict[str, Array]:
     return {name: jnp.isfinite(p).all() for name, p in params.items()}
 
 
-# ---- learner ---------------------------------------------------------------------------------------------
+# ---- learner ----
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,12 +201,12 @@ class DecoderModel:
 
     decoder: Decoder
     params: Params
-    # The recipe's state, by layer: empty where the recipe keeps none.
+    # Recipe state by layer; empty if the recipe has none.
     state: State
 
 
 class JaxLearner:
-    """A decoder's arrays and its AdamW."""
+    """Learner with the arrays of a decoder and of AdamW."""
 
     def __init__(self, config: TrainConfig, recipe: Recipe, vocab: int) -> None:
         self.device = find(config.device, config.threads)
@@ -230,7 +230,7 @@ class JaxLearner:
         return DecoderModel(decoder=self.decoder, params=self.params, state=self.state)
 
     def _prepare(self, recipe: Recipe) -> None:
-        """Begin with a recipe: what it remembers, by layer, and what it is applied to."""
+        """Initialize state and report for a recipe."""
         sizes = MODELS[self.config.model]
         layers = projections(sizes)
         self.fresh = {name: own for name in layers if (own := buffers.init(recipe))}

@@ -1,1 +1,1 @@
-"""Training under PyTorch."""
+"""The trainer's PyTorch implementation."""

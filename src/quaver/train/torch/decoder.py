@@ -1,7 +1,4 @@
-"""What keeps a model's experts evenly busy in training, and what is said of them, step by step.
-
-Losses that are added to the cross-entropy, and a bias that is moved after each step.
-"""
+"""The decoder under PyTorch: its layers, caches, loss, and balancing of experts."""
 
 import copy
 import warnings
@@ -30,20 +27,20 @@ from quaver.train.config import TrainConfig
 from quaver.train.memory import initial, padded
 from quaver.train.model_config import ExpertSizes, ModelConfig
 
-# ---- caches ----------------------------------------------------------------------------------------------
-# What a decoder remembers of earlier tokens: keys and values of layers with attention, states of state spaces.
+# ---- caches ----
+# Caches for generation: keys and values of attention layers, and states of state-space layers.
 
-#: Tokens of a page.
+#: Tokens per page.
 PAGE = 16
 
 
 class DecoderCaches:
-    """One of each kind that a model has layers for.
+    """One cache for each kind of layer that a model has.
 
     Args:
-        config: of the model.
+        config: architecture of the model.
         kind: "plain" or "paged".
-        capacity: tokens in all.
+        capacity: maximum number of tokens.
     """
 
     def __init__(self, config: ModelConfig, kind: str, capacity: int) -> None:
@@ -59,22 +56,21 @@ class DecoderCaches:
             self._places |= {number: {"cache": state, "layer": place} for place, number in enumerate(states)}
 
     def of(self, number: int) -> dict[str, Any]:
-        """What the decoder's layer of this number is called with."""
+        """Return the cache arguments for a layer's forward."""
         return self._places[number]
 
 
-# ---- layers ----------------------------------------------------------------------------------------------
-# The layers of a decoder, each of the kind that its configuration gives it.
+# ---- layers ----
 
-#: What a configuration and a layer of any kind call alike, what one with attention has besides, and what heads of one
-#: kind have that latent ones have not.
+#: Fields with the same name in a configuration and in all layers, in attention layers, and in layers without latent
+#: attention.
 SAME = ("activation", "normalization", "eps", "zero_centered", "bias")
 OF_ATTENTION = ("norm_position", "parallel", "scale", "soft_cap")
 OF_HEADS = ("groups", "head_dim", "qk_norm")
 
 
 def rope_of(config: ModelConfig) -> RotaryEmbedding | None:
-    """The rotary embedding that layers share; None where queries and keys are not turned."""
+    """Return the rotary embedding shared by all layers, or None if the model has none."""
     if not config.turns or not config.numbers("attention", "experts"):
         return None
     return RotaryEmbedding(
@@ -87,7 +83,7 @@ def rope_of(config: ModelConfig) -> RotaryEmbedding | None:
 
 
 def layer_of(config: ModelConfig, number: int, rope: RotaryEmbedding | None, recompute: str) -> nn.Module:
-    """The layer of this number, whose parameters are float32."""
+    """Create a layer of the decoder with float32 parameters."""
     kind = config.kind(number)
     if kind in ("state", "state-mlp"):
         return _state(config, config.hidden if kind == "state-mlp" else None, recompute)
@@ -119,7 +115,7 @@ def layer_of(config: ModelConfig, number: int, rope: RotaryEmbedding | None, rec
 
 
 def mixture_of(experts: ExpertSizes) -> MixtureConfig:
-    """How the tokens of a layer choose experts."""
+    """Return the routing options of a layer of experts."""
     return MixtureConfig(
         experts=experts.number,
         k=experts.chosen,
@@ -155,18 +151,18 @@ def _state(config: ModelConfig, hidden: int | None, recompute: str) -> Mamba2Lay
     )
 
 
-# ---- decoder ---------------------------------------------------------------------------------------------
-# A decoder of the library's own blocks: Llama, Gemma 2, Mixtral, DeepSeek, Mamba-2 or another, as its config says.
+# ---- decoder ----
+# A decoder of the library's own blocks: Llama, Gemma 2, Mixtral, DeepSeek, Mamba-2 or others, depending on its config.
 #
-# Embedding, head and routers stay in high precision; the layers' matrices are `quaver.torch.Linear`, with queries,
-# keys, values, gate and value apart, so that JAX's decoder has the same names and quantizes the same operands; those of
-# experts are `quaver.torch.GroupedLinear`.
+# Embedding, head and routers stay in high precision. The layers' matrices are `quaver.torch.Linear`, unfused (queries,
+# keys, values, gate and up), so that JAX's decoder has the same names and quantizes the same operands. Experts are
+# `quaver.torch.GroupedLinear`.
 
 Routings = tuple[Routing, ...]
 
 
 class Decoder(nn.Module):
-    """Token ids [B, S] to logits [B, S, vocab], or to their loss; its parameters are float32, on the default device."""
+    """Decoder from token ids [B, S] to logits [B, S, vocab] or their loss; float32 parameters on the default device."""
 
     def __init__(self, config: ModelConfig, vocab: int, recompute: str = "none") -> None:
         super().__init__()
@@ -189,10 +185,18 @@ class Decoder(nn.Module):
         chunk: int | None = None,
         with_routings: bool = False,
     ) -> Any:
-        """With a cache, the ids are the tokens after those that it holds, which it takes up. With targets [B, S] the
-        result is their mean cross-entropy, for which the logits of `chunk` tokens exist at once; with_routings it is
-        (that, the `Routing` of each layer of experts). A stage of a pipeline takes [B, S, dim] for the ids where it has
-        no embedding, and gives that where it has no norm and head."""
+        """Compute logits, or the loss if targets are given.
+
+        Args:
+            ids: token ids [B, S]; for a pipeline stage without embedding, the previous stage's output [B, S, dim].
+            cache: caches of earlier tokens, which are updated; None for none.
+            targets: next tokens [B, S]; the result is then their mean cross-entropy.
+            chunk: number of tokens whose logits exist at once for the loss.
+            with_routings: also return the `Routing` of each layer of experts.
+        Returns:
+            Logits [B, S, vocab] or the loss; [B, S, dim] for a pipeline stage without norm and head; with_routings:
+            (that, routings).
+        """
         x = ids if self.embedding is None else self.embedding(ids)
         if self.config.scaled_embedding and self.embedding is not None:
             x = x * self.config.dim**0.5
@@ -206,7 +210,7 @@ class Decoder(nn.Module):
         return (x, tuple(routings)) if with_routings else x
 
     def _end(self, x: Tensor, targets: Tensor | None, chunk: int | None) -> Tensor:
-        """Logits or their loss, of what the last layer gives."""
+        """Return logits or their loss from the last layer's output."""
         if self.norm is None:
             return x
         x = self.norm(x)
@@ -219,7 +223,7 @@ class Decoder(nn.Module):
 
 
 def build(config: ModelConfig, vocab: int, seed: int, device: torch.device, recompute: str = "none") -> Decoder:
-    """A decoder with the initial weights of `quaver.train.memory`."""
+    """Create a decoder with the initial weights of `quaver.train.memory`."""
     with torch.device(device):
         model = Decoder(config, padded(vocab), recompute)
     with torch.no_grad():
@@ -229,24 +233,28 @@ def build(config: ModelConfig, vocab: int, seed: int, device: torch.device, reco
 
 
 def quantize_layers(model: Decoder, recipe: Recipe, seed: int) -> Report:
-    """Give matrices and attention of the layers a recipe; embedding and head stay as they are."""
+    """Apply a recipe to matrices and attention of the layers; embedding and head are unchanged."""
     return qt.convert(model, recipe, skip=["head"] if model.head is not None else [], seed=seed)
 
 
 def change_layers(model: Decoder, recipe: Recipe, seed: int) -> Report:
-    """`quantize_layers` where another recipe was in force: what that has recorded is dropped, without a warning."""
+    """`quantize_layers` for a model with another recipe, whose state is dropped without a warning."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "convert gives .* another recipe", UserWarning)
         return quantize_layers(model, recipe, seed)
 
 
 def prepare(model: Decoder, recipe: Recipe, config: TrainConfig, codes: bool, in_parts: bool = False) -> Report:
-    """`quantize_layers`, and the weights in the form in which the run's optimizer keeps them.
+    """Call `quantize_layers`, and convert the weights to the storage that the run's optimizer uses.
 
     Args:
-        codes: as `Chosen.weights` takes it.
-        in_parts: whether fully_shard will divide the model, which gives gradients of codes the dtype that these stand
-            for.
+        model: the decoder.
+        recipe: recipe of the layers.
+        config: options of the run.
+        codes: as in `OptimizerChoice.weights`.
+        in_parts: fully_shard will shard the model; it gives gradients of codes the dtype that the codes represent.
+    Returns:
+        The report of the conversion.
     """
     report = quantize_layers(model, recipe, config.seed)
     chosen = optimizer_name.find(config.optimizer)
@@ -255,7 +263,7 @@ def prepare(model: Decoder, recipe: Recipe, config: TrainConfig, codes: bool, in
         for name in report.converted:
             layer, spec = model.get_submodule(name), store_weight.weight_spec(recipe)
             assert spec is not None
-            # What is kept beside the codes begins at the value that they were made of.
+            # The state beside the codes starts from the value before quantization.
             store_weight.store(layer, spec, keep_initial=True)
             if in_parts and chosen.preset.gradient == "bfloat16":
                 layer.bfloat16()
@@ -273,17 +281,20 @@ def loss_of(
     chunk: int = 0,
     cut: Callable[[Tensor], Tensor] = torch.Tensor.contiguous,
 ) -> Tensor:
-    """Mean cross-entropy in nats a token, in float32, of batch int64 [B, S + 1].
+    """Return the mean cross-entropy in nats per token, in float32, of a batch int64 [B, S + 1].
 
     Args:
-        chunk: tokens whose logits exist at once; 0 makes those of all.
-        cut: gives of [B, S] the tokens that the model is given here.
+        model: the decoder.
+        batch: token ids.
+        dtype: "bfloat16" for autocast, or "float32".
+        chunk: number of tokens whose logits exist at once; 0 for all.
+        cut: selects this rank's tokens of a [B, S] tensor.
     """
     return mean_loss(model, cut(batch[:, :-1]), cut(batch[:, 1:]), dtype, chunk)
 
 
 def loss_and_routings(model: nn.Module, batch: Tensor, dtype: str, chunk: int = 0) -> tuple[Tensor, Routings]:
-    """`loss_of` a batch, and how its tokens chose experts, layer by layer."""
+    """Return the loss of a batch as in `loss_of`, and the routing of each layer of experts."""
     with torch.autocast(batch.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
         x, targets = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
         given = {"targets": targets, "chunk": chunk} if chunk else {}
@@ -292,7 +303,7 @@ def loss_and_routings(model: nn.Module, batch: Tensor, dtype: str, chunk: int = 
 
 
 def mean_loss(model: nn.Module, x: Tensor, targets: Tensor, dtype: str, chunk: int) -> Tensor:
-    """`loss_of` the tokens x [B, S], or of what the stage before gave, and those that follow each of them."""
+    """`loss_of` from tokens x [B, S], or the previous stage's output, and the next tokens."""
     with torch.autocast(x.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
         if chunk:
             loss: Tensor = model(x, targets=targets, chunk=chunk)
@@ -305,19 +316,20 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-# ---- balance ---------------------------------------------------------------------------------------------
+# ---- balancing of experts ----
 
-#: Of a layer and step, beside how many choices each expert has: dropped choices, balance loss, z loss.
+#: Columns in `Balance.sums` besides the choices per expert: dropped choices, balance loss, z loss.
 OTHERS = 3
 
 
 class Balance:
-    """The experts of a model, over the micro-batches of a step.
+    """Balances the load of experts by losses and by a bias, over the micro-batches of a step.
 
     Args:
-        model: with the same layers on all ranks.
-        experts: how they are kept busy.
-        mean: the mean of a tensor over ranks that have other tokens, and how many those are; None of one process.
+        model: decoder with the same layers on all ranks.
+        experts: sizes and weights of the losses.
+        mean: averages a tensor over ranks with different tokens; None for a single process.
+        ranks: number of these ranks.
     """
 
     def __init__(
@@ -325,28 +337,29 @@ class Balance:
     ) -> None:
         mixtures = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
         self.experts, self.mixtures, self.ranks = experts, [*mixtures.values()], ranks
-        #: The number of each layer of experts.
+        #: Index of each layer of experts.
         self.layers = [int(name.split(".")[1]) for name in mixtures]
         self.mean: Callable[[Tensor], Tensor] = (lambda value: value) if mean is None else mean
         device = self.mixtures[0].router.weight.device
-        #: By layer the choices of each expert, and `OTHERS`, added up over micro-batches.
+        #: Choices per expert and the further columns by layer, summed over micro-batches.
         self.sums = torch.zeros((len(mixtures), experts.number + OTHERS), dtype=torch.float64, device=device)
         self.micro_batches = 0
 
     def begin(self) -> None:
-        """Forget the step before."""
+        """Reset at the start of a step."""
         self.sums.zero_()
         self.micro_batches = 0
 
     def loss(self, routings: Routings, sequences: int) -> Tensor:
-        """What is added to the cross-entropy of a micro-batch, the mean of the layers', and take it into account.
+        """Return the balance losses of a micro-batch, averaged over layers, and record its statistics.
 
         Args:
-            sequences: that the tokens of this rank are.
+            routings: routing of each layer of experts.
+            sequences: number of sequences among this rank's tokens.
         """
         own = self.experts
         counts = torch.stack([token_counts(each.indices, own.number) for each in routings])
-        # Of all ranks' tokens: the loss is then that of one process with the whole batch.
+        # Averaged over ranks: the loss then equals that of one process with the whole batch.
         shares = self.mean(counts.to(torch.float64))
         total = torch.zeros((), dtype=torch.float32, device=counts.device)
         for layer, (routing, mixture) in enumerate(zip(routings, self.mixtures, strict=True)):
@@ -365,7 +378,7 @@ class Balance:
 
     @torch.no_grad()
     def end(self, finite: Tensor) -> Tensor:
-        """Move biases after a step, if its numbers were finite; returns what `said` reads, float32 of one axis."""
+        """Update biases after a step if its numbers were finite; returns the input of `said`, float32 [n]."""
         of_all = self.mean(self.sums.clone())
         number, parts = self.experts.number, self.ranks
         of_all[:, : number + 1] = (of_all[:, : number + 1] * parts).round()
@@ -376,7 +389,7 @@ class Balance:
         return of_all.float().flatten()
 
     def said(self, numbers: list[float]) -> dict[str, float]:
-        """What stands in the metrics of a step, of what `end` gave."""
+        """Return the entries for a step's metrics from the result of `end`."""
         number = self.experts.number
         rows = [numbers[first : first + number + OTHERS] for first in range(0, len(numbers), number + OTHERS)]
         choices = sum(sum(row[:number]) for row in rows)
@@ -393,7 +406,7 @@ class Balance:
 
 
 def in_bf16(model: Decoder, seed: int) -> Decoder | None:
-    """The same weights under bf16, to compare choices with; None of weights that are codes alone."""
+    """Return a copy of the model under bf16, to compare routing; None if weights exist only as codes."""
     if any(store_weight.holds_codes(p) for p in model.parameters()):
         return None
     plain = copy.deepcopy(model).eval()
@@ -402,7 +415,7 @@ def in_bf16(model: Decoder, seed: int) -> Decoder | None:
 
 
 def differing(left: Routings, right: Routings) -> tuple[int, int]:
-    """How many choices of experts one routing has that another of the same tokens has not, and how many there are."""
+    """Return how many choices of experts differ between two routings of the same tokens, and how many there are."""
     differ = choices = 0
     for one, other in zip(left, right, strict=True):
         chosen = [

@@ -1,4 +1,6 @@
-"""A trained decoder that is given a few tokens at a time and remembers those before."""
+"""The learner interface of the training loop under PyTorch, decoding of trained models, and trials for `quaver
+doctor`.
+"""
 
 import os
 import warnings
@@ -40,26 +42,26 @@ from quaver.train.torch.optimizer import TrainStep, load_state, optimizer_of, re
 from quaver.train.torch.process_group import TorchProcessGroup, device_of
 from quaver.train.torch.sharding import change_recipe, parallelize
 
-# ---- nonfinite -------------------------------------------------------------------------------------------
-# Where a NaN or an infinity first appeared, for the sentence that stops a run.
+# ---- non-finite values ----
+# Find where a NaN or an infinity first appeared, for the message that stops a run.
 
 
 class Place(NamedTuple):
-    """Where a value is not finite."""
+    """Location of a value that is not finite."""
 
-    #: Of several in one stage, the smallest is the first.
+    #: Order within one stage; the smallest comes first.
     number: int
-    #: Of the module or parameter; "" of none.
+    #: Name of the module or parameter, or "".
     name: str
-    #: In words.
+    #: Message for the user.
     says: str
 
 
 def finite(value: Any) -> bool:
-    """Whether a tensor is, or all that a module gives."""
+    """Return True if a tensor, or all outputs of a module, are finite."""
     if isinstance(value, tuple):
         return all(map(finite, value))
-    if isinstance(value, DTensor):  # the same answer on all ranks, which all ask
+    if isinstance(value, DTensor):  # all ranks take part and get the same answer
         value = value.full_tensor()
     if isinstance(value, torch.Tensor) and value.dtype in CODES:
         value = value.float()
@@ -67,14 +69,17 @@ def finite(value: Any) -> bool:
 
 
 def first_module(model: nn.Module, batch: torch.Tensor, loss: Callable[[torch.Tensor], torch.Tensor]) -> Place:
-    """The first place, in order of computation, that is not finite on batch int64 [accumulate, B, S + 1].
+    """Find the first non-finite value, in order of computation, on a batch int64 [accumulate, B, S + 1].
 
-    The forward pass is run again, without gradients, so that no amax is recorded twice. Its number is that of the
-    module's call, or 0 of a parameter's. All ranks run it, since stages of a pipeline have other parameters and wait
-    for one another.
+    The forward pass runs again without gradients, so that no amax is recorded twice. All ranks must call it, because
+    pipeline stages have different parameters and wait for one another.
 
     Args:
-        loss: of a batch [B, S + 1], by the model.
+        model: the decoder.
+        batch: token ids.
+        loss: computes the loss of a batch [B, S + 1].
+    Returns:
+        The location; its number is the index of the module call, or 0 for a parameter.
     """
     places: list[Place] = []
     for name, parameter in model.named_parameters():
@@ -86,7 +91,7 @@ def first_module(model: nn.Module, batch: torch.Tensor, loss: Callable[[torch.Te
     def look(name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             call = next(calls)
-            if not finite(output) and not places:  # in this order, as DTensors are gathered
+            if not finite(output) and not places:  # `finite` first, because it gathers DTensors on all ranks
                 places.append(Place(call, name, f"the first output that is not finite is that of {name}"))
 
         return hook
@@ -103,21 +108,20 @@ def first_module(model: nn.Module, batch: torch.Tensor, loss: Callable[[torch.Te
 
 
 def first_gradient(model: nn.Module) -> Place:
-    """The first parameter, in order of backward (from the head down), whose gradient is not finite."""
+    """Find the first parameter, in order of backward (from the head down), whose gradient is not finite."""
     names = [name for name, p in model.named_parameters() if not finite(p.grad)]
     if not names:
         return Place(0, "", "the norm overflowed")
     return Place(0, names[-1], f"the first gradient that is not finite is that of {names[-1]}")
 
 
-# ---- learner ---------------------------------------------------------------------------------------------
-# A model in training under PyTorch: the methods that the loop calls, written with torch.
+# ---- learner ----
 
 
 class TorchLearner:
-    """A converted `Decoder` and its optimizer; with a group, this rank's part of them.
+    """A converted `Decoder` with its optimizer; with a group, this rank's part of them.
 
-    Batches come whole to every rank, which takes its own sequences of them; losses and norms are those of all.
+    Every rank gets whole batches and selects its own sequences; losses and norms cover all ranks.
     """
 
     def __init__(
@@ -163,7 +167,7 @@ class TorchLearner:
             self.conversion = change_layers(self.model, recipe, self.config.seed)
         else:
             self.conversion = change_recipe(self.model, recipe, self.config, self.group)
-        # What was recorded would go on under the recipe from before.
+        # A captured graph would still use the old recipe.
         self._run = self._runner()
 
     def loss(self, batches: np.ndarray) -> float:
@@ -177,7 +181,7 @@ class TorchLearner:
         return self.group.agreed(self.group.mean(torch.tensor(mean, dtype=torch.float64, device="cpu"))).item()
 
     def _losses(self, batches: torch.Tensor) -> list[float]:
-        """Of each batch; and count the choices of experts that differ from bf16's, where both can be known."""
+        """Return the loss of each batch; also count choices of experts that differ from bf16's, if possible."""
         self.said = {}
         plain = None
         if self.update.balance is not None and self.group is None and self.recipe.quantizes:
@@ -195,7 +199,7 @@ class TorchLearner:
         return losses
 
     def first_output(self, batch: np.ndarray) -> str:
-        # Every rank looks at all sequences, as many at a time as in training, and says the same.
+        # Every rank runs all sequences, with the batch size of training, and reports the same.
         size = batch.shape[1] if self.group is None else batch.shape[1] // self.group.sizes.fsdp
         pieces = torch.from_numpy(batch).to(self.device).view(-1, size, batch.shape[-1])
         first = first_module(self.model, pieces, self.update.loss)
@@ -212,7 +216,7 @@ class TorchLearner:
         try:
             self.model.load_state_dict(tensors_of(model))
             load_state(self.model, self.optimizer, tensors_of(optimizer))
-            # What was recorded would go on with the tensors from before.
+            # A captured graph would still use the old tensors.
             self._run = self._runner()
         except RuntimeError as error:
             raise ValueError(in_short(error)) from error
@@ -222,12 +226,12 @@ class TorchLearner:
         return own if self.group is None else own.union(*self.group.every(own))
 
     def write(self, folder: Path, behind: bool = False) -> Callable[[], None]:
-        """Begin to write all ranks' state into a folder, each its own part."""
+        """Start to write the state of all ranks into a folder, each its own shards."""
         assert self.group is not None
         return sharding.write(self.model, self.optimizer, folder, self.group.saving if behind else None)
 
     def read(self, folder: Path) -> None:
-        """Take up this rank's part of a checkpoint. Raises: ValueError where it does not fit."""
+        """Load this rank's shards of a checkpoint. Raises: ValueError if they do not fit."""
         try:
             sharding.read(self.model, self.optimizer, folder)
         except RuntimeError as error:
@@ -247,7 +251,7 @@ class TorchLearner:
 
 
 def begin(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Begin what an optimizer keeps beside codes at the values that they were made of, and let these go."""
+    """Initialize optimizer states of stored weights from their values before quantization, then free those values."""
     if isinstance(optimizer, Optimizer):
         for group in optimizer.param_groups:
             for p in group["params"]:
@@ -257,7 +261,7 @@ def begin(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    """Tensors as numpy's, bfloat16 as `BFLOAT16`."""
+    """Convert tensors to numpy arrays, bfloat16 to `BFLOAT16`."""
     return {name: array_of(tensor.detach().cpu()) for name, tensor in tensors.items()}
 
 
@@ -268,7 +272,7 @@ def array_of(tensor: torch.Tensor) -> np.ndarray:
 
 
 def in_short(error: Exception) -> str:
-    """The beginning of a long error's message, in one line."""
+    """Return the beginning of a long error message, in one line."""
     return " ".join(str(error).split())[:300]
 
 
@@ -282,20 +286,20 @@ def tensor_of(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-# ---- decoding --------------------------------------------------------------------------------------------
+# ---- decoding ----
 
 
 class NextTokenLogits:
-    """Called with the tokens that come next, gives the logits float32 [vocab] of the one after them.
+    """Callable that takes the next tokens and returns the logits, float32 [vocab], of the token after them.
 
     Args:
-        config: of the run; its model, dtype, device and threads, no more than there are cores, are used.
-        recipe: of the layers.
-        vocab: tokens that there are.
+        config: options of the run; model, dtype, device and threads are used, at most as many threads as cores.
+        recipe: recipe of the layers.
+        vocab: size of the vocabulary.
         saved: the weights.
-        cache: "plain", "paged", or "none", which computes every token again each time.
-        capacity: tokens in all.
-    Raises: CheckpointError if the weights are not this model's, ValueError without the device.
+        cache: "plain", "paged", or "none", which recomputes all tokens in each call.
+        capacity: maximum number of tokens.
+    Raises: CheckpointError if the weights are not this model's, ValueError if the device is missing.
     """
 
     def __init__(
@@ -309,14 +313,14 @@ class NextTokenLogits:
         sizes = MODELS[config.model]
         self.model = build(sizes, vocab, config.seed, self.device).eval()
         own = recipe_name.parts(config.recipe)[-1].recipe
-        # Tensor parallelism, and a schedule of recipes, keep weights as floats where another run keeps codes.
+        # Runs with tensor parallelism or a recipe schedule store floats where others store codes.
         codes = any(name.endswith(SCALES[0]) for name in saved.model)
         prepare(self.model, own, config, codes)
         if recipe != own:
             quantize_layers(self.model, recipe, config.seed)
         try:
             with warnings.catch_warnings():
-                # Histories and counters that another recipe's run lacks start fresh: nothing is trained here.
+                # Histories and counters missing in the checkpoint start fresh, which does not matter without training.
                 warnings.simplefilter("ignore", UserWarning)
                 self.model.load_state_dict(tensors_of(saved.model))
         except RuntimeError as error:
@@ -325,7 +329,7 @@ class NextTokenLogits:
         self.seen: list[int] = []
 
     def held(self) -> frozen:
-        """A context in which the weights are quantized once for all tokens."""
+        """Return a context in which the weights are quantized once for all tokens."""
         return frozen(self.model)
 
     @torch.no_grad()
@@ -339,24 +343,24 @@ class NextTokenLogits:
         return last
 
 
-# ---- trials ----------------------------------------------------------------------------------------------
-# A small layer's forward and backward under a recipe, run on this machine: what `quaver doctor` has seen.
+# ---- trials ----
+# Run a small layer's forward and backward under a recipe on this machine, for `quaver doctor`.
 
-#: In features and out features of the layer, and tokens: sizes that every GPU's GEMMs take.
+#: Features of the layer and number of tokens; all GPUs' GEMMs support this size.
 SIZE = 256
 
 
 def trial(recipe: Recipe) -> list[tuple[str, str, str]]:
-    """The three GEMMs of a layer that has run: its name, the implementation, and why not the native one.
+    """Run a layer and return, for its three GEMMs, the name, the implementation, and why the native one was not used.
 
-    The device is the first GPU where there is one, else the CPU.
+    It runs on the first GPU if there is one, else on the CPU.
     Raises: RuntimeError if the layer cannot run there.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     layer = qt.Linear(SIZE, SIZE, device=device, dtype=torch.bfloat16, recipe=recipe)
     x = torch.randn(SIZE, SIZE, device=device, dtype=torch.bfloat16, requires_grad=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that a GPU emulates is what the table says
+        warnings.simplefilter("ignore", UserWarning)  # the table reports emulation on a GPU anyway
         layer(x).sum().backward()
         rows = qt.explain(layer, x).rows
     return [

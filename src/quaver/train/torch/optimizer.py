@@ -1,4 +1,4 @@
-"""A run's optimizer, weight decay on matrices only, and its state under the parameters' names."""
+"""Optimizer of a run, its state by parameter name, and one training step."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -18,14 +18,16 @@ from quaver.train.config import TrainConfig
 from quaver.train.torch.decoder import Balance, Decoder, Routings, loss_and_routings, loss_of
 from quaver.train.torch.process_group import TorchProcessGroup
 
-# ---- optimizer -------------------------------------------------------------------------------------------
+# ---- optimizer ----
 
 
 def optimizer_of(model: nn.Module, config: TrainConfig, stage: int = 0) -> torch.optim.Optimizer:
-    """The optimizer that a run names; see `quaver.train.config`.
+    """Create the optimizer that the options name; see `quaver.train.config`.
 
     Args:
-        stage: of a pipeline, whose noise is its own.
+        model: the converted model.
+        config: options of the run.
+        stage: pipeline rank, which gets its own noise.
     """
     chosen = optimizer_name.find(config.optimizer)
     if chosen.preset is None:
@@ -45,7 +47,7 @@ def optimizer_of(model: nn.Module, config: TrainConfig, stage: int = 0) -> torch
     options["seed"] = config.seed + (stage << 32)
     betas = (config.beta1, config.beta2)
     if chosen.rule == "muon":
-        # Updates of AdamW's size: one learning rate serves both.
+        # Scale Muon's updates like AdamW's, so that one learning rate serves both.
         return optim.Muon(groups, 0.0, adjust_lr_fn="match_rms_adamw", betas=betas, **options)
     if chosen.rule == "sgd":
         return optim.SGD(groups, 0.0, config.beta1, **options)
@@ -54,9 +56,9 @@ def optimizer_of(model: nn.Module, config: TrainConfig, stage: int = 0) -> torch
 
 
 def adamw(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """torch's fused AdamW, norms without decay; the schedule sets its learning rate."""
+    """Create torch's fused AdamW without weight decay for norms; the schedule sets its learning rate."""
     parameters = list(model.parameters())
-    # The fused optimizer takes those of one group together, and wants them on the same ranks.
+    # The fused optimizer steps a group at once and requires the same device mesh within a group.
     groups = [
         {"params": of_kind, "weight_decay": config.weight_decay if matrices else 0.0}
         for mesh in dict.fromkeys(map(mesh_of, parameters))
@@ -67,7 +69,7 @@ def adamw(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """The optimizer's state under the parameters' names: `head.weight/exp_avg`."""
+    """Return the optimizer's state by parameter name and entry: `head.weight/exp_avg`."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {
         f"{names[id(parameter)]}/{key}": value
@@ -77,9 +79,9 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, to
 
 
 def load_state(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Take up what `state_of` gave.
+    """Load a state that `state_of` returned.
 
-    Raises: ValueError for a parameter that the model does not have, and for what another optimizer keeps.
+    Raises: ValueError for unknown parameters, and for states of another kind of optimizer.
     """
     if isinstance(optimizer, optim.Optimizer):
         load_kept(model, optimizer, tensors)
@@ -97,14 +99,14 @@ def load_state(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapp
 
 
 def load_kept(model: nn.Module, optimizer: optim.Optimizer, tensors: Mapping[str, torch.Tensor]) -> None:
-    """`load_state` of an optimizer of `quaver.torch.optim`: each state as it was, none cast."""
+    """`load_state` for an optimizer of `quaver.torch.optim`: each state unchanged, without casts."""
     parameters, given = dict(model.named_parameters()), dict(tensors)
     for group in optimizer.param_groups:
         for p in group["params"]:
             name = next(name for name, own in parameters.items() if own is p)
             first = optimizer.first_state(p, group)
             for key, held in first.items():
-                # Codes of moments had the moments' names once.
+                # Earlier versions stored codes of moments under the moments' names.
                 value = given.pop(f"{name}/{key}", given.pop(f"{name}/{key.removesuffix(CODES)}", None))
                 if value is None:
                     raise ValueError(f"{name}/{key} is missing in the optimizer")
@@ -120,7 +122,7 @@ def load_kept(model: nn.Module, optimizer: optim.Optimizer, tensors: Mapping[str
 
 
 def renew(optimizer: torch.optim.Optimizer) -> None:
-    """Convert states of `quaver.torch.optim` from the first form, see `state_conversion` there; others stay."""
+    """Convert states of `quaver.torch.optim` from their first form (see `state_conversion`); others are unchanged."""
     state = optimizer.state_dict()
     for group in state["param_groups"]:
         group["preset"] = without_form(group["preset"])
@@ -128,21 +130,20 @@ def renew(optimizer: torch.optim.Optimizer) -> None:
 
 
 def mesh_of(parameter: Tensor) -> object:
-    """The ranks that have parts of a parameter; None where it is whole."""
+    """Return the device mesh of a sharded parameter, or None."""
     return parameter.device_mesh if isinstance(parameter, DTensor) else None
 
 
-# ---- update ----------------------------------------------------------------------------------------------
-# One update of a model, as operations on its device alone: it can be recorded as a CUDA graph.
+# ---- step ----
 
 
 class TrainStep:
-    """Batches int64 [accumulate, B, S + 1] to float32 [2 or more], the loss, the gradient's norm, and what `Balance`
-    says of experts.
+    """One training step on device tensors only, so that it can be captured in a CUDA graph.
 
-    The loss is the cross-entropy; the gradient is that of what keeps experts busy, too.
-    With a group the batches are this rank's, and all numbers are all ranks'.
-    If either is not finite, nothing is updated; the gradients stay, so that `first_gradient` can name the cause.
+    Called with batches int64 [accumulate, B, S + 1], it returns float32 [2 or more]: loss, gradient norm, and the
+    numbers of `Balance`. The loss is the cross-entropy; the gradient includes the balance losses of experts. With a
+    group, the batches are this rank's, and the numbers cover all ranks. If loss or norm is not finite, nothing is
+    updated; the gradients remain, so that `first_gradient` can find the cause.
     """
 
     def __init__(
@@ -156,7 +157,7 @@ class TrainStep:
         self.optimizer = optimizer
         self.config = config
         self.group = group
-        #: Of a batch int64 [B, S + 1] of this rank; a pipeline's has no gradients.
+        #: Loss of a batch int64 [B, S + 1] of this rank; without gradients in a pipeline.
         self.loss: Callable[[Tensor], Tensor] = partial(
             loss_of,
             model,
@@ -166,14 +167,14 @@ class TrainStep:
         )
         if group is not None and group.pipeline is not None:
             self.loss = group.pipeline.loss
-        #: Of a model with experts.
+        #: Balancing of experts, or None.
         self.balance: Balance | None = None
         if isinstance(model, Decoder) and model.config.experts is not None:
             ranks = (None, 1) if group is None else (group.mean, group.sizes.fsdp)
             self.balance = Balance(model, model.config.experts, *ranks)
-        #: This rank's own loss, of the last step.
+        #: This rank's own loss in the last step.
         self.own: Tensor | None = None
-        #: The learning rate on a GPU, where a recorded step reads it.
+        #: Learning rate as a GPU tensor that a captured step reads, or None.
         self.lr: Tensor | None = None
 
     def set_lr(self, lr: float, device: torch.device) -> None:
@@ -203,7 +204,7 @@ class TrainStep:
             total = self.group.agreed(self.group.mean(total))
         norm = self.clip(self.config.clip or float("inf"))
         norms = torch.stack([total, norm])
-        # The optimizer itself leaves everything as it is where this is not 0 (torch.amp.GradScaler's way).
+        # The optimizer skips the update if this is nonzero, as with torch.amp.GradScaler.
         self.optimizer.found_inf = (~norms.isfinite().all()).float()  # type: ignore[attr-defined]
         capturing = ids.is_cuda and torch.cuda.is_current_stream_capturing()
         if not isinstance(self.optimizer, Optimizer):
@@ -215,7 +216,7 @@ class TrainStep:
         return torch.cat([norms, self.balance.end(1 - self.optimizer.found_inf)])  # type: ignore[attr-defined]
 
     def losses(self, micro_batch: Tensor) -> tuple[Tensor, Tensor]:
-        """The cross-entropy of a micro-batch, and the same with what keeps experts busy."""
+        """Return the cross-entropy of a micro-batch, and the same with balance losses added."""
         if self.balance is None:
             loss = self.loss(micro_batch)
             return loss, loss
@@ -223,17 +224,17 @@ class TrainStep:
         return loss, loss + self.balance.loss(routings, len(micro_batch))
 
     def routed(self, batch: Tensor) -> tuple[Tensor, Routings]:
-        """The loss of a batch, and how its tokens chose experts."""
+        """Return the loss of a batch and the routing of its tokens."""
         group, config = self.group, self.config
         chunk = config.loss_chunk if group is None else group.loss_chunk(config)
         return loss_and_routings(self.model, batch, config.dtype, chunk)
 
     def adding_up(self) -> AbstractContextManager[None]:
-        """Around the backwards of all micro-batches but a step's last."""
+        """Return the context for all micro-batches except the last of a step."""
         return self.optimizer.accumulating() if isinstance(self.optimizer, Optimizer) else nullcontext()
 
     def clip(self, largest: float) -> Tensor:
-        """Have the gradients' norm be at most `largest`; returns the norm before."""
+        """Scale gradients so that their norm is at most `largest`; returns the norm before."""
         if not isinstance(self.optimizer, Optimizer):
             return clip_gradients(self.model, largest, self.group)
         if self.group is None or self.group.sizes.pp == 1:
@@ -242,20 +243,19 @@ class TrainStep:
 
 
 def clip_stages(model: nn.Module, optimizer: Optimizer, largest: float, group: TorchProcessGroup) -> Tensor:
-    """`clip_gradients` of a rank's stages, whose gradients may be in codes."""
+    """`clip_gradients` for pipeline stages whose gradients may be quantized."""
     parameters = [*model.parameters()]
     every = group.of_all(optimizer.gradients.norm(parameters).to(group.device))
-    # All ranks of a stage have its norm; a pipeline's dimension is the outermost.
+    # All ranks of a stage have the same norm; the pipeline dimension is the outermost.
     norm = torch.linalg.vector_norm(every.view(group.sizes.pp, -1)[:, 0])
     optimizer.gradients.hold_to(parameters, largest, norm)
     return norm
 
 
 def clip_gradients(model: nn.Module, largest: float, group: TorchProcessGroup | None) -> Tensor:
-    """Scale a model's gradients so that their norm, over all ranks' parts, is at most `largest`; returns the norm.
+    """Scale a model's gradients so that their norm over all ranks is at most `largest`; returns the norm.
 
-    Each parameter counts once, and all ranks have the same bits of the norm: else weights of which several have the
-    same would drift apart.
+    Each parameter counts once. All ranks get the same bits of the norm; otherwise replicated weights would drift apart.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     if group is None:
@@ -271,6 +271,6 @@ def clip_gradients(model: nn.Module, largest: float, group: TorchProcessGroup | 
 
 
 def local(gradient: Tensor | None) -> Tensor:
-    """This rank's part."""
+    """Return this rank's shard of a gradient."""
     assert gradient is not None
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient

@@ -1,6 +1,6 @@
-"""torch's process group of a run: joined at its beginning, left at its end, however that comes.
+"""torch's process group of a run: joining, heartbeats, devices, and error reports that name the failed rank.
 
-Untried beyond gloo on CPUs: on GPUs NCCL carries tensors and gloo what ranks tell one another.
+Only tested with gloo on CPUs. On GPUs, NCCL handles tensors and gloo handles control messages.
 """
 
 import json
@@ -29,34 +29,34 @@ from quaver.torch.state.history.sync import new_group
 from quaver.train.config import TrainConfig, reason
 from quaver.train.mesh import MeshSizes, OtherRankFailed, RankError, rank
 
-# ---- pulse -----------------------------------------------------------------------------------------------
-# A sign of life of each rank in the store that all have, so that a run's end names the rank that is furthest behind.
+# ---- heartbeats ----
+# Each rank writes heartbeats to the shared store, so that the final error can name the rank that is furthest behind.
 #
-# A thread writes it, so that a rank that computes for long is no dead one, and one that is stopped or gone falls
-# silent. A rank that has waited in vain looks at all signs for a while, without asking any clock but its own.
+# A thread writes them, so a rank that computes for long is not taken for dead, and a rank that is stopped or gone falls
+# silent. A rank whose collective has failed watches all heartbeats for a while, using only its own clock.
 
-#: Seconds between two signs of a rank, and how long one that gives none is waited for.
+#: Seconds between heartbeats, and seconds after which a rank without one counts as silent.
 EVERY, SILENT = 0.5, 4.0
-#: Seconds that the store may take to answer.
+#: Timeout of the store.
 ANSWER = timedelta(seconds=5)
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Where a rank was."""
+    """Position of a rank at one time."""
 
-    #: How many signs came before.
+    #: Number of this heartbeat.
     number: int
     step: int
-    #: "training", "validation", "saving".
+    #: "training", "validation" or "saving".
     phase: str
-    #: Collectives that it has begun, by its own count.
+    #: Number of collectives that the rank has started.
     calls: int
-    #: What it waited for; "" for nothing.
+    #: Kind of traffic that it waited for, or "".
     waiting: str
-    #: Seconds since its step, phase or calls changed.
+    #: Seconds since its step, phase or number of collectives changed.
     idle: float
-    #: It leaves, since the run ends.
+    #: True if the rank has left because the run ends.
     left: bool = False
 
     def place(self) -> str:
@@ -64,13 +64,13 @@ class Heartbeat:
 
 
 class HeartbeatMonitor:
-    """This rank's signs, and those of all.
+    """Writes this rank's heartbeats and reads those of all ranks.
 
     Args:
-        store: of torch.distributed; the signs have a connection of their own where it can be had.
-        rank: of this process.
-        world: how many ranks there are.
-        sent: what this rank has sent so far.
+        store: torch.distributed store; heartbeats use a separate connection if possible.
+        rank: rank of this process.
+        world: number of ranks.
+        sent: traffic counters of this rank.
     """
 
     def __init__(self, store: Any, rank: int, world: int, sent: SentBytes) -> None:
@@ -85,7 +85,7 @@ class HeartbeatMonitor:
         self._thread = threading.Thread(target=self._beat, name="quaver-pulse", daemon=True)
 
     def at(self, step: int, phase: str) -> None:
-        """Say where this rank is now."""
+        """Set this rank's present step and phase."""
         self.step, self.phase = step, phase
         self._woken.set()
 
@@ -93,7 +93,7 @@ class HeartbeatMonitor:
         self._thread.start()
 
     def end(self) -> None:
-        """Give a last sign, which says that this rank leaves."""
+        """Write a last heartbeat that says that this rank leaves."""
         self._ended.set()
         self._woken.set()
         self._thread.join(2 * ANSWER.total_seconds())
@@ -106,7 +106,7 @@ class HeartbeatMonitor:
             self._woken.clear()
             try:
                 self._write()
-            except RuntimeError:  # the store is gone, or stands still: a rank that looks for a sign will see
+            except RuntimeError:  # the store does not respond; ranks that read heartbeats will notice
                 continue
 
     def _write(self, left: bool = False) -> None:
@@ -118,21 +118,23 @@ class HeartbeatMonitor:
         self.store.set(f"pulse/{self.rank}", json.dumps(asdict(sign)))
 
     def signs(self) -> dict[int, Heartbeat]:
-        """The newest of each rank that has given any. Raises: RuntimeError if the store does not answer."""
+        """Return the newest heartbeat of each rank that has written one. Raises: RuntimeError if the store does not
+        respond.
+        """
         keys = {rank: f"pulse/{rank}" for rank in range(self.world)}
         keys = {rank: key for rank, key in keys.items() if self.store.check([key])}
         return {rank: Heartbeat(**json.loads(self.store.get(key))) for rank, key in keys.items()}
 
     def behind(self) -> tuple[list[int], list[int], Mapping[int, Heartbeat]]:
-        """Look at all ranks until each has given a new sign or `SILENT` seconds have gone.
+        """Watch all ranks until each has written a new heartbeat or `SILENT` seconds have passed.
 
         Returns:
-            The silent ranks; of the others those that are furthest behind; and the newest sign of each.
+            The silent ranks; of the others those furthest behind; and the newest heartbeat of each.
         """
         first, begun = self.signs(), time.monotonic()
         others = [rank for rank in range(self.world) if rank != self.rank]
         while True:
-            # Those that wait in vain like this one have time to leave.
+            # Give other waiting ranks time to leave.
             time.sleep(2 * EVERY)
             newest = self.signs()
             silent = [rank for rank in others if _silent(first, newest, rank)]
@@ -148,7 +150,7 @@ def _silent(first: Mapping[int, Heartbeat], newest: Mapping[int, Heartbeat], ran
 
 
 def _furthest(alive: Mapping[int, Heartbeat]) -> list[int]:
-    """Of ranks that live, those in the earliest step that do not wait; else those that began fewest collectives."""
+    """Return the live ranks in the earliest step that are not waiting; else those with the fewest collectives."""
     if not alive:
         return []
     step = min(sign.step for sign in alive.values())
@@ -160,15 +162,14 @@ def _furthest(alive: Mapping[int, Heartbeat]) -> list[int]:
     return [rank for rank, sign in alive.items() if sign.calls == fewest]
 
 
-# ---- device ----------------------------------------------------------------------------------------------
-# PyTorch's devices by name.
+# ---- devices ----
 
-#: What is tested: a CPU, and NVIDIA's GPUs.
+#: Supported devices: CPUs, and NVIDIA GPUs.
 DEVICE_KINDS = ("cpu", "cuda")
 
 
 def device_of(name: str) -> torch.device:
-    """The device that a name means. Raises: ValueError if this machine has no such device."""
+    """Return the device of a name. Raises: ValueError if this machine has no such device."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -182,34 +183,35 @@ def device_of(name: str) -> torch.device:
     return device
 
 
-# ---- group -----------------------------------------------------------------------------------------------
+# ---- process group ----
 
-#: Private in torch; without it a hang in a group of the mesh is seen after torch's own timeout.
+#: Private in torch; without it, a hang in a group of the mesh ends only after torch's default timeout.
 set_timeout: Any = getattr(dist.distributed_c10d, "_set_pg_timeout", lambda timeout, group: None)
-#: What weights are divided over, the outermost first: ranks that have other tokens, and those that share layers.
+#: Mesh dimensions over which weights are sharded, the outermost first: ranks with different tokens, and tensor
+#: parallelism.
 DIMENSIONS = ("data", "tp")
 
 
 class PipelineStages(Protocol):
-    """A model in stages, as those see it who run it: see `quaver.train.torch.sharding`."""
+    """Interface of a pipeline; see `quaver.train.torch.sharding`."""
 
     def step(self, batches: torch.Tensor) -> torch.Tensor:
-        """The loss of micro-batches, whose gradients are added up."""
+        """Return the loss of micro-batches, and accumulate gradients."""
 
     def loss(self, batch: torch.Tensor) -> torch.Tensor:
-        """That of a batch, without gradients."""
+        """Return the loss of a batch without gradients."""
 
     def stage_of(self, name: str) -> int:
-        """The stage of a module or a parameter."""
+        """Return the stage of a module or parameter."""
 
 
-#: Under this key a rank claims to say why the run ends.
+#: Store key by which one rank claims to report the error.
 CLAIM = "ended"
-#: By what an error of a connection to another rank is known; gloo's and NCCL's are RuntimeErrors like others.
+#: Words that identify a lost connection to another rank; gloo and NCCL raise ordinary RuntimeErrors.
 LOST = ("gloo", "NCCL", "Connection", "Broken pipe", "Socket")
-#: Options that each rank may have for itself.
+#: Options that may differ between ranks.
 OWN = ("text", "threads", "device")
-#: Seconds that a rank leaves the first one to say what all of them have met.
+#: Seconds that a rank waits so that the first rank can report a common error.
 POLITE = 0.2
 
 
@@ -217,14 +219,14 @@ class TorchProcessGroup:
     """The ranks of a run under torch.
 
     Attributes:
-        device: of this rank.
-        sizes: how many ranks share what.
-        mesh: of "pp", whose ranks have the stages, and `DIMENSIONS`.
-        across: of `sizes`, whose "cp" a sequence is divided over; None where it is not.
-        pipeline: of the model's stages; None of one that has all layers on each rank.
-        saving: a group of all ranks for what is written while they go on; None if nothing is.
-        cut: gives this rank's tokens of [B, S]; of a sequence that is not divided all.
-        traffic: what this rank has sent, and waited for.
+        device: device of this rank.
+        sizes: number of ranks along each dimension.
+        mesh: device mesh with "pp" and `DIMENSIONS`.
+        across: device mesh with all dimensions of `sizes`, including "cp"; None without context parallelism.
+        pipeline: the model's pipeline stages, or None.
+        saving: separate process group of all ranks for asynchronous saves, or None.
+        cut: selects this rank's tokens of a [B, S] tensor; all without context parallelism.
+        traffic: counters of sent bytes and waiting times.
     """
 
     def __init__(
@@ -249,7 +251,7 @@ class TorchProcessGroup:
         self.saving: Any = new_group(backend="gloo") if async_save else None
         meshes = [mesh for mesh in (self.mesh, self.across) if mesh is not None and limit is not None]
         for group in (group for mesh in meshes for group in mesh.get_all_groups()):
-            # A mesh gives its groups torch's own.
+            # A mesh creates its groups with torch's default timeout.
             set_timeout(limit, group)
 
     @property
@@ -271,7 +273,7 @@ class TorchProcessGroup:
         return box[0]
 
     def numbers(self, values: list[float]) -> list[list[float]]:
-        """Each rank's numbers, which are as many."""
+        """All-gather each rank's numbers, of the same count."""
         own = torch.tensor(values, dtype=torch.float64, device="cpu")
         parts = [torch.empty_like(own) for _ in range(self.number)]
         with during("control", "gather", own):
@@ -279,7 +281,7 @@ class TorchProcessGroup:
         return [part.tolist() for part in parts]
 
     def watch(self, model: torch.nn.Module) -> None:
-        """Count what fully_shard sends of a model, too."""
+        """Also count fully_shard's traffic of a model."""
         self.traffic.also(model)
 
     def at(self, step: int, phase: str) -> None:
@@ -308,10 +310,10 @@ class TorchProcessGroup:
         }
 
     def whose(self, loss: torch.Tensor | None = None) -> str:
-        """A clause that names the ranks whose own loss, or whose gradients before any sum, are not finite.
+        """Return a clause that names the ranks whose own loss, or unreduced gradients, are not finite.
 
         Args:
-            loss: this rank's own; None is for gradients.
+            loss: this rank's own loss; None checks gradients.
         """
         bad = self.traffic.nonfinite if loss is None else ~loss.isfinite()
         ranks = [str(rank) for rank, (own,) in enumerate(self.numbers([float(bad is not None and bool(bad))])) if own]
@@ -321,23 +323,23 @@ class TorchProcessGroup:
         return f"it comes from {of}; "
 
     def leave(self) -> None:
-        """Count no more, and give a last sign."""
+        """Stop counting, and write a last heartbeat."""
         self._entered.close()
         self.pulse.end()
 
     def rows(self, batch: int) -> slice:
-        """The sequences of a batch that are this rank's."""
+        """Return which sequences of a batch belong to this rank."""
         part = batch // self.sizes.fsdp
         first = self.mesh.get_local_rank("data") // self.sizes.cp * part
         return slice(first, first + part)
 
     def agreed(self, value: torch.Tensor) -> torch.Tensor:
-        """A rank's number, or on all ranks one that is not finite where any has such a one, so that all stop."""
+        """Return this rank's number, or a non-finite one on all ranks if any rank has one, so that all stop."""
         every = self.of_all(value)
         return torch.where(every.isfinite().all(), value, every.sum())
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
-        """The mean over the parts of a batch and of its sequences."""
+        """Return the mean over ranks with different sequences or tokens."""
         parts = self.sizes.fsdp * self.sizes.cp
         if parts > 1:
             with during("control", "reduce", value, self.mesh.get_group("data")):
@@ -346,16 +348,17 @@ class TorchProcessGroup:
         return value
 
     def every(self, value: Any) -> list[Any]:
-        """What each rank gives, in their order; small, of Python's own types."""
+        """All-gather small objects of Python's built-in types, in rank order."""
         values: list[Any] = [None] * self.number
         dist.all_gather_object(values, value)
         return values
 
     def earliest(self, seen: tuple[int, str, str], backward: bool = False) -> str:
-        """What the rank says whose place comes first: in the first stage that has one, the smallest number.
+        """Return the message of the rank with the earliest position: the smallest number in the first stage that has
+        one.
 
         Args:
-            seen: a number, a module or parameter's name or "", and what is said of it.
+            seen: a number, the name of a module or parameter or "", and the message.
             backward: the last stage comes first.
         """
         number, name, says = seen
@@ -363,23 +366,26 @@ class TorchProcessGroup:
         return str(min(self.every((not name, -stage if backward else stage, number, says)))[-1])
 
     def tokens(self, config: TrainConfig) -> int:
-        """How many of a sequence's tokens are on this rank between its layers."""
+        """Return how many of a sequence's tokens this rank has between layers."""
         return config.sequence // (self.sizes.cp * (self.sizes.tp if config.sp else 1))
 
     def loss_chunk(self, config: TrainConfig) -> int:
-        """Tokens whose logits exist at once; with tp those of all in the place of 0, which has the model give logits of
-        all words."""
+        """Return the number of tokens whose logits exist at once.
+
+        With tp, 0 is replaced by the number of all tokens, because 0 makes the model return logits of the whole
+        vocabulary.
+        """
         return config.loss_chunk or (config.batch * config.sequence if self.sizes.tp > 1 else 0)
 
     def of_all(self, value: torch.Tensor) -> torch.Tensor:
-        """Every rank's number, in their order: [ranks]."""
+        """All-gather one number per rank, in rank order: [ranks]."""
         every = [torch.empty_like(value) for _ in range(self.number)]
         with during("control", "gather", value):
             dist.all_gather(every, value)
         return torch.stack(every)
 
     def counts(self, parameter: torch.Tensor) -> bool:
-        """Whether this rank's part of a parameter is no other's; of ranks that have the same, the first one's is."""
+        """Return True if this rank counts a parameter's shard; of ranks with the same shard only the first does."""
         if not isinstance(parameter, DTensor):
             return self.rank == 0
         names = parameter.device_mesh.mesh_dim_names or ()
@@ -388,9 +394,9 @@ class TorchProcessGroup:
 
 
 def local_device(config: TrainConfig) -> torch.device:
-    """The device of this rank: a CPU, or the GPU of its number on this machine.
+    """Return the device of this rank: a CPU, or the GPU with its local rank.
 
-    Raises: OnRank if there is no such GPU.
+    Raises: RankError if there is no such GPU.
     """
     kind = device_of(config.device).type
     if kind == "cpu":
@@ -403,14 +409,14 @@ def local_device(config: TrainConfig) -> torch.device:
 
 @contextmanager
 def joined(config: TrainConfig, sizes: MeshSizes) -> Iterator[TorchProcessGroup]:
-    """Join the group that the environment speaks of, and leave it at the end.
+    """Join the process group that the environment describes, and leave it at the end.
 
-    Raises: Told if the run ends by an error of which another rank speaks. On a rank that is not the first, OnRank in
-        place of a ValueError; in place of a lost connection of which no rank speaks, a ValueError that says so.
+    Raises: OtherRankFailed if another rank reports the error. On ranks other than the first, RankError instead of a
+    ValueError. If a connection is lost and no rank reports why, a RankError that says so.
     """
     device = local_device(config)
     store, number, world = next(iter(rendezvous("env://")))
-    # A second run of these processes meets under other keys, since what the first one wrote stays.
+    # Entries of an earlier run of these processes remain in the store, so use a new prefix.
     store = PrefixStore(f"quaver/{store.add(f'quaver/runs of {number}', 1)}", store)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     limit = timedelta(seconds=config.timeout) if config.timeout else None
@@ -423,7 +429,7 @@ def joined(config: TrainConfig, sizes: MeshSizes) -> Iterator[TorchProcessGroup]
             yield group
     except Exception as error:
         if _is_lost(error) and threading.current_thread() is threading.main_thread():
-            # torchrun has seen a process die, and asks the others to end: one of them speaks first.
+            # torchrun has noticed a dead process and sends SIGTERM to the others; report the error first.
             heard = signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if not _claimed(store, number):
             raise OtherRankFailed from error
@@ -442,10 +448,10 @@ def joined(config: TrainConfig, sizes: MeshSizes) -> Iterator[TorchProcessGroup]
 
 
 def check_options(store: Any, number: int, world: int, config: TrainConfig) -> None:
-    """Compare the options of all ranks, before any of them could wait for another one in vain.
+    """Compare the options of all ranks before any collective could hang.
 
-    What may differ is the text, which is compared as such, and what is each machine's own.
-    Raises: ValueError on the first rank if another one has other options, and Told on the others.
+    The text is compared later by its fingerprint, and options of the machine may differ.
+    Raises: ValueError on the first rank if another one has other options, and OtherRankFailed on the others.
     """
     options = {name: value for name, value in asdict(config).items() if name not in OWN}
     store.set(f"options/{number}", json.dumps(options))
@@ -456,7 +462,7 @@ def check_options(store: Any, number: int, world: int, config: TrainConfig) -> N
     said = ""
     for other in range(1, world):
         its = json.loads(store.get(f"options/{other}"))
-        # Without JSON a tuple is no list.
+        # Round trip through JSON, which turns tuples into lists.
         wrong = [name for name, value in json.loads(json.dumps(options)).items() if its.get(name) != value]
         if wrong:
             name = wrong[0]
@@ -466,18 +472,18 @@ def check_options(store: Any, number: int, world: int, config: TrainConfig) -> N
             break
     store.set("options", said)
     if said:
-        time.sleep(POLITE)  # the store may be this process's, and the others have yet to read
+        time.sleep(POLITE)  # the store may belong to this process, and other ranks must read it first
         raise ValueError(said)
 
 
 def lost(error: Exception, group: TorchProcessGroup | None) -> str:
-    """What ended a run in which a rank waits in vain: the rank that is gone, stands still, or is furthest behind."""
+    """Describe why a collective failed: which rank is gone, does not respond, or is furthest behind."""
     message = (str(error).splitlines() or [type(error).__name__])[0][:200]
     go_on = "go on with --resume"
     try:
         silent, behind, signs = ([], [], {}) if group is None else group.pulse.behind()
     except RuntimeError:
-        # A store of the first rank's goes with it, and stands still with it.
+        # The first rank hosts the store, so it is gone or stopped.
         return f"rank 0, which keeps the ranks' store, does not answer any more ({message}); {go_on}"
     late = "imed out" in str(error)
     named = silent or (behind if late else [])
@@ -501,12 +507,12 @@ def _is_lost(error: Exception) -> bool:
 
 
 def _claimed(store: Any, number: int) -> bool:
-    """Whether it is this rank that says why the run ends; the first one goes before those that meet the same."""
+    """Return True if this rank reports the error; the first rank takes precedence for a common error."""
     if number:
         time.sleep(POLITE)
     try:
         store.set_timeout(ANSWER)
         return bool(store.add(CLAIM, 1) == 1)
     except RuntimeError:
-        # The store went with the first rank, or stands still with it: one rank of each machine speaks for the others.
+        # The store is gone with the first rank: let one rank of each machine report.
         return number == 1 or (number > 1 and os.environ.get("LOCAL_RANK") == "0")

@@ -1,4 +1,4 @@
-"""What makes a decoder the decoder of many ranks, in the order in which it is done."""
+"""Distribution of a decoder over ranks: pipeline stages, parallelization, and sharded checkpoints."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -42,15 +42,15 @@ from quaver.train.torch.decoder import Decoder, change_layers, mean_loss, prepar
 from quaver.train.torch.optimizer import load_state, state_of
 from quaver.train.torch.process_group import TorchProcessGroup
 
-# ---- pipeline --------------------------------------------------------------------------------------------
-# A decoder's layers in stages, one after the other over ranks: what a rank keeps, and what runs its micro-batches.
-#
-# The stages are torch's own, and so are the schedules.
+# ---- pipeline ----
+# Split a decoder's layers into consecutive stages over ranks. Stages and schedules are torch's own.
 
 
 def keep_stages(model: Decoder, stages: Sequence[int], count: int) -> None:
-    """Leave a decoder the layers of its rank's stages, under their names; the first stage has the embedding, the last
-    the head."""
+    """Remove all layers that are not in this rank's stages; the first stage has the embedding, the last one the head.
+
+    Remaining layers keep their names.
+    """
     for number in range(len(model.layers)):
         if stage_of(f"layers.{number}", model.config.layers, count) not in stages:
             delattr(model.layers, str(number))
@@ -62,7 +62,7 @@ def keep_stages(model: Decoder, stages: Sequence[int], count: int) -> None:
 
 
 def stage_of(name: str, layers: int, count: int) -> int:
-    """The stage of a module or parameter of a decoder of so many layers in `count` stages."""
+    """Return the stage of a module or parameter of a decoder with `layers` layers in `count` stages."""
     first, *rest = name.split(".")
     if first == "layers":
         return int(rest[0]) * count // layers
@@ -70,14 +70,15 @@ def stage_of(name: str, layers: int, count: int) -> int:
 
 
 class StageModule(nn.Module):
-    """A stage as the pipeline calls it: what the stage before gave, or ids, to what the next one takes, or to the loss.
+    """A pipeline stage: takes ids or the previous stage's output, and returns the next stage's input or the loss.
 
-    Given no targets, the last stage gives a loss of 0, for its shape.
+    Without targets, the last stage returns a loss of 0, for shape inference.
 
     Args:
-        model: the rank's decoder; the part has those of its modules that are the stage's.
-        index, count: which stage it is, of how many.
-        dtype, chunk: as `mean_loss` takes them.
+        model: the rank's decoder, whose modules are shared.
+        index: index of the stage.
+        count: number of stages.
+        dtype, chunk: as in `mean_loss`.
     """
 
     def __init__(self, model: Decoder, index: int, count: int, dtype: str, chunk: int) -> None:
@@ -103,23 +104,26 @@ class StageModule(nn.Module):
 
 
 class Pipeline:
-    """The stages of a decoder; every rank of one gives the micro-batches, and gets the loss.
+    """All pipeline stages of a decoder; every rank passes the micro-batches and gets the loss.
 
-    A rank's stages take turns by the schedule of the options. Those that cut a backward in two find it cut: `stage`.
+    A rank's stages run by the schedule of the options. Schedules that split backwards are supported, see
+    `quaver.torch.parallel.pipeline_stage`.
 
     Attributes:
         parts: this rank's stages, each to be wrapped by fully_shard.
 
     Args:
-        model: of which this rank keeps its stages' layers.
-        recipe: of the layers; one with histories rolls them once a step, of all micro-batches.
+        model: the decoder; this rank keeps the layers of its stages.
+        recipe: recipe of the layers; histories roll once per step of all micro-batches.
+        config: options of the run.
+        group: ranks of the run.
     """
 
     def __init__(self, model: Decoder, recipe: Recipe, config: TrainConfig, group: TorchProcessGroup) -> None:
         self.recipe, self.config, self.group = recipe, config, group
         self.layers, self.rank = model.config.layers, group.mesh.get_local_rank("pp")
         each = stages_each(config.pp_schedule, config.pp_stages)
-        #: The rank of each stage.
+        #: Pipeline rank of each stage.
         self.holders = holders(config.pp_schedule, group.sizes.pp, each)
         count = len(self.holders)
         own = [index for index, rank in enumerate(self.holders) if rank == self.rank]
@@ -141,11 +145,11 @@ class Pipeline:
         return torch.zeros((self.shape[0], tokens), dtype=torch.int64, device=device)
 
     def stage_of(self, name: str) -> int:
-        """The stage of a module or parameter of the whole decoder."""
+        """Return the stage of a module or parameter of the whole decoder."""
         return stage_of(name, self.layers, len(self.holders))
 
     def step(self, batches: Tensor) -> Tensor:
-        """The mean loss, float32 [], of micro-batches int64 [accumulate, B, S + 1], whose gradients are added up."""
+        """Return the mean loss, float32 [], of micro-batches int64 [accumulate, B, S + 1], and accumulate gradients."""
         of_schedule: dict[str, Any] = {}
         given: tuple[Tensor, ...] = ()
         losses: list[Tensor] = []
@@ -162,7 +166,7 @@ class Pipeline:
         return self._of_last(total)
 
     def loss(self, batch: Tensor) -> Tensor:
-        """The mean loss, float32 [], of a batch int64 [B, S + 1], without gradients."""
+        """Return the mean loss, float32 [], of a batch int64 [B, S + 1], without gradients."""
         ranks = dist.get_process_group_ranks(self.among)
         x, last = self.group.cut(batch[:, :-1]), len(self.holders) - 1
         parts = iter(self.parts)
@@ -181,7 +185,7 @@ class Pipeline:
         return self._of_last(x.squeeze() if has_last else torch.zeros((), dtype=torch.float32, device=batch.device))
 
     def _of_last(self, value: Tensor) -> Tensor:
-        """The last stage's number, on all of them."""
+        """Broadcast a number from the last stage."""
         gives = self.holders[-1] == self.rank
         with during("control", "send", value, self.among) if gives else waiting("control", value):
             dist.broadcast(value, dist.get_process_group_ranks(self.among)[self.holders[-1]], self.among)
@@ -189,7 +193,7 @@ class Pipeline:
 
 
 class _MicrobatchLoss:
-    """What the schedule takes for a loss of a micro-batch: its part of the mean."""
+    """Loss function for the schedule: a micro-batch's share of the mean."""
 
     def __init__(self, batches: int) -> None:
         self.batches = batches
@@ -198,27 +202,29 @@ class _MicrobatchLoss:
         return loss.squeeze() / self.batches
 
 
-# ---- parallelize model -----------------------------------------------------------------------------------
+# ---- parallelization ----
 
 
 def parallelize(model: Decoder, recipe: Recipe, config: TrainConfig, group: TorchProcessGroup, codes: bool) -> Report:
-    """Give a decoder its recipe and divide it among the ranks.
+    """Apply a recipe to a decoder and distribute it over the ranks.
 
-    1. `convert`: the layers' matrices get the recipe, and exist only as its codes where the optimizer keeps them so.
-    2. `parallelize_module`, where tp is given: each rank computes some heads and some features of every layer, has some
-       words of the embedding and of the head, and with sp some tokens of what is between them.
-    3. `context_parallel`, where cp is given: each rank has some tokens of a sequence, and attention goes across them.
-    4. `stage`, where pp is given: each rank keeps the layers of its stages, which are one or several.
-    5. `gather_quantized`: torch's fully_shard will gather the layers' weights as codes and scales, in parts or whole.
-    6. `fully_shard`, layer by layer and then what is left: weights, gradients and moments are divided among the ranks
-       of fsdp and of cp. Where the optimizer keeps matrices in bfloat16, norms and embedding are units of their own.
+    1. `convert` applies the recipe to the layers' matrices, stored as codes if the optimizer does so.
+    2. `parallelize_module`, for tp > 1: each rank computes some heads and features of every layer, has a range of the
+       vocabulary in embedding and head, and with sp some tokens between layers.
+    3. `context_parallel`, for cp > 1: each rank has some tokens of a sequence, and attention works across ranks.
+    4. `pipeline_stage`, for pp > 1: each rank keeps the layers of its stages.
+    5. `gather_quantized` lets torch's fully_shard gather the layers' weights as codes and scales.
+    6. `fully_shard`, for each layer and then the rest: weights, gradients and moments are sharded over the ranks of
+       fsdp and cp. If the optimizer stores matrices in bfloat16, norms and embedding are separate units.
 
     Args:
-        model: with the same values on every rank.
+        model: decoder with the same values on every rank.
+        recipe: recipe of the layers.
+        config: options of the run.
         group: the ranks.
-        codes: whether the optimizer may keep matrices as codes, under tensor parallelism never.
+        codes: the optimizer may store matrices as codes; always False with tensor parallelism.
     Returns:
-        What the recipe was applied to.
+        The report of the conversion.
     """
     report = prepare(model, recipe, config, codes, in_parts=True)
     if group.sizes.tp > 1:
@@ -232,7 +238,7 @@ def parallelize(model: Decoder, recipe: Recipe, config: TrainConfig, group: Torc
         wholes = [*pipeline.parts]
     if travels(recipe) or any(getattr(module, "weight_spec", None) is not None for module in model.modules()):
         gather_quantized(model, mesh=group.mesh["data"])
-    # Parts of a backward that are run apart would each gather a layer anew: it stays gathered until its stage is done.
+    # A schedule that splits backward would gather a layer twice, so keep it gathered until its stage is finished.
     reshards = False if group.sizes.pp > 1 and ORDERS[config.pp_schedule].splits else None
     for unit in (*model.layers, *wholes):
         shard(unit, group, reshards)
@@ -242,8 +248,11 @@ def parallelize(model: Decoder, recipe: Recipe, config: TrainConfig, group: Torc
 
 
 def shard(unit: nn.Module, group: TorchProcessGroup, reshards: bool | None) -> None:
-    """fully_shard what it has not of a module yet. It wants gradients of one dtype in a unit: beside matrices in
-    bfloat16 each module of float32 is a unit of its own, and biases become bfloat16."""
+    """Apply fully_shard to the modules of a unit that are not sharded yet.
+
+    A unit needs gradients of one dtype. So next to bfloat16 matrices, each float32 module becomes a unit of its own,
+    and biases become bfloat16.
+    """
     mesh, held = group.mesh["data"], set()
     for name, module in unit.named_modules():
         if name and (isinstance(module, FSDPModule) or name.rpartition(".")[0] in held):
@@ -257,27 +266,27 @@ def shard(unit: nn.Module, group: TorchProcessGroup, reshards: bool | None) -> N
                 fully_shard(module, mesh=mesh, reshard_after_forward=reshards)
             elif len(kinds) > 1:
                 narrow(module)
-    # Sums of gradients over ranks are in float32 all the same.
+    # Sum gradients over ranks in float32 in any case.
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32) if torch.bfloat16 in dtypes else MixedPrecisionPolicy()
     fully_shard(unit, mesh=mesh, reshard_after_forward=reshards, mp_policy=policy)
 
 
 def own(module: nn.Module) -> list[nn.Parameter]:
-    """A module's own parameters."""
+    """Return a module's own parameters, without those of submodules."""
     return [p for p in module._parameters.values() if p is not None]
 
 
 def narrow(module: nn.Module) -> None:
-    """Make a module's parameters bfloat16; an optimizer in few bits keeps of small ones what float32 has more."""
+    """Convert a module's parameters to bfloat16; the optimizer stores the other float32 bits of small ones."""
     for name, p in module._parameters.items():
         if p is not None and p.dtype is torch.float32:
             module._parameters[name] = nn.Parameter(p.detach().bfloat16())
 
 
 def change_recipe(model: Decoder, recipe: Recipe, config: TrainConfig, group: TorchProcessGroup) -> Report:
-    """Give the decoder of many ranks another recipe between two steps; all ranks call it.
+    """Switch the distributed decoder to another recipe between two steps; all ranks must call it.
 
-    Weights are gathered in the new recipe's codes from here on, or in high precision where they cannot be.
+    From then on weights are gathered in the new recipe's codes, or in high precision if that is not possible.
     """
     report = change_layers(model, recipe, config.seed)
     if isinstance(group.pipeline, Pipeline):
@@ -287,10 +296,11 @@ def change_recipe(model: Decoder, recipe: Recipe, config: TrainConfig, group: To
 
 
 def plan(model: Decoder, sequence: bool) -> dict[str, ParallelStyle]:
-    """How each module lies on the ranks of tp; what is not named is whole on all of them.
+    """Return the tensor-parallel style of each module; modules not listed are replicated.
 
     Args:
-        sequence: each rank has some tokens of the residual stream, which norms work on and layers gather.
+        model: the decoder.
+        sequence: shard the tokens of the residual stream, so that norms work on shards and layers gather them.
     """
     styles: dict[str, ParallelStyle] = {"embedding": VocabParallel(sequence=sequence)}
     if model.head is not None:
@@ -308,24 +318,26 @@ def plan(model: Decoder, sequence: bool) -> dict[str, ParallelStyle]:
 
 
 def travels(recipe: Recipe) -> bool:
-    """Whether both operands that a recipe makes of a weight can travel as codes."""
+    """Return True if both operands that a recipe makes of a weight can be gathered as codes."""
     specs = recipe.fprop.b, recipe.dgrad.b
     return recipe.quantizes and all(spec is not None and not spec.hadamard for spec in specs)
 
 
-# ---- shards ----------------------------------------------------------------------------------------------
-# Checkpoints of many ranks by torch.distributed.checkpoint, as safetensors: each rank writes and reads its own part.
+# ---- checkpoints ----
+# Sharded checkpoints with torch.distributed.checkpoint, as safetensors: each rank writes and reads its own shards.
 #
-# A rank's file has the names that a single process's files have, and says where in the whole each part begins.
+# A rank's file uses the names of a single-process checkpoint and stores the offset of each shard.
 
 
 def write(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, group: Any = None) -> Callable[[], None]:
-    """Begin to write a model's and its optimizer's state into a folder that is there, on all ranks at once.
+    """Start to write the state of a model and its optimizer into an existing folder, on all ranks.
 
     Args:
-        group: of all ranks on CPUs, for this alone: the state is copied, and a thread writes the copy.
+        model, optimizer: the state to write.
+        folder: existing destination.
+        group: separate CPU process group of all ranks to write a copy in a background thread; None writes directly.
     Returns:
-        What waits until all have written, and raises an OSError on every rank if one could not.
+        A function that waits until all ranks have written, and raises an OSError on every rank if one failed.
     """
     sync_amax_histories(model)
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
@@ -333,7 +345,7 @@ def write(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, grou
     if group is None:
         begun = partial(dcp.save, state, storage_writer=writer)
     else:
-        # What is on a CPU already torch would write as it is, while the optimizer changes it.
+        # torch may write CPU tensors without a copy, while the optimizer already changes them.
         copies = {
             name: value.detach().clone() if value.device.type == "cpu" else value for name, value in state.items()
         }
@@ -350,9 +362,9 @@ def write(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, grou
 
 
 def read(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Take up what any number of ranks, or a single process, has written.
+    """Load a checkpoint that any number of ranks, or a single process, wrote.
 
-    Raises: ValueError for what does not fit.
+    Raises: ValueError if it does not fit.
     """
     reader = HuggingFaceStorageReader(str(folder))
     of_model = as_saved(model.state_dict(), reader.read_metadata().state_dict_metadata)
@@ -367,8 +379,10 @@ def read(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> No
 
 
 def as_saved(state: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a model's state what a checkpoint has, where another recipe wrote that: layers begin the rest anew, and take
-    histories of other lengths."""
+    """Restrict a model's state to entries that a checkpoint of another recipe has, with its history lengths.
+
+    The layers start all other entries fresh.
+    """
     own = dict(state)
     for name, value in state.items():
         if name.rpartition(".")[2] not in STATE:
@@ -382,13 +396,13 @@ def as_saved(state: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, An
 
 
 def in_short(error: CheckpointException) -> str:
-    """The first rank's failure, in one line."""
+    """Return the first rank's failure in one line."""
     rank, (failure, _) = min(error.failures.items())
     return f"rank {rank}: {' '.join(str(failure).split())[:300]}"
 
 
 def fresh(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state before the first step, under the names of `state_of` and divided as the parameters are."""
+    """Return the optimizer's state before the first step, named as in `state_of` and sharded like the parameters."""
     state: dict[str, Tensor] = {}
     if isinstance(optimizer, Optimizer):
         names = {p: name for name, p in model.named_parameters()}

@@ -118,7 +118,7 @@ def test_layers_print_casts_as_torchao_does():
     [
         (lambda: CastConfig("static"), r"CastConfig.scaling_type is 'static'; give one of"),
         (lambda: CastConfig(ours.ScalingType.DISABLED, ROW), r"has no scales: leave scaling_granularity out"),
-        (lambda: CastConfig(target_dtype=torch.float8_e4m3fnuz), r"AMD's fnuz formats are not there"),
+        (lambda: CastConfig(target_dtype=torch.float8_e4m3fnuz), r"AMD's fnuz formats are not supported"),
         (lambda: Float8LinearConfig.from_recipe_name("row_wise"), r"torchao has no recipe 'row_wise'; .*rowwise"),
         (
             lambda: Float8LinearConfig(cast_config_weight=CastConfig(ours.ScalingType.DISABLED)),
@@ -129,13 +129,13 @@ def test_layers_print_casts_as_torchao_does():
                 cast_config_input=CastConfig(target_dtype=torch.float8_e4m3fn),
                 cast_config_input_for_grad_weight=CastConfig(target_dtype=torch.float8_e5m2),
             ),
-            r"give both one target_dtype",
+            r"give both the same target_dtype",
         ),
         (
             lambda: Float8LinearConfig(
                 cast_config_weight=CastConfig(scaling_granularity=ROW), enable_fsdp_float8_all_gather=True
             ),
-            r"call quaver.torch.parallel.gather_quantized\(model\), which takes every recipe",
+            r"call quaver.torch.parallel.gather_quantized\(model\), which supports every recipe",
         ),
     ],
 )
@@ -145,5 +145,5 @@ def test_what_does_not_fit_is_a_sentence(make, sentence):
 
 
 def test_an_option_that_torchao_ignores_is_said():
-    with pytest.warns(UserWarning, match="has no effect, in torchao neither"):
+    with pytest.warns(UserWarning, match="has no effect, as in torchao"):
         Float8LinearConfig(force_recompute_fp8_weight_in_bwd=True)

@@ -161,7 +161,7 @@ def test_weights_travel_as_codes_where_there_are_processes():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         layer = ours.convert_to_float8_training(nn.Linear(16, 16), config=config)
-        with pytest.raises(ValueError, match="prepared by gather_quantized and is gathered by no fully_shard"):
+        with pytest.raises(ValueError, match="prepared by gather_quantized but is not managed by fully_shard"):
             layer(x)
     finally:
         dist.destroy_process_group()

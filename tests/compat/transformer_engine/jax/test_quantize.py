@@ -37,7 +37,7 @@ def test_options_that_are_not_there_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"mesh_resource names axes \(dp_resource, tp_resource\)"):
         te.autocast(True, MXFP8BlockScaling(), te.MeshResource("data", "model"))
     assert te.autocast(True, MXFP8BlockScaling(), te.MeshResource()).enabled
-    with pytest.raises(ValueError, match="row_scaled_activation=True is not there"):
+    with pytest.raises(ValueError, match="row_scaled_activation=True is not supported"):
         te.autocast(True, NVFP4BlockScaling(row_scaled_activation=True))
     with pytest.raises(TypeError, match="no option 'dp_resorce'; did you mean 'dp_resource'"):
         te.MeshResource(dp_resorce="data")  # type: ignore[call-arg]

@@ -62,7 +62,7 @@ def test_the_gradient_may_take_the_memory_of_the_logits(dtype: torch.dtype) -> N
     assert g.data_ptr() == own.data_ptr()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(loss, own)
-    with pytest.raises(ValueError, match="are to be overwritten: give contiguous ones"):
+    with pytest.raises(ValueError, match="cannot be overwritten: give contiguous ones"):
         te.parallel_cross_entropy(own.detach().transpose(0, 1), targets.T, overwrite_input=True)
 
 

@@ -107,7 +107,7 @@ def test_decoupled_gradients_of_any_dtype_step_and_p_grad_stays(wide: torch.dtyp
     optimizer.step()
     assert torch.equal(p, before)
     optimizer.grad_scale = torch.ones(())
-    with pytest.raises(ValueError, match=r"GradScaler sees p\.grad alone"):
+    with pytest.raises(ValueError, match=r"GradScaler only sees p\.grad"):
         optimizer.step()
 
 

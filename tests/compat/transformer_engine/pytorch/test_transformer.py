@@ -179,10 +179,10 @@ def test_gradients_of_weights_wait_for_all_parts() -> None:
 
 def test_what_excludes_one_another_is_a_sentence() -> None:
     for options, sentence in (
-        ({"parallel_attention_mlp": True, "output_layernorm": True}, "normalizes before its parts"),
+        ({"parallel_attention_mlp": True, "output_layernorm": True}, "norms before attention and MLP"),
         ({"layer_type": "encodr"}, "did you mean 'encoder'"),
         ({"activation": "gelo"}, "did you mean 'gelu'"),
-        ({"tp_size": 2}, "is one rank's part of 2: make it whole"),
+        ({"tp_size": 2}, "would be one rank's shard of 2: build it unsharded"),
         ({"qk_norm_type": "L2"}, "no qk_norm_type 'L2'"),
     ):
         with pytest.raises(ValueError, match=sentence):

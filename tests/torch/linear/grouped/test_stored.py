@@ -158,9 +158,9 @@ def test_presets_that_round_at_random_step_and_come_back_from_a_file(name: str, 
 
 def test_what_has_one_scale_for_all_matrices_is_refused() -> None:
     one = layer("mxfp8", recipe="mxfp8")
-    with pytest.raises(ValueError, match="stack of matrices, and preset 'msamp' has one scale for all"):
+    with pytest.raises(ValueError, match="stack of matrices, and preset 'msamp' has one scale per parameter"):
         optim.AdamW(one.parameters(), preset="msamp")
-    with pytest.raises(ValueError, match="stack of matrices, and preset 'msamp' has one scale for all"):
+    with pytest.raises(ValueError, match="stack of matrices, and preset 'msamp' has one scale per parameter"):
         optim.Muon(one.parameters(), preset="msamp")
     one(rows()[0], ENDS).sum().backward()
     with pytest.raises(ValueError, match="SGD got a weight that is stored as codes"):

@@ -230,7 +230,7 @@ def attention_in_eight_bits(rank: int) -> None:
     for a, b in zip(given.parts(True, how="all_to_all"), given.one(), strict=True):
         assert_bitwise(a, b)
     for how in ("gather", "ring"):
-        with pytest.raises(ValueError, match="take how='all_to_all', or a recipe without attention=True"):
+        with pytest.raises(ValueError, match="use how='all_to_all', or a recipe without attention=True"):
             given.parts(True, how=how)
 
 
@@ -242,9 +242,9 @@ def bad_input(rank: int) -> None:
         with pytest.raises(ValueError, match=words):
             across.context_parallel_attention(*(qkv or (q, q, q)), **options)
 
-    refused("4 heads of queries and 1 of keys and values, which . ranks cannot trade", q, k, k, how="all_to_all")
+    refused("4 query heads and 1 key and value heads, and both must be multiples of . ranks", q, k, k, how="all_to_all")
     refused("no how 'rings'|how 'rings'|'rings'", how="rings")
-    refused("7 queries and 7 keys; each rank holds", q[:, :7], q[:, :7], q[:, :7])
+    refused("7 queries and 7 keys; each rank needs", q[:, :7], q[:, :7], q[:, :7])
     refused("8 queries and 6 keys", q, k[:, :6], k[:, :6])
     refused("0 queries and 0 keys", q[:, :0], q[:, :0], q[:, :0])
     refused("layout 'thd' with cu_seqlens", mask_type="padding", mask=torch.zeros(1, 8, dtype=torch.bool))
@@ -253,13 +253,13 @@ def bad_input(rank: int) -> None:
     refused("cannot travel by recipe nvfp4, which", quantized="nvfp4")
     refused("cannot travel by recipe delayed", quantized="delayed")
     refused("cannot travel by recipe bf16, which quantizes no input", quantized="bf16")
-    refused("want a gradient", alibi_slopes=torch.ones(4, requires_grad=True))
+    refused("require a gradient", alibi_slopes=torch.ones(4, requires_grad=True))
     refused(
         f"ends at 8 and there are {8 * world()} tokens", q[0], q[0], q[0], layout="thd", cu_seqlens=torch.tensor([0, 8])
     )
     refused("differ for queries and keys", cu_seqlens=(torch.tensor([0]), torch.tensor([0])))
     both = two_ranks.mesh(1, world(), names=("dp", "cp"))
-    refused(r"this mesh has 2, \('dp', 'cp'\); give the one, such as mesh\['cp'\]", mesh=both)
+    refused(r"this one has 2, \('dp', 'cp'\); give one dimension, such as mesh\['cp'\]", mesh=both)
     assert across.context_parallel_attention(q, q, q, mesh=both["cp"]).shape == q.shape
     chunks = 2 * world()
     with pytest.raises(ValueError, match=f"10 tokens .* does not divide into {chunks} chunks .*; pad it to"):

@@ -437,8 +437,8 @@ def bad_models(rank: int) -> None:
     refused(r"attention.core has dropout 0.1", qt.TransformerLayer(16, 2, 16, attention_dropout=0.1))
     refused("attention.core with mask_type 'padding'", qt.TransformerLayer(16, 2, 16, mask_type="padding"))
     refused("has drop_path", qt.TransformerLayer(16, 2, 16, drop_path=0.1))
-    refused("attends to a memory", qt.TransformerLayer(16, 2, 16, cross_attention=True))
-    refused("has 1 heads of queries and 1", qt.TransformerLayer(16, 1, 16), how="all_to_all")
+    refused("has cross attention", qt.TransformerLayer(16, 2, 16, cross_attention=True))
+    refused("has 1 query heads and 1", qt.TransformerLayer(16, 1, 16), how="all_to_all")
     relative = qt.RelativePositionBias(2)
     refused("has a position_bias", qt.TransformerLayer(16, 2, 16, position_bias=relative))
     grows = qt.RotaryEmbedding(8, scaling={"rope_type": "dynamic", "factor": 2.0}, max_positions=8)
@@ -446,16 +446,16 @@ def bad_models(rank: int) -> None:
     refused("cannot travel by recipe nvfp4", qt.TransformerLayer(16, 2, 16), quantized="nvfp4")
     for mixer in (qt.Mamba2(16, head_dim=8, state=8), nn.GRU(16, 16), nn.Conv1d(16, 16, 3)):
         hybrid = nn.Sequential(qt.TransformerLayer(16, 2, 16), mixer)
-        refused("1 reads the tokens before each token, and a rank", hybrid)
+        refused("1 mixes each token with earlier ones, and a rank", hybrid)
     eight = qt.MultiheadAttention(64, 2, recipe=recipes.mxfp8(attention=True))
     refused("quantizes attention, by amaxes of whole sequences", eight, how="ring")
     layer = qt.TransformerLayer(16, 4, 16)
     cp = context_parallel(layer)
-    refused("across ranks already", layer)
+    refused("is already context-parallel", layer)
     x = torch.randn(1, 4, 16)
     with pytest.raises(ValueError, match="MultiheadAttention has a sequence in parts, and a cache"):
         layer(x, cache=qt.KVCache(1, 8))
-    with pytest.raises(ValueError, match="lay sequences end to end"):
+    with pytest.raises(ValueError, match="pack sequences"):
         layer(x, mask=torch.zeros(1, 4, dtype=torch.bool))
     with pytest.raises(ValueError, match="has a bias"):
         layer(x, bias=torch.zeros(4, 4))

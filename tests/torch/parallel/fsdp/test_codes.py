@@ -503,11 +503,11 @@ def wrong_hands(rank: int) -> None:
     """What takes codes for numbers says so."""
     net = on_ranks(network("tensorwise"))
     weight: Any = net[0].weight
-    with pytest.raises(ValueError, match="takes the weight of 0 for numbers, and it exists only in codes"):
+    with pytest.raises(ValueError, match="reads the weight of 0 as numbers, and it is stored only as codes"):
         weight.to_local().norm()
-    with pytest.raises(ValueError, match="takes the weight of 0 for numbers"), torch.no_grad():
+    with pytest.raises(ValueError, match="reads the weight of 0 as numbers"), torch.no_grad():
         weight.copy_(of_parts(torch.ones(weight.shape), weight))
-    with pytest.raises(ValueError, match="takes the weight of 0 for numbers"):
+    with pytest.raises(ValueError, match="reads the weight of 0 as numbers"):
         nn.init.zeros_(weight)
     stranger = torch.optim.SGD(net.parameters(), lr=0.1)
     net(torch.ones(4, 96)).sum().backward()
@@ -515,13 +515,13 @@ def wrong_hands(rank: int) -> None:
         stranger.step()
     with pytest.raises(ValueError, match="Muon needs whole matrices"):
         optim.Muon([weight])
-    with pytest.raises(ValueError, match="'msamp' has one scale for all of it"):
+    with pytest.raises(ValueError, match="'msamp' has one scale for the whole parameter"):
         optim.AdamW([weight], preset="msamp")
     with pytest.raises(ValueError, match="stored as codes sharded over"):
         store_weight.decode(net[0], {}, "0.", {})
     plain = network("tensorwise")
     fully_shard(plain)
-    with pytest.raises(ValueError, match="was given to fully_shard as it is, which rounds gradients to its dtype"):
+    with pytest.raises(ValueError, match="was passed directly to fully_shard, which rounds gradients to its dtype"):
         optim.AdamW(plain.parameters())
 
 
@@ -683,7 +683,7 @@ def test_a_prepared_layer_is_copied_and_moved_as_any_other(tmp_path: Path) -> No
     assert net.bfloat16()[0].weight.dtype is torch.bfloat16, "what it stands for"
     net.to("meta")
     assert net[0].weight.is_meta and net[0].weight.plain.dtype is torch.float8_e4m3fn
-    with pytest.raises(ValueError, match="0 was prepared by gather_quantized and is gathered by no fully_shard"):
+    with pytest.raises(ValueError, match="0 was prepared by gather_quantized but is not managed by fully_shard"):
         net(x)
 
 

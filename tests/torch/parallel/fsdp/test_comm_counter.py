@@ -211,7 +211,7 @@ def who_is_slow_is_waited_for(rank: int) -> None:
         with CommCounter() as inner:
             time.sleep(0.3 if rank == 1 else 0.0)
             parallel.comm.sum_parts(torch.ones(4))()
-        with pytest.raises(ValueError, match="counts already"), outer:
+        with pytest.raises(ValueError, match="is already counting"), outer:
             pass
         parallel.comm.sum_parts(torch.ones(4))()
     assert outer.calls["activations"] == 2 and inner.calls["activations"] == 1 and not comm.active.all

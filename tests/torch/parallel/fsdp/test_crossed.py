@@ -88,7 +88,7 @@ def crossed_refusals(rank: int) -> None:
     with qt.autocast(enabled=False), pytest.raises(ValueError, match="up runs under no recipe, and its weight was ga"):
         net(torch.ones(4, 64))
     net, gathers = crossed.model(recipe, mesh, True, (64, 96, 64))
-    why = "ranks of tensor parallelism have 48 features each, no multiple of 32"
+    why = "ranks of tensor parallelism have 48 features each, which is no multiple of 32"
     assert gathers.in_high_precision == {"up": why, "down": why}
 
 

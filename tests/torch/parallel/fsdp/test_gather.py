@@ -363,7 +363,7 @@ def names_of_torch_that_are_gone(rank: int) -> None:
         for name in ("mxfp8", "delayed"):
             _, codes = assert_same(name, steps=3)
             assert codes.traffic.agreements <= 3 + ONCE
-        with pytest.raises(ValueError, match="this torch does not tell so"):
+        with pytest.raises(ValueError, match="this torch does not reveal"):
             train("mxfp8", as_codes=True, in_bf16=True, steps=1)
     finally:
         amax_sync.held_parameters = names
@@ -502,7 +502,7 @@ def parts_of_columns(rank: int) -> None:
             net = nn.Sequential(qt.Linear(64, 64, recipe="mxfp8"))
         gather_quantized(net)
         sharded(net, shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
-        with pytest.raises(ValueError, match=r"0 is gathered as codes, of rows.* Shard\(0\) or None"):
+        with pytest.raises(ValueError, match=r"0 is gathered as codes by rows.* Shard\(0\) or None"):
             net(torch.ones(4, 64))
 
 
@@ -614,7 +614,7 @@ def ranks_that_differ(rank: int) -> None:
 
 def too_late(rank: int) -> None:
     net = sharded(converted("mxfp8"))
-    with pytest.raises(ValueError, match="given to fully_shard before gather_quantized"):
+    with pytest.raises(ValueError, match="sharded by fully_shard before gather_quantized"):
         gather_quantized(net)
     mesh = two_ranks.mesh(2)
     layer = qt.Linear(32, 32, recipe="mxfp8")
@@ -624,7 +624,7 @@ def too_late(rank: int) -> None:
     net = converted("mxfp8")
     gather_quantized(net)
     fully_shard(net[0])  # type: ignore[index]
-    with pytest.raises(ValueError, match="2 was prepared by gather_quantized and is gathered by no fully_shard"):
+    with pytest.raises(ValueError, match="2 was prepared by gather_quantized but is not managed by fully_shard"):
         net(torch.ones(4, 32))
 
 
@@ -818,12 +818,12 @@ def test_a_report_says_how_each_weight_travels() -> None:
     assert gathers.in_high_precision == {
         "2": "left out by name",
         "3": "bf16 quantizes nothing",
-        "4": "another module holds it, too",
+        "4": "another module shares it",
         "5": "it has no recipe of its own: give recipe=",
-        "6": "mxfp4 rotates the rows of it that ranks divide",
-        "7": "another module holds it, too",
-        "8": "it is torch.float64, which recipes leave alone",
-        "9": "a stack of matrices travels as it is",
+        "6": "mxfp4 rotates its rows, which ranks shard",
+        "7": "another module shares it",
+        "8": "it is torch.float64, which recipes do not quantize",
+        "9": "a stack of matrices is gathered unchanged",
     }
     assert str(gathers).startswith("0: codes of mxfp8\n2: in high precision, left out by name\n")
 
@@ -832,18 +832,20 @@ def test_what_cannot_be_gathered_as_codes_is_refused() -> None:
     with pytest.raises(ValueError, match="gather_quantized has no weight to gather as codes; call quaver"):
         gather_quantized(network((32, 48, 64)))
     net: Any = converted("mxfp8")
-    with pytest.raises(ValueError, match="no quantized layer has a name that fits 'head'"):
+    with pytest.raises(ValueError, match="no quantized layer has a name that matches 'head'"):
         gather_quantized(net, skip=["head"])
     with pytest.raises(ValueError, match="no recipe 'mxfp'"):
         gather_quantized(net, recipe="mxfp")
     with qt.quantized_init("mxfp8"):
         stack = nn.Sequential(net[0], qt.GroupedLinear(2, 32, 32))
-    with pytest.raises(ValueError, match=r"1\.weight is a stack of matrices in codes, of which fully_shard rounds"):
+    with pytest.raises(
+        ValueError, match=r"1\.weight is a trainable stack of matrices stored as codes, whose gradients fully_shard"
+    ):
         gather_quantized(stack)
     gather_quantized(net)
     with pytest.raises(ValueError, match="gather_quantized was called on 0 before; call it once"):
         gather_quantized(net)
-    with pytest.raises(ValueError, match="0 was prepared by gather_quantized and is gathered by no fully_shard"):
+    with pytest.raises(ValueError, match="0 was prepared by gather_quantized but is not managed by fully_shard"):
         net(torch.ones(4, 32))
 
 

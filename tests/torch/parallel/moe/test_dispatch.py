@@ -155,21 +155,21 @@ def sizes_on_a_device_and_what_is_wrong(rank: int) -> None:
         assert splits.back.back == splits
     # All ranks raise where one of them is wrong.
     for wrong, first in (
-        ([2] * (ranks - 1) + [1], "must add up"),
-        ([-1] + [2] * (ranks - 1), "must add up"),
-        ([2] * (ranks + 1), "give one for each rank"),
+        ([2] * (ranks - 1) + [1], "do not add up"),
+        ([-1] + [2] * (ranks - 1), "do not add up"),
+        ([2] * (ranks + 1), "give one number for each rank"),
         (None, "is no sequence of numbers"),
         (["two"] * ranks, "is no sequence of numbers"),
     ):
-        with pytest.raises(ValueError, match=first if rank == 0 else r"ranks \[0\] of the group sent other rows"):
+        with pytest.raises(ValueError, match=first if rank == 0 else r"ranks \[0\] of the group passed numbers"):
             AllToAllSplits.of(wrong if rank == 0 else [2] * ranks, 2 * ranks)
     x, even = torch.randn(2 * ranks, 64), AllToAllSplits.even(2)
-    with pytest.raises(ValueError, match="must add up"):
+    with pytest.raises(ValueError, match="do not add up"):
         dispatch.all_to_all(x[1:], even)
     for spec, says in (
-        (QuantSpec(quaver.E4M3, (128, 128)), "scales of their own or one for all"),
+        (QuantSpec(quaver.E4M3, (128, 128)), "scales per row or one for all"),
         (QuantSpec(quaver.E4M3, (1, 32), rounding="stochastic"), "rounded to nearest"),
-        (QuantSpec(quaver.E2M1, (1, 16), "two_level", hadamard=True), "a layer rotates what it gets"),
+        (QuantSpec(quaver.E2M1, (1, 16), "two_level", hadamard=True), "a layer rotates its input itself"),
     ):
         for options in ({"spec": spec}, {"gradients": spec}):
             with pytest.raises(ValueError, match=says):
@@ -187,13 +187,13 @@ def what_one_rank_cannot_send_all_refuse(rank: int) -> None:
     x, even = torch.randn(2 * ranks, 64), AllToAllSplits.even(2)
     spec, other = specs()[0], QuantSpec(quaver.E4M3, (128, 128))
     wrong: list[tuple[str, Any]] = [
-        ("must add up", lambda spec: dispatch.all_to_all(x[1:], even, spec)),
-        ("must add up", lambda spec: dispatch.all_to_all(x[:0], even, spec)),
+        ("do not add up", lambda spec: dispatch.all_to_all(x[1:], even, spec)),
+        ("do not add up", lambda spec: dispatch.all_to_all(x[:0], even, spec)),
         ("as a matrix of float32", lambda spec: dispatch.all_to_all(x[None], even, spec)),
         ("as a matrix of float32", lambda spec: dispatch.all_to_all(x.double(), even, spec)),
         ("width 32", lambda spec: dispatch.all_to_all(x[:, :32].contiguous(), even, spec)),
         (r"dtype torch\.bfloat16", lambda spec: dispatch.all_to_all(x.bfloat16(), even, spec)),
-        ("scales of their own", lambda spec: dispatch.all_to_all(x, even, other)),
+        ("scales per row", lambda spec: dispatch.all_to_all(x, even, other)),
         ("torch.bfloat16", lambda spec: dispatch.all_to_all(x, even, spec, gradients=torch.bfloat16)),
     ]
     for of in range(ranks):

@@ -263,7 +263,7 @@ def what_ranks_disagree_on_all_are_told(rank: int) -> None:
             moe(x)
         with pytest.raises(ValueError, match="rank 0"), torch.set_grad_enabled(other):
             moe(x)
-    with pytest.raises(ValueError, match="scales by histories"), qt.autocast("delayed"):
+    with pytest.raises(ValueError, match="uses scaling histories"), qt.autocast("delayed"):
         moe(x)
     assert moe(x).isfinite().all()
 
@@ -272,8 +272,8 @@ def what_cannot_be_divided_is_refused(rank: int) -> None:
     mesh, ranks = two_ranks.mesh(two_ranks.world()), two_ranks.world()
     for module, says in (
         (qt.MoE(DIM, 8, qt.MixtureConfig(experts=ranks + 1, k=1)), f"{ranks} ranks cannot share {ranks + 1} experts"),
-        (nn.Linear(4, 4), "is a style of quaver.torch.MoE and Experts"),
-        (parallelize_module(Net().blocks[0], mesh, ExpertParallel()), "in parts already"),
+        (nn.Linear(4, 4), "is a style for quaver.torch.MoE and Experts"),
+        (parallelize_module(Net().blocks[0], mesh, ExpertParallel()), "already sharded"),
     ):
         with pytest.raises(ValueError, match=says):
             parallelize_module(module, mesh, ExpertParallel())

@@ -177,7 +177,7 @@ def without_such_memory(rank: int) -> None:
     parallelize_module(other, mesh(), {"*": ColwiseParallel(sequence=True)})
     x = torch.randn(2, 16, 32).bfloat16()
     assert_bitwise(model[0](x).detach(), other[0](x).detach())
-    with pytest.raises(ValueError, match="overlap is of tokens that travel: give sequence=True"):
+    with pytest.raises(ValueError, match="overlap applies to sharded tokens: give sequence=True"):
         RowwiseParallel(overlap=True)
 
 

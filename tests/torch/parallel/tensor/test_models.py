@@ -236,15 +236,15 @@ def bad_input(rank: int) -> None:
     refused("this one has alibi", qt.MultiheadAttention(64, 4, fused=False, alibi=True), HeadParallel())
     refused("cannot share 3 heads", qt.MultiheadAttention(63, 3, fused=False), HeadParallel())
     refused("Linear is none", qt.Linear(8, 8), HeadParallel())
-    refused("another one inside with parameters, '0'", nn.Sequential(nn.LayerNorm(8)), SequenceParallel())
-    refused("would drop the same on every rank", nn.Dropout2d(), SequenceParallel())
+    refused("another one with parameters, '0'", nn.Sequential(nn.LayerNorm(8)), SequenceParallel())
+    refused("would drop the same elements on every rank", nn.Dropout2d(), SequenceParallel())
     twice = nn.LayerNorm(8)
     parallelize_module(twice, mesh(), SequenceParallel(takes_whole=True))
     refused("already", twice, SequenceParallel())
     with pytest.raises(ValueError, match="2 ranks cannot share 5 tokens"):
         twice(torch.zeros(5, 8))
     column = parallelize_module(nn.ModuleDict({"up": qt.Linear(8, 8)}), mesh(), {"up": ColwiseParallel()})
-    with qt.weight_gradients(later=True), pytest.raises(ValueError, match="does not take them; leave it out around"):
+    with qt.weight_gradients(later=True), pytest.raises(ValueError, match="does not support it; leave it out around"):
         column["up"](torch.zeros(4, 8))
 
 

@@ -399,13 +399,13 @@ def refused(says: str) -> Iterator[None]:
 
 
 def bad_vocabularies(rank: int) -> None:
-    with refused("25 words, which 2 ranks cannot share.*pad the vocabulary by 1"):
+    with refused("25 rows, which 2 ranks cannot share.*pad the vocabulary by 1"):
         parallelize_module(nn.Embedding(25, 8), mesh(), VocabParallel())
     with refused("scale_grad_by_freq=True"):
         parallelize_module(nn.Embedding(24, 8, scale_grad_by_freq=True), mesh(), VocabParallel())
-    with refused("a style of nn.Embedding"):
+    with refused("a style for nn.Embedding"):
         parallelize_module(nn.Linear(24, 8), mesh(), VocabParallel())
-    with refused("of a head pad the vocabulary"):
+    with refused("for a head pad the vocabulary"):
         parallelize_module(nn.Linear(8, 25), mesh(), ColwiseParallel())
     tied = Tied()
     with refused("lies on.*already"):
@@ -413,7 +413,7 @@ def bad_vocabularies(rank: int) -> None:
     embedding = parallelize_module(nn.Embedding(24, 8), mesh(), VocabParallel(sequence=True))
     with refused("already"):
         parallelize_module(embedding, mesh(), VocabParallel())
-    with refused("24 words, and the tokens go from 0 to 24"):
+    with refused("24 rows, and token ids range from 0 to 24"):
         embedding(torch.tensor([[0, 24]]))
     with refused("2 ranks cannot share them"):
         embedding(torch.tensor([[0, 1, 2]]))
@@ -423,7 +423,7 @@ def bad_vocabularies(rank: int) -> None:
         qt.linear_cross_entropy(x, column, targets)
     with refused("its last axis must be 16"):
         qt.linear_cross_entropy(x[..., :8], column, targets)
-    with refused("takes the bias of the layer"):
+    with refused("uses the bias of the layer"):
         qt.linear_cross_entropy(x[:, :3], column, targets, torch.zeros(WORDS))
     with refused("give the layer in its place"):
         qt.linear_cross_entropy(x[:, :3], column.weight, targets)
@@ -432,7 +432,7 @@ def bad_vocabularies(rank: int) -> None:
     with refused(r"of Embedding under VocabParallel\(sequence=True\): .* needs integers of shape \(2, 12\)"):
         qt.linear_cross_entropy(torch.zeros(2, 6, 8), embedding, targets)
     row = parallelize_module(copy.deepcopy(head), mesh(), RowwiseParallel())
-    with refused(r"make the head's style ColwiseParallel"):
+    with refused(r"use the style ColwiseParallel"):
         qt.linear_cross_entropy(x[..., :8], row, targets)
     with refused("need integers of shape"):
         cross_entropy(torch.zeros(2, 12), targets, mesh())

@@ -1,4 +1,4 @@
-"""torchao.float8's public names, each in the file that torchao has it in; no prototype and no class of tensors."""
+"""Public names of torchao.float8, each in the same file as in torchao; without prototypes and tensor subclasses."""
 
 from quaver.compat.stand_in import TORCHAO, unknown
 from quaver.compat.torchao.float8 import config

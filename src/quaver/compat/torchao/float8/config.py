@@ -1,7 +1,7 @@
-"""torchao's configuration of a float8 linear layer, and the recipe that it is.
+"""torchao's `Float8LinearConfig`, and its conversion to a `quaver.Recipe`.
 
-Fields, names and defaults are torchao 0.18's (torchao/float8/config.py). A cast is one operand: of a scale for the
-tensor, or for each row along the axis that the GEMM sums over.
+Fields, names and defaults are those of torchao 0.18 (torchao/float8/config.py). A cast describes one operand, with a
+scale per tensor or per row along the GEMM's contraction axis.
 """
 
 import enum
@@ -16,30 +16,30 @@ from quaver.recipes.formats import E4M3, E5M2
 from quaver.recipes.spec import GemmSpec, QuantSpec, Recipe, ScaleKind
 from quaver.recipes.text import suggest
 
-#: torchao's names of the two formats, as they are anywhere but on AMD's MI300.
+#: torchao's names of the two formats on all GPUs except AMD's MI300.
 e4m3_dtype, e5m2_dtype = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = {e4m3_dtype: E4M3, e5m2_dtype: E5M2}
 
 
 class ScalingType(enum.Enum):
-    """Whether a tensor is cast."""
+    """DYNAMIC if a tensor is cast to float8, DISABLED if not."""
 
     DYNAMIC = "dynamic"
     DISABLED = "disabled"
 
     def short_str(self) -> str:
-        """The first three letters of its value."""
+        """Return the first three letters of the value."""
         return self.value[:3]
 
 
 class ScalingGranularity(enum.Enum):
-    """Whether a tensor has one scale, or each of its rows along the axis that a GEMM sums over."""
+    """TENSORWISE for one scale per tensor, AXISWISE for one per row along the contraction axis."""
 
     TENSORWISE = "tensorwise"
     AXISWISE = "axiswise"
 
     def short_str(self) -> str:
-        """Three letters."""
+        """Return a three-letter name."""
         return "ten" if self is ScalingGranularity.TENSORWISE else "axs"
 
 
@@ -48,18 +48,18 @@ class CastConfig:
     """How one tensor is cast to float8.
 
     Raises:
-        ValueError: a scaling_type, granularity or dtype that there is not; a scale a row of a tensor that is not cast.
+        ValueError: an unknown scaling_type, granularity or dtype; row scales for a tensor that is not cast.
     """
 
     scaling_type: ScalingType = ScalingType.DYNAMIC
     scaling_granularity: ScalingGranularity = ScalingGranularity.TENSORWISE
-    #: None is that of the operand: E4M3 of inputs and weights, E5M2 of gradients.
+    #: float8 dtype; None means the operand's default: E4M3 for inputs and weights, E5M2 for gradients.
     target_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         for field, kind in (("scaling_type", ScalingType), ("scaling_granularity", ScalingGranularity)):
             value = getattr(self, field)
-            # An enum of torchao's own is as good: it has the same values.
+            # Also accept torchao's own enums, which have the same values.
             if not isinstance(value, kind):
                 try:
                     object.__setattr__(self, field, kind(getattr(value, "value", value)))
@@ -69,25 +69,25 @@ class CastConfig:
             raise ValueError("a tensor that is not cast has no scales: leave scaling_granularity out of CastConfig")
         if self.target_dtype is not None and self.target_dtype not in FORMATS:
             raise ValueError(
-                f"CastConfig.target_dtype is {self.target_dtype}; give torch.float8_e4m3fn or torch.float8_e5m2 "
-                "(AMD's fnuz formats are not there)"
+                f"CastConfig.target_dtype is {self.target_dtype}; give torch.float8_e4m3fn or "
+                "torch.float8_e5m2 (AMD's fnuz formats are not supported)"
             )
 
     def short_str(self) -> str:
-        """As torchao's layers print a cast."""
+        """Return the cast as torchao's layers print it."""
         dtype = "e5m2" if self.target_dtype is e5m2_dtype else "e4m3"
         return f"{self.scaling_type.short_str()}_{self.scaling_granularity.short_str()}_{dtype}"
 
 
 @dataclass(frozen=True)
 class Float8GemmConfig:
-    """How one GEMM accumulates."""
+    """Accumulation mode of one GEMM."""
 
     use_fast_accum: bool = False
 
 
 class Float8LinearRecipeName(enum.Enum):
-    """torchao's three recipes."""
+    """Names of torchao's three recipes."""
 
     TENSORWISE = "tensorwise"
     ROWWISE = "rowwise"
@@ -98,13 +98,13 @@ class Float8LinearRecipeName(enum.Enum):
 class Float8LinearConfig:
     """How linear layers are converted.
 
-    Three options are there to be typed: `pad_inner_dim`, since sizes are padded where a GEMM needs it;
-    `emulate`, since what a device lacks is emulated anyway; `force_recompute_fp8_weight_in_bwd`, which torchao ignores.
-    A cast that is given stays as it is; the configuration has one with the operand's `target_dtype` in its place.
+    Three options are accepted without effect. `pad_inner_dim`: sizes are always padded if a GEMM needs it. `emulate`:
+    GEMMs that a device lacks are always emulated. `force_recompute_fp8_weight_in_bwd`: torchao ignores it too. Casts
+    passed in are not modified; the configuration stores copies with the operand's `target_dtype`.
 
     Raises:
-        ValueError: operands of one GEMM of which one alone is cast, two dtypes of one tensor, weights with a scale a
-            row that are to be gathered in float8.
+        ValueError: only one operand of a GEMM is cast, one tensor has two dtypes, or weights with row scales should be
+            gathered in float8.
     """
 
     cast_config_input: CastConfig = CastConfig()
@@ -118,12 +118,12 @@ class Float8LinearConfig:
     gemm_config_grad_input: Float8GemmConfig = Float8GemmConfig()
     gemm_config_grad_weight: Float8GemmConfig = Float8GemmConfig()
 
-    #: Whether fully_shard gathers weights as codes.
+    #: True if fully_shard should all-gather weights as codes.
     enable_fsdp_float8_all_gather: bool = False
     pad_inner_dim: bool = False
     emulate: bool = False
     force_recompute_fp8_weight_in_bwd: bool = False
-    #: Whether scales are powers of two.
+    #: True if scales are powers of two.
     round_scales_to_power_of_2: bool = False
 
     def __post_init__(self) -> None:
@@ -134,31 +134,31 @@ class Float8LinearConfig:
             dtype = first.target_dtype or second.target_dtype or default
             if second.target_dtype not in (None, dtype):
                 raise ValueError(
-                    f"{operand} casts to {first.target_dtype} and {other} to {second.target_dtype}; give both one "
-                    "target_dtype"
+                    f"{operand} casts to {first.target_dtype} and {other} to {second.target_dtype}; give both "
+                    "the same target_dtype"
                 )
             for name, cast in ((operand, first), (other, second)):
                 object.__setattr__(self, name, replace(cast, target_dtype=dtype))
         for gemm, (a, b) in GEMMS.items():
             if getattr(self, a).scaling_type is not getattr(self, b).scaling_type:
-                raise ValueError(f"{gemm} multiplies what {a} and {b} cast; cast both, or disable both")
+                raise ValueError(f"{gemm} multiplies the operands of {a} and {b}; cast both, or disable both")
         granularity = self.cast_config_weight.scaling_granularity
         if self.enable_fsdp_float8_all_gather and granularity is not ScalingGranularity.TENSORWISE:
             raise ValueError(
-                "enable_fsdp_float8_all_gather gathers weights with one scale a tensor, and cast_config_weight has one "
-                "a row: leave one of the two out, or call quaver.torch.parallel.gather_quantized(model), which takes "
-                "every recipe"
+                "enable_fsdp_float8_all_gather gathers weights with one scale per tensor, and "
+                "cast_config_weight has one per row: leave one of the two out, or call "
+                "quaver.torch.parallel.gather_quantized(model), which supports every recipe"
             )
         if self.force_recompute_fp8_weight_in_bwd:
             warnings.warn(
-                "force_recompute_fp8_weight_in_bwd has no effect, in torchao neither: weights are quantized once an "
-                "optimizer step",
+                "force_recompute_fp8_weight_in_bwd has no effect, as in torchao: weights are quantized once "
+                "per optimizer step",
                 stacklevel=3,
             )
 
     @staticmethod
     def from_recipe_name(recipe_name: Float8LinearRecipeName | str) -> "Float8LinearConfig":
-        """The configuration of one of torchao's recipes.
+        """Return the configuration of one of torchao's recipes.
 
         Raises:
             ValueError: an unknown name.
@@ -185,13 +185,13 @@ class Float8LinearConfig:
         )
 
 
-#: The cast of each operand in one GEMM, and that of the same tensor in its other GEMM.
+#: For the cast of each operand in one GEMM, the cast of the same tensor in its other GEMM.
 SECOND = {
     "cast_config_input": "cast_config_input_for_grad_weight",
     "cast_config_weight": "cast_config_weight_for_grad_input",
     "cast_config_grad_output": "cast_config_grad_output_for_grad_weight",
 }
-#: What each GEMM multiplies, as NT: fprop, dgrad, wgrad.
+#: Operands of each GEMM in NT layout: fprop, dgrad, wgrad.
 GEMMS = {
     "gemm_config_output": ("cast_config_input", "cast_config_weight"),
     "gemm_config_grad_input": ("cast_config_grad_output", "cast_config_weight_for_grad_input"),
@@ -201,7 +201,7 @@ GEMMS = {
 
 @cache
 def recipe_of(config: Float8LinearConfig) -> Recipe:
-    """The recipe whose six operands these casts are."""
+    """Convert a configuration to a recipe with the same six operands."""
     scale: ScaleKind = "power_of_two" if config.round_scales_to_power_of_2 else "fp32"
 
     def spec(name: str) -> QuantSpec | None:

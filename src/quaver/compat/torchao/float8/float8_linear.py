@@ -1,4 +1,4 @@
-"""`Float8Linear`: torchao's layer by its name, ours by what it does."""
+"""`Float8Linear`: `quaver.torch.Linear` under torchao's name."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from quaver.torch.linear.linear import Linear
 
 
 class _Converted(type):
-    """Whatever `convert_to_float8_training` converted is one: its class is ours, not a copy of torchao's."""
+    """Metaclass that makes isinstance true for every `quaver.torch.Linear`, which is what conversion produces."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, Linear)
@@ -31,11 +31,11 @@ class Float8Linear(Linear, metaclass=_Converted):
 
     @classmethod
     def from_float(cls, mod: nn.Linear, config: Float8LinearConfig | None = None) -> "Float8Linear":
-        """A layer that shares the weight and bias of an nn.Linear.
+        """Create a layer that shares the weight and bias of an nn.Linear.
 
         Args:
-            mod: as it is, afterwards too.
-            config: None is tensorwise, torchao's default.
+            mod: the nn.Linear, which is not modified.
+            config: None means tensorwise, torchao's default.
         """
         with torch.device("meta"):
             new = cls(mod.in_features, mod.out_features, bias=False, config=config or Float8LinearConfig())

@@ -1,4 +1,4 @@
-"""`convert_to_float8_training`: torchao's call, which converts by `quaver.torch.convert`."""
+"""torchao's `convert_to_float8_training`, implemented by `quaver.torch.convert`."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ Filter = Callable[[nn.Module, str], bool]
 def swap_linear_layers(
     module: nn.Module, from_float_func: Callable[[nn.Linear], nn.Linear], *, module_filter_fn: Filter | None = None
 ) -> nn.Module:
-    """Put what a function makes of each nn.Linear in its place; returns the module, or what a root nn.Linear became."""
+    """Replace each nn.Linear by a function's result; returns the module, or the replacement of a root nn.Linear."""
     if isinstance(module, nn.Linear) and (module_filter_fn is None or module_filter_fn(module, "")):
         return from_float_func(module)
     for name, layer in [*module.named_modules()]:
@@ -34,28 +34,29 @@ def swap_linear_layers(
 def convert_to_float8_training(
     module: nn.Module, *, module_filter_fn: Filter | None = None, config: Float8LinearConfig | None = None
 ) -> nn.Module:
-    """Convert a model's linear layers in place, and return it.
+    """Convert a model's linear layers in place, and return the model.
 
-    Unlike torchao's the class of each layer changes, not the layer: hooks, training mode and tied weights stay, and
-    `quaver.torch.revert(model)` undoes it. Subclasses of nn.Linear that compute otherwise are left alone.
+    Unlike in torchao, layers change their class and are not replaced. So hooks, training mode and tied weights are
+    kept, and `quaver.torch.revert(model)` undoes it. Subclasses of nn.Linear with their own forward are not converted.
 
     Args:
-        module: any, itself an nn.Linear too. Under `enable_fsdp_float8_all_gather` all ranks call this alike, before
-            fully_shard; without a group of processes that option does nothing.
-        module_filter_fn: of a module and its name: whether to convert it. None converts all, output heads too.
-        config: None is tensorwise.
+        module: any module, possibly an nn.Linear itself. With `enable_fsdp_float8_all_gather` all ranks must call this
+            before fully_shard; without a process group that option has no effect.
+        module_filter_fn: function of a module and its name that returns True to convert it. None converts all,
+            including output heads.
+        config: None means tensorwise.
     Returns:
-        The same module. Its layers have torchao's `linear_mm_config`.
+        The same module. Its layers have torchao's attribute `linear_mm_config`.
     Raises:
-        ValueError: what `quaver.torch.convert` and `quaver.torch.parallel.gather_quantized` refuse.
-    Exact: codes and scales are torchao's wherever torchao's logarithm rounds a power of two right. Bounded: outputs,
-    by the order of sums.
+        ValueError: as in `quaver.torch.convert` and `quaver.torch.parallel.gather_quantized`.
+    Exact: codes and scales are torchao's wherever torchao's logarithm rounds a power of two correctly. Bounded:
+    outputs, by the order of sums.
     """
     config = config or Float8LinearConfig()
     if config.emulate and torch.cuda.is_available():
         warnings.warn(
-            "emulate=True emulates the GEMMs that this GPU lacks, and native ones run where it has them; "
-            "with quaver.torch.only('reference') around a step all are emulated",
+            "emulate=True emulates only the GEMMs that this GPU lacks; use quaver.torch.only('reference') "
+            "around a step to emulate all",
             stacklevel=2,
         )
     modules = dict(module.named_modules(remove_duplicate=False))
@@ -63,21 +64,21 @@ def convert_to_float8_training(
     def left(name: str, in_features: int, out_features: int, recipe: Recipe) -> str:
         given = modules.get(name)
         if not isinstance(given, nn.Linear):
-            return "torchao converts nn.Linear alone; quaver.torch.convert reaches this, too"
+            return "torchao converts only nn.Linear; use quaver.torch.convert for this layer"
         if module_filter_fn is not None and not module_filter_fn(given, name):
-            return "left out by module_filter_fn"
+            return "excluded by module_filter_fn"
         return ""
 
     for name in convert(module, recipe_of(config), skip=left, head=True).converted:
         modules[name].__dict__["linear_mm_config"] = linear_mm_config(config)
-    # Without a group of processes there is no fully_shard to gather weights.
+    # fully_shard needs a process group, so without one there is nothing to gather.
     if config.enable_fsdp_float8_all_gather and dist.is_initialized():
         gather_quantized(module)
     return module
 
 
 def _auto_filter_for_recipe(recipe: str | Float8LinearRecipeName, filter_fqns: Sequence[str]) -> Filter:
-    """torchao's filter by size: True of a layer that is large enough and has none of `filter_fqns` in its name.
+    """Return torchao's size filter: True for a layer that is large enough and has none of `filter_fqns` in its name.
 
     Raises:
         ValueError: a recipe for which torchao has no thresholds.
@@ -95,12 +96,12 @@ def _is_large(mod: nn.Module, fqn: str, filter_fqns: Sequence[str], recipe: str)
 
 
 def _auto_filter_for_tensorwise(mod: nn.Module, fqn: str, filter_fqns: Sequence[str]) -> bool:
-    """`_auto_filter_for_recipe("tensorwise", filter_fqns)` of a module and its name."""
+    """Apply `_auto_filter_for_recipe("tensorwise", filter_fqns)` to a module and its name."""
     return _is_large(mod, fqn, filter_fqns, "tensorwise")
 
 
 def _auto_filter_for_rowwise(mod: nn.Module, fqn: str, filter_fqns: Sequence[str]) -> bool:
-    """`_auto_filter_for_recipe("rowwise", filter_fqns)` of a module and its name."""
+    """Apply `_auto_filter_for_recipe("rowwise", filter_fqns)` to a module and its name."""
     return _is_large(mod, fqn, filter_fqns, "rowwise")
 
 

@@ -1,4 +1,4 @@
-"""torchao's casts: nothing of them is here, and each name says why."""
+"""Placeholder for torchao's casts: no name is provided, and each raises an error with the alternative."""
 
 from quaver.compat.stand_in import TORCHAO, unknown
 

@@ -1,4 +1,6 @@
-"""torchao's styles of tensor parallelism: none is here, and each name says why."""
+"""Placeholder for torchao's tensor-parallel styles: no name is provided, and each raises an error with the
+alternative.
+"""
 
 from quaver.compat.stand_in import TORCHAO, unknown
 

@@ -1,4 +1,4 @@
-"""torchao's settings of a layer's three GEMMs; of its class of tensors each name says why it is not here."""
+"""torchao's settings of a layer's three GEMMs; its tensor subclasses raise an error with the alternative."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ from quaver.compat.torchao.float8.config import Float8LinearConfig
 
 
 class ScaledMMConfig(NamedTuple):
-    """How one GEMM runs; what a device lacks is emulated here, and sizes are padded, whatever it says."""
+    """Settings of one GEMM. Regardless of them, missing GEMMs are emulated and sizes are padded."""
 
     emulate: bool = False
     use_fast_accum: bool = False
@@ -16,7 +16,7 @@ class ScaledMMConfig(NamedTuple):
 
 
 class LinearMMConfig(NamedTuple):
-    """How the three GEMMs of a layer run."""
+    """Settings of the three GEMMs of a layer."""
 
     output: ScaledMMConfig = ScaledMMConfig(use_fast_accum=True)
     grad_input: ScaledMMConfig = ScaledMMConfig()
@@ -24,7 +24,7 @@ class LinearMMConfig(NamedTuple):
 
 
 def linear_mm_config(config: Float8LinearConfig) -> LinearMMConfig:
-    """What a layer of this configuration has as `linear_mm_config`."""
+    """Return the `linear_mm_config` of a layer with this configuration."""
     gemms = config.gemm_config_output, config.gemm_config_grad_input, config.gemm_config_grad_weight
     each = (ScaledMMConfig(config.emulate, gemm.use_fast_accum, False, config.pad_inner_dim) for gemm in gemms)
     return LinearMMConfig(*each)

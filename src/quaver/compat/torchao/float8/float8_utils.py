@@ -1,4 +1,4 @@
-"""`compute_error` and the statistics of codes, by torchao's names."""
+"""torchao's `compute_error` and `fp8_tensor_statistics`."""
 
 import torch
 from torch import Tensor
@@ -7,20 +7,20 @@ from quaver.compat.stand_in import TORCHAO, unknown
 
 
 def compute_error(x: Tensor, y: Tensor) -> Tensor:
-    """20 log10(‖x‖ / ‖x - y‖): the ratio of signal to noise, in decibels.
+    """Return the signal-to-noise ratio 20 log10(‖x‖ / ‖x - y‖) in decibels.
 
     Args:
-        x: the values themselves, of any shape.
-        y: what stands for them, of the same shape.
+        x: original values, of any shape.
+        y: approximation, of the same shape.
     """
     return 20 * torch.log10(torch.linalg.vector_norm(x) / torch.linalg.vector_norm(x - y))
 
 
 def fp8_tensor_statistics(tensor: Tensor, float8_dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[int, int]:
-    """How many elements of a float8 tensor are zero, and how many are the format's largest.
+    """Count the zeros and the largest magnitudes of the format in a float8 tensor.
 
     Args:
-        tensor: codes in a float8 dtype, or values on the format's grid.
+        tensor: codes in a float8 dtype, or dequantized values without a scale.
         float8_dtype: the format.
     """
     values = tensor.float()

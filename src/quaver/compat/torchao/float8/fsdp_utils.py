@@ -1,4 +1,4 @@
-"""What torchao asks to be called after an optimizer's step, and what is here done without it."""
+"""torchao's `precompute_float8_dynamic_scale_for_fsdp`, which is not needed here."""
 
 from torch import nn
 
@@ -6,17 +6,17 @@ from quaver.compat.stand_in import TORCHAO, unknown
 
 
 def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
-    """Nothing: ranks agree on the amaxes of all weights in one all-reduce a step by themselves.
+    """Do nothing: Quaver itself all-reduces the amaxes of all weights once per step.
 
     Args:
-        module: a model that fully_shard has sharded.
+        module: a model sharded by fully_shard.
     Raises:
-        ValueError: a model that is not sharded; torchao raises there, too.
+        ValueError: the model is not sharded, as in torchao.
     """
     if not any(hasattr(p, "device_mesh") for p in module.parameters()):
         raise ValueError(
-            "precompute_float8_dynamic_scale_for_fsdp is for a model whose parameters fully_shard has sharded: call "
-            "fully_shard(module) before, or leave this call out"
+            "precompute_float8_dynamic_scale_for_fsdp needs a model whose parameters fully_shard has "
+            "sharded: call fully_shard(module) first, or leave this call out"
         )
 
 

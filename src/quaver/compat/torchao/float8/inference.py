@@ -1,4 +1,4 @@
-"""torchao's inference in float8: nothing of it is here, and each name says why."""
+"""Placeholder for torchao's float8 inference: no name is provided, and each raises an error with the alternative."""
 
 from quaver.compat.stand_in import TORCHAO, unknown
 

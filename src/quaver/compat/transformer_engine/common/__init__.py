@@ -1,1 +1,1 @@
-"""What Transformer Engine's front ends share: its recipes; no framework is imported here."""
+"""Transformer Engine's recipes, shared by its front ends; imports no framework."""

@@ -1,6 +1,6 @@
-"""Transformer Engine's recipes, each of which is one of ours; its scales per tensor are float32 numbers, as there.
+"""Transformer Engine's recipes, each converted to a `quaver.Recipe`; scales per tensor are float32 as there.
 
-Fields and defaults are those of 2.20 (transformer_engine/common/recipe). None is read from the environment.
+Fields and defaults are those of version 2.20 (transformer_engine/common/recipe). Environment variables are not read.
 """
 
 import enum
@@ -21,7 +21,7 @@ class _Range(NamedTuple):
 
 
 class Format(enum.Enum):
-    """Number formats: of everything, or of gradients beside that of everything else ("hybrid")."""
+    """Number formats; HYBRID is E4M3 with E5M2 for gradients."""
 
     E2M1 = _Range(6, 6)
     E4M3 = _Range(448, 448)
@@ -32,16 +32,16 @@ class Format(enum.Enum):
 @suggests
 @dataclass(frozen=True)
 class MMParams:
-    """How one GEMM accumulates."""
+    """Accumulation mode of one GEMM."""
 
-    #: False lets it accumulate fast.
+    #: False allows fast accumulation.
     use_split_accumulator: bool = True
 
 
 @suggests
 @dataclass(frozen=True)
 class QParams:
-    """How one tensor is quantized."""
+    """Quantization options of one tensor."""
 
     power_2_scale: bool = False
     amax_epsilon: float = 0.0
@@ -52,11 +52,11 @@ class QParams:
 
 @dataclass(kw_only=True)
 class Recipe:
-    """What Transformer Engine's recipes have in common.
+    """Options common to all recipes.
 
     Args:
-        fp8_dpa, fp8_mha: attention is quantized; between layers values stay in high precision.
-        backward_override: "high_precision" or "dequantized": what GEMMs of backward multiply in place of codes.
+        fp8_dpa, fp8_mha: either quantizes attention; values between layers stay in high precision.
+        backward_override: "high_precision" or "dequantized" operands for the GEMMs of backward, instead of codes.
     """
 
     fp8_dpa: bool = False
@@ -64,16 +64,18 @@ class Recipe:
     backward_override: str | None = None
 
     def recipe(self) -> specs.Recipe:
-        """The recipe of ours that this is.
+        """Return the equivalent `quaver.Recipe`.
 
         Raises:
-            ValueError: an option that is not there, by its name.
+            ValueError: an unsupported option, by its name.
         """
         override = self.backward_override
         if override not in (None, "high_precision", "dequantized"):
             raise ValueError(f"backward_override is {override!r}; give None, 'high_precision' or 'dequantized'")
         if override is not None and self.delayed():
-            raise ValueError("DelayedScaling has no backward_override, in Transformer Engine neither: leave it out")
+            raise ValueError(
+                "DelayedScaling does not support backward_override, as in Transformer Engine: leave it out"
+            )
         built = replace(self._built(self.fp8_dpa or self.fp8_mha), name=f"transformer_engine.{type(self).__name__}")
         if override is not None:
             high = GemmSpec(None, None)
@@ -88,12 +90,12 @@ class Recipe:
         return self.fp8_format is Format.HYBRID  # type: ignore[attr-defined]
 
     def _refuse(self, **usual: Any) -> None:
-        """Raise the ValueError for an option that is not as it has to be."""
+        """Raise a ValueError for options without one of the supported values."""
         for name, values in usual.items():
             if getattr(self, name) not in values:
                 raise ValueError(
-                    f"{type(self).__name__}.{name}={getattr(self, name)!r} is not there: "
-                    f"give {' or '.join(map(repr, values))}"
+                    f"{type(self).__name__}.{name}={getattr(self, name)!r} is not supported: give "
+                    f"{' or '.join(map(repr, values))}"
                 )
 
     delayed = classmethod(lambda cls: issubclass(cls, DelayedScaling))
@@ -110,7 +112,7 @@ class Recipe:
 class DelayedScaling(Recipe):
     """Scales from the amaxes of earlier steps.
 
-    `interval` and `override_linear_precision`, which wgrad alone may have, are of 1.x.
+    `interval` and `override_linear_precision`, supported for wgrad only, come from 1.x.
     """
 
     margin: int = 0
@@ -139,7 +141,7 @@ class DelayedScaling(Recipe):
 @suggests
 @dataclass
 class Float8CurrentScaling(Recipe):
-    """One scale a tensor, of its own amax."""
+    """One scale per tensor, from its own amax."""
 
     use_power_2_scales: bool = False
     fp8_format: Format = Format.HYBRID
@@ -159,7 +161,7 @@ class Float8CurrentScaling(Recipe):
 @suggests
 @dataclass
 class MXFP8BlockScaling(Recipe):
-    """A power of two for 32 elements along the axis that a GEMM sums over."""
+    """A power-of-two scale for 32 elements along the contraction axis."""
 
     margin: int = 0
     fp8_format: Format = Format.E4M3
@@ -179,7 +181,7 @@ class MXFP8BlockScaling(Recipe):
 @suggests
 @dataclass
 class Float8BlockScaling(Recipe):
-    """A scale for 128 elements (dimension 1) or 128 by 128 (dimension 2)."""
+    """A scale for 128 elements (dimension 1) or 128 by 128 elements (dimension 2)."""
 
     use_f32_scales: bool = False
     fp8_format: Format = Format.E4M3
@@ -206,7 +208,7 @@ class Float8BlockScaling(Recipe):
 @suggests
 @dataclass
 class NVFP4BlockScaling(Recipe):
-    """Four bits: an E4M3 scale for 16 elements, and one factor for the tensor."""
+    """Four bits, with an E4M3 scale for 16 elements and one factor per tensor."""
 
     disable_rht: bool = False
     disable_stochastic_rounding: bool = False
@@ -243,10 +245,11 @@ def _accumulating(given: Float8CurrentScaling | Float8BlockScaling, built: specs
 
 
 def recipe_of(given: Any) -> specs.Recipe:
-    """A recipe of Transformer Engine's, from here or from the package itself, or what `quaver.recipes.get` takes.
+    """Convert a recipe of Transformer Engine, from here or from the package itself, or any argument of
+    `quaver.recipes.get`.
 
     Raises:
-        ValueError: what is none of them, with what to give.
+        ValueError: none of these; the message says what to pass.
     """
     kind = RECIPES.get(type(given).__name__)
     if kind is not None and not isinstance(given, kind):
@@ -254,12 +257,14 @@ def recipe_of(given: Any) -> specs.Recipe:
     if isinstance(given, Recipe):
         return given.recipe()
     if type(given).__name__ == "CustomRecipe":
-        raise ValueError("CustomRecipe makes quantizers, which are not there: give a quaver.Recipe in its place")
+        raise ValueError(
+            "CustomRecipe is not supported, because Quaver has no quantizer objects: give a quaver.Recipe instead"
+        )
     return recipes.get(given)
 
 
 def _own(value: Any) -> Any:
-    """A field's value, where it is of the package's own classes."""
+    """Convert a field's value from the package's own classes."""
     if type(value).__name__ == "Format":
         return Format[value.name]
     return MMParams(value.use_split_accumulator) if type(value).__name__ == "MMParams" else value

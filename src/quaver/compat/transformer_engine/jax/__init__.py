@@ -1,4 +1,6 @@
-"""Transformer Engine's names for JAX, each in the file that it has them in; no custom call and no class of tensors."""
+"""Transformer Engine's API for JAX, with each name in the same file as there; without custom calls and tensor
+classes.
+"""
 
 from importlib.util import find_spec
 

@@ -1,4 +1,4 @@
-"""Transformer Engine's `MeshResource`: names of a mesh's axes, which nothing here needs to be told."""
+"""Transformer Engine's `MeshResource`: names of mesh axes, which Quaver's layers do not use."""
 
 from dataclasses import dataclass, fields
 
@@ -8,7 +8,7 @@ from quaver.options import suggests
 @suggests
 @dataclass
 class MeshResource:
-    """Names of a mesh's axes by what they divide."""
+    """Names of mesh axes by the kind of parallelism."""
 
     dp_resource: str | None = None
     tp_resource: str | None = None
@@ -20,14 +20,11 @@ class MeshResource:
 
 
 def check_unsharded(resource: MeshResource | None) -> None:
-    """Refuse axes of a mesh.
-
-    Raises:
-        ValueError: with what to do.
-    """
+    """Raise a ValueError if any mesh axis is named."""
     named = [f.name for f in fields(MeshResource) if resource is not None and getattr(resource, f.name) is not None]
     if named:
         raise ValueError(
-            f"mesh_resource names axes ({', '.join(named)}), and layers here know of no mesh: shard parameters and "
-            "inputs by jax.jit's in_shardings, or name kernel_axes and use Flax's logical rules, and leave it out"
+            f"mesh_resource names axes ({', '.join(named)}), which Quaver's layers do not use: shard "
+            "parameters and inputs by jax.jit's in_shardings, or set kernel_axes and use Flax's logical "
+            "rules, and leave it out"
         )

@@ -1,4 +1,6 @@
-"""Transformer Engine's names for PyTorch, each in the file that it has them in; no class of tensors and no kernel."""
+"""Transformer Engine's API for PyTorch, with each name in the same file as there; without tensor subclasses
+and kernels.
+"""
 
 from quaver.compat.stand_in import PYTORCH, unknown
 from quaver.compat.transformer_engine.pytorch import module, optimizers, permutation, quantization

@@ -15,16 +15,16 @@ def parallel_cross_entropy(
     dist_process_group: Any = None, ignore_idx: int = -100, is_cg_capturable: bool = False, *,
     overwrite_input: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Losses of logits [..., words], or of this rank's words of a group's; their mean if `reduce_loss`.
+    """Cross entropy of logits [..., V], or of vocabulary-parallel logits of a group; averaged if `reduce_loss`.
 
-    The logits themselves are saved for backward, with three numbers a token; a compiler saves what it likes.
+    Saved for backward are the logits and three numbers per token; under torch.compile the compiler decides.
 
     Args:
-        target: as many as there are tokens, in any shape.
-        reduce_loss: the mean is over the tokens that are not ignored, and 0 where all are.
+        target: one per token, in any shape.
+        reduce_loss: average over the tokens that are not ignored; 0 if all are.
         overwrite_input: backward writes the gradient into the memory of the logits.
     Raises:
-        ValueError: targets that do not fit or are no words, logits to overwrite that are not contiguous.
+        ValueError: targets of the wrong number or outside the vocabulary, or non-contiguous logits to overwrite.
     """
     if target.numel() * inp.shape[-1] == inp.numel():
         target = target.reshape(inp.shape[:-1])

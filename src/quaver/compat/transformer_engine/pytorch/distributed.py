@@ -7,13 +7,15 @@ from quaver.torch.state import context
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = True, **kwargs: Any) -> Any:
-    """`quaver.torch.checkpoint`, which is not reentrant whatever is asked: it replays what the first run drew.
+    """`quaver.torch.checkpoint`, which is never reentrant: it replays the random numbers of the first run.
 
     Raises:
-        ValueError: activations that ranks are to share, or a context_fn.
+        ValueError: distributed activations, or a context_fn.
     """
     if kwargs.pop("distribute_saved_activations", False):
-        raise ValueError("distribute_saved_activations is not there: leave it out, each rank keeps its own")
+        raise ValueError(
+            "distribute_saved_activations is not supported: leave it out, and each rank saves its own activations"
+        )
     for name in ("tp_group", "get_rng_state_tracker"):
         kwargs.pop(name, None)
     return context.checkpoint(function, *args, **kwargs)

@@ -26,19 +26,20 @@ class FusedAdam(Adam):
     """Adam, or AdamW unless `adam_w_mode` is False, with moments in fewer bits.
 
     `param_groups[i]["step"]` counts the steps of a group, including those in which a parameter has no gradient: an int,
-    or an int32 tensor [1] on the device if `capturable`. State dicts of Transformer Engine, torch and Quaver load.
+    or an int32 tensor [1] on the device if `capturable`. State dicts of Transformer Engine, torch and Quaver can be
+    loaded.
 
     Differences from Transformer Engine:
 
     - A float32 master of a bfloat16 weight is always stored as the 16 bits that bfloat16 lacks. So `master_weights` and
       `store_param_remainders` do the same.
     - A float16 master has one scale, a power of two instead of a float32; the weight is the rounded master.
-    - Without masters bfloat16 weights are rounded stochastically instead of to nearest.
+    - Without masters, bfloat16 weights are rounded stochastically instead of to nearest.
     - Tensors of fewer than 4096 elements have float32 states.
 
     Args:
-        use_decoupled_grad: read, clip and zero `p.decoupled_grad`, of any dtype, and leave `p.grad` alone.
-        set_grad_none: the default of `zero_grad(set_to_none)`; deprecated in Transformer Engine.
+        use_decoupled_grad: read, clip and zero `p.decoupled_grad`, of any dtype, and ignore `p.grad`.
+        set_grad_none: default of `zero_grad(set_to_none)`; deprecated in Transformer Engine.
     Raises:
         ValueError: amsgrad, bias_correction=False, an unknown dtype, or options that capturable does not allow.
     """
@@ -74,16 +75,16 @@ class FusedAdam(Adam):
                 "or both in torch.bfloat16, as in Transformer Engine: leave capturable out, or give these"
             )
         first, second = (MOMENT_SPECS[dtype] for dtype in moments.values())
-        # Masters of weights in bfloat16, and of weights that are codes.
+        # Master formats for bfloat16 weights and for weights stored as codes.
         bfloat16, codes = "remainder" if master_weights or store_param_remainders else "none", "float32"
         if float16_masters:
             bfloat16 = codes = "float16"
         preset = Preset(name="FusedAdam", first=first, second=second, codes=codes, bfloat16=bfloat16, clamp=False)
         self.decoupled, self.capturable, self.use_decoupled_grad = adam_w_mode, capturable, use_decoupled_grad
         self.set_grad_none = set_grad_none
-        #: By parameter of the last step, the count of its group after it and that tensor's version.
+        #: For each parameter of the last step, the count of its group and that tensor's version.
         self._synced: dict[Tensor, tuple[Any, int | None]] = {}
-        # With counts on the host GradScaler must decide on the host whether to skip a step.
+        # With counts on the host, GradScaler must decide on the host whether to skip a step.
         self._step_supports_amp_scaling = capturable
         super().__init__(params, lr, betas, eps, weight_decay, preset=preset)
 
@@ -92,15 +93,16 @@ class FusedAdam(Adam):
         return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # torch's load_state_dict comes here, too.
+        # Also called by torch's load_state_dict.
         self._synced = {}
         super().__setstate__(state)
 
     def _step(self) -> None:
         if self.use_decoupled_grad and hasattr(self, "grad_scale"):
             raise ValueError(
-                "torch.amp.GradScaler sees p.grad alone, and with use_decoupled_grad gradients are in "
-                "p.decoupled_grad: divide them by the scale before optimizer.step(), or leave use_decoupled_grad out"
+                "torch.amp.GradScaler only sees p.grad, and with use_decoupled_grad gradients are in "
+                "p.decoupled_grad: divide them by the scale before optimizer.step(), or leave "
+                "use_decoupled_grad out"
             )
         for group in self.param_groups:
             group["step"] = self._group_step(group.get("step", 0), group)
@@ -120,12 +122,12 @@ class FusedAdam(Adam):
         self._synced = {p: _with_version(group["step"]) for p, group in stepping}
 
     def _is_synced(self, p: Tensor, steps: Any) -> bool:
-        """Whether a parameter's own count is known to equal that of its group."""
+        """True if a parameter's own step count is known to equal that of its group."""
         known, version = self._synced.get(p, (None, None))
         return (known is steps if self.capturable else known == steps) and version == _with_version(steps)[1]
 
     def _group_step(self, steps: Any, group: dict[str, Any]) -> Any:
-        """A number of steps as a group stores it: an int, or an int32 tensor [1] if capturable."""
+        """Return a number of steps in the form that a group stores: an int, or an int32 tensor [1] if capturable."""
         if not self.capturable:
             return int(steps)
         if isinstance(steps, Tensor) and steps.shape == (1,) and steps.dtype is torch.int32:
@@ -143,7 +145,7 @@ class FusedAdam(Adam):
         before = [(p.grad, p.grad_dtype) for p in parameters]
         try:
             for p in parameters:
-                # Without a grad_dtype torch takes a gradient of any dtype.
+                # Without a grad_dtype torch accepts a gradient of any dtype.
                 p.grad, p.grad_dtype = None, None
                 p.grad = getattr(p, "decoupled_grad", None)
             yield
@@ -154,12 +156,12 @@ class FusedAdam(Adam):
                 p.grad = gradient
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the gradients that a step reads, as `Optimizer.clip_grad_norm_`; returns their norm before."""
+        """Clip the gradients that a step reads, like `Optimizer.clip_grad_norm_`; returns their norm before."""
         with self._gradients_in_place():
             return super().clip_grad_norm_(max_norm, norm_type)
 
     def step_in_backward(self, *args: Any, **kwargs: Any) -> None:
-        """Step each parameter in the backward, as `Optimizer.step_in_backward`.
+        """Step each parameter during backward, like `Optimizer.step_in_backward`.
 
         Raises:
             ValueError: with use_decoupled_grad.
@@ -175,14 +177,14 @@ class FusedAdam(Adam):
         """Set the gradients that a step reads to None, or fill them with 0.
 
         Args:
-            set_to_none: None takes `set_grad_none` of the constructor, and True without it.
+            set_to_none: None means the constructor's `set_grad_none`, or True without it.
         Raises:
-            ValueError: another value than `set_grad_none`.
+            ValueError: a value that contradicts `set_grad_none`.
         """
         if None not in (set_to_none, self.set_grad_none) and set_to_none is not self.set_grad_none:
             raise ValueError(
                 f"zero_grad has set_to_none={set_to_none}, and FusedAdam was made with "
-                f"set_grad_none={self.set_grad_none}: give one of them only"
+                f"set_grad_none={self.set_grad_none}: give only one of them"
             )
         to_none = (self.set_grad_none if set_to_none is None else set_to_none) is not False
         if not self.use_decoupled_grad:
@@ -206,10 +208,10 @@ class FusedAdam(Adam):
             keys = [key for key in saved["params"] if key in states]
             counts = [states[key]["step"] for key in keys if "step" in states[key]]
             if "step" not in saved and counts:
-                # torch and Quaver count for each parameter.
+                # torch and Quaver count per parameter.
                 group["step"] = max(int(count) for count in counts)
             if keys and not counts and "step" in saved:
-                # Transformer Engine counts for each group.
+                # Transformer Engine counts per group.
                 group.setdefault("preset", packed(TE_PRESET))
                 for p, key in zip(mine["params"], saved["params"], strict=False):
                     if key in states:
@@ -223,20 +225,21 @@ class FusedAdam(Adam):
 
 
 def _with_version(steps: Any) -> tuple[Any, int | None]:
-    """A group's count and, if it is a tensor, its version, which a write in place changes."""
+    """Return a group's count and, if it is a tensor, its version, which changes with in-place writes."""
     return steps, steps._version if isinstance(steps, Tensor) and not steps.is_inference() else None
 
 
-#: The formats of states that `_from_transformer_engine` returns: float32 moments, masters as remainders.
+#: Formats of the states that `_from_transformer_engine` returns: float32 moments, masters as remainders.
 TE_PRESET = Preset(name="Transformer Engine's FusedAdam")
 
 
 def _from_transformer_engine(p: Tensor, state: Mapping[str, Any], steps: int) -> dict[str, Any]:
-    """A parameter's state of a Transformer Engine state dict, with Quaver's names and float32 moments.
+    """Convert a parameter's state from Transformer Engine's names to Quaver's, with float32 moments.
 
     Args:
         p: the parameter, with its weight already loaded.
-        steps: the count of its group.
+        state: its state in a Transformer Engine state dict.
+        steps: step count of its group.
     """
     converted: dict[str, Any] = {name: t.float() for name, t in state.items() if name != "master_param"}
     master, converted["step"] = state.get("master_param"), steps
@@ -244,17 +247,17 @@ def _from_transformer_engine(p: Tensor, state: Mapping[str, Any], steps: int) ->
         return converted
     if p.dtype is not torch.bfloat16:
         return converted | {"master": master}
-    # An int16 master is a remainder already.
+    # An int16 master is already a remainder.
     if master.dtype is not torch.int16:
         weight, value = p.detach(), master.to(p.device, torch.float32)
-        # The weight wins where it is not the rounded master, since it was changed after the save.
+        # If the weight is not the rounded master, it was changed after saving and takes precedence.
         value = torch.where(value.to(weight.dtype) == weight, value, weight.float())
         (master,) = around(MasterFormat("remainder"), value, (weight,))
     return converted | {"remainder": master}
 
 
 class FusedSGD(torch.optim.SGD):
-    """`torch.optim.SGD` with Transformer Engine's positional arguments; the same bits, parameters of any dtype."""
+    """`torch.optim.SGD` with Transformer Engine's positional arguments; same bits, parameters of any dtype."""
 
     def __init__(self, params: Any, lr: float, momentum: float = 0.0, dampening: float = 0.0, **others: Any) -> None:
         super().__init__(params, lr, momentum, dampening, **others)

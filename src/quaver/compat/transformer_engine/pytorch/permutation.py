@@ -1,7 +1,7 @@
-"""Transformer Engine's permutations of tokens, as plain operations of torch: rows to experts, and sums of them again.
+"""Transformer Engine's token permutations as plain torch operations: dispatch rows to experts and combine them.
 
-A map of rows, `row_id_map`, is int64 [3, rows]: of each copy its token, its place among the token's choices (or its
-expert), and its row. `quaver.torch.permute` has static shapes, and codes.
+A row map, `row_id_map`, is int64 [3, rows]: for each copy its token, its expert (or its index among the token's
+choices), and its row. `quaver.torch.permute` also supports static shapes and codes.
 """
 
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ MAPS = ("mask", "index")
 def moe_permute(
     inp: Tensor, routing_map: Tensor, num_out_tokens: int = -1, max_token_num: int = -1, map_type: str = "mask"
 ) -> tuple[Tensor, Tensor]:
-    """Rows of tokens, those of the first expert first, and the map that `moe_unpermute` takes.
+    """Return the rows of tokens sorted by expert, and the row map for `moe_unpermute`.
 
     Args:
         inp: [T, H].
         routing_map: "mask": bool or int [T, experts]; "index": the experts of each token, int [T, k].
-        num_out_tokens: rows that are kept, the first ones; -1 keeps all.
+        num_out_tokens: keep only this many rows; -1 keeps all.
     """
     check_name("map_type", map_type, MAPS)
     if map_type == "mask":
@@ -41,7 +41,7 @@ def moe_permute(
 def moe_permute_with_probs(
     inp: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: int = -1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`moe_permute` of a mask, with the probability of each row, of probs [T, experts]: (rows, probabilities, map)."""
+    """`moe_permute` for a mask, with row probabilities from probs [T, experts]; returns (rows, probabilities, map)."""
     rows, row_id_map = moe_permute(inp, routing_map, num_out_tokens)
     return rows, probs[row_id_map[0], row_id_map[1]], row_id_map
 
@@ -49,10 +49,10 @@ def moe_permute_with_probs(
 def moe_permute_and_pad_with_probs(
     inp: Tensor, probs: Tensor, routing_map: Tensor, tokens_per_expert: Tensor, align_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`moe_permute_with_probs`, each expert's rows filled with zeros to a multiple of `align_size`.
+    """`moe_permute_with_probs` with each expert's rows padded with zeros to a multiple of `align_size`.
 
     Returns:
-        Rows, probabilities, the map, by how much each expert's rows are moved, and how many each has.
+        Rows, probabilities, the row map, the offset that padding adds to each expert's rows, and the padded sizes.
     """
     rows, of_rows, row_id_map = moe_permute_with_probs(inp, probs, routing_map)
     target = -(-tokens_per_expert // align_size) * align_size
@@ -68,10 +68,10 @@ def moe_unpermute(
     inp: Tensor, row_id_map: Tensor, merging_probs: Tensor | None = None, restore_shape: Sequence[int] | None = None,
     map_type: str = "mask", probs: Tensor | None = None, pad_offsets: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Sums of each token's rows, times merging_probs [T, experts or k], added up in float32; `probs` is its older name.
+    """Sum each token's rows, weighted by merging_probs [T, experts or k], in float32; `probs` is its older name.
 
     Raises:
-        ValueError: neither merging_probs nor restore_shape says how many tokens there are.
+        ValueError: neither merging_probs nor restore_shape gives the number of tokens.
     """
     check_name("map_type", map_type, MAPS)
     merging_probs = probs if merging_probs is None else merging_probs
@@ -81,7 +81,7 @@ def moe_unpermute(
         rows = rows * merging_probs[token, place].float()[:, None]
     if restore_shape is None and merging_probs is None:
         if map_type == "mask":
-            raise ValueError("moe_unpermute needs restore_shape, the shape of what was permuted")
+            raise ValueError("moe_unpermute needs restore_shape, the shape of the tokens before permutation")
         tokens = int(token.max()) + 1 if token.numel() else 0
     else:
         tokens = restore_shape[0] if restore_shape is not None else merging_probs.shape[0]  # type: ignore[union-attr]
@@ -89,7 +89,7 @@ def moe_unpermute(
 
 
 def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Tensor:
-    """Runs of so many rows each, in another order."""
+    """Reorder chunks of rows with the given sizes."""
     chunks = inp.split(split_sizes.tolist())
     return torch.cat([chunks[i] for i in sorted_index.tolist()])
 
@@ -97,5 +97,5 @@ def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Ten
 def moe_sort_chunks_by_index_with_probs(
     inp: Tensor, probs: Tensor, split_sizes: Tensor, sorted_index: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`moe_sort_chunks_by_index` of rows, and of their probabilities."""
+    """Apply `moe_sort_chunks_by_index` to rows and to their probabilities."""
     return tuple(moe_sort_chunks_by_index(x, split_sizes, sorted_index) for x in (inp, probs))  # type: ignore[return-value]

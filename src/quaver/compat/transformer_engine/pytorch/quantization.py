@@ -1,4 +1,6 @@
-"""Transformer Engine's contexts, and what it says of a device: everything is available, since it is emulated."""
+"""Transformer Engine's contexts and availability checks; everything is available, because missing GEMMs are
+emulated.
+"""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -27,10 +29,10 @@ __all__ += ["get_align_size_for_quantization"]
 
 
 class autocast(ours):
-    """Transformer Engine's `autocast`; a recipe of ours, or its name, is taken too.
+    """Transformer Engine's `autocast`; also accepts a `quaver.Recipe` or its name.
 
     Raises:
-        ValueError: calibrating without quantizing; an unknown recipe, or an option of one that is not there.
+        ValueError: calibrating without quantizing, an unknown recipe, or an unsupported option of one.
     """
 
     def __init__(
@@ -38,7 +40,10 @@ class autocast(ours):
         _graph: bool = False,
     ) -> None:  # fmt: skip
         if calibrating and not enabled:
-            raise ValueError("calibrating is not there: histories record what runs quantized; give enabled=True")
+            raise ValueError(
+                "calibrating without quantizing is not supported: histories record the amaxes of quantized "
+                "tensors; give enabled=True"
+            )
         given = recipes.recipe_of(get_default_recipe() if recipe is None else recipe) if enabled else None
         super().__init__(given, enabled=enabled, group=amax_reduction_group)
 
@@ -50,17 +55,18 @@ def fp8_autocast(
     enabled: bool = True, calibrating: bool = False, fp8_recipe: Any = None, fp8_group: Any = None,
     _graph: bool = False,
 ) -> autocast:  # fmt: skip
-    """`autocast` by its earlier name and arguments."""
+    """`autocast` under its earlier name and arguments."""
     return autocast(enabled, calibrating, fp8_recipe, fp8_group)
 
 
 def quantized_model_init(
     enabled: bool = True, recipe: Any = None, preserve_high_precision_init_val: bool = False
 ) -> AbstractContextManager[Any]:
-    """Layers made inside have weights that exist only as codes; `quaver.torch.initial_value(weight)` is the value kept.
+    """Context in which new layers store their weights only as codes; `quaver.torch.initial_value(weight)` returns the
+    original.
 
     Raises:
-        ValueError: an unknown recipe, or an option of one that is not there.
+        ValueError: an unknown recipe, or an unsupported option of one.
     """
     if not enabled:
         return nullcontext()
@@ -72,7 +78,7 @@ fp8_model_init = quantized_model_init
 
 
 def get_default_recipe() -> recipes.Recipe:
-    """The recipe where none is given: of a GPU, that for its kind; of a CPU, `DelayedScaling`."""
+    """Return the default recipe: that of the GPU's architecture, or `DelayedScaling` on a CPU."""
     major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
     if major >= 12:
         return recipes.Float8CurrentScaling()
@@ -83,7 +89,7 @@ get_default_fp8_recipe = get_default_recipe
 
 
 def check_fp8_support() -> tuple[bool, str]:
-    """(True, ""): what a device lacks is emulated; `quaver doctor` says what runs."""
+    """Return (True, ""): missing GEMMs are emulated; `quaver doctor` shows which run natively."""
     return True, ""
 
 
@@ -91,7 +97,7 @@ check_mxfp8_support = check_nvfp4_support = check_fp8_block_scaling_support = ch
 
 
 def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """True, with the reason why not, "", if it is asked for."""
+    """Return True, or (True, "") with the empty reason if requested."""
     return check_fp8_support() if return_reason else True
 
 
@@ -99,16 +105,16 @@ is_mxfp8_available = is_fp8_block_scaling_available = is_nvfp4_available = is_bf
 
 
 def get_align_size_for_quantization(recipe: Any) -> int:
-    """The number of rows that Transformer Engine pads each group of tokens to: 32 (MXFP8), 128 (NVFP4) or 16.
+    """Return the row multiple to which Transformer Engine pads groups of tokens: 32 (MXFP8), 128 (NVFP4) or 16.
 
-    Groups of any size are taken here, so that padding to it is allowed and not needed.
+    Quaver supports groups of any size, so this padding is allowed but not needed.
     """
     spec = recipes.recipe_of(recipe).fprop.a
     return 16 if spec is None else 128 if spec.two_level else 32 if spec.scale == "e8m0" else 16
 
 
 class FP8GlobalStateManager:
-    """What Transformer Engine's process-wide state says, read only: the innermost `autocast` has all of it here."""
+    """Read-only view of Transformer Engine's global state, taken from the innermost `autocast`."""
 
     @staticmethod
     def is_fp8_enabled() -> bool:
@@ -117,7 +123,7 @@ class FP8GlobalStateManager:
 
     @staticmethod
     def get_fp8_recipe() -> Any:
-        """The recipe in force, a `quaver.Recipe`, else the device's default."""
+        """Return the active `quaver.Recipe`, or the device's default."""
         return in_force(None) or recipes.recipe_of(get_default_recipe())
 
     @staticmethod
@@ -138,7 +144,7 @@ class _AnyOfCodes(type):
 
 
 class QuantizedTensor(metaclass=_AnyOfCodes):
-    """For `isinstance`: true of an operand and of a weight that exists only as codes; it makes nothing."""
+    """For isinstance only: true for a quantized operand and for a weight stored as codes; cannot be created."""
 
     def __init__(self, *_: object, **__: object) -> None:
-        raise TypeError("QuantizedTensor is for isinstance alone; quaver.torch.quantize(x, spec) makes an operand")
+        raise TypeError("QuantizedTensor is only for isinstance; create an operand by quaver.torch.quantize(x, spec)")

@@ -1,4 +1,4 @@
-"""Transformer Engine's functions of routers over `quaver.torch.route`."""
+"""Transformer Engine's router functions, implemented by `quaver.torch.route`."""
 
 import enum
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ from quaver.torch.nn.moe.routing import Routing, route
 
 
 class RoutingMapFormat(enum.IntEnum):
-    """How a routing map is stored."""
+    """Storage format of a routing map."""
 
     #: bool [..., experts].
     BYTEMAP = 0
-    #: uint8 [..., ceil(experts / 8)], expert e is bit e % 8 of byte e // 8.
+    #: uint8 [..., ceil(experts / 8)]; expert e is bit e % 8 of byte e // 8.
     BITMAP_U8 = 1
 
 
@@ -25,12 +25,12 @@ def fused_topk_with_score_function(
     expert_bias: Tensor | None = None, routing_map_format: str | int = RoutingMapFormat.BYTEMAP,
     topk_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Weights of the logits' shape [..., experts], 0 of an expert that a token has not chosen, and the routing map.
+    """Return weights of the logits' shape [..., experts], 0 for experts that are not chosen, and the routing map.
 
     Args:
-        topk_indices: integers [tokens, topk], into which the chosen experts are written: given in the place of the map.
+        topk_indices: integer tensor [tokens, topk] to write the chosen experts into; it is returned instead of the map.
     Raises:
-        ValueError: as `quaver.torch.route`; an unknown format of the map, indices of another shape or dtype.
+        ValueError: as in `quaver.torch.route`; an unknown map format, or indices of another shape or dtype.
     """
     tokens = logits.numel() // max(logits.shape[-1], 1)
     if topk_indices is not None and (
@@ -60,7 +60,7 @@ def fused_topk_with_score_function(
 def fused_compute_score_for_moe_aux_loss(
     logits: Tensor, topk: int, score_function: str, routing_map_format: str | int = RoutingMapFormat.BYTEMAP
 ) -> tuple[Tensor, Tensor]:
-    """The routing map of the experts that each token would choose, and scores of the logits' shape that add up to 1."""
+    """Return the routing map of the chosen experts, and scores of the logits' shape that sum to 1 per token."""
     routing = route(logits.reshape(-1, logits.shape[-1]), topk, scores=score_function)
     scores = routing.probabilities.view(logits.shape)
     return _routing_map(routing, routing_map_format, logits.shape[:-1]), scores
@@ -69,13 +69,13 @@ def fused_compute_score_for_moe_aux_loss(
 def fused_moe_aux_loss(
     probs: Tensor, tokens_per_expert: Tensor, total_num_tokens: int, num_experts: int, topk: int, coeff: float
 ) -> Tensor:
-    """coeff experts / (topk T²) times the sum over experts of their tokens times their probabilities."""
+    """Return the auxiliary loss coeff experts / (topk T²) × Σ over experts of tokens × probabilities."""
     of_experts = probs.float().sum(0) * tokens_per_expert
     return of_experts.sum() * (coeff * num_experts / (topk * total_num_tokens**2))
 
 
 def _routing_map(routing: Routing, form: str | int, lead: Sequence[int]) -> Tensor:
-    """Which experts each token has chosen, in a format: [*lead, experts] or [*lead, bytes]."""
+    """Return the chosen experts of each token in a format: [*lead, experts] or [*lead, bytes]."""
     try:
         kind = RoutingMapFormat[form.upper()] if isinstance(form, str) else RoutingMapFormat(form)
     except (KeyError, ValueError):

@@ -1,4 +1,4 @@
-"""Transformer Engine's `TransformerLayer`, made of its modules, so that parameters have its names."""
+"""Transformer Engine's `TransformerLayer`, built of its modules so that parameters have its names."""
 
 from functools import partial
 from typing import Any
@@ -15,17 +15,17 @@ from quaver.options import shared, spreads
 from quaver.recipes.text import check_name
 from quaver.torch.nn.transformer import drop_path
 
-#: Options of attention that a layer has by other names, or decides.
+#: Options of attention that a layer names differently or sets itself.
 OF_ATTENTION = (
     *("attn_mask_type", "qkv_format", "attention_type", "input_layernorm", "return_layernorm_output", "return_bias"),
 )
 
 
 class TransformerLayer(Assembled):
-    """Transformer Engine's `TransformerLayer`; `ub_*` are for several ranks.
+    """Transformer Engine's `TransformerLayer`; `ub_*` options have no effect.
 
     Raises:
-        ValueError: options that exclude one another, unknown names, several ranks.
+        ValueError: contradictory options, unknown names, or several ranks.
     """
 
     @spreads(MultiheadAttention, without=OF_ATTENTION)
@@ -44,8 +44,8 @@ class TransformerLayer(Assembled):
         post, decodes = apply_residual_connection_post_layernorm, layer_type == "decoder"
         if parallel_attention_mlp and (post or output_layernorm or decodes):
             raise ValueError(
-                "parallel_attention_mlp is of an encoder that normalizes before its parts: leave layer_type, "
-                "output_layernorm and apply_residual_connection_post_layernorm out"
+                "parallel_attention_mlp needs an encoder with norms before attention and MLP: leave "
+                "layer_type, output_layernorm and apply_residual_connection_post_layernorm out"
             )
         self.parallel_attention_mlp, self.attn_input_format = parallel_attention_mlp, attn_input_format
         self.hidden_dropout, self.drop_path_rate = hidden_dropout, drop_path_rate
@@ -71,7 +71,7 @@ class TransformerLayer(Assembled):
         is_first_microbatch: bool | None = None, checkpoint_core_attention: bool = False,
         inference_params: Any = None, rotary_pos_emb: Any = None, **of_attention: Any,
     ) -> Tensor:  # fmt: skip
-        """What else it takes: as `DotProductAttention`."""
+        """Run the layer; further arguments are those of `DotProductAttention`."""
         x, again = cast_to_autocast(hidden_states), {"checkpoint_core_attention": checkpoint_core_attention}
         own: Any = {"attn_mask_type": self_attn_mask_type, "window_size": window_size}
         own |= {"inference_params": inference_params, "rotary_pos_emb": rotary_pos_emb}
@@ -89,13 +89,13 @@ class TransformerLayer(Assembled):
         return x if last is None else last(x)
 
     def _after(self, x: Tensor, part: Any, drops: bool = True) -> Tensor:
-        """The residual stream after a part, whose norm's output it goes on from where that is given."""
+        """Add a block's output to the residual stream, or to its norm's output if the block returns that."""
         y, x = part if isinstance(part, tuple) else (part, x)
         return self._add(x, y, drops)
 
     def _add(self, x: Tensor, y: Tensor, drops: bool = True) -> Tensor:
         y = F.dropout(y, self.hidden_dropout, self.training)
         if drops and self.training and self.drop_path_rate:
-            # The first axis, which of "sbhd" is tokens, as there.
+            # Drops along the first axis, which for "sbhd" is tokens, as in Transformer Engine.
             y = drop_path(y, self.drop_path_rate)
         return x + y

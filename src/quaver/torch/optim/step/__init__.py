@@ -1,1 +1,1 @@
-"""One optimizer step: eager, compiled, on a GPU and across ranks."""
+"""One optimizer step: eager, compiled, by GPU kernels, and across ranks."""

@@ -1,7 +1,7 @@
-"""A piece's step as one compiled program, for pieces of one shape of all matrices.
+"""Optimizer step of a chunk as a compiled program, shared by chunks of one shape of all matrices.
 
-Where nothing in the way depends on rows, matrices are read as lines of equal width, so that those of every shape
-share a program; what is left at a matrix's end steps without one, by the same bits.
+If rows do not matter to the step, matrices are reshaped to rows of equal width, so that matrices of every shape share a
+program. The rest at a matrix's end steps in eager mode, with the same bits.
 """
 
 import warnings
@@ -24,33 +24,36 @@ from quaver.torch.optim.master_weights import MasterFormat
 from quaver.torch.optim.step import noise
 from quaver.torch.optim.step.step import InplaceStepResult, ParameterTensors, RngKey, StepConfig, move, put
 
-# ---- fours -----------------------------------------------------------------------------------------------
-# A piece whose numbers are of eight or sixteen bits, four at once in an int32 or in two of them: what a compiler for
-# CPUs makes vectors of.
+# ---- packed4 ----
+# Steps of chunks whose tensors are all 8 or 16 bits wide, viewed as int32, so that a CPU compiler can vectorize them.
 #
-# It loads, widens and narrows bytes one after the other, or through memory; of an int32 it takes each by a shift. So
-# every tensor of a piece is read as [blocks, 16], for each block of 64 elements sixteen int32, of sixteen bits two
-# times sixteen, and of every four elements number k is plane k: four planes step by the formulas of `pieces.move`, and
-# share the scales of their blocks. Where all numbers are of sixteen bits they are read as they lie, [blocks, 32], and
-# planes are two. Random words come as many at a time, one for each plane. What lies in memory is float32 of
-# these bits, which Inductor loads whole, int32 by halves that wait for each other. The bits are those of a step without
-# it.
+# A compiler loads, widens and narrows bytes one by one or through memory, but extracts them from an int32 by shifts. So
+# every tensor of a chunk is viewed as [blocks, 16]: for each block of 64 elements sixteen int32, or two times sixteen
+# for
+# 16-bit elements. Element k of every four forms plane k. Four planes step by the formulas of `step.move` and share the
+# scales of their blocks. If all tensors are 16 bits wide, they are read as [blocks, 32] and there are two planes.
+# Random
+# words are drawn per plane. The views are float32, which Inductor loads in full vectors; it loads int32 in halves that
+# wait for each other. The bits are those of an ordinary step.
 
-#: Elements that share a scale of a moment, and of a gradient; of every four elements, how many a block has.
+#: Elements per scale of a moment, elements per scale of a gradient, and int32 lanes per block of 64 bytes.
 BLOCK, LONG, LANES = 64, 128, 16
-#: Bits of a residual.
+#: Bits of a residual by its kind.
 MORE = {"residual8": 8, "residual16": 16}
-#: More than the bits of a finite multiple of a scale.
+#: Larger than the bits of any finite multiple of a scale.
 FAR = 0x70000000
 _LOW = 0xFFFFFFFF
 
-#: int32 [blocks, 16], one of bytes, two of numbers of sixteen bits.
+#: int32 [blocks, 16]: one tensor for bytes, two for 16-bit elements.
 Lanes = tuple[Tensor, ...]
 
 
 def fits(way: StepConfig, own: ParameterTensors) -> bool:
-    """Whether all of a piece's numbers are of eight or sixteen bits that can be read as int32, and its weight has no
-    scale, one that is known beforehand, or scales of blocks that it consists of."""
+    """True if a chunk can step as packed4.
+
+    All its tensors must be 8 or 16 bits wide and readable as int32. Its weight must have no scale, a predicted scale,
+    or scales of blocks that lie within the chunk.
+    """
     return (
         own.weight[0].is_cpu
         and own.weight[0].shape[1] % BLOCK == 0
@@ -96,15 +99,20 @@ def _moment_fits(spec: StateSpec) -> bool:
 
 
 def _lies_in_packed4(t: Tensor) -> bool:
-    """Whether four elements that follow one another are one integer to torch, here and in the next piece: of one row
-    each pieces are contiguous wherever they lie."""
+    """True if every four consecutive elements can be viewed as one integer, in this chunk and the next.
+
+    A chunk of a single row is always contiguous, so strides and offsets are checked too.
+    """
     aligned = t.storage_offset() % 4 == 0 and t.data_ptr() % (4 * t.itemsize) == 0
     return aligned and t.is_contiguous() and t.stride(0) % 4 == 0
 
 
 def viewed(own: ParameterTensors) -> ParameterTensors:
-    """Lines as float32 [blocks, 16] that have their bits, of sixteen bits as int64, or as float32 [blocks, 32] where
-    there are no others; their scales as [blocks], of a gradient half as many."""
+    """View a chunk as float32 [blocks, 16], its 16-bit tensors as int64.
+
+    If all are 16 bits wide, view them as float32 [blocks, 32]. Scales become [blocks], those of a gradient half as
+    many.
+    """
     halves = all(
         t.itemsize == 2 for t in (own.weight[0], own.weight[-1], own.gradient[0], *(m[0] for m in own.moments))
     )
@@ -132,12 +140,12 @@ def run_packed4(
     amax: Tensor | None,
     keep: Tensor | None,
 ) -> InplaceStepResult:
-    """A step in place: `pieces.move` and `pieces.put` of what `viewed` gives."""
+    """Step a chunk in place: `step.move` and `step.put` on the views of `viewed`."""
     master_format, spec = way.master_format, way.master_format.spec
     held = [own.weight[0], *own.weight[1 if spec is None else 2 :]]
     weight, gradient = tuple(map(_lanes, held)), _lanes(own.gradient[0])
     moments = [_lanes(each[0]) for each in own.moments]
-    # Two planes of pairs where all numbers are of sixteen bits.
+    # Two planes if all tensors are 16 bits wide.
     number = 2 if own.gradient[0].shape[1] > LANES else 4
     shares = _shares(way, gradient[0].shape, number, place)
     before = None if spec is None else _spread(decode_scales(own.weight[1], spec, None), spec, gradient[0].shape)
@@ -184,8 +192,11 @@ def run_packed4(
 
 
 def _lanes(held: Tensor) -> Lanes:
-    """Of numbers of sixteen bits the first two and the last two of every four. They are read in a loop of their own,
-    of twice as many, which no other is joined with: steps of two are taken one after the other."""
+    """Split 16-bit elements into the first two and the last two of every four.
+
+    The split is materialized in a loop of its own, because stride-2 loads are not vectorized and would slow down a
+    fused loop.
+    """
     if held.dtype is torch.float32:
         return (held.view(torch.int32),)
     apart = held.view(torch.float32).view(-1, LANES, 2).transpose(1, 2).clone(memory_format=torch.contiguous_format)
@@ -193,15 +204,20 @@ def _lanes(held: Tensor) -> Lanes:
 
 
 def _above(packed: Lanes, k: int, number: int) -> Tensor:
-    """Element k of every so many in the place of the highest, and others below it."""
+    """Shift element k of every `number` elements to the highest bits; lower bits contain other elements."""
     each, lane = number // len(packed), packed[k * len(packed) // number]
     shift = 32 - 32 // each * (k % each + 1)
     return lane << shift if shift else lane
 
 
 def _joined(unpacked: list[Tensor], bits: int, mask: Tensor | None = None) -> Tensor:
-    """Planes of int32, of which so many of the lowest bits count, as `viewed` has them; mask: int32, of bits that
-    are kept."""
+    """Pack planes of int32, of which the lowest `bits` count, into the layout of `viewed`.
+
+    Args:
+        unpacked: the planes.
+        bits: 8 or 16.
+        mask: int32, bits to keep; None keeps all.
+    """
     each, packed = 32 // bits, []
     for i in range(0, len(unpacked), each):
         lane = unpacked[i] & (1 << bits) - 1
@@ -211,13 +227,13 @@ def _joined(unpacked: list[Tensor], bits: int, mask: Tensor | None = None) -> Te
         packed.append(lane if mask is None else lane & mask)
     if len(packed) == 1:
         return packed[0].view(torch.float32)
-    # In a loop of its own: beside an int64 a compiler takes twice as many at once, which do not fit its registers.
+    # In a loop of its own: with int64 in a loop, the compiler unrolls twice as far and runs out of registers.
     low, high = (noise.in_memory(lane).long() for lane in packed)
     return low & _LOW | high << 32
 
 
 def _weight(master_format: MasterFormat, packed: tuple[Lanes, ...], k: int, number: int) -> Tensor:
-    """Weights, of codes as multiples of their scale: `weights.read`."""
+    """Read plane k of the weights as float32, of codes as multiples of their scale; equals `master_weights.read`."""
     bits = 32 * len(packed[0]) // number
     value, below = _above(packed[0], k, number), 32 - bits
     if len(packed) > 1:
@@ -230,13 +246,16 @@ def _weight(master_format: MasterFormat, packed: tuple[Lanes, ...], k: int, numb
 
 
 def _of_e4m3(number: Tensor, below: int) -> Tensor:
-    """Values of E4M3 in the highest bits, with a longer mantissa as far as so many bits below say nothing. They are
-    those of a float32 of another bias, subnormals too; NaN's have the scale NaN."""
+    """Convert E4M3 codes in the highest bits to float32; of the bits below, `below` are ignored, others extend the
+    mantissa.
+
+    The bits are those of a float32 with another exponent bias, subnormals included. NaN codes have the scale NaN.
+    """
     return ((number >> 4) & -0x78000000 - (1 << below - 4)).view(torch.float32) * 2.0**120
 
 
 def _floats(master_format: MasterFormat, unpacked: list[Tensor], lost: list[Tensor | None]) -> list[Tensor]:
-    """What holds weights that no GEMM reads in codes: `weights.write`."""
+    """Write weights that are not codes; equals `master_weights.write`."""
     if master_format.kind == "plain":
         return [_joined([_bfloat16(x, drawn) for x, drawn in zip(unpacked, lost, strict=True)], 16)]
     if master_format.kind == "remainder":
@@ -248,7 +267,7 @@ def _floats(master_format: MasterFormat, unpacked: list[Tensor], lost: list[Tens
 def _longer(
     master_format: MasterFormat, unpacked: list[Tensor], lost: list[Tensor | None]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Codes and residuals of multiples of scales, and the numbers that they are parts of."""
+    """Return packed codes and residuals of multiples of scales, and the integers that they represent."""
     more = MORE[master_format.kind]
     numbers = [master_weights.numbers(master_format, x, more, drawn) for x, drawn in zip(unpacked, lost, strict=True)]
     both = [master_weights.halves(master_format, number, x, more) for number, x in zip(numbers, unpacked, strict=True)]
@@ -259,14 +278,14 @@ def _longer(
 def _coded(
     master_format: MasterFormat, unpacked: list[Tensor], lost: list[Tensor | None], amax: Tensor
 ) -> tuple[list[Tensor], Tensor, Tensor]:
-    """What holds weights of codes with one scale, the largest of them, and their scale."""
+    """Write weights as codes with a single, predicted scale: returns tensors, the new amax, and the scale."""
     spec = master_format.spec
     assert spec is not None
     top = reference.given_bits(amax, amax.view(1, 1))
     e = reference.factors(top, spec)
     scaled = [x * e for x in unpacked]
     written, numbers = _longer(master_format, scaled, lost)
-    # The largest number, and far above it what is not finite.
+    # Largest integer, or far above it if a value is not finite.
     largest = _most([torch.maximum(number, magnitude_bits(x) - FAR) for number, x in zip(numbers, scaled, strict=True)])
     largest = largest.amax().view(1, 1)
     stored = reference.stored_scale(top, (top < INFINITY_BITS) & (largest < INFINITY_BITS - FAR), e, spec)
@@ -280,14 +299,14 @@ def _coded(
 def _coded_in_blocks(
     master_format: MasterFormat, unpacked: list[Tensor], lost: list[Tensor | None], blocks: torch.Size
 ) -> list[Tensor]:
-    """What holds weights of codes with scales of blocks, which are measured: codes, scales and residuals."""
+    """Write weights as codes with measured block scales: returns codes, scales and residuals."""
     spec = master_format.spec
     assert spec is not None
     high, wide = spec.block
     assert high is not None and wide is not None
-    # In a loop of its own: one that takes rows together reads across lines.
+    # In a loop of its own: fused, it would read across rows.
     most = noise.in_memory(_most([x.abs() for x in unpacked]).view(torch.int32)).view(torch.float32)
-    # By magnitude: a compiler's largest of NaN has all bits set.
+    # Use magnitude bits: in compiled code the maximum of NaN has all bits set.
     top = magnitude_bits(most.view(blocks[0], high, blocks[1], wide // 4).amax((1, 3)))
     top = torch.where(top < SMALLEST_NORMAL_BITS, 0, top)
     e = reference.factors(top, spec)
@@ -297,8 +316,10 @@ def _coded_in_blocks(
 
 
 def _spread(blocks: Tensor, spec: QuantSpec, packed: torch.Size) -> Tensor:
-    """One number a block of weights to one for every four elements, of which one line for all rows of blocks lies in
-    memory; one of all stays."""
+    """Expand block scales to one number for every four weights.
+
+    Only one row per row of blocks is materialized. A per-tensor scale is returned unchanged.
+    """
     high, wide = spec.block
     if high is None or wide is None:
         return blocks
@@ -309,7 +330,7 @@ def _spread(blocks: Tensor, spec: QuantSpec, packed: torch.Size) -> Tensor:
 
 
 def _shares(way: StepConfig, shape: torch.Size, number: int, place: tuple[Tensor, ...] | None) -> list[list[Tensor]]:
-    """Noise of each plane for each code that is rounded at random."""
+    """Return the noise of each plane, for each stochastically rounded code."""
     if place is None:
         return [[] for _ in range(number)]
     words = noise.traced_pairs(shape, *place) if number == 2 else noise.traced_packed4(shape, *place)
@@ -324,34 +345,34 @@ def _moment(packed: Lanes, held: tuple[Tensor, ...], spec: StateSpec, k: int, nu
 
 
 def _written(unpacked: list[Tensor], spec: StateSpec, drawn: list[Tensor | None]) -> list[Tensor]:
-    """Codes and scales of a moment, or what it is in sixteen bits."""
+    """Return codes and scales of a moment, or its bfloat16 bits."""
     if spec.of.kind == "bfloat16":
         return [_joined([_bfloat16(x, u) for x, u in zip(unpacked, drawn, strict=True)], 16)]
-    # In float32: beside a narrower number a compiler takes twice as many at once, which do not fit its registers.
+    # Use float32: with a narrower dtype in a loop, the compiler unrolls twice as far and runs out of registers.
     scale = codes.wide_scale_of(_most([x.abs() for x in unpacked]).amax(-1), spec)
     wide = scale.unsqueeze(-1)
     usable = (wide > 0) & (wide <= codes.LARGEST)
     inverse = torch.where(usable, wide, 1.0).reciprocal()
-    # No code where a block has no scale.
+    # Codes are 0 where a block has no scale.
     mask = -usable.to(torch.int32)
     written = [_code(x, inverse, spec, u) for x, u in zip(unpacked, drawn, strict=True)]
     return [_joined(written, 8, mask), scale.bfloat16()]
 
 
 def _bfloat16(x: Tensor, drawn: Tensor | None) -> Tensor:
-    """bfloat16's bits in the lowest sixteen, rounded at random; infinities and NaN stay: `codes.to_bfloat16`."""
+    """Round stochastically to bfloat16 bits in the lowest 16; infinities and NaN stay. Equals `codes.to_bfloat16`."""
     assert drawn is not None
     bits = x.view(torch.int32)
     return torch.where((bits & 0x7FFFFFFF) < INFINITY_BITS, bits + (drawn << 1), bits) >> 16
 
 
 def _code(x: Tensor, inverse: Tensor, spec: StateSpec, drawn: Tensor | None) -> Tensor:
-    """A code of kind "mitchell" in the lowest byte of int32: `codes.encode` of a block that has a scale."""
+    """Return codes of kind "mitchell" in the lowest byte of int32; equals `codes.encode` for blocks with a scale."""
     bits = x.view(torch.int32) & 0x7FFFFFFF
     c = codes.mitchell(bits.view(torch.float32) * inverse, spec.of.halvings, drawn)
     if spec.of.signed:
         c = (c.view(torch.int32) | (x.view(torch.int32) & -0x80000000)).view(torch.float32)
-    # Added to 1.5 × 2**23 a number is rounded to a whole one, which its lowest bits are.
+    # Adding 1.5 × 2**23 rounds a number to an integer in the lowest bits.
     c = (c + 1.5 * 2.0**23).view(torch.int32)
     return torch.maximum(c & 0xFF, bits.clamp(max=1)) if spec.floor else c
 
@@ -361,18 +382,17 @@ def _most(unpacked: list[Tensor]) -> Tensor:
     return torch.maximum(torch.maximum(a, b), torch.maximum(c, d))
 
 
-# ---- compiled --------------------------------------------------------------------------------------------
+# ---- compilation ----
 
-#: Programs of one optimizer, one for each size of a piece; matrices that would need another step without one.
+#: Maximum number of programs of one optimizer, one for each shape of a chunk; further shapes step in eager mode.
 MOST = 16
 
-#: A tensor of a piece to a compiler.
+#: Shape, strides, dtype and device of a tensor.
 Kind = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 
 
 class Program(NamedTuple):
-    """What is compiled: the way, what a piece consists of, which numbers are not given, and whether four bytes step at
-    once."""
+    """Key of a compiled program: step configuration, tensors of the chunk, absent arguments, and packed4 or not."""
 
     way: StepConfig
     kinds: tuple[Kind, ...]
@@ -381,22 +401,23 @@ class Program(NamedTuple):
     four: bool
 
 
-#: A piece is called a thousand times a second with what `Program` has compared, so the compiler compares nothing.
+#: No guards: chunks step a thousand times a second, and `Program` has already compared everything.
 OPTIONS: dict[str, Any] = {
     "guard_filter_fn": torch.compiler.skip_all_guards_unsafe,
     "size_asserts": False,
     "alignment_asserts": False,
 }
-#: Bytes of what a program computes with, at least. glibc gives what is freed back to the system where that is more than
-#: twice the largest block that was mapped and freed before, and the next piece has it mapped anew: in some processes
-#: that have freed no large tensor 3,000 page faults a piece, two fifths of a step.
+#: Size of a tensor that is allocated and freed once. glibc returns freed memory to the system if it exceeds twice the
+#: largest block that was mapped and freed before. Without this, some processes had 3,000 page faults per chunk, two
+#: fifths
+#: of a step.
 TEMPORARIES = 1 << 24
-#: Of this process: an optimizer's program is another's.
+#: Programs of this process, shared by all optimizers.
 _programs: dict[Program, Callable[..., InplaceStepResult]] = {}
 
 
 class CompiledSteps:
-    """The programs of an optimizer, compiled when they are first needed."""
+    """Programs of an optimizer, compiled at first use."""
 
     def __init__(self) -> None:
         self.programs: set[Program] = set()
@@ -404,12 +425,12 @@ class CompiledSteps:
         torch.empty(TEMPORARIES, dtype=torch.uint8, device="cpu")
 
     def program(self, key: Program) -> Callable[..., InplaceStepResult] | None:
-        """What steps such pieces; None if there are too many programs."""
+        """Return the program for a key; None if there would be too many."""
         if self.failed or (key not in self.programs and len(self.programs) >= MOST):
             return None
         self.programs.add(key)
         if key not in _programs:
-            # What the compiler knows of a function belongs to its code: each program has one of its own.
+            # The compiler caches by code object, so each program gets its own copy.
             run = run_packed4 if key.four else _run
             code = run.__code__.replace(co_name=f"optimizer_step_{len(_programs)}")
             own = FunctionType(code, run.__globals__)
@@ -424,10 +445,10 @@ class CompiledSteps:
         drawn: RngKey,
         keep: Tensor | None,
     ) -> Callable[[ParameterTensors, int, Tensor | None], Callable[[], InplaceStepResult | None] | None]:
-        """What makes steps of a parameter's pieces, as `Programs` says it."""
-        # Of one parameter pieces differ in how many rows they have: whether those are read in fours, what steps them.
+        """Return a function that prepares steps of a parameter's chunks; implements `StepPrograms.begin`."""
+        # By number of rows, in which a parameter's chunks differ: packed4 or not, and the program.
         runs: dict[int, tuple[bool, Callable[..., InplaceStepResult] | None]] = {}
-        # A program compares nothing, and would read the bits of another dtype.
+        # A program has no guards and would misread scalars of another dtype.
         numbers = scalars if factor is None else (*scalars, factor)
         read = all(number.dtype is torch.float32 and not number.dim() for number in numbers)
         given: tuple[Tensor, Tensor] | None = None
@@ -440,10 +461,10 @@ class CompiledSteps:
                 return None
             rows, elements = own.weight[0].shape[0], own.weight[0].numel()
             if rows not in runs and not all(type(t) is Tensor for t in _tensors(own)):
-                # A program reads memory, which a fake tensor has none of.
+                # A program reads memory, which fake tensors lack.
                 runs[rows] = False, None
             four = runs[rows][0] if rows in runs else fits(way, own)
-            # Counters of four elements each: beyond it the upper word is another one.
+            # The upper counter word must be the same for the whole chunk.
             if four and first >> 34 != (first + elements - 1) >> 34:
                 return None
             own = viewed(own) if four else _typed(way, own)
@@ -464,18 +485,18 @@ class CompiledSteps:
         return step_of
 
     def _run(self, program: Callable[..., InplaceStepResult], given: tuple[Any, ...]) -> InplaceStepResult | None:
-        """A piece's step by its program; None if that cannot be compiled."""
+        """Run a program on a chunk; returns None if it cannot be compiled."""
         if self.failed:
             return None
         try:
             return program(*given)
         except Exception as error:
-            # Compilation fails before anything is written to.
+            # Compilation fails before anything is written.
             self.failed = True
             said = (str(error).strip() or "no reason given").splitlines()[0]
             warnings.warn(
-                f"the optimizer's step was not compiled ({type(error).__name__}: {said}); its steps go on without: "
-                "the same numbers, slower",
+                f"the optimizer's step was not compiled ({type(error).__name__}: {said}); it continues "
+                "without compilation: the same numbers, slower",
                 stacklevel=2,
             )
             return None
@@ -486,7 +507,7 @@ def _tensors(own: ParameterTensors) -> tuple[Tensor, ...]:
 
 
 def _place(first: int, four: bool, keys: Tensor, upper: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What a program is given of a piece's noise: of four elements at once the lower word of its first counter."""
+    """Return the tensors that locate a chunk's noise; for packed4, the lower word of its first counter."""
     if not four:
         return torch.tensor(first, dtype=torch.int64, device=keys.device), keys, upper
     high, low = divmod(first // 4, 1 << 32)
@@ -496,8 +517,11 @@ def _place(first: int, four: bool, keys: Tensor, upper: Tensor) -> tuple[Tensor,
 
 
 def _typed(way: StepConfig, own: ParameterTensors) -> ParameterTensors:
-    """A piece whose codes have the dtype of which a compiler for CPUs makes vectors: their format's; bytes, where they
-    are E4M3 and `in_bytes`. What it views as another dtype itself it takes one after the other."""
+    """View a chunk's codes in the dtype that a CPU compiler can vectorize.
+
+    That is the dtype of their format, or bytes for E4M3 if `in_bytes`. A view as another dtype inside the program would
+    be processed element by element.
+    """
     gradient, weight, master_format = own.gradient, own.weight, way.master_format
     if way.gradient is not None and way.gradient.of.format is not None:
         fmt = way.gradient.of.format
@@ -509,8 +533,9 @@ def _typed(way: StepConfig, own: ParameterTensors) -> ParameterTensors:
 
 
 def in_bytes(t: Tensor) -> bool:
-    """Whether a compiler converts float8 one number after the other, and has no products of vectors of int64: on CPUs
-    without AVX-512."""
+    """True if a compiler converts float8 element by element and has no int64 vector products: on CPUs without
+    AVX-512.
+    """
     return t.is_cpu and torch.backends.cpu.get_cpu_capability() != "AVX512"
 
 

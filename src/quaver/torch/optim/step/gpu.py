@@ -1,8 +1,9 @@
-"""Which parameters a kernel steps, many in one launch, and what it is told of them; the others step piece by piece.
+"""Selection of parameters that a GPU kernel steps, many per launch, and its arguments; the others step chunk by chunk.
 
-Kernels take Adam, AdamW and Lion, weights that are floats or E4M3 codes with one scale or with scales of blocks, and
-moments that are floats or codes in blocks of 64: the presets `float32`, `exact`, `balanced` and `lean`; and SGD of
-weights that are floats or have scales of blocks. Their bits are those of `pieces`.
+Kernels support Adam, AdamW and Lion with weights that are floats, or E4M3 codes with one scale or block scales, and
+with moments that are floats or codes in blocks of 64. These are the presets `float32`, `exact`, `balanced` and `lean`.
+They support SGD with weights that are floats or have block scales. The bits are those of
+`quaver.torch.optim.step.step`.
 """
 
 import warnings
@@ -25,16 +26,16 @@ from quaver.torch.optim.step.step import ParameterTensors, StepConfig
 if TYPE_CHECKING:
     from quaver.torch.backends.gpu import optim
 
-#: Moments that have scales of blocks, and whether they may be negative.
+#: Moment formats with block scales, and True for those that may be negative.
 CODES = {
     **{"int8_mitchell/64": True, "int8_mitchell/64 stochastic": True},
     **{"uint8_mitchell4/64 floor": False, "uint8_mitchell4/64 stochastic floor": False},
 }
-#: Gradients: floats, and codes.
+#: Supported gradients: float dtypes, and a format of codes.
 FLOATS, HELD = (torch.float32, torch.bfloat16, torch.float16), "e4m3/128"
-#: Blocks of codes that a kernel measures, and their scales: those of `blockwise` and `mxfp8`.
+#: Block shapes whose scales a kernel measures, and kinds of scale: those of `blockwise` and `mxfp8`.
 MEASURED: dict[Block, tuple[str, ...]] = {(128, 128): ("fp32", "power_of_two"), (32, 32): ("e8m0",), (1, 32): ("e8m0",)}
-#: Blocks of a parameter are counted in 32 bits.
+#: Maximum number of elements, because blocks of a parameter are counted in 32 bits.
 MOST = 2**36
 
 
@@ -43,26 +44,28 @@ def _no_kernels(weight: Tensor, *_: object) -> str:
 
 
 def reason(weight: Tensor, way: StepConfig, parts: ParameterTensors, place: Place, step: Tensor) -> str:
-    """Why no kernel steps a parameter, or "".
+    """Return why no kernel can step a parameter, or "".
 
     Args:
-        weight: as it lies.
-        parts: all of it as matrices; place: where that lies in the whole parameter.
-        step: the count of its steps.
+        weight: the parameter's local tensor.
+        way: step configuration.
+        parts: all its tensors, as matrices.
+        place: position of these in the whole parameter.
+        step: its step count.
     """
     if isinstance(way.rule, SGD) and way.predicts:
-        return "the next scale of codes that SGD steps follows from the largest gradient, which is looked for first"
+        return "the next scale of codes that SGD steps depends on the largest gradient, which must be found first"
     if not isinstance(way.rule, (Adam, Lion, SGD)):
-        return f"the kernel has no {type(way.rule).__name__}"
+        return f"the kernel does not support {type(way.rule).__name__}"
     for spec, signed in zip(way.moments, way.rule.signed, strict=True):
         if not _writes(spec, signed):
-            return f"the kernel writes no moments in {spec.text}"
+            return f"the kernel does not support moments in {spec.text}"
     if weight.data_ptr() != parts.weight[0].data_ptr():
-        return "it does not lie row by row"
+        return "it is not row-major"
     return _of_weight(way, weight) or _of_gradient(way, parts) or _of_place(way, parts, place, step)
 
 
-#: Whether a kernel steps a parameter, or its pieces do.
+#: Operation that is True if a kernel steps a parameter, False if it steps chunk by chunk.
 TAKES: Operation[bool] = Operation(
     "optimizer_step",
     [Implementation("triton", lambda *_: True, reason, _no_kernels), Implementation("reference", lambda *_: False)],
@@ -79,22 +82,22 @@ def _of_weight(way: StepConfig, weight: Tensor) -> str:
     master_format, spec = way.master_format, way.master_format.spec
     if spec is None:
         whole = weight.dtype in FLOATS and not master_format.master
-        return "" if whole else f"the kernel writes no {weight.dtype}, or none with a master"
+        return "" if whole else f"the kernel does not support {weight.dtype}, or not with a master"
     if weight.dim() == 3 and (spec.block[0] is None or weight.shape[1] % spec.block[0]):
-        return "a matrix of its stack ends within a block, or has one scale of its own"
+        return "a matrix of its stack ends within a block, or has a single scale"
     in_all = spec.per_tensor and spec.scale in ("fp32", "power_of_two")
     if spec.format != E4M3 or spec.hadamard or not (in_all or spec.scale in MEASURED.get(spec.block, ())):
-        return f"the kernel writes E4M3 codes with one scale or those of blockwise and mxfp8, and these are {spec}"
+        return f"the kernel supports E4M3 codes with one scale or those of blockwise and mxfp8, and these are {spec}"
     if master_format.kind not in (("residual8", "residual16") if in_all else ("residual8", "residual16", "float32")):
-        return f"the kernel writes no masters in {master_format.kind} beside codes of {spec}"
-    return "" if way.predicts or not in_all else "the scale of its codes follows from the weight after the step"
+        return f"the kernel does not support masters in {master_format.kind} beside codes of {spec}"
+    return "" if way.predicts or not in_all else "the scale of its codes depends on the weight after the step"
 
 
 def _of_gradient(way: StepConfig, parts: ParameterTensors) -> str:
     if way.gradient is not None:
-        return "" if way.gradient.text == HELD else f"the kernel reads no gradients in {way.gradient.text}"
+        return "" if way.gradient.text == HELD else f"the kernel does not support gradients in {way.gradient.text}"
     dtype = parts.gradient[0].dtype
-    return "" if dtype in FLOATS else f"the kernel reads no gradients in {dtype}"
+    return "" if dtype in FLOATS else f"the kernel does not support gradients in {dtype}"
 
 
 def _of_place(way: StepConfig, parts: ParameterTensors, place: Place, step: Tensor) -> str:
@@ -106,22 +109,22 @@ def _of_place(way: StepConfig, parts: ParameterTensors, place: Place, step: Tens
         return "its rows are in parts on ranks" if not place.joined else "it has more elements than the kernel counts"
     spec = way.master_format.spec
     if spec is not None and _cut(place, spec.block[0] or 1):
-        return "ranks have parts of its blocks"
+        return "its blocks cross shards"
     if spec is not None and spec.block[0] == 1 and not _in_runs(tensors):
-        return "rows that have scales of their own are stepped 32 at once and in blocks of 128, which these are not"
+        return "weights with row scales are stepped 32 rows at a time and in blocks of 128, which do not fit this shape"
     if not all(t.is_contiguous() for t in tensors):
-        return "its tensors do not lie row by row"
+        return "its tensors are not contiguous"
     return "" if all(t.device == weight.device for t in (*tensors, step)) else "its states are on other devices"
 
 
 def _in_runs(tensors: Sequence[Tensor]) -> bool:
-    """Whether a matrix, the first of its tensors, is whole blocks that lie at multiples of what is read at once."""
+    """True if a matrix, the first tensor, consists of whole blocks, and all tensors are aligned for vector loads."""
     rows, columns = tensors[0].shape
     return rows % 32 == 0 and columns % 128 == 0 and all(t.data_ptr() % 16 == 0 for t in tensors)
 
 
 def _cut(place: Place, high: int) -> bool:
-    """Whether a part of a matrix begins or ends within a block of so many rows."""
+    """True if a shard begins or ends within a block of `high` rows."""
     start, stop = place.start[0], place.start[0] + place.part[0]
     return bool(start % high) or (bool(stop % high) and stop != place.whole[0])
 
@@ -135,13 +138,16 @@ def row(
     state: dict[str, Tensor],
     factor: Tensor | None,
 ) -> "optim.ParameterRow":
-    """A parameter as the kernel is told of it.
+    """Describe a parameter for the kernel.
 
     Args:
-        number: of the parameter in its optimizer.
-        factor: what gradients are multiplied by, float32 of one element on its device.
+        way, parts, place: as in `reason`.
+        seed: seed of stochastic rounding.
+        number: index of the parameter in its optimizer.
+        state: its state, with "step", and "amax" if scales are predicted.
+        factor: multiplier of the gradient, float32 of one element on its device, or None.
     """
-    # Triton is imported when a tensor on a GPU comes.
+    # Import Triton only when a tensor on a GPU appears.
     from quaver.torch.backends.gpu import optim
 
     master_format, rule = way.master_format, way.rule
@@ -173,7 +179,7 @@ def row(
 
 
 def _named(rule: UpdateRule) -> str:
-    """In the kernel's words."""
+    """Return the kernel's name of a rule."""
     if isinstance(rule, Lion):
         return "lion"
     if isinstance(rule, SGD):
@@ -183,7 +189,7 @@ def _named(rule: UpdateRule) -> str:
 
 
 class Launches:
-    """The parameters of one step that kernels take, by device."""
+    """Parameters of one step that kernels step, by device."""
 
     def __init__(self, kept: "dict[torch.device, optim.OptimizerLaunches]") -> None:
         self.kept = kept
@@ -191,21 +197,23 @@ class Launches:
         self.scalars: dict[torch.device, list[Tensor]] = {}
 
     def add(self, rows: "Sequence[optim.ParameterRow]", scalars: Tensor) -> None:
-        """Take parameters along whose counts of steps lie on one device.
+        """Add parameters whose step counts are on one device.
 
         Args:
-            scalars: of their rule, float32 [scalars, rows].
+            rows: the parameters.
+            scalars: scalars of their rule, float32 [scalars, rows].
         """
         self.rows.setdefault(scalars.device, []).extend(rows)
         self.scalars.setdefault(scalars.device, []).append(scalars)
 
     def run(self, keep: Tensor | None, statistics: bool) -> Mapping[torch.device, Tensor | None]:
-        """Step them.
+        """Step all added parameters.
 
         Args:
-            keep: bool [], False leaves everything as it is.
+            keep: bool []; False leaves everything unchanged; None always steps.
+            statistics: count clamped updates.
         Returns:
-            By device how many updates were held to their bound, int64 [rows], if statistics are asked for.
+            By device, the number of clamped updates, int64 [rows], or None without statistics.
         """
         if not self.rows:
             return {}
@@ -220,14 +228,14 @@ class Launches:
 
 
 def warn_once(said: set[str], weight: Tensor, *given: object) -> None:
-    """Warn once of each reason for which no kernel steps a parameter on a GPU."""
+    """Warn once for each reason why kernels cannot step a parameter on a GPU."""
     if not weight.is_cuda:
         return
     why = dict(TAKES.explain(weight, *given)).get("triton", "")
     if why and why not in said:
         said.add(why)
         warnings.warn(
-            f"parameters such as one of shape {tuple(weight.shape)} step in plain torch operations, the same numbers "
-            f"and slower, because {why}",
+            f"parameters such as one of shape {tuple(weight.shape)} are stepped by plain torch operations, "
+            f"with the same numbers but slower, because {why}",
             stacklevel=2,
         )

@@ -1,4 +1,4 @@
-"""Where a parameter's tensors lie: whole on one device, or as this rank's rows of a DTensor."""
+"""Layout of a parameter's tensors: whole on one device, this rank's shard of a DTensor, or a stack of matrices."""
 
 from collections.abc import Sequence
 from math import prod
@@ -18,32 +18,34 @@ from quaver.torch.optim.step.noise import Place
 from quaver.torch.optim.step.step import ParameterTensors, StepConfig
 from quaver.torch.state.layer_state import state_of
 
-# ---- stacks ----------------------------------------------------------------------------------------------
-# Stacks of matrices in codes, as experts lie in: each matrix has scales of its own, and steps as if it were alone.
+# ---- stacks ----
+# Stacks of matrices such as expert weights: each matrix has its own scales and steps separately.
 
 
 def is_stack(p: Tensor, spec: QuantSpec | None, whole: bool = False) -> bool:
-    """Whether a parameter is several matrices that step one by one: of codes, or under a rule of whole matrices.
+    """True if a parameter is a stack whose matrices step separately: stored as codes, or under a rule for whole
+    matrices.
 
     Args:
-        spec: of codes; None of a float, all of whose rows are alike.
-        whole: whether the rule needs all of a matrix at once.
+        p: the parameter.
+        spec: spec of its codes; None for a float.
+        whole: the rule needs a whole matrix at once.
     """
     return (spec is not None or whole) and p.dim() == 3
 
 
 def check(p: Tensor, way: StepConfig, preset: str) -> None:
-    """Refuse what has one scale for all matrices of a stack. Raises: ValueError."""
+    """Raise a ValueError if a preset would use one scale for all matrices of a stack."""
     in_all = any(spec.of.scaled and spec.block is None for spec in way.moments) or way.master_format.whole
     if in_all and is_stack(p, way.master_format.spec, way.rule.whole):
         raise ValueError(
             f"a parameter of shape {tuple(p.shape)} is a stack of matrices, and preset {preset!r} has one "
-            "scale for all of a parameter: take one with scales of blocks, such as 'balanced' or 'lean'"
+            "scale per parameter: use one with block scales, such as 'balanced' or 'lean'"
         )
 
 
 def scales_by_rows(p: Tensor, spec: QuantSpec, scale: Tensor) -> Tensor:
-    """The scales of each row of a stack's matrices, one below the other: [groups * rows, blocks of a row]."""
+    """Expand the scales of a stack to one row per weight row: [groups * rows, blocks per row]."""
     groups, rows = p.shape[0], prod(p.shape[1:-1])
     if spec.block[0] is None:
         return scale.reshape(groups, 1, -1).expand(-1, rows, -1).reshape(groups * rows, -1)
@@ -51,22 +53,24 @@ def scales_by_rows(p: Tensor, spec: QuantSpec, scale: Tensor) -> Tensor:
 
 
 def blocks_of(p: Tensor, spec: QuantSpec, group: int) -> slice:
-    """Which rows of a stack's scales, one matrix's below the other's, are a matrix's."""
+    """Return the rows of a stack's flattened scales that belong to one matrix."""
     height = spec.block[0]
     each = 1 if height is None else -(-p.shape[1] // height)
     return slice(group * each, (group + 1) * each)
 
 
 def together(each: list[Tensor], p: Tensor) -> Tensor:
-    """One number or matrix of each group in one tensor, [groups, ...]."""
+    """Stack one tensor per matrix to [groups, ...]."""
     return torch.stack(each) if each else torch.empty((0,), dtype=torch.float32, device=p.device)
 
 
-# ---- layout ----------------------------------------------------------------------------------------------
+# ---- shards ----
 
 
 def local(t: Tensor) -> Tensor:
-    """This rank's part; all of a tensor that is whole. Of one that fully_shard gathers as codes, what it holds."""
+    """Return this rank's shard of a DTensor, unwrapped from `gather_quantized`'s classes; any other tensor
+    unchanged.
+    """
     if not isinstance(t, DTensor):
         return t
     part = t.to_local()
@@ -75,11 +79,12 @@ def local(t: Tensor) -> Tensor:
 
 
 def like(p: Tensor, part: Tensor, shape: Sequence[int]) -> Tensor:
-    """A state that lies as the parameter does, so that checkpoints and meshes see what it is a part of.
+    """Wrap a state like its parameter, as a DTensor with the same mesh and placements, for checkpoints.
 
     Args:
-        part: this rank's.
-        shape: of the whole state.
+        p: the parameter.
+        part: this rank's shard of the state.
+        shape: shape of the whole state.
     """
     if not isinstance(p, DTensor) or part.dim() == 0:
         return part
@@ -92,9 +97,9 @@ def like(p: Tensor, part: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def divided(p: Tensor) -> list[tuple[int, int]]:
-    """The dimensions of a parameter that ranks have parts of, and the mesh's dimension of these, in order of cutting.
+    """Return (dimension, mesh dimension) of each sharding of a parameter, in the order in which it was applied.
 
-    fully_shard cuts what tensor parallelism has cut before it, and stands before it in the mesh.
+    fully_shard shards what tensor parallelism has sharded before, although its mesh dimension comes first.
     """
     if not isinstance(p, DTensor):
         return []
@@ -108,18 +113,18 @@ def _cuts(p: DTensor, over: int) -> bool:
 
 
 def groups(p: Tensor) -> tuple[Any, ...]:
-    """The process groups whose ranks have other parts of a parameter each, those of one after those of the other."""
+    """Return the process groups over which a parameter is sharded, in the order of `divided`."""
     return tuple(p.device_mesh.get_group(over) for _, over in divided(p))  # type: ignore[attr-defined]
 
 
 def sharing(p: Tensor) -> tuple[Any, ...]:
-    """The process groups of a sharded parameter, those of its replicas included; none of an unsharded one."""
+    """Return all process groups of a sharded parameter, including those of replicas; empty if it is not sharded."""
     mesh: Any = p.device_mesh if divided(p) else None  # type: ignore[attr-defined]
     return () if mesh is None else tuple(mesh.get_group(over) for over in range(mesh.ndim) if mesh.size(over) > 1)
 
 
 def place(p: Tensor) -> Place:
-    """Where this rank's part of a parameter lies in the whole."""
+    """Return the position of this rank's shard in the whole parameter."""
     start, stop = [0] * p.dim(), list(p.shape)
     for dim, over in divided(p):
         mesh: Any = p.device_mesh  # type: ignore[attr-defined]
@@ -132,22 +137,24 @@ def place(p: Tensor) -> Place:
 
 
 def gradient(p: Tensor) -> Tensor:
-    """This rank's part of a gradient, which lies as its parameter does; all ranks call it alike."""
+    """Return this rank's shard of a gradient with its parameter's placements; may communicate, so all ranks
+    must call it.
+    """
     assert p.grad is not None
     if isinstance(p, DTensor) and isinstance(p.grad, DTensor) and p.grad.placements != p.placements:
-        # As of a parameter that ranks have copies of, where each has a part of the sum.
+        # For instance partial sums of a replicated parameter.
         return p.grad.redistribute(placements=p.placements).to_local()
     return part_of_gradient(p)
 
 
 def part_of_gradient(p: Tensor) -> Tensor:
-    """What this rank has of a gradient, a plain tensor unless it is stored as codes."""
+    """Return this rank's local gradient, a plain tensor unless it is quantized."""
     assert p.grad is not None
     return unwrapped(local(p.grad))
 
 
 def agreed(finite: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
-    """Whether all ranks' parts of parameters are finite, bool [] each, from whether each one's own are."""
+    """All-reduce the flags of which parameters' gradients are finite, bool [] each."""
     if not parameters:
         return finite
     bits = torch.stack([ok.to(parameters[0].device) for ok in finite]).logical_not().int()
@@ -157,21 +164,22 @@ def agreed(finite: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
 
 
 def check_divided(p: Tensor, way: StepConfig, preset: str) -> None:
-    """Refuse what a rank cannot step with a part of a parameter alone. Raises: ValueError."""
+    """Raise a ValueError if a sharded parameter cannot be stepped shard by shard."""
     cuts = divided(p)
     if isinstance(p, DTensor) and p.dtype in CODES and p.dim() == 3:
         raise ValueError(
-            f"a stack of matrices of {p.dtype} was given to fully_shard, which rounds gradients to its dtype: call "
-            "quaver.torch.dequantize_weights(model) before fully_shard, or leave it out with ignored_params="
+            f"a stack of matrices of {p.dtype} was passed to fully_shard, which rounds gradients to its "
+            "dtype: call quaver.torch.dequantize_weights(model) before fully_shard, or leave it out with "
+            "ignored_params="
         )
     if isinstance(p, DTensor) and p.dtype in CODES:
         raise ValueError(
-            f"a parameter of {p.dtype} was given to fully_shard as it is, which rounds gradients to its dtype: call "
-            "quaver.torch.parallel.gather_quantized(model) before fully_shard"
+            f"a parameter of {p.dtype} was passed directly to fully_shard, which rounds gradients to its "
+            "dtype: call quaver.torch.parallel.gather_quantized(model) before fully_shard"
         )
     if not cuts:
         return
-    lies = f"a parameter of shape {tuple(p.shape)} lies in parts on the ranks of {p.device_mesh}"  # type: ignore[attr-defined]
+    lies = f"a parameter of shape {tuple(p.shape)} is sharded over the ranks of {p.device_mesh}"  # type: ignore[attr-defined]
     rule = type(way.rule).__name__
     if way.rule.whole:
         raise ValueError(
@@ -180,29 +188,30 @@ def check_divided(p: Tensor, way: StepConfig, preset: str) -> None:
         )
     if any(spec.of.scaled and spec.block is None for spec in way.moments) or way.master_format.whole:
         raise ValueError(
-            f"{lies}, and preset {preset!r} has one scale for all of it: take one with scales of blocks, such as "
-            "'balanced' or 'lean'"
+            f"{lies}, and preset {preset!r} has one scale for the whole parameter: use one with block scales, "
+            "such as 'balanced' or 'lean'"
         )
     of_codes = way.master_format.spec
     if of_codes is not None and (len(cuts) > 1 or cuts[0][0] != 0):
-        raise ValueError(f"{lies}, which divide more than rows of codes: let fully_shard alone divide it, by rows")
+        raise ValueError(f"{lies} by more than rows, which codes do not support: shard it by fully_shard only")
     height = 1 if of_codes is None else of_codes.block[0] or 1
     if way.predicts and p.shape[0] % (height * p.device_mesh.size(cuts[0][1])) and height > 1:  # type: ignore[attr-defined]
         raise ValueError(
-            f"{lies}, which divide blocks of {height} whole rows, and preset {preset!r} knows their scales before a "
-            "step: give fewer ranks, or a recipe with another block"
+            f"{lies}, which cuts blocks of {height} whole rows, and preset {preset!r} needs their scales "
+            "before a step: use fewer ranks, or a recipe with another block"
         )
     ranks = prod(p.device_mesh.size(over) for dim, over in cuts if dim == p.dim() - 1)  # type: ignore[attr-defined]
     for spec in way.moments:
         if ranks > 1 and spec.of.scaled and spec.block is not None and p.shape[-1] % (spec.block * ranks):
             raise ValueError(
-                f"{lies}, of which {ranks} divide its {p.shape[-1]} columns, and preset {preset!r} has a scale for "
-                f"each {spec.block}: take preset='exact' or 'float32' for it, or fewer ranks for tensor parallelism"
+                f"{lies}, {ranks} of which shard its {p.shape[-1]} columns, and preset {preset!r} has a scale "
+                f"for each {spec.block}: use preset='exact' or 'float32' for it, or fewer ranks for tensor "
+                "parallelism"
             )
 
 
 def value_of(p: Tensor) -> Tensor:
-    """The weight as float32, this rank's part."""
+    """Return this rank's shard of the weight in float32."""
     if not store_weight.holds_codes(p):
         return local(p).detach().float()
     layer: Any = store_weight.owner(p)
@@ -215,8 +224,9 @@ def value_of(p: Tensor) -> Tensor:
 
 
 def initial_of(p: Tensor, way: StepConfig) -> Tensor | None:
-    """The value in high precision that a weight in codes was made of, float32 on its device, if the layer kept it: this
-    rank's rows."""
+    """Return this rank's rows of the high-precision value that a stored weight was quantized from, or None if not
+    available.
+    """
     if way.master_format.spec is None or not way.master_format.states:
         return None
     owner = store_weight.owner(p)
@@ -228,7 +238,7 @@ def initial_of(p: Tensor, way: StepConfig) -> Tensor | None:
 
 
 def weight_of(p: Tensor, way: StepConfig) -> list[Tensor]:
-    """The weight as a GEMM reads it: itself, and the scales of codes, those of this rank's rows."""
+    """Return the weight as a GEMM reads it, and for codes the scales of this rank's rows."""
     weight = [local(p).detach()]
     spec = way.master_format.spec
     if spec is not None:
@@ -241,7 +251,7 @@ def weight_of(p: Tensor, way: StepConfig) -> list[Tensor]:
 
 
 def versions(p: Tensor) -> list[tuple[int, int]]:
-    """(address, version) of a weight of codes and of its scales: others after a write that autograd sees."""
+    """Return (data pointer, version) of a stored weight's codes and scales, to detect writes that autograd tracks."""
     owner = store_weight.owner(p)
     scale = None if owner is None else owner._buffers["weight_scale"]
     tensors = [t for t in (local(p), scale) if t is not None]
@@ -249,7 +259,7 @@ def versions(p: Tensor) -> list[tuple[int, int]]:
 
 
 def block_rows(part: Place, height: int) -> slice:
-    """The rows of blocks that a part of a matrix has something of."""
+    """Return the block rows that a shard has rows of."""
     start, stop = part.start[0], part.start[0] + part.part[0]
     return slice(start // height, max(-(-stop // height), start // height) if stop > start else start // height)
 
@@ -257,8 +267,10 @@ def block_rows(part: Place, height: int) -> slice:
 def in_own_rows(
     p: Tensor, master_format: master_weights.MasterFormat
 ) -> tuple[master_weights.MasterFormat, list[Tensor]]:
-    """`weight_of`, to be read: where this rank's rows begin within a block, or are those of several matrices, each
-    row with scales of its own."""
+    """Return `weight_of` for reading, with one scale per row if needed.
+
+    That is the case if this rank's rows begin within a block, or belong to several matrices.
+    """
     codes, *scales = weight_of(p, StepConfig(None, master_format, ()))  # type: ignore[arg-type]
     spec = master_format.spec
     if spec is not None and is_stack(p, spec):
@@ -272,23 +284,26 @@ def in_own_rows(
 
 
 def in_rows(t: Tensor) -> Tensor:
-    """A tensor that lies row by row: itself, or a copy of one that lies otherwise, as channels_last does."""
+    """Return a row-major tensor: the same, or a copy, for instance of channels_last."""
     return t if t.dim() <= 2 or t.is_contiguous() else t.contiguous()
 
 
-#: Elements of a row, below which it takes in the dimension before it: each row has a scale of its own.
+#: Rows shorter than this are merged with the preceding dimension, because each row has its own scales.
 SHORT = 64
-#: The longest block of any preset: where ranks' parts of a column are whole ones, no block has elements of two.
+#: Largest block of any preset; if a shard of a column is a multiple of it, no block crosses shards.
 WIDEST = 256
 
 
 def leading(p: Tensor, whole: bool) -> int:
-    """How many dimensions of a parameter count its rows; the others, flattened, are a row, which blocks divide.
+    """Return how many leading dimensions of a parameter are flattened to rows; the others form the columns that blocks
+    divide.
 
-    All but the last, or but the spatial ones and the channels of a convolution's weight; none of a column [N, 1].
+    Usually all but the last. For a convolution's weight, all but the spatial dimensions and channels; for a column [N,
+    1], none.
 
     Args:
-        whole: whether the rule needs all of a matrix at once.
+        p: the parameter.
+        whole: the rule needs a whole matrix at once.
     """
     last, cuts = max(p.dim() - 1, 0), divided(p)
     if whole or not p.numel() or store_weight.holds_codes(p) or any(dim for dim, _ in cuts):
@@ -302,12 +317,12 @@ def leading(p: Tensor, whole: bool) -> int:
 
 
 def flat(shape: Sequence[int], rows_of: int) -> tuple[int, ...]:
-    """A shape whose first dimensions, so many, count rows, and whose others are flattened."""
+    """Return a shape whose dimensions after the first `rows_of` are flattened to one."""
     return (*shape[:rows_of], prod(shape[rows_of:])) if rows_of < len(shape) - 1 else tuple(shape)
 
 
 def flat_place(p: Tensor, rows_of: int) -> Place:
-    """`place` of a parameter whose last dimensions are flattened; none of these but a column's is in parts on ranks."""
+    """Return `place` with the trailing dimensions flattened; of these only a column may be sharded."""
     start, part, whole = place(p)
     if rows_of >= len(part) - 1:
         return Place(start, part, whole)
@@ -315,13 +330,14 @@ def flat_place(p: Tensor, rows_of: int) -> Place:
 
 
 def as_rows(parts: ParameterTensors, number: int = 0) -> ParameterTensors:
-    """All tensors as matrices: leading dimensions are rows, and a vector is one.
+    """Return all tensors as matrices: leading dimensions become rows, and a vector becomes one row.
 
     Args:
-        number: of rows; 0: all dimensions but the last count them.
+        parts: tensors of a parameter.
+        number: number of rows; 0 flattens all dimensions but the last.
     """
     if parts.weight[0].dim() == 0:
-        # One number, such as a temperature: no state of it is in codes, so no scale is among its tensors.
+        # A single number, such as a temperature, has no quantized state and no scales.
         of_one = [[t.view(1, 1) for t in tensors] for tensors in (parts.weight, (m for (m,) in parts.moments))]
         return ParameterTensors(tuple(of_one[0]), tuple((t,) for t in of_one[1]), (parts.gradient[0].view(1, 1),))
     moments = tuple(tuple(rows(t, number) for t in held) for held in parts.moments)
@@ -330,7 +346,7 @@ def as_rows(parts: ParameterTensors, number: int = 0) -> ParameterTensors:
 
 
 def rows(t: Tensor, number: int = 0) -> Tensor:
-    """A tensor as a matrix, of so many rows if a number is given; one scale in all, [], stays."""
+    """Return a tensor as a matrix, with `number` rows if not 0; a per-tensor scale [] is unchanged."""
     if number and t.dim():
         return t if t.dim() == 2 and t.shape[0] == number else in_rows(t).reshape(number, -1)
     if t.dim() == 2 or t.dim() == 0:

@@ -1,8 +1,8 @@
-"""Weights that exist only in codes and whose rows ranks have: what these tell one another around a step.
+"""Communication around a step for weights stored as codes whose rows are sharded.
 
-A scale of the whole weight follows from its largest magnitude, and so does one of a block of which several ranks have
-rows: before anything is rounded, ranks agree on these in **one** all-reduce of integers for all weights. Once all is
-written, they tell each other the scales of their rows in one all-gather, since a layer has those of its whole weight.
+A per-tensor scale follows from the amax of the whole weight, and the scale of a block that crosses shards from all its
+rows. Before anything is rounded, ranks agree on these amaxes in **one** integer all-reduce for all weights. After the
+step they exchange the scales of their rows in one all-gather, because a layer stores the scales of its whole weight.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,26 +21,25 @@ from quaver.torch.optim.step import layout
 from quaver.torch.optim.step.noise import Place
 from quaver.torch.optim.step.step import GlobalAmax, ParameterTensors, StepConfig, largest, stepped
 
-#: torch 2.13 has given it this name, and warns of the earlier one.
+#: torch 2.13 renamed this function and warns about the earlier name.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class ShardSegment(NamedTuple):
-    """Rows of a rank that are whole blocks of a weight's scales, or a part of one row of blocks; or one matrix of a
-    stack."""
+    """Rows of a rank's shard: whole blocks, or part of one block row that crosses shards; or one matrix of a stack."""
 
-    #: Of the rank's part.
+    #: Rows within the rank's shard.
     rows: slice
-    #: Of the rank's rows of blocks; None where the weight has one scale, or scales by columns.
+    #: Block rows within the rank's shard; None if the weight has one scale, or scales by columns.
     blocks: slice | None
-    #: The number, in the whole weight, of a row of blocks of which other ranks have rows, too; None of whole blocks.
+    #: Index in the whole weight of a block row that other ranks have rows of, too; None for whole blocks.
     crosses_shards: int | None
-    #: The number of a stack's matrix.
+    #: Index of the matrix in a stack, or None.
     group: int | None = None
 
 
 def segments(p: Tensor, way: StepConfig) -> list[ShardSegment]:
-    """This rank's part of a parameter, cut where a row of blocks begins that another rank has something of, or ends."""
+    """Split this rank's shard of a parameter where a block row that crosses shards begins or ends."""
     part, spec = layout.place(p), way.master_format.spec
     if layout.is_stack(p, spec, way.rule.whole):
         n = p.shape[1]
@@ -69,7 +68,7 @@ def segments(p: Tensor, way: StepConfig) -> list[ShardSegment]:
 
 
 def straddling(p: Tensor, way: StepConfig) -> list[int]:
-    """The rows of blocks of a parameter's scales that lie on several ranks and are measured: the same on all ranks."""
+    """Return the indices of block rows that cross shards and have measured scales: the same on all ranks."""
     spec, cuts = way.master_format.spec, layout.divided(p)
     if spec is None or way.predicts or not cuts:
         return []
@@ -81,7 +80,7 @@ def straddling(p: Tensor, way: StepConfig) -> list[int]:
 
 
 def of_segment(parts: ParameterTensors, segment: ShardSegment) -> ParameterTensors:
-    """A segment of all tensors of a part."""
+    """Select a segment from all tensors of a shard."""
     if segment.blocks is None and segment.group is None:
         return parts
     weight = tuple(
@@ -92,7 +91,7 @@ def of_segment(parts: ParameterTensors, segment: ShardSegment) -> ParameterTenso
 
 
 def at_segment(part: Place, segment: ShardSegment) -> Place:
-    """Where a segment of a part lies in the whole parameter."""
+    """Return the position of a shard's segment in the whole parameter."""
     if segment.group is not None:
         return Place((segment.group, *part.start[1:]), (1, *part.part[1:]), part.whole)
     if segment.blocks is None:
@@ -103,39 +102,40 @@ def at_segment(part: Place, segment: ShardSegment) -> Place:
 
 
 class SteppingParameter(NamedTuple):
-    """A parameter that is about to step."""
+    """A parameter whose step has been prepared."""
 
     p: Tensor
     way: StepConfig
-    #: Of codes that ranks have parts of.
+    #: Tensors of a sharded weight stored as codes, else None.
     parts: ParameterTensors | None
-    #: As a step takes them; none of what a kernel steps.
+    #: Scalars of its step; empty if a kernel steps it.
     scalars: tuple[Tensor, ...]
     factor: Tensor | None
-    #: Of its blocks, if the way predicts scales.
+    #: Amaxes of its blocks, if scales are predicted.
     amax: Tensor | None
 
 
 @dataclass
 class _AmaxBits:
-    """Bits of magnitudes that ranks agree on, int32."""
+    """Magnitude bits that ranks agree on, int32."""
 
     bits: Tensor
-    #: Where they go; else `told` of a row of blocks, -1 for the largest gradient and moments.
+    #: Tensor that receives the result, or None to return it by block row; -1 stands for amaxes of gradient and moments.
     into: Tensor | None = None
     row: int = -1
 
 
 def agree(all_of_them: Sequence[SteppingParameter], alone: set[Tensor]) -> dict[Tensor, dict[int, Tensor]]:
-    """Have ranks agree on what scales of their weights follow from; all ranks call it alike.
+    """All-reduce the amaxes that the scales of sharded weights depend on. All ranks must call it.
 
     Args:
-        alone: parameters of whose blocks a rank has measured its own rows alone; emptied.
+        all_of_them: the parameters that step.
+        alone: parameters whose `amax` covers only this rank's rows; emptied.
     Returns:
-        By parameter, and by row of blocks, the amaxes after the step, float32; under -1 the largest gradient and
-        moments. What `alone` is about is written to the given `amax`.
+        By parameter and block row, the amaxes after the step, float32; under -1 those of gradient and moments. For
+        parameters in `alone`, the result is written to their `amax`.
     Raises:
-        RuntimeError: another rank does not come here.
+        RuntimeError: the collective failed, for instance because another rank did not step.
     """
     by_group: dict[Any, list[tuple[Tensor, _AmaxBits]]] = {}
     for one in all_of_them:
@@ -152,8 +152,9 @@ def agree(all_of_them: Sequence[SteppingParameter], alone: set[Tensor]) -> dict[
             dist.all_reduce(flat, dist.ReduceOp.MAX, group)
         except RuntimeError as error:
             raise RuntimeError(
-                f"this rank asked the others for amaxes of weights in codes, as each step does, in vain ({error}); "
-                "step on all ranks or on none, such as by nonfinite='skip' or an all-reduce of what a skip goes by"
+                "the all-reduce of amaxes of weights stored as codes, which each step does, failed on this "
+                f"rank ({error}); step on all ranks or on none, for instance by nonfinite='skip' or an "
+                "all-reduce of the condition"
             ) from error
         for (p, entry), bits in zip(entries, flat.split([e.bits.numel() for _, e in entries]), strict=True):
             amaxes = bits.view(torch.float32).view(entry.bits.shape)
@@ -165,7 +166,7 @@ def agree(all_of_them: Sequence[SteppingParameter], alone: set[Tensor]) -> dict[
 
 
 def _entries(one: SteppingParameter, alone: bool) -> list[_AmaxBits]:
-    """What a rank knows of a weight that others ask for: of as many numbers on all ranks."""
+    """Return this rank's contributions for one weight, of the same sizes on all ranks."""
     way, spec, parts = one.way, one.way.master_format.spec, one.parts
     assert spec is not None and parts is not None
     entries = []
@@ -187,7 +188,7 @@ def _entries(one: SteppingParameter, alone: bool) -> list[_AmaxBits]:
 
 
 def told_of(told: Mapping[int, Tensor], segment: ShardSegment) -> GlobalAmax | None:
-    """What a segment's step is told, of what `agree` gave for its parameter; None: the rank's rows say all."""
+    """Return the agreed amaxes for a segment from the results of `agree`; None if there are none."""
     if not told:
         return None
     others = tuple(told[-1].unbind()) if -1 in told else ()
@@ -195,7 +196,7 @@ def told_of(told: Mapping[int, Tensor], segment: ShardSegment) -> GlobalAmax | N
 
 
 def tell_scales(all_of_them: Sequence[SteppingParameter]) -> None:
-    """Have all ranks have the scales of all rows of their weights, and the amaxes of those with one scale in all."""
+    """All-gather the scales of all rows of sharded weights, and the amaxes of per-tensor scales."""
     by_group: dict[Any, list[SteppingParameter]] = {}
     for one in all_of_them:
         for group in layout.groups(one.p) if one.way.master_format.spec is not None else ():
@@ -212,7 +213,7 @@ def tell_scales(all_of_them: Sequence[SteppingParameter]) -> None:
 
 
 def _scale(one: SteppingParameter) -> Tensor:
-    """Of the whole weight."""
+    """Return the scales of the whole weight."""
     owner = store_weight.owner(one.p)
     assert owner is not None
     scale = owner._buffers["weight_scale"]
@@ -221,11 +222,11 @@ def _scale(one: SteppingParameter) -> Tensor:
 
 
 def _sent(one: SteppingParameter) -> Tensor:
-    """What this rank tells, uint8: of as many bytes on all ranks."""
+    """Return the bytes that this rank sends, uint8 of the same size on all ranks."""
     spec, scale, part = one.way.master_format.spec, _scale(one), layout.place(one.p)
     assert spec is not None
     if spec.block[0] is None:
-        # Of a rank without rows, nothing: what it has is that of the step before.
+        # A rank without rows sends zeros: its scale is still that of the previous step.
         bits = [scale.int() if scale.dtype is torch.uint8 else magnitude_bits(scale)]
         bits += [] if one.amax is None else [magnitude_bits(one.amax)]
         told = torch.cat([t.reshape(-1) for t in bits])
@@ -237,11 +238,11 @@ def _sent(one: SteppingParameter) -> Tensor:
 
 
 def _take(one: SteppingParameter, gathered: Tensor) -> None:
-    """Write what all ranks have told, uint8 [ranks, bytes]."""
+    """Write the scales received from all ranks, uint8 [ranks, bytes]."""
     spec, scale = one.way.master_format.spec, _scale(one)
     assert spec is not None
     if spec.block[0] is None:
-        # NaN, where a rank's rows have one, is the largest.
+        # NaN has the largest bits, so it wins.
         bits = gathered.contiguous().view(torch.int32).amax(0)
         of_scale = bits[: scale.numel()].view(scale.shape)
         scale.copy_(of_scale if scale.dtype is torch.uint8 else of_scale.view(torch.float32))
@@ -256,14 +257,14 @@ def _take(one: SteppingParameter, gathered: Tensor) -> None:
 
 
 def _on(p: Tensor, rank: int, ranks: int) -> Place:
-    """Where another rank's rows lie in a parameter."""
+    """Return the position of another rank's rows in a parameter."""
     whole, part = p.shape[0], -(-p.shape[0] // ranks)
     start = min(whole, part * rank)
     return Place((start, 0), (min(whole, start + part) - start, p.shape[1]), tuple(p.shape))
 
 
 def _most(p: Tensor, height: int) -> int:
-    """The most rows of blocks that any rank has something of."""
+    """Return the largest number of block rows that any rank has."""
     ranks = dist.get_world_size(layout.groups(p)[0])
     every = [layout.block_rows(_on(p, rank, ranks), height) for rank in range(ranks)]
     return max(blocks.stop - blocks.start for blocks in every)

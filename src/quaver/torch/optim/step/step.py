@@ -1,8 +1,8 @@
-"""A parameter's step, piece by piece, so that what it needs besides its state is as large as one piece.
+"""Step of one parameter, chunk by chunk, so that temporary memory is limited to one chunk.
 
-A piece is some rows of the parameter: what its codes, moments and gradient are there is read, the rule is applied in
-float32, and all is written back in place. A state with one scale in all, and a rule that needs a whole matrix, make the
-piece the whole parameter.
+A chunk is some rows of the parameter. Its weight, moments and gradient are read as float32, the rule is applied, and
+the results are written back in place. A state with a single scale, or a rule that needs a whole matrix, makes the whole
+parameter one chunk.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,69 +20,69 @@ from quaver.torch.optim.rules import UpdateResult, UpdateRule
 from quaver.torch.optim.step import noise
 from quaver.torch.optim.step.noise import Place
 
-#: Elements of a piece. Its temporaries stay in a core's caches.
+#: Elements per chunk; its temporaries fit into a core's caches.
 PIECE = 1 << 16
-#: And of those that are compiled, largest first: a call costs as much as ten thousand elements.
+#: Elements per compiled chunk, largest first; a call costs as much as ten thousand elements.
 COMPILED = (1 << 20, 1 << 18)
-#: Lines of a matrix that is read without regard to its rows are as wide as a multiple of this.
+#: If rows do not matter, matrices are reshaped to rows whose width is a multiple of this.
 LINE = 64
 
 
 @dataclass(frozen=True)
 class StepConfig:
-    """How a parameter steps. Equal ways are one to a compiler."""
+    """Rule and formats by which a parameter steps. Equal configurations share compiled code."""
 
     rule: UpdateRule
     master_format: MasterFormat
-    #: Of each moment.
+    #: Format of each moment.
     moments: tuple[StateSpec, ...]
-    #: Of gradients kept in few bits; None: a float.
+    #: Format of quantized gradients; None if they are floats.
     gradient: StateSpec | None = None
-    #: Whether the scales of the weight are known before the step, by the rule's bound.
+    #: True if the weight's scales are predicted from the rule's bound before the step.
     predicts: bool = False
-    #: Whether updates that are held to their bound are counted.
+    #: True if clamped updates are counted.
     counts: bool = True
 
     @property
     def draws(self) -> int:
-        """How many shares of a random word are needed: one for all moments, and one for the weight.
+        """Number of noise values per element: one shared by all moments, and one for the weight.
 
-        Moments that are rounded up together leave a smaller error in their quotient than by noise of their own.
+        Moments that are rounded up together have a smaller error in their quotient than with separate noise.
         """
         return any(spec.stochastic for spec in self.moments) + self.master_format.stochastic
 
     @property
     def shared(self) -> bool:
-        """Whether all of the weight has one scale, that of before for every piece."""
+        """True if the whole weight has a single scale, predicted before the step for all chunks."""
         return self.predicts and self.master_format.spec is not None and self.master_format.spec.block[0] is None
 
     @property
     def whole(self) -> bool:
-        """Whether the parameter is one piece."""
+        """True if the parameter must be one chunk."""
         in_all = any(spec.of.scaled and spec.block is None for spec in self.moments)
         measured = not self.predicts and self.master_format.spec is not None and None in self.master_format.spec.block
         return self.rule.whole or in_all or self.master_format.whole or measured
 
 
 class ParameterTensors(NamedTuple):
-    """All tensors of a parameter, or of one piece of it, [rows, K] each, scales [rows, blocks]."""
+    """All tensors of a parameter, or of one chunk, as matrices [rows, K], and scales [rows, blocks]."""
 
-    #: As `Keeping` has them.
+    #: Tensors of the weight in the order of `MasterFormat`.
     weight: tuple[Tensor, ...]
-    #: Codes and scale of each moment.
+    #: Codes and scale of each moment, or a float tensor.
     moments: tuple[tuple[Tensor, ...], ...]
-    #: A float, or codes and scale.
+    #: A float tensor, or codes and scale.
     gradient: tuple[Tensor, ...]
 
 
 class StepResult(NamedTuple):
-    """What a piece's step gives."""
+    """New tensors of a chunk after its step."""
 
     weight: tuple[Tensor, ...]
     moments: tuple[tuple[Tensor, ...], ...]
-    #: Of the weight's blocks as they are stored, if the way predicts scales.
+    #: Amaxes of the weight's blocks as stored, if scales are predicted.
     amax: Tensor | None
-    #: How many updates were held to their bound, int64 []; None where nothing is held.
+    #: Number of clamped updates, int64 []; None if the rule does not clamp.
     clamped: Tensor | None
 
 
@@ -94,13 +94,15 @@ def move(
     word: Tensor | None,
     amax: Tensor | None,
 ) -> StepResult:
-    """One step of a piece; nothing is written to.
+    """Compute the step of a chunk without writing to it.
 
     Args:
-        scalars: the rule's, float32 [].
-        factor: what gradients are multiplied by, float32 []; None: they stay.
-        word: int64 random words of the piece's shape, if the way draws any.
-        amax: of the weight's blocks, which none will exceed, if the way predicts scales.
+        way: step configuration.
+        parts: tensors of the chunk.
+        scalars: scalars of the rule, float32 [].
+        factor: multiplier of the gradient, float32 [], or None.
+        word: int64 random words of the chunk's shape, if the configuration needs noise.
+        amax: upper bounds of the weight's blocks, if scales are predicted.
     """
     shares = [] if word is None else noise.shares(word, way.draws)
     return kept(way, parts, stepped(way, parts, scalars, factor), shares, amax)
@@ -109,10 +111,14 @@ def move(
 def kept(
     way: StepConfig, parts: ParameterTensors, after: UpdateResult, shares: list[Tensor], amax: Tensor | None
 ) -> StepResult:
-    """What holds a piece after its step.
+    """Quantize the results of a step to the storage formats.
 
     Args:
-        shares: noise of each code that is rounded at random; emptied, so that none outlives its use.
+        way: step configuration.
+        parts: previous tensors, for their dtypes.
+        after: result of the rule.
+        shares: noise for each stochastically rounded code; emptied to free memory early.
+        amax: upper bounds of the weight's blocks, if scales are predicted.
     """
     weight, moments, clamped = after.weight, [*after.moments], after.clamped
     del after
@@ -132,8 +138,8 @@ def kept(
 def stepped(
     way: StepConfig, parts: ParameterTensors, scalars: tuple[Tensor, ...], factor: Tensor | None
 ) -> UpdateResult:
-    """What the rule gives for a piece, float32; see `move`."""
-    # No name here holds what a rule lets go of; a call of an instance would hold its arguments to the end.
+    """Apply the rule to a chunk in float32; see `move`."""
+    # Pass temporaries without names, so that the rule can free them; calling the instance would hold its arguments.
     return way.rule.__call__(
         master_weights.read(way.master_format, parts.weight),
         _gradient(way, parts, factor),
@@ -159,28 +165,28 @@ def _encoded(moment: Tensor, spec: StateSpec, drawn: Tensor | None) -> tuple[Ten
 
 
 class RngKey(NamedTuple):
-    """What the random words of a parameter's step are keyed by."""
+    """Key of the random words of a parameter's step."""
 
     seed: int
     parameter: int
-    #: int64 [].
+    #: Step count, int64 [] or a number.
     step: Tensor | int
-    #: Where this rank's part lies in the whole parameter.
+    #: Position of this rank's shard in the whole parameter.
     place: Place
 
 
 class InplaceStepResult(NamedTuple):
-    """What is known after a piece's step in place."""
+    """Results of a chunk's step in place."""
 
-    #: As `Moved` has them.
+    #: As in `StepResult`.
     amax: Tensor | None
     clamped: Tensor | None
-    #: That the weight shall have, where all of it shares one.
+    #: New scale of the whole weight, if it has a single one.
     scale: Tensor | None
 
 
 class StepPrograms(Protocol):
-    """Pieces' steps, compiled."""
+    """Interface of compiled steps of chunks."""
 
     def begin(
         self,
@@ -190,24 +196,25 @@ class StepPrograms(Protocol):
         drawn: RngKey,
         keep: Tensor | None,
     ) -> Callable[[ParameterTensors, int, Tensor | None], Callable[[], InplaceStepResult | None] | None]:
-        """What makes steps in place of a parameter's pieces, of one shape; None for those that it does not take.
+        """Return a function that prepares steps of a parameter's chunks, given the chunk, the index of its first
+        element in the whole parameter, and amax as in `move`.
 
-        Its arguments are the piece, the number of its first element in the whole parameter, and amax as `move` takes
-        it. A step that could not be taken, and changed nothing, gives None.
+        That function returns None for an unsupported chunk. The step that it prepares returns None if it failed without
+        changing anything.
         """
 
 
 class GlobalAmax(NamedTuple):
-    """What ranks that have parts of a weight of codes agree on before a step."""
+    """Amaxes that ranks with shards of a stored weight agreed on before a step."""
 
-    #: As `largest` gives them, if the rule asks and the way predicts scales.
+    #: Amaxes of gradient and moments, see `largest`, if the rule needs them and scales are predicted.
     others: tuple[Tensor, ...] = ()
-    #: Of the blocks after the step, of which other ranks have rows, too; None where none have.
+    #: Amaxes after the step of blocks that cross shards, or None.
     amax: Tensor | None = None
 
 
 class ParameterStepResult(NamedTuple):
-    """What is known after a parameter's step."""
+    """Results of a parameter's step."""
 
     amax: Tensor | None
     clamped: Tensor | None
@@ -224,17 +231,21 @@ def begin(
     programs: StepPrograms | None = None,
     told: GlobalAmax | None = None,
 ) -> Callable[[], ParameterStepResult]:
-    """A parameter's step in place, which what is returned takes. Nothing is written to before.
+    """Prepare a parameter's step, and return a function that carries it out in place; nothing is written before.
 
-    What programs are called with is made here: after a piece's step nothing of Python is in a core's caches, so that
-    several parameters that begin together take a fifteenth less time.
+    Arguments of compiled programs are created here. After a chunk's step the Python interpreter is no longer in a
+    core's caches, so starting several parameters together saves a fifteenth of the time.
 
     Args:
-        parts: all of it.
-        amax: of its blocks before the step, if the way predicts scales.
-        keep: bool [], False leaves everything as it is; None steps.
-        programs: what steps large pieces; None: they step here.
-        told: what this rank's rows alone do not say; None where they are all, or whole blocks.
+        way: step configuration.
+        parts: all tensors of the parameter.
+        scalars: scalars of the rule.
+        factor: multiplier of the gradient, or None.
+        drawn: key of the random words.
+        amax: amaxes of its blocks before the step, if scales are predicted.
+        keep: bool []; False leaves everything unchanged; None always steps.
+        programs: compiled steps of large chunks; None runs all in eager mode.
+        told: amaxes agreed between ranks; None if this rank has the whole parameter or whole blocks.
     """
     reach = None if told is None else told.amax
     if way.predicts:
@@ -278,12 +289,12 @@ def _step_here(
     reach: Tensor | None,
     keep: Tensor | None,
 ) -> InplaceStepResult:
-    """The step of a piece of some rows and columns in plain operations."""
+    """Step some rows and columns of a parameter in eager mode."""
     bound, own = of_reach(reach, way, parts, rows), cut(way, parts, rows)
     if across != slice(0, parts.weight[0].shape[1]):
         own = cut_across(way, own, across)
         bound = None if bound is None else of_columns(bound, way.master_format.spec.block[1], across)  # type: ignore[union-attr]
-    # In this order a piece's float32 numbers and the words that it draws are not there together.
+    # This order avoids having the float32 temporaries and the random words in memory together.
     after, shares = [stepped(way, own, scalars, factor)], list[Tensor]()
     if way.draws:
         place = drawn.place.narrowed(across)
@@ -296,10 +307,10 @@ def _step_here(
 def _outcome(
     way: StepConfig, parts: ParameterTensors, done: list[InplaceStepResult], keep: Tensor | None
 ) -> ParameterStepResult:
-    """What all pieces of a parameter gave; a scale that they share is written."""
+    """Combine the results of a parameter's chunks, and write a shared scale."""
     scale = _largest([one.scale for one in done if one.scale is not None])
     if scale is not None:
-        # NaN where a piece has a number that is not finite.
+        # NaN if a chunk has a value that is not finite.
         target = parts.weight[1]
         target.copy_(scale if keep is None else torch.where(keep, scale, target))
     amax_values = [one.amax for one in done if one.amax is not None]
@@ -312,12 +323,12 @@ def _outcome(
 
 
 def _largest(each: list[Tensor]) -> Tensor | None:
-    """Of numbers of pieces; NaN counts as the largest, None if there are none."""
+    """Return the maximum over chunks; NaN counts as the largest. None if there are none."""
     return torch.stack(each).amax(0) if len(each) > 1 else each[0] if each else None
 
 
 def put(way: StepConfig, own: ParameterTensors, moved: StepResult, keep: Tensor | None) -> InplaceStepResult:
-    """Write what a piece's step gives to where it was read."""
+    """Write the results of a chunk's step to its tensors."""
     old = [*own.weight, *(t for held in own.moments for t in held)]
     new = [*moved.weight, *(t for held in moved.moments for t in held)]
     scale = None
@@ -330,7 +341,7 @@ def put(way: StepConfig, own: ParameterTensors, moved: StepResult, keep: Tensor 
 
 
 def lines(way: StepConfig, parts: ParameterTensors, drawn: RngKey) -> tuple[ParameterTensors, RngKey]:
-    """A matrix as lines of one width, if its rows mean nothing to the way; else as it is."""
+    """Reshape a matrix to rows of a common width if rows do not matter; else return it unchanged."""
     spec = way.master_format.spec
     rows, columns = parts.weight[0].shape
     specs = (*way.moments, *(() if way.gradient is None else (way.gradient,)))
@@ -351,14 +362,14 @@ def lines(way: StepConfig, parts: ParameterTensors, drawn: RngKey) -> tuple[Para
 
 
 def divided(way: StepConfig, parts: ParameterTensors, compiled: bool) -> Iterator[tuple[slice | None, Sequence[slice]]]:
-    """Rows of each piece that may be compiled, None where there is none, and of the small ones that it is made of."""
+    """Yield each compiled chunk's rows, or None, and the rows of the small chunks that it consists of."""
     if not compiled or way.whole:
         yield None, in_pieces(way, parts)
         return
     first, (rows, columns) = 0, parts.weight[0].shape
     for size in COMPILED:
         for large in in_pieces(way, parts, size, slice(first, rows)):
-            # Where blocks are higher than such a piece, the last alone may be one: rows before it would be left out.
+            # If blocks are higher than such a chunk, only the last may be one; earlier rows would be skipped.
             if large.start == first and (large.stop - first) * columns == size:
                 yield large, in_pieces(way, parts, PIECE, large)
                 first = large.stop
@@ -366,7 +377,7 @@ def divided(way: StepConfig, parts: ParameterTensors, compiled: bool) -> Iterato
 
 
 def largest(way: StepConfig, parts: ParameterTensors, factor: Tensor | None) -> tuple[Tensor, ...]:
-    """The largest of the gradient and of each moment: float32 []."""
+    """Return the amaxes of the gradient and of each moment: float32 []."""
     gradient, *scales = parts.gradient
     top = _top(gradient)
     if way.gradient is not None:
@@ -376,14 +387,14 @@ def largest(way: StepConfig, parts: ParameterTensors, factor: Tensor | None) -> 
 
 
 def _top(x: Tensor) -> Tensor:
-    """The largest magnitude, 0 of no elements: float32 []."""
+    """Return the largest magnitude, 0 for no elements: float32 []."""
     return x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
 
 
 def in_pieces(
     way: StepConfig, parts: ParameterTensors, size: int | None = None, within: slice | None = None
 ) -> Sequence[slice]:
-    """Rows of each piece of so many elements, of all rows or of some, which begin where a block does."""
+    """Split all rows, or those in `within`, into chunks of about `size` elements that begin at block boundaries."""
     rows, columns = parts.weight[0].shape
     size = PIECE if size is None else size
     first, last = (0, rows) if within is None else (within.start, within.stop)
@@ -397,8 +408,7 @@ def in_pieces(
 
 
 def stretches(way: StepConfig, parts: ParameterTensors, rows: slice) -> Sequence[slice]:
-    """Columns of each piece of some rows: all of them, or, where a block has so many rows that these would be more than
-    a piece, as many blocks side by side as a piece has room for."""
+    """Split the columns of a chunk if its block rows exceed the chunk size; chunks contain whole blocks."""
     columns, spec = parts.weight[0].shape[1], way.master_format.spec
     height = rows.stop - rows.start
     if spec is None or None in spec.block or way.whole or height * columns <= PIECE:
@@ -410,7 +420,7 @@ def stretches(way: StepConfig, parts: ParameterTensors, rows: slice) -> Sequence
 
 
 def cut_across(way: StepConfig, parts: ParameterTensors, columns: slice) -> ParameterTensors:
-    """Some columns of a piece of codes in blocks, which begin where blocks of every kind do."""
+    """Select columns of a chunk with block scales; they must begin at block boundaries of every tensor."""
     assert way.master_format.spec is not None
     weight = [t[:, columns] for t in parts.weight]
     weight[1] = of_columns(parts.weight[1], way.master_format.spec.block[1], columns)
@@ -425,13 +435,13 @@ def cut_across(way: StepConfig, parts: ParameterTensors, columns: slice) -> Para
 
 
 def of_columns(blocks: Tensor, block: int | None, columns: slice, numbers: int = 1) -> Tensor:
-    """Of what has so many numbers for each block of columns, those of some."""
+    """Select the columns of a tensor that stores `numbers` values for each block of columns."""
     assert block is not None
     return blocks[:, columns.start // block * numbers : -(-columns.stop // block) * numbers]
 
 
 def cut(way: StepConfig, parts: ParameterTensors, rows: slice) -> ParameterTensors:
-    """A piece of all tensors."""
+    """Select a chunk's rows from all tensors of a parameter."""
     if rows == slice(0, parts.weight[0].shape[0]):
         return parts
     weight = list(parts.weight)
@@ -445,7 +455,7 @@ def cut(way: StepConfig, parts: ParameterTensors, rows: slice) -> ParameterTenso
 
 
 def of_rows(blocks: Tensor, way: StepConfig, parts: ParameterTensors, rows: slice) -> Tensor:
-    """Of what has a number for each block of the weight, those of some rows."""
+    """Select the rows of a tensor that stores one value for each block of the weight."""
     assert way.master_format.spec is not None
     block = way.master_format.spec.block[0]
     if block is None:
@@ -454,5 +464,5 @@ def of_rows(blocks: Tensor, way: StepConfig, parts: ParameterTensors, rows: slic
 
 
 def of_reach(reach: Tensor | None, way: StepConfig, parts: ParameterTensors, rows: slice) -> Tensor | None:
-    """The bound of some rows' blocks."""
+    """Select the bounds of some rows' blocks."""
     return None if reach is None else of_rows(reach, way, parts, rows)

@@ -1,1 +1,1 @@
-"""A sequence in parts on several ranks: its order, three ways to attend across them, how a model gets one; no layer."""
+"""Context parallelism: order of sequence chunks, attention across ranks, and its application to a model."""

@@ -1,4 +1,4 @@
-"""Attention of a sequence that lies in parts on several ranks: one function, three ways."""
+"""Attention over a sequence sharded across ranks: one function with the modes "gather", "ring" and "all_to_all"."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -44,31 +44,30 @@ from quaver.torch.parallel.context.comm import (
 from quaver.torch.state.history.sync import check_agreement, facts_of
 from quaver.torch.state.layer_state import graph_task_id
 
-# ---- gathering -------------------------------------------------------------------------------------------
-# Each rank gathers all keys and values, and attends to those that its queries see by the attention of one process.
+# ---- gather ----
+# Each rank all-gathers keys and values, and runs ordinary attention on those that its queries see.
 #
-# Backward adds the ranks' float32 gradients of keys and values, in the order of ranks. Source: Llama 3,
-# arXiv:2407.21783
+# Backward sums the float32 gradients of keys and values over ranks in rank order. Source: Llama 3, arXiv:2407.21783
 # §3.3.2.
 
 Span = tuple[int, int]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, across: SequenceGroup, sight: CausalWindow, **options: Any) -> Tensor:
-    """This rank's part of attention, q, k, v and the result in the layout of `options`."""
+    """Return this rank's attention output in mode "gather"; q, k, v and the result have the layout in `options`."""
     dim, order = across.dim, across.order
     tokens = q.shape[dim] * order.ranks
     queries = order.spans(across.rank, tokens)
     keys = [sight.keys_of(*span, tokens) for span in queries]
     seen = _GatheredSpans.apply(k, v, across, keys)
-    # Of each chunk on its own: then a causal mask is one of the last keys, which needs no tensor.
+    # Run each chunk separately: its causal mask is then aligned to the last keys and needs no mask tensor.
     parts = zip(q.chunk(len(queries), dim), queries, keys, seen[::2], seen[1::2], strict=True)
     outs = [attention(x, ks, vs, **as_seen(sight, own, span, q.device), **options) for x, own, span, ks, vs in parts]
     return torch.cat(outs, dim)
 
 
 def as_seen(sight: CausalWindow, queries: Span, keys: Span, device: torch.device) -> dict[str, Any]:
-    """The options of `attention` by which queries of a span see keys of another."""
+    """Return the options of `attention` by which a span of queries sees a span of keys."""
     cumulative: dict[str, Any] = {} if sight.ends is None else {"cu_seqlens": _between(sight.ends, queries, keys)}
     if sight.right == 0:
         window = None if sight.left < 0 else (sight.left, 0)
@@ -84,7 +83,9 @@ def as_seen(sight: CausalWindow, queries: Span, keys: Span, device: torch.device
 
 
 def _between(ends: tuple[int, ...], queries: Span, keys: Span) -> tuple[Tensor, Tensor]:
-    """Cumulative lengths of the sequences, or their parts, that have tokens in the spans."""
+    """Return cumulative lengths (`cu_seqlens`) of the sequences, or parts of them, within the spans of queries and
+    keys.
+    """
     cut = [[min(max(end, a), b) - a for end in ends] for a, b in (queries, keys)]
     pairs = list(dict.fromkeys(zip(*cut, strict=True)))
     of_queries, of_keys = zip(*pairs, strict=True)
@@ -96,7 +97,7 @@ def _lengths(ends: tuple[int, ...]) -> Tensor:
 
 
 class _GatheredSpans(torch.autograd.Function):
-    """The keys and values of some spans of the whole sequence: keys, values, keys, values ..."""
+    """All-gather keys and values, and return some spans of the whole sequence: keys, values, keys, values ..."""
 
     @staticmethod
     def forward(ctx: Any, k: Tensor, v: Tensor, across: SequenceGroup, spans: list[Span]) -> tuple[Tensor, ...]:
@@ -116,14 +117,14 @@ class _GatheredSpans(torch.autograd.Function):
 
 
 def _whole(gathered: list[Tensor], across: SequenceGroup, dtype: torch.dtype) -> Tensor:
-    """Of what each rank packed, [ranks, ...], the whole sequence."""
+    """Assemble the whole sequence from gathered, packed shards [ranks, ...]."""
     ranks = across.order.ranks
     parts = [unpack([part[rank] for part in gathered], across.spec, dtype) for rank in range(ranks)]
     return across.order.join(parts, across.dim)
 
 
 def _own_sums(ctx: Any, which: int, grads: tuple[Tensor | None, ...]) -> Tensor:
-    """The sums over all ranks' spans of the gradients of this rank's tokens."""
+    """Sum the gradients of all spans on all ranks, and return those of this rank's tokens."""
     across, dim, order, dtype = ctx.across, ctx.across.dim, ctx.across.order, ctx.dtypes[which]
     shape = [*ctx.shapes[which]]
     shape[dim] *= order.ranks
@@ -135,17 +136,18 @@ def _own_sums(ctx: Any, which: int, grads: tuple[Tensor | None, ...]) -> Tensor:
     return scatter_in_order(parts, across.group).to(dtype)
 
 
-# ---- heads -----------------------------------------------------------------------------------------------
-# Ranks trade heads for tokens: each attends with some heads to the whole sequence, as one process would.
+# ---- all_to_all ----
+# An all-to-all exchanges tokens for heads: each rank attends with some heads to the whole sequence, like one process.
 #
-# Nothing is summed between ranks, so that gradients are one process's too, and what goes by whole heads, such as
-# attention in eight bits, is right. Source: Jacobs et al. 2023, arXiv:2309.14509 (DeepSpeed-Ulysses).
+# Nothing is summed between ranks, so gradients also match one process, and quantized attention, which needs whole
+# heads,
+# works. Source: Jacobs et al. 2023, arXiv:2309.14509 (DeepSpeed-Ulysses).
 
 
 def attend_heads(
     q: Tensor, k: Tensor, v: Tensor, across: SequenceGroup, sight: CausalWindow, *, sinks: Tensor | None, **options: Any
 ) -> Tensor:
-    """This rank's part of attention, q, k, v and the result in the layout of `options`."""
+    """Return this rank's attention output in mode "all_to_all"; q, k, v and the result have the layout in `options`."""
     ranks, slopes = across.order.ranks, sight.slopes
     heads = q.shape[-2] // ranks
     own = slice(across.rank * heads, (across.rank + 1) * heads)
@@ -168,7 +170,7 @@ def attend_heads(
 
 
 class _ToHeads(torch.autograd.Function):
-    """[..., tokens, heads, D] of this rank's tokens to that of this rank's heads; the gradient travels as it is."""
+    """All-to-all from this rank's tokens to its heads, [..., tokens, heads, D]; gradients are sent unquantized."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, across: SequenceGroup) -> Tensor:
@@ -182,7 +184,7 @@ class _ToHeads(torch.autograd.Function):
 
 
 class _ToTokens(torch.autograd.Function):
-    """The inverse."""
+    """All-to-all from this rank's heads back to this rank's tokens; the inverse of `_ToHeads`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, across: SequenceGroup) -> Tensor:
@@ -207,11 +209,11 @@ def _to_tokens(x: Tensor, across: SequenceGroup) -> Tensor:
     return torch.cat(trade(parts, across.group).unbind(0), -2)
 
 
-# ---- ring ------------------------------------------------------------------------------------------------
-# Keys and values go around a ring, rank to rank, while each rank's queries attend to those that are there.
+# ---- ring ----
+# Keys and values travel around a ring of ranks while each rank's queries attend to those present.
 #
-# The next ones are on their way while a rank computes. In backward they go round again, and their float32 gradients go
-# with them, a rank behind, back to whom they belong to. Source: Liu et al. 2023, arXiv:2310.01889.
+# The next keys and values are received while a rank computes. In backward they travel again, followed one step later by
+# their float32 gradients, which end at their owners. Source: Liu et al. 2023, arXiv:2310.01889.
 
 
 class _RingArguments(NamedTuple):
@@ -233,14 +235,14 @@ def attend_ring(
     soft_cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """This rank's part of attention, q, k, v and the result in the layout."""
+    """Return this rank's attention output in mode "ring"; q, k, v and the result have the given layout."""
     asked = _RingArguments(across, sight, scale, soft_cap)
     out: Tensor = _RingAttentionFunction.apply(*(heads_first(x, layout) for x in (q, k, v)), sinks, asked)
     return heads_back(out, layout)
 
 
 class _RingAttentionFunction(torch.autograd.Function):
-    """Keeps q, this rank's keys and values as they travel, the output and two numbers a query; never a score."""
+    """Ring attention. Saves q, this rank's packed keys and values, the output, and two numbers per query; no scores."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, asked: _RingArguments) -> Tensor:
@@ -261,7 +263,7 @@ class _RingAttentionFunction(torch.autograd.Function):
                 operands = queries[:, :, rows], keys[:, :, columns], values[:, :, columns]
                 merged.rows(rows).add(comm.forward(*operands, block))
         if sinks is not None:
-            # One more column, whose value is 0.
+            # A sink is one more key whose value is 0.
             top = sinks.to(wide)[:, None].expand_as(merged.top)
             merged.add(comm.MergedSoftmax(torch.zeros_like(merged.out), top, torch.ones_like(top)))
         result = merged.normalized().to(q.dtype)
@@ -289,7 +291,7 @@ class _RingAttentionFunction(torch.autograd.Function):
                 for x, part, g in zip((dq, dk, dv), (rows, columns, columns), of_block, strict=True):
                     x[:, :, part] += g
             if sums is not None:
-                # Those of the ranks before, of the keys that are here.
+                # Add the gradients that the previous ranks computed for the keys present here.
                 dk, dv = (own.add_(before) for own, before in zip((dk, dv), sums(), strict=True))
             sums = pass_on((dk, dv), group) if ranks > 1 else lambda given=(dk, dv): given
         assert sums is not None
@@ -302,7 +304,7 @@ class _RingAttentionFunction(torch.autograd.Function):
 
 
 def _opened(held: list[Tensor], asked: _RingArguments, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values of what was sent, rounded as one process has them."""
+    """Unpack keys and values, rounded to `dtype` as in a single process, then widened to at least float32."""
     half = len(held) // 2
     wide = torch.promote_types(dtype, torch.float32)
     keys, values = (
@@ -312,7 +314,7 @@ def _opened(held: list[Tensor], asked: _RingArguments, dtype: torch.dtype) -> tu
 
 
 def _blocks(asked: _RingArguments, step: int, q: Tensor) -> Iterator[tuple[slice, slice, comm.ScoreBlock]]:
-    """Of each pair of a chunk of queries and one of keys that is there after so many steps, where both lie."""
+    """Yield the visible pairs of query and key chunks at a ring step: slices of both, and their `ScoreBlock`."""
     across, sight = asked.across, asked.sight
     order, rank = across.order, across.rank
     tokens = q.shape[2] * order.ranks
@@ -328,9 +330,9 @@ def _blocks(asked: _RingArguments, step: int, q: Tensor) -> Iterator[tuple[slice
             yield slice(i * length, (i + 1) * length), slice(j * length, (j + 1) * length), block
 
 
-# ---- across ----------------------------------------------------------------------------------------------
+# ---- public function ----
 
-#: How ranks exchange keys and values, and what each rank computes.
+#: Implementations by mode.
 WAYS: dict[str, Any] = {"gather": attend, "ring": attend_ring, "all_to_all": attend_heads}
 
 
@@ -358,28 +360,31 @@ def context_parallel_attention(
     cu_seqlens: CuSeqlens | None = None,
     recipe: str | Recipe | None = None,
 ) -> Tensor:
-    """This rank's part of attention of a whole sequence, of which q, k and v are this rank's part.
+    """Return this rank's attention output for a sequence that is sharded over ranks.
 
     Args:
-        q, k, v: the chunks of this rank, as `Order.cut` cuts them; equally many tokens on each rank.
-        mesh: a mesh of one dimension, or a group of processes; None for all.
-        how: "gather": each rank gathers all keys and values. "ring": they go from rank to rank, and no rank holds all.
-            "all_to_all": ranks trade heads for tokens, as many of k's as of ranks at least.
-        balanced: the order of the chunks.
-        quantized: a recipe, by whose spec of a layer's input keys and values are quantized, once by the rank that has
-            them, and travel as codes and scales. Their gradients travel as they are.
-        cu_seqlens: of the whole sequence, and the same for queries and keys.
-        mask_type, window, chunk, alibi_slopes, sinks, scale, soft_cap, layout: as
+        q, k, v: this rank's chunks, as `ChunkOrder.cut` selects them; the same number of tokens on each rank.
+        mesh: one-dimensional mesh or process group; None means all ranks.
+        how: "gather": each rank all-gathers keys and values. "ring": keys and values pass from rank to rank, and no
+            rank holds all of them. "all_to_all": ranks exchange tokens for heads; needs at least as many kv heads as
+            ranks.
+        balanced: order of the chunks.
+        quantized: recipe whose input spec quantizes keys and values, once on their own rank, for sending. Their
+            gradients are sent unquantized.
+        cu_seqlens: cumulative lengths of the whole batch, the same for queries and keys.
+        mask_type, window, chunk, alibi_slopes, sinks, scale, soft_cap, layout: as in
             `quaver.torch.nn.attention.attention`.
-        recipe: as there; one that quantizes attention goes with "all_to_all" alone.
+        mask, bias, dropout: not supported; must have their defaults.
+        recipe: as in `quaver.torch.nn.attention.attention`; a recipe that quantizes attention requires "all_to_all".
     Returns:
-        As q, with v's features; differentiable once, in q, k, v and sinks, whose gradient is of this rank's queries.
+        Like q, with v's features. It can be differentiated once, in q, k, v and sinks; the gradient of sinks covers
+        this rank's queries.
     Raises:
-        ValueError: what is not right yet is refused: masks as tensors, a bias, dropout, keys of another sequence; a
-            mesh of several dimensions, heads that do not divide.
+        ValueError: unsupported options (mask tensors, a bias, dropout, keys of another sequence), a mesh of several
+            dimensions, or heads that do not divide.
     Exact: without `quantized`, "all_to_all" has the bits of one process, and "gather" those of one that attends chunk
-        by chunk and adds gradients rank by rank. Bounded: "ring", 1e-6 of the largest in float32. With `quantized`
-        they are those of keys and values that were quantized and dequantized.
+        by chunk and adds gradients rank by rank. Bounded: "ring" within 1e-6 of the largest value in float32. With
+        `quantized`, results are those of quantized and dequantized keys and values.
     """
     group = group_of(mesh)
     order = ChunkOrder(dist.get_world_size(group), balanced)
@@ -399,7 +404,7 @@ def context_parallel_attention(
             check_heads_divide(wide.shape[1], keys.shape[1], order.ranks)
         ends = _ends(layout, cu_seqlens, wide.shape[2] * order.ranks)
         sinks = _as_tensor(sinks, wide)
-    except Exception as raised:  # of any kind: the other ranks wait
+    except Exception as raised:  # any exception, because the other ranks wait
         error = raised
     compared: dict[str, Any] = {"q": facts_of(q), "k": facts_of(k), "v": facts_of(v), "recipe": recipe}
     compared |= {"how": how, "balanced": balanced, "quantized": spec, "scale": scale, "soft_cap": soft_cap}
@@ -434,11 +439,11 @@ def _check_options(
 
 def _check_slopes(alibi_slopes: Tensor | None) -> None:
     if alibi_slopes is not None and alibi_slopes.requires_grad:
-        raise ValueError("alibi_slopes want a gradient, which context parallelism does not give; detach them")
+        raise ValueError("alibi_slopes require a gradient, which context parallelism does not support; detach them")
 
 
 def _as_tensor(sinks: str | Tensor | None, wide: Tensor) -> Tensor | None:
-    """Sinks given by a name as the tensor that they stand for; wide: queries, heads first."""
+    """Return sinks given by name as a tensor of zeros, one per head of the queries `wide` [B, H, S, D]."""
     if not isinstance(sinks, str):
         return sinks
     check_name("sinks", sinks, (OFF_BY_ONE,))
@@ -446,29 +451,29 @@ def _as_tensor(sinks: str | Tensor | None, wide: Tensor) -> Tensor | None:
 
 
 def _compare(facts: Mapping[str, Any], group: Group, error: str | Exception) -> None:
-    """Raise the same ValueError on all ranks where they differ, or one has an error; once for a forward."""
+    """Raise the same ValueError on all ranks if arguments differ or one has an error; skipped in recomputation."""
     if graph_task_id() == -1:
-        # A recipe's name does not tell its options.
+        # Compare the full text, because the recipe's name does not include its options.
         recipe = getattr(facts["recipe"], "text", facts["recipe"])
         what = {**facts, "recipe": recipe, "gradients": torch.is_grad_enabled()}
         check_agreement("attention across ranks", what, group, error=error)
-    elif isinstance(error, Exception):  # a recomputation repeats what was compared
+    elif isinstance(error, Exception):  # recomputation repeats a forward that was compared
         raise error
 
 
 def group_of(mesh: DeviceMesh | Group | None) -> Group:
-    """The processes that hold a sequence.
+    """Return the process group that shares a sequence.
 
     Raises:
-        ValueError: a mesh of several dimensions.
+        ValueError: the mesh has several dimensions.
     """
     if isinstance(mesh, DeviceMesh):
         if mesh.ndim != 1:
             names = mesh.mesh_dim_names
             which = f"mesh[{names[-1]!r}]" if names else "one with names, and of it the one dimension, mesh['cp']"
             raise ValueError(
-                f"a sequence lies on one dimension of a mesh, and this mesh has {mesh.ndim}, "
-                f"{names or tuple(mesh.shape)}; give the one, such as {which}"
+                f"context parallelism needs a mesh of one dimension, and this one has {mesh.ndim}, "
+                f"{names or tuple(mesh.shape)}; give one dimension, such as {which}"
             )
         return mesh.get_group()
     group = dist.group.WORLD if mesh is None else mesh
@@ -480,32 +485,33 @@ def group_of(mesh: DeviceMesh | Group | None) -> Group:
 def refuse(
     mask_type: str, mask: bool, bias: bool, dropout: float, how: str, recipe: Recipe | None, where: str = "attention"
 ) -> None:
-    """Raise the ValueError for what a sequence in parts does not go with."""
+    """Raise a ValueError for attention options that do not support a sharded sequence."""
     if mask or mask_type not in ("none", "causal", "causal_bottom_right"):
         raise ValueError(
-            f"{where} with mask_type {mask_type!r} and a mask as a tensor does not go with a sequence in parts: lay "
-            "sequences end to end instead of padding them, in layout 'thd' with cu_seqlens, and take 'causal' or 'none'"
+            f"{where} with mask_type {mask_type!r} and a mask tensor does not support a sharded sequence: "
+            "pack sequences instead of padding them, in layout 'thd' with cu_seqlens, and use mask_type "
+            "'causal' or 'none'"
         )
     if bias:
-        raise ValueError(f"{where} has a bias of scores, which a sequence in parts has not yet; ALiBi it has")
+        raise ValueError(f"{where} has a bias of scores, which is not supported yet for a sharded sequence; ALiBi is")
     if dropout:
         raise ValueError(
-            f"{where} has dropout {dropout} of probabilities, whose mask would be another on each number of ranks; "
-            "take dropout 0, or drop the outputs of parts"
+            f"{where} has dropout {dropout} of attention probabilities, whose mask would depend on the number "
+            "of ranks; use dropout 0, or drop the outputs of layers"
         )
     if recipe is not None and recipe.attention is not None and how != "all_to_all":
         raise ValueError(
-            f"recipe {recipe} quantizes attention, by amaxes of whole sequences, and with how={how!r} no rank has the "
-            "queries of a whole one; take how='all_to_all', or a recipe without attention=True"
+            f"recipe {recipe} quantizes attention, by amaxes of whole sequences, and with how={how!r} no rank "
+            "has the queries of a whole sequence; use how='all_to_all', or a recipe without attention=True"
         )
 
 
 def check_heads_divide(queries: int, groups: int, ranks: int, where: str = "attention") -> None:
-    """Raise the ValueError unless heads divide among ranks."""
+    """Raise a ValueError unless the number of ranks divides both the query heads and the kv heads."""
     if queries % ranks or groups % ranks:
         raise ValueError(
-            f"{where} has {queries} heads of queries and {groups} of keys and values, which {ranks} ranks cannot trade "
-            "for tokens: both must be multiples of the ranks; take how='ring' or 'gather', or fewer ranks"
+            f"{where} has {queries} query heads and {groups} key and value heads, and both must be multiples "
+            f"of {ranks} ranks; use how='ring' or 'gather', or fewer ranks"
         )
 
 
@@ -513,13 +519,13 @@ def _check_parts(queries: int, keys: int, order: ChunkOrder) -> None:
     held = len(order.of(0))
     if queries != keys or queries == 0 or queries % held:
         raise ValueError(
-            f"this rank's part has {queries} queries and {keys} keys; each rank holds equally many of both, a multiple "
-            f"of {held} and not 0, as `cut` of the whole sequence gives them"
+            f"this rank's shard has {queries} queries and {keys} keys; each rank needs the same number of "
+            f"both, a positive multiple of {held}, as `cut` of the whole sequence returns them"
         )
 
 
 def _ends(layout: str, cu_seqlens: CuSeqlens | None, tokens: int) -> tuple[int, ...] | None:
     if isinstance(cu_seqlens, tuple) and len(cu_seqlens) == 2 and cu_seqlens[0] is not cu_seqlens[1]:
-        raise ValueError("cu_seqlens differ for queries and keys; a sequence in parts attends to itself: give one")
+        raise ValueError("cu_seqlens differ for queries and keys, but a sharded sequence attends to itself: pass one")
     ragged = ragged_of(layout, cu_seqlens, tokens, tokens)
     return None if ragged is None else tuple(ragged.of_queries.tolist())

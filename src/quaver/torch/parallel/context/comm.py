@@ -1,4 +1,4 @@
-"""What goes between the ranks of a sequence: all to all, sums in the order of ranks, and one step around a ring."""
+"""Context parallelism without autograd: chunk order, visible keys, communication, and blockwise softmax."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -16,42 +16,42 @@ from quaver.torch.numerics.quantized import Quantized, storage
 from quaver.torch.operations.functional import quantize
 from quaver.torch.parallel.comm import Kind, awaited, during
 
-# ---- sequence --------------------------------------------------------------------------------------------
-# Where the parts of a sequence lie, and which keys its queries see; nothing goes between ranks here.
+# ---- chunks and masks ----
+# Positions of a sequence's chunks and the keys that queries see; nothing here communicates.
 #
-# A causal query sees the keys before it, so that the last part of a sequence has more work than the first. In the
-# balanced order the sequence is cut in twice as many chunks as there are ranks, and rank r holds chunks r and 2 ranks -
-# 1 - r: each rank has as many pairs of a query and a key that it sees.
+# A causal query sees only earlier keys, so the last part of a sequence has more work than the first. In the balanced
+# order the sequence is split into twice as many chunks as ranks, and rank r holds chunks r and 2 ranks - 1 - r. Each
+# rank then has the same number of visible query-key pairs.
 #
 # Source: Brandon et al. 2023, arXiv:2311.09431 (striped); the order by halves is Megatron's and Llama 3's
 # (arXiv:2407.21783 §3.3.2).
 
 
 class ChunkOrder(NamedTuple):
-    """Which chunks of a sequence each rank holds."""
+    """Assignment of a sequence's chunks to ranks."""
 
     ranks: int
     balanced: bool = True
 
     @property
     def chunks(self) -> int:
-        """Chunks of equal length that a sequence is cut in."""
+        """Number of chunks of equal length."""
         return 2 * self.ranks if self.balanced else self.ranks
 
     def of(self, rank: int) -> tuple[int, ...]:
-        """The chunks of a rank, in the order in which it holds them."""
+        """Return the chunks of a rank, in the order in which it holds them."""
         return (rank, self.chunks - 1 - rank) if self.balanced else (rank,)
 
     def spans(self, rank: int, tokens: int) -> list[tuple[int, int]]:
-        """The first and one past the last token of each chunk of a rank, of a sequence of so many tokens."""
+        """Return the first and one past the last token of each chunk of a rank, for a sequence of `tokens` tokens."""
         length = tokens // self.chunks
         return [(chunk * length, (chunk + 1) * length) for chunk in self.of(rank)]
 
     def cut(self, x: Tensor, dim: int, rank: int) -> Tensor:
-        """The chunks of a rank, of the whole.
+        """Select a rank's chunks from a whole sequence.
 
         Raises:
-            ValueError: the sequence does not divide.
+            ValueError: the sequence length is no multiple of the number of chunks.
         """
         tokens = x.shape[dim]
         if tokens % self.chunks:
@@ -64,7 +64,7 @@ class ChunkOrder(NamedTuple):
         return torch.cat([x.narrow(dim, a, b - a) for a, b in self.spans(rank, tokens)], dim)
 
     def join(self, parts: Sequence[Tensor], dim: int) -> Tensor:
-        """The whole, of what each rank holds."""
+        """Undo `cut`: assemble the whole sequence from the shards of all ranks, in rank order."""
         length = parts[0].shape[dim] // len(self.of(0))
         chunks: list[Tensor | None] = [None] * self.chunks
         for rank, part in enumerate(parts):
@@ -73,32 +73,32 @@ class ChunkOrder(NamedTuple):
         return torch.cat([piece for piece in chunks if piece is not None], dim)
 
     def places(self, tokens: int, rank: int, device: torch.device | None = None) -> Tensor:
-        """int64: where each token of a rank stands in a sequence of so many tokens."""
+        """Return int64 positions of a rank's tokens in a sequence of `tokens` tokens."""
         return self.cut(torch.arange(tokens, dtype=torch.int64, device=device), 0, rank)
 
 
 class CausalWindow(NamedTuple):
-    """Which keys a query sees, both by where they stand in the whole sequence, or in sequences laid end to end."""
+    """Which keys a query sees, by positions in the whole sequence or in packed sequences (`cu_seqlens`)."""
 
-    #: How many keys before and after itself, -1 for all; (-1, 0) is causal.
+    #: Number of visible keys before and after the query, -1 for all; (-1, 0) is causal.
     left: int = -1
     right: int = -1
-    #: Keys of its own run of so many positions alone; None for all.
+    #: Chunked attention: a query sees only keys of its own run of this length; None for no limit.
     chunk: int | None = None
-    #: float32 [H] or [B, H]: scores fall with the distance.
+    #: ALiBi slopes, float32 [H] or [B, H], or None.
     slopes: Tensor | None = None
-    #: Where sequences that are laid end to end begin and end.
+    #: Boundaries of packed sequences (`cu_seqlens`), or None.
     ends: tuple[int, ...] | None = None
 
     @property
     def by_position(self) -> bool:
-        """True if something beside the sequences' ends hides or bends."""
+        """True if anything besides sequence boundaries masks or biases scores."""
         return self.left >= 0 or self.right >= 0 or self.chunk is not None or self.slopes is not None
 
     def keys_of(self, begin: int, end: int, tokens: int) -> tuple[int, int]:
-        """The first key, and one past the last, that queries from `begin` to `end` may see, of so many.
+        """Return the first key, and one past the last, that queries from `begin` to `end` may see, of `tokens` keys.
 
-        With runs of `chunk` keys the first one begins a run, or the sequence where there are several.
+        With `chunk`, the first key begins a run, or a sequence if several are packed.
         """
         first = 0 if self.left < 0 or self.chunk is not None else max(begin - self.left, 0)
         last = tokens if self.right < 0 else min(end + self.right, tokens)
@@ -111,14 +111,14 @@ class CausalWindow(NamedTuple):
         return min(first, last), last
 
     def hides_some(self, queries: tuple[int, int], keys: tuple[int, int]) -> bool:
-        """False where every query of a span sees every key of another."""
+        """Return False if every query of a span sees every key of another span."""
         if self.ends is not None or self.chunk is not None:
             return True
         (a, b), (c, d) = queries, keys
         return (self.right >= 0 and d - 1 - a > self.right) or (self.left >= 0 and b - 1 - c > self.left)
 
     def hidden(self, queries: tuple[int, int], keys: tuple[int, int], device: torch.device) -> Tensor | None:
-        """bool [1, 1, queries, keys], True where a query of a span does not see a key of another; None for nowhere."""
+        """Return bool [1, 1, queries, keys], True where a query does not see a key; None if all are visible."""
         if not self.hides_some(queries, keys):
             return None
         of_queries, of_keys = (torch.arange(a, b, dtype=torch.int64, device=device) for a, b in (queries, keys))
@@ -145,26 +145,26 @@ class CausalWindow(NamedTuple):
         return hidden[None, None] if hidden.dim() else None
 
     def bias(self, queries: tuple[int, int], keys: tuple[int, int], device: torch.device) -> Tensor | None:
-        """float32 [B or 1, H, queries, keys] of ALiBi; None without slopes."""
+        """Return the ALiBi bias, float32 [B or 1, H, queries, keys]; None without slopes."""
         if self.slopes is None:
             return None
         of_queries, of_keys = (torch.arange(a, b, dtype=torch.int64, device=device) for a, b in (queries, keys))
         return alibi(self.slopes, (of_keys - of_queries[:, None])[None, None])
 
 
-# ---- exchange --------------------------------------------------------------------------------------------
+# ---- communication ----
 
 Group = dist.ProcessGroup
 
 
 class SequenceGroup(NamedTuple):
-    """The ranks that hold a sequence, and how they exchange it."""
+    """The ranks that share a sequence, and how they exchange keys and values."""
 
     group: Group
     order: ChunkOrder
-    #: The axis of tokens.
+    #: Axis of tokens.
     dim: int
-    #: By which keys and values travel; None for as they are.
+    #: Spec in which keys and values are sent; None sends them unquantized.
     spec: QuantSpec | None
 
     @property
@@ -173,7 +173,7 @@ class SequenceGroup(NamedTuple):
 
 
 def trade(parts: Tensor, group: Group, kind: Kind = "keys_values") -> Tensor:
-    """parts [ranks, ...]: part i goes to rank i, and part i of the result is rank i's part for this one."""
+    """All-to-all of equal parts [ranks, ...]: part i goes to rank i, and part i of the result comes from rank i."""
     parts = parts.contiguous()
     received = torch.empty_like(parts)
     with during(kind, "exchange", parts, group):
@@ -182,10 +182,10 @@ def trade(parts: Tensor, group: Group, kind: Kind = "keys_values") -> Tensor:
 
 
 def scatter_in_order(parts: Tensor, group: Group, kind: Kind = "keys_values") -> Tensor:
-    """The sum over ranks of the part [...] that is for this one, of float32 parts [ranks, ...].
+    """Reduce-scatter (sum) of float32 parts [ranks, ...] in rank order; returns this rank's part [...].
 
-    Ranks are added in their order, one after the other, whatever a backend's reduction would do: the bits are those of
-    one process that adds the same, and the bytes those of a reduce-scatter.
+    Ranks are added one after the other, independent of the backend's reduction. The result has the bits of one process
+    that adds in this order, and the traffic is that of a reduce-scatter.
     """
     assert parts.dtype in (torch.float32, torch.float64)
     received = trade(parts, group, kind)
@@ -196,7 +196,7 @@ def scatter_in_order(parts: Tensor, group: Group, kind: Kind = "keys_values") ->
 
 
 def pass_on(tensors: Sequence[Tensor], group: Group) -> Callable[[], list[Tensor]]:
-    """Begin to send tensors to the next rank; what is returned waits for those of the rank before."""
+    """Start to send tensors to the next rank. Returns a function that waits for those of the previous rank."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     after, before = (dist.get_global_rank(group, (rank + step) % ranks) for step in (1, -1))
     fresh = [torch.empty_like(x) for x in tensors]
@@ -206,7 +206,7 @@ def pass_on(tensors: Sequence[Tensor], group: Group) -> Callable[[], list[Tensor
         sends = [dist.P2POp(dist.isend, x, after, group) for x in full]
         receipts = [dist.P2POp(dist.irecv, x, before, group) for x in fresh if x.numel()]
         works = dist.batch_isend_irecv([*sends, *receipts])
-        # All are waited for with the first.
+        # The first wait waits for all operations.
         waits = [awaited("keys_values", "send", x, group, [] if i else works) for i, x in enumerate(full)]
 
     def finish() -> list[Tensor]:
@@ -217,15 +217,15 @@ def pass_on(tensors: Sequence[Tensor], group: Group) -> Callable[[], list[Tensor
     return finish
 
 
-# ---- parcels ---------------------------------------------------------------------------------------------
-# Keys and values as they travel: as they are, or as codes with their scales beside, quantized once by who has them.
+# ---- quantized keys and values ----
+# Keys and values as they are sent: unquantized, or as codes and scales, quantized once by their rank.
 
 
 def spec_of(recipe: str | Recipe | None) -> QuantSpec | None:
-    """How a recipe quantizes the input of a layer, which keys and values travel by; None for as they are.
+    """Return the spec in which keys and values are sent: that of the recipe's input; None sends them unquantized.
 
     Raises:
-        ValueError: the recipe does not, or not in eight bits that a part of a sequence can have alone.
+        ValueError: the recipe does not quantize inputs to 8 bits with scales that a shard can compute alone.
     """
     if recipe is None:
         return None
@@ -235,23 +235,23 @@ def spec_of(recipe: str | Recipe | None) -> QuantSpec | None:
     if spec is None:
         reason = "quantizes no input"
     elif recipe.delayed is not None:
-        reason = "scales by the amaxes of earlier steps, of which there are none for keys and values"
+        reason = "scales by the amaxes of earlier steps, which keys and values do not have"
     elif spec.format.packed or spec.two_level or spec.hadamard:
         reason = "is not of eight bits"
     elif spec.block[0] not in (1, None) or (spec.block[0] is None and not spec.per_tensor):
         reason = "shares scales between tokens"
     if spec is None or reason:
         raise ValueError(
-            f"keys and values cannot travel by recipe {recipe}, which {reason}: give quantized='mxfp8', 'rowwise', "
-            "'blockwise' or 'tensorwise', or None"
+            f"keys and values cannot be sent in recipe {recipe}, which {reason}: give quantized='mxfp8', "
+            "'rowwise', 'blockwise' or 'tensorwise', or None"
         )
     return replace(spec, rounding="nearest")
 
 
 def pack(x: Tensor, spec: QuantSpec | None) -> list[Tensor]:
-    """What travels of x [parts, ..., D]: x itself, or its codes as bytes and its scales.
+    """Quantize x [parts, ..., D] for sending: returns [x], or [codes as bytes, scales].
 
-    A scale that is of a whole tensor is that of all parts here. Exact: the bits of `quaver.torch.quantize`.
+    A per-tensor scale covers all parts. Exact: the bits of `quaver.torch.quantize`.
     """
     x = x.contiguous()
     if spec is None:
@@ -266,7 +266,7 @@ def pack(x: Tensor, spec: QuantSpec | None) -> list[Tensor]:
 
 
 def unpack(parcel: list[Tensor], spec: QuantSpec | None, dtype: torch.dtype) -> Tensor:
-    """x of one part of what `pack` made, without that axis."""
+    """Dequantize one part of `pack`'s result, without the leading axis."""
     if spec is None:
         return parcel[0]
     codes, scale = parcel
@@ -276,44 +276,45 @@ def unpack(parcel: list[Tensor], spec: QuantSpec | None, dtype: torch.dtype) -> 
     return Quantized(data, scale, spec, shape).dequantize().to(dtype).view(codes.shape)
 
 
-# ---- blocks ----------------------------------------------------------------------------------------------
-# Attention of some queries on some keys, of all that they see: parts that are merged by their sums, in float32.
+# ---- blockwise softmax ----
+# Attention of some queries to some of the keys they see; partial results are merged in float32.
 #
 #     S = cap(q kᵀ scale) + bias        m = max S        l = sum exp(S - m)        o = exp(S - m) v
 #     merged: m = max(m₁, m₂)        l = exp(m₁ - m) l₁ + exp(m₂ - m) l₂        o likewise; at last o / l
 #
-# The largest score and the sum are kept apart: of one logarithm of both, float32 would lose a part that grows with the
-# scores. Plain operations; the scores of a block exist at once. Source: Milakov and Gimelshein 2018, arXiv:1805.02867;
+# The maximum and the sum are stored separately: their joint logarithm in float32 would lose precision as scores grow.
+# Plain torch operations, which materialize the scores of a block. Source: Milakov and Gimelshein 2018,
+# arXiv:1805.02867;
 # Dao et al. 2022, arXiv:2205.14135; around a ring, Liu et al. 2023, arXiv:2310.01889.
 
 
 class ScoreBlock(NamedTuple):
-    """What is said of the scores of a block."""
+    """Scale, soft cap, mask and bias of a block of scores."""
 
     scale: float
     soft_cap: float | None
-    #: True where masked out, broadcastable to [B, H, Sq, Sk]; None for nowhere.
+    #: True where masked, broadcastable to [B, H, Sq, Sk]; None for no mask.
     hidden: Tensor | None
-    #: Broadcastable to [B, H, Sq, Sk].
+    #: Bias, broadcastable to [B, H, Sq, Sk], or None.
     bias: Tensor | None
 
 
 class MergedSoftmax(NamedTuple):
-    """Parts of the softmax of queries."""
+    """Unnormalized softmax results of queries over the keys merged so far."""
 
-    #: o [B, H, Sq, Dv].
+    #: Weighted sum of values, o [B, H, Sq, Dv].
     out: Tensor
-    #: m [B, H, Sq], -inf where nothing is seen.
+    #: Largest score, m [B, H, Sq]; -inf if no key is visible.
     top: Tensor
-    #: l [B, H, Sq].
+    #: Sum of exponentials, l [B, H, Sq].
     total: Tensor
 
     def rows(self, part: slice) -> "MergedSoftmax":
-        """Those of some queries."""
+        """Return a view of some queries."""
         return MergedSoftmax(self.out[:, :, part], self.top[:, :, part], self.total[:, :, part])
 
     def add(self, other: "MergedSoftmax") -> None:
-        """Merge another part of the same queries, in place."""
+        """Merge the result of other keys for the same queries, in place."""
         top = torch.maximum(self.top, other.top)
         for old, new in zip((self.total, self.out), (other.total, other.out), strict=True):
             shape = (*top.shape, 1)[: old.dim()]
@@ -322,12 +323,14 @@ class MergedSoftmax(NamedTuple):
         self.top.copy_(top)
 
     def normalized(self) -> Tensor:
-        """o / l, 0 where nothing is seen."""
+        """Return o / l, or 0 if no key is visible."""
         return self.out / torch.where(self.total == 0, 1.0, self.total).unsqueeze(-1)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, block: ScoreBlock) -> MergedSoftmax:
-    """Of q [B, H, Sq, D], k [B, G, Sk, D] and v [B, G, Sk, Dv], each of G heads serving H / G of q."""
+    """Compute the softmax of one block: q [B, H, Sq, D], k [B, G, Sk, D], v [B, G, Sk, Dv]; each kv head serves H / G
+    of q.
+    """
     scores, _ = _scores(q, k, block)
     top = scores.amax(-1)
     p = (scores - _finite(top).unsqueeze(-1)).exp_()
@@ -337,18 +340,21 @@ def forward(q: Tensor, k: Tensor, v: Tensor, block: ScoreBlock) -> MergedSoftmax
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, merged: MergedSoftmax, block: ScoreBlock
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What a block adds to the gradients of q, k and v.
+    """Return a block's contributions to the gradients of q, k and v.
 
     Args:
-        grad: of the output, [B, H, Sq, Dv].
-        merged: of all that the queries see, sinks included; in the place of `out`, rowsum(grad ∘ output) [B, H, Sq, 1].
+        grad: gradient of the output, [B, H, Sq, Dv].
+        q, k, v: as in `forward`.
+        merged: merged over all keys of the queries, sinks included; its `out` must hold rowsum(grad ∘ output) [B, H,
+            Sq, 1].
+        block: as in `forward`.
     """
     scores, slope = _scores(q, k, block)
     p = (scores - _finite(merged.top).unsqueeze(-1)).exp_()
     p /= torch.where(merged.total == 0, 1.0, merged.total).unsqueeze(-1)
     ds = (_of_groups(grad, v.mT) - merged.out).mul_(p)
     if block.hidden is not None:
-        # 0 times what NaN or an infinity of a hidden key has become.
+        # Remove NaN from 0 times a NaN or infinity of a masked key.
         ds = ds.masked_fill(block.hidden, 0)
     if slope is not None:
         ds = ds * slope
@@ -359,7 +365,7 @@ def backward(
 
 
 def _scores(q: Tensor, k: Tensor, block: ScoreBlock) -> tuple[Tensor, Tensor | None]:
-    """The scores [B, H, Sq, Sk], -inf where hidden, and soft_cap's derivative."""
+    """Return the scores [B, H, Sq, Sk], -inf where masked, and the derivative of the soft cap or None."""
     scores, slope = _of_groups(q, k.mT).mul_(block.scale), None
     if block.soft_cap is not None:
         bent = torch.tanh(scores / block.soft_cap)
@@ -372,16 +378,16 @@ def _scores(q: Tensor, k: Tensor, block: ScoreBlock) -> tuple[Tensor, Tensor | N
 
 
 def _finite(top: Tensor) -> Tensor:
-    """-inf less -inf would be NaN."""
+    """Replace -inf by 0, because -inf minus -inf would be NaN."""
     return torch.where(top == -torch.inf, 0.0, top)
 
 
 def _of_groups(x: Tensor, y: Tensor) -> Tensor:
-    """x [B, H, n, k] @ y [B, G, k, m], each head with the group that serves it."""
+    """Compute x [B, H, n, k] @ y [B, G, k, m] for grouped heads: each head of x uses its group's y."""
     groups = y.shape[1]
     return (x.unflatten(1, (groups, -1)) @ y.unsqueeze(2)).flatten(1, 2)
 
 
 def _summed(x: Tensor, y: Tensor, groups: int) -> Tensor:
-    """x.T [B, H, m, n] @ y [B, H, n, k], summed over the heads that share a group."""
+    """Compute x.T [B, H, m, n] @ y [B, H, n, k] and sum over the heads of each group: [B, G, m, k]."""
     return (x.mT @ y).unflatten(1, (groups, -1)).sum(2)

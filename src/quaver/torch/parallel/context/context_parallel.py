@@ -1,6 +1,6 @@
-"""A model whose sequences lie in parts on ranks: its attention attends across them, and tokens know their place.
+"""Context parallelism for a whole model: attention across ranks, and positions of each rank's tokens.
 
-Everything else in a Transformer goes token by token, and needs nothing.
+All other layers of a Transformer process tokens independently and are left unchanged.
 """
 
 from collections.abc import Iterable
@@ -42,36 +42,37 @@ Layer = MultiheadAttention | LatentAttention
 
 
 class ContextParallel:
-    """How sequences lie on ranks: what `context_parallel` gave a model, and what cuts its batches."""
+    """Context-parallel setup of a model, returned by `context_parallel`; cuts batches into each rank's chunks."""
 
     def __init__(self, group: Group, how: str, balanced: bool, quantized: str | Recipe | None) -> None:
         self.group, self.how, self.quantized = group, how, quantized
         self.rank, self.order = dist.get_rank(group), ChunkOrder(dist.get_world_size(group), balanced)
-        #: Of the last batch: what was asked, and the positions of its tokens.
+        #: Cached positions of the last batch: the arguments and the result.
         self._placed: tuple[Any, Tensor] | None = None
 
     def cut(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's part of tokens, labels, or whatever goes by tokens, of a whole sequence that every rank has.
+        """Select this rank's chunks of tokens, labels or other per-token data from a whole sequence.
 
-        Labels of next tokens are shifted before they are cut. What `cu_seqlens` says is of the whole, and is not cut.
+        Shift next-token labels before cutting them. `cu_seqlens` refers to the whole batch and is not cut.
 
         Args:
-            dim: the axis of tokens: 1 in layout "bshd", 0 in "sbhd" and "thd".
+            x: the same whole tensor on every rank.
+            dim: axis of tokens: 1 in layout "bshd", 0 in "sbhd" and "thd".
         Raises:
-            ValueError: the tokens do not divide.
+            ValueError: the number of tokens is no multiple of the number of chunks.
         """
         return self.order.cut(x, dim, self.rank)
 
     def join(self, x: Tensor, dim: int = 1) -> Tensor:
-        """The whole, on every rank, of what each has a part of; no gradient goes through it. Exact.
+        """All-gather the chunks of all ranks to the whole sequence, on every rank and without gradients. Exact.
 
         Raises:
-            ValueError: on all ranks: they have other shapes or dtypes, or a part that is not of whole chunks.
+            ValueError: on all ranks, if shapes or dtypes differ or a shard does not consist of whole chunks.
         """
         tokens, chunks = x.shape[dim], len(self.order.of(self.rank))
         error = (
-            f"x has {tokens} tokens (dimension {dim} of {list(x.shape)}), which are not those of {chunks} chunks: join "
-            "a rank's whole part, as cut gives it, and leave tokens out of the result"
+            f"x has {tokens} tokens (dimension {dim} of {list(x.shape)}), which is no multiple of {chunks} "
+            "chunks: pass a rank's whole shard to join, as cut returns it, and remove tokens from the result"
         )
         what = {"x": facts_of(x.detach()), "dim": dim}
         check_agreement("ContextParallel.join", what, self.group, error=error if tokens % chunks else "")
@@ -80,17 +81,20 @@ class ContextParallel:
         return self.order.join(whole.view(x.dtype).unbind(0), dim)
 
     def positions(self, tokens: int, device: Any = None, cu_seqlens: Tensor | None = None) -> Tensor:
-        """int64 [tokens]: where this rank's tokens stand in their sequences; a model that was given this needs none.
+        """Return the positions of this rank's tokens in their sequences, int64 [tokens].
+
+        A model converted by `context_parallel` computes them itself.
 
         Args:
-            tokens: of this rank.
-            cu_seqlens: of the whole batch, where sequences lie end to end.
+            tokens: number of tokens of this rank.
+            device: device of the result.
+            cu_seqlens: cumulative lengths of the whole batch, if sequences are packed.
         """
         tells = cu_seqlens is None or has_reliable_version(cu_seqlens)
         asked = tokens, device, None if cu_seqlens is None or not tells else (id(cu_seqlens), cu_seqlens._version)
         kept = self._placed if tells else None
         if kept is not None and kept[0][:3] == asked:
-            # One tensor for all layers: rotary tables are kept by it.
+            # Return the same tensor for all layers, because rotary tables are cached by it.
             return kept[1]
         whole = tokens * self.order.ranks
         placed = self.order.places(whole, self.rank, device)
@@ -98,16 +102,17 @@ class ContextParallel:
             every = torch.empty(whole, 0, 0, dtype=torch.float32, device=device)
             placed = positions_of(every, "thd", None, 0, cu_seqlens.to(every.device))[placed]
         if tells:
-            # The tensor stays with the entry, so that its id is not given to another.
+            # Store the tensor in the cache entry, so that its id is not reused.
             self._placed = (*asked, cu_seqlens), placed
         return placed
 
     def sum_gradients(self, parameters: nn.Module | Iterable[Tensor]) -> None:
-        """Add every rank's gradients of parameters that all ranks have, in place, in float32 and the order of ranks.
+        """Sum the gradients of replicated parameters over ranks, in place, in float32 and rank order.
 
-        A parameter without a gradient on some ranks counts as zeros there; without one on all ranks it keeps none.
-        Each rank's loss is that of its own tokens: their sum divided by the number of all ranks' tokens. FSDP or
-        DistributedDataParallel over these ranks does this instead, and divides by them: multiply the loss by as many.
+        A parameter without a gradient on some ranks counts as zeros there; without one on any rank it gets none. Each
+        rank's loss must be the sum over its own tokens, divided by the number of tokens of all ranks. FSDP or
+        DistributedDataParallel over these ranks replaces this call but divides by their number, so multiply the loss by
+        it.
         """
         every = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
         every = [p for p in every if p.requires_grad or p.grad is not None]
@@ -115,7 +120,7 @@ class ContextParallel:
         if not every:
             return
         ranks = self.order.ranks
-        # Whether a parameter has a gradient travels behind the gradients.
+        # One flag per parameter, sent with the gradients: 1 if it has a gradient on this rank.
         there = torch.tensor([p.grad is not None for p in every], dtype=torch.float32, device=_local(every[0]).device)
         own = [_local(p if p.grad is None else p.grad).detach() for p in every]
         values = [(torch.zeros_like(x) if p.grad is None else x) for p, x in zip(every, own, strict=True)]
@@ -125,7 +130,7 @@ class ContextParallel:
         total = gather(part, 0, self.group, kind="gradients")()[: flat.numel()]
         *sums, anywhere = total.split([*(x.numel() for x in values), len(every)])
         lacking = [i for i, p in enumerate(every) if p.grad is None]
-        # Read only where it decides something.
+        # Read back only if a parameter has no gradient here.
         missed = set(lacking) & set(anywhere.nonzero().flatten().tolist()) if lacking else set()
         for i, (p, sum_) in enumerate(zip(every, sums, strict=True)):
             if i in missed:
@@ -149,21 +154,23 @@ def context_parallel(
     balanced: bool = True,
     quantized: str | Recipe | None = None,
 ) -> ContextParallel:
-    """Have every attention of a model attend across ranks, each of which has a part of the sequence; in place.
+    """Convert a model in place so that its attention works on sequences sharded across ranks.
 
-    Then `tokens, labels = cp.cut(tokens), cp.cut(labels)`, and the model is called as before, cu_seqlens being those of
-    the whole batch. Rotary embeddings and temperatures count in the whole sequence; a model that adds positions itself
-    takes `cp.positions`.
+    Afterwards cut batches, `tokens, labels = cp.cut(tokens), cp.cut(labels)`, and call the model as before, with the
+    cu_seqlens of the whole batch. Rotary embeddings and attention temperatures use positions in the whole sequence. A
+    model that adds positional embeddings itself needs `cp.positions`.
 
     Args:
-        model: of quaver's blocks; a `DotProductAttention` too.
-        mesh: a mesh of one dimension, or a group of processes; None for all.
+        model: built of Quaver's blocks, or a single `DotProductAttention`.
+        mesh: one-dimensional mesh or process group; None means all ranks.
         how: "gather", "ring" or "all_to_all": see `quaver.torch.parallel.context.attention.context_parallel_attention`.
-        balanced: ranks get as much causal work each; else they hold the sequence in its order.
-        quantized: a recipe by which keys and values travel in eight bits: "mxfp8", "rowwise", "blockwise" or
-            "tensorwise".
+        balanced: give each rank the same amount of causal work; False keeps the sequence in order.
+        quantized: recipe by which keys and values are sent in 8 bits: "mxfp8", "rowwise", "blockwise" or "tensorwise".
+    Returns:
+        The object that cuts and joins batches.
     Raises:
-        ValueError: attention that is not quaver's, and what does not go with a sequence in parts, by its name.
+        ValueError: the model has attention that is not Quaver's, or a module, named in the message, that does not
+            support sharded sequences.
     """
     check_name("how", how, WAYS)
     spec_of(quantized)
@@ -187,9 +194,9 @@ def context_parallel(
 
 
 class Dropping:
-    """Dropout of this rank's tokens by its part of the mask of the whole sequence.
+    """Dropout that applies this rank's part of the mask for the whole sequence.
 
-    Each rank draws the mask of all tokens: with one seed ranks drop what one process would, and never the same.
+    Each rank draws the mask of all tokens. With the same seed, ranks together drop what one process would.
     """
 
     def __init__(self, across: ContextParallel, dim: int) -> None:
@@ -205,7 +212,7 @@ class Dropping:
 
 
 def _in_parts(kind: Any, dropping: Dropping) -> Any:
-    """The class of a dropout of a class whose tokens lie on ranks."""
+    """Return the subclass of a dropout class that uses the mask of the whole sequence."""
 
     def forward(module: nn.Dropout, x: Tensor) -> Tensor:
         return dropping(x, module.p) if module.training and module.p else x
@@ -214,11 +221,11 @@ def _in_parts(kind: Any, dropping: Dropping) -> Any:
 
 
 class ContextParallelAttention:
-    """What a `DotProductAttention` calls in the place of `attention`."""
+    """Replacement for `attention` in a `DotProductAttention`."""
 
     def __init__(self, across: ContextParallel) -> None:
         self.across = across
-        #: Cumulative lengths of the whole batch, which the layer around does not see.
+        #: Cumulative lengths of the whole batch, set by the hook and hidden from the surrounding layer.
         self.ends: Any = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Any = None, **options: Any) -> Tensor:
@@ -235,7 +242,9 @@ class ContextParallelAttention:
 
 
 class _PositionHook:
-    """Before a layer's forward: positions of this rank's tokens, and cumulative lengths to its core alone."""
+    """Forward pre-hook that sets the positions of this rank's tokens and passes cu_seqlens directly to the core
+    attention.
+    """
 
     def __init__(self, across: ContextParallel) -> None:
         self.across = across
@@ -251,14 +260,16 @@ class _PositionHook:
             refuse(layer.core.mask_type, masked, bent, 0.0, self.across.how, None, where)
             if options.get("cache") is not None:
                 raise ValueError(
-                    f"{where} has a sequence in parts, and a cache of keys is of a whole one; give no cache"
+                    f"{where} has a sharded sequence, which does not support a cache of keys and values; pass no cache"
                 )
             if isinstance(ends, tuple):
-                raise ValueError(f"{where} attends to x itself, in parts; give one cu_seqlens, of the whole batch")
+                raise ValueError(
+                    f"{where} runs self attention on a sharded sequence; pass one cu_seqlens, that of the whole batch"
+                )
             what = {"x": facts_of(x), "training": layer.training}
             what["cu_seqlens"] = None if ends is None else ends.tolist()
         except Exception as raised:
-            # Any kind: the other ranks wait.
+            # Catch any exception: the other ranks wait.
             error = raised
         if graph_task_id() == -1:
             check_agreement(f"{where} across ranks", what, self.across.group, error=error)
@@ -278,14 +289,14 @@ def _check_model(model: nn.Module, cores: list[tuple[DotProductAttention, list[s
     if others or not cores:
         said = ", ".join(f"{count} {name}" for name, count in sorted(others.items())) or "no DotProductAttention"
         raise ValueError(
-            f"{type(model).__name__} has {said}: context parallelism reaches the attention of quaver's blocks, and "
-            "another would attend to a rank's own tokens alone, by masks that its model makes of them; build the model "
-            "of them, as quaver train does, of quaver.torch.from_huggingface(layer) for instance"
+            f"{type(model).__name__} has {said}: context parallelism only converts the attention of quaver's "
+            "blocks. Any other attention would see only a rank's own tokens. Build the model of quaver's "
+            "blocks, for instance as quaver train does or by quaver.torch.from_huggingface(layer)"
         )
     for core, (name, *_) in cores:
         where = name or type(core).__name__
         if isinstance(core.attend, ContextParallelAttention):
-            raise ValueError(f"{where} attends across ranks already; call context_parallel once for a model")
+            raise ValueError(f"{where} is already context-parallel; call context_parallel once per model")
         refuse(core.mask_type, False, False, core.dropout, across.how, core.recipe, where)
         if across.how == "all_to_all":
             check_heads_divide(core.heads, core.groups, across.order.ranks, where)
@@ -296,27 +307,29 @@ def _check_model(model: nn.Module, cores: list[tuple[DotProductAttention, list[s
 
 
 def _reason(module: nn.Module) -> str:
-    """Why a sequence cannot lie in parts in this module; "" if it can."""
+    """Return why a module does not support sharded sequences, or ""."""
     if isinstance(module, TransformerLayer) and module.drop_path:
-        return "has drop_path, which leaves out whole samples: each rank would draw its own; take drop_path=0"
+        return "has drop_path, which drops whole samples: each rank would draw its own; use drop_path=0"
     if isinstance(module, MultiheadAttention) and module.cross:
-        return "attends to a memory, and only self attention goes with a sequence in parts"
+        return "has cross attention, and only self attention supports a sharded sequence"
     if isinstance(module, MultiheadAttention) and module._modules["position_bias"] is not None:
-        return "has a position_bias, which counts from a rank's first token; take rope or ALiBi"
+        return "has a position_bias, which would count from a rank's first token; use rope or ALiBi"
     if isinstance(module, Mamba2 | nn.RNNBase) or (isinstance(module, nn.Conv1d) and module.kernel_size != (1,)):
         return (
-            "reads the tokens before each token, and a rank would begin at its own: of what mixes tokens, attention "
-            "alone goes across ranks"
+            "mixes each token with earlier ones, and a rank would start at its own first token: only "
+            "attention works across ranks"
         )
     rope: Any = module._modules.get("rope") if isinstance(module, Layer) else None
     if rope is not None and rope.frequencies.by_length:
         kind = rope.frequencies.rope_type
-        return f"has rope of type {kind!r}, whose frequencies go by the length of what a rank has; take another type"
+        return f"has rope of type {kind!r}, whose frequencies depend on the length of a rank's shard; use another type"
     return ""
 
 
 def _ranks_of_tokens(layer: nn.Module) -> int:
-    """How many ranks of tensor parallelism share the tokens that come to a layer: its projections gather them."""
+    """Return the number of tensor-parallel ranks over which a layer's input tokens are sharded; its projections gather
+    them.
+    """
     first = layer._modules.get("q_proj", layer._modules.get("qkv_proj"))
     layout = None if first is None else layout_of(first)
     if first is None or layout is None or not layout.sequence:

@@ -1,1 +1,1 @@
-"""Weights that fully_shard gathers as codes: their shards, the amaxes that ranks agree on, no wrapper of its own."""
+"""FSDP2 with quantized all-gathers: weight shards, shared amaxes, and `gather_quantized`."""

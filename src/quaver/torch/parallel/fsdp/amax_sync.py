@@ -1,12 +1,12 @@
-"""The amaxes that the ranks of a model agree on: one all-reduce for all its weights, when any of them may have changed.
+"""Agreement of all ranks on weight amaxes: one all-reduce for all weights of a model when any of them may have changed.
 
-Where tensor parallelism has cut weights too, all ranks that hold parts of them take part, and amaxes that only some of
-them share have a place for each.
+If tensor parallelism has sharded weights too, all ranks with shards of them take part. Amaxes that differ between
+tensor-parallel ranks then get one slot per rank in the all-reduce.
 
-An agreement serves one forward and its backward: a write through `.data` or `to_local()` leaves no trace that a later
-forward could look for. Within `micro_batches` it serves all forwards, as long as a weight's version and memory stay and
-no torch optimizer steps. All of these are the same on all ranks, so no rank waits for another one in vain. Within an
-agreement a rank's rows are quantized once.
+An agreement is valid for one forward and its backward, because a write through `.data` or `to_local()` leaves no trace
+that a later forward could detect. Within `micro_batches` it is valid for all forwards until a weight's version or
+memory changes or a torch optimizer steps. These conditions are the same on all ranks, so no rank waits for a collective
+that another does not call. While an agreement is valid, a rank's rows are quantized once.
 """
 
 import weakref
@@ -45,9 +45,9 @@ from quaver.torch.state.layer_state import graph_task_id
 
 
 class TensorParallelShard(NamedTuple):
-    """How tensor parallelism has cut a weight before fully_shard does."""
+    """How tensor parallelism has sharded a weight before fully_shard does."""
 
-    #: The axis of the weight that it has cut, and the ranks that have the parts; None where it has cut nothing.
+    #: The sharded axis of the weight and the mesh of the ranks with its shards; None if it is not sharded.
     axis: int | None = None
     mesh: Any = None
 
@@ -57,13 +57,13 @@ class _AmaxEntry(NamedTuple):
 
     weight: "GatheredWeightState"
     side: OperandSide
-    #: By which `Agreed` has them.
+    #: Key of the amaxes in `Agreed`.
     block: int
     bits: Tensor
 
     @property
     def apart(self) -> bool:
-        """Whether ranks that tensor parallelism has given other parts of a weight have other amaxes here."""
+        """True if these amaxes differ between tensor-parallel ranks, so that each needs its own slot."""
         axis, side = self.weight.across.axis, self.side
         if self.block in (WHOLE, ROWS):
             return axis is None
@@ -71,7 +71,7 @@ class _AmaxEntry(NamedTuple):
 
 
 class GatheredWeightState:
-    """One weight that is gathered as codes, and what is known of it on this rank."""
+    """State on this rank of one weight that is gathered as codes."""
 
     def __init__(
         self,
@@ -83,41 +83,41 @@ class GatheredWeightState:
         across: "TensorParallelShard",
     ) -> None:
         self.layer, self.name, self.recipe, self.model = weakref.ref(layer), name, recipe, model
-        #: Of what fully_shard divides: the weight, or the part of it that tensor parallelism leaves this rank.
+        #: Shape of the tensor that fully_shard shards: the weight, or this rank's tensor-parallel shard of it.
         self.shape = shape
         self.across = across
         self.sides = sides(recipe)
-        #: As fully_shard holds it; None before the first gather, or where its names are unknown.
+        #: fully_shard's object for the weight; None before the first gather or if this torch has other internals.
         self.unit: FsdpParameter | None = None
-        #: The sharded parameter, seen last.
+        #: The sharded parameter, as last seen.
         self.parameter: Any = None
-        #: By side.
+        #: Agreed amaxes and quantized shards by side.
         self.agreed: dict[str, Agreed] = {}
         self.parts: dict[str, tuple[Any, OperandShard, CrossStream]] = {}
-        #: Passes that were asked for an operand which their gather had not brought: from then on both travel.
+        #: Passes that needed an operand which their gather had not brought; from then on both operands are sent.
         self.wants_both: set[str] = set()
-        #: The number of the agreement that a forward's gather belongs to.
+        #: Number of the agreement that the last forward's gather used.
         self.forward = -1
-        #: Version and address of the parameter that ranks agreed on.
+        #: Version and data pointer of the parameter at the last agreement.
         self.written: tuple[int, int] | None = None
-        #: Shapes of what was gathered last.
+        #: Shapes of the last gather's inputs.
         self.sent: Sequence[torch.Size] = ()
 
     def rows(self, mesh: Any) -> RowShard:
-        """Those of this rank, of a mesh over which fully_shard divides the weight."""
+        """Return the rows of this rank, given the mesh over which fully_shard shards the weight."""
         return RowShard.of(self.shape[0], mesh.size(), mesh.get_local_rank(), self.across.axis)
 
     @property
     def shared(self) -> bool:
-        """Whether fprop's operand serves dgrad."""
+        """True if fprop's operand also serves dgrad."""
         return len(self.sides) == 1
 
     def side(self, name: str) -> OperandSide:
-        """An operand by its name; where both are one, that."""
+        """Return the operand named "fprop" or "dgrad"; the only one if both are the same."""
         return self.sides[0] if self.shared or name == "fprop" else self.sides[1]
 
     def see(self) -> Any:
-        """The sharded parameter."""
+        """Find and return the sharded parameter."""
         if self.unit is not None:
             self.parameter = self.unit.sharded
         else:
@@ -128,13 +128,13 @@ class GatheredWeightState:
         return self.parameter
 
     def state_of_writes(self) -> tuple[int, int]:
-        """Version and address of the sharded parameter."""
+        """Return the version and data pointer of the sharded parameter, to detect writes."""
         parameter = self.see()
         part: Any = local(parameter)
         return parameter._version, 0 if part is None else getattr(part, "plain", part).data_ptr()
 
     def values(self) -> Tensor | None:
-        """This rank's rows [n, K] in the dtype that they are quantized from; None where it is not sharded."""
+        """Return this rank's rows [n, K] in the dtype to quantize from, or None if the weight is not sharded."""
         rows: Any = local(self.see())
         rows = getattr(rows, "plain", rows)
         if rows is None or rows.is_meta:
@@ -143,7 +143,7 @@ class GatheredWeightState:
         return rows.detach() if dtype is None else rows.detach().to(dtype)
 
     def factor(self) -> tuple[float, Given]:
-        """What stands for the layer's present factor in a key, and the factor, with which a gather quantizes."""
+        """Return the layer's present delayed-scaling factor for the weight, preceded by a key that changes with it."""
         layer = self.layer()
         if self.recipe.delayed is None or layer is None:
             return 0.0, None
@@ -155,9 +155,9 @@ class GatheredWeightState:
         return factors[amax.WEIGHT], factors[amax.WEIGHT]
 
     def part(self, side: OperandSide, rows: RowShard, key: float, factor: Given) -> OperandShard:
-        """This rank's part of an operand, quantized once while an agreement lasts.
+        """Return this rank's shard of an operand, quantized once per agreement.
 
-        fully_shard asks for it on its copy-in stream, and for some gathers on the stream that computes.
+        fully_shard calls it on its copy-in stream, and for some gathers on the compute stream.
         """
         x = self.values()
         assert x is not None
@@ -172,7 +172,7 @@ class GatheredWeightState:
         return kept[1]
 
     def joint(self, name: str, mesh: Any, key: float, factor: Given) -> GatheredLayout:
-        """How the parts of all ranks make an operand, by its name."""
+        """Return the layout by which the shards of all ranks make up the operand named "fprop" or "dgrad"."""
         side, rows = self.side(name), self.rows(mesh)
         own = self.part(side, rows, key, factor)
         written = self.model.amaxes, self.parts[side.name][2]
@@ -180,31 +180,31 @@ class GatheredWeightState:
 
 
 class ModelAmaxSync:
-    """The weights of one model that are gathered as codes."""
+    """All weights of one model that are gathered as codes, and the agreement of ranks on their amaxes."""
 
     def __init__(self, root: nn.Module) -> None:
         self.root = weakref.ref(root)
         self.weights: list[GatheredWeightState] = []
-        #: The number of the agreement that lasts, and whether a forward of the root or an optimizer has ended it.
+        #: Number of the present agreement, and True once a forward of the root or an optimizer step has ended it.
         self.number = 0
         self.ended = True
-        #: What ranks agreed on, as the stream that agreed has it.
+        #: The agreed amaxes, with the CUDA stream that wrote them.
         self.amaxes = CrossStream((), torch.device("cpu"))
-        #: Whether a backward has read operands of this agreement.
+        #: True if a backward has read operands of this agreement.
         self.in_backward = False
-        #: Whether the user has said that weights do not change.
+        #: True within `micro_batches`, where the user declares that weights do not change.
         self.steady = False
         self._compared = False
-        #: Of all ranks that have something of the weight that was gathered first, replicas too.
+        #: Process groups of all ranks, including replicas, that hold shards of the first gathered weight.
         self.groups: tuple[Any, ...] = ()
-        #: Process groups by their ranks.
+        #: Process groups by their member ranks.
         self._groups: dict[tuple[int, ...], Any] = {}
 
     def ready(self, weight: GatheredWeightState, mesh: Any) -> None:
-        """See that ranks have agreed, before a weight is gathered.
+        """Make sure that ranks have valid agreed amaxes before a weight is gathered.
 
         Raises:
-            ValueError: on all ranks, where one prepared other weights or other recipes than another one.
+            ValueError: on all ranks, if they prepared different weights or recipes.
         """
         if not self._compared:
             self._begin()
@@ -220,19 +220,19 @@ class ModelAmaxSync:
             weight.forward = self.number
 
     def open(self) -> None:
-        """Begin a forward of the root, which ranks compare first.
+        """Begin a forward of the root: check that ranks agree on recipe, dtype and gradients, and invalidate old codes.
 
-        Codes of an earlier forward serve it only within `micro_batches`.
+        Codes of an earlier forward are reused only within `micro_batches`.
 
         Raises:
-            ValueError: on all ranks, where one runs under another recipe or dtype, or has other gradients.
+            ValueError: on all ranks, if one runs under another recipe or dtype, or with other gradient settings.
         """
         self.ended = self.ended or not self.steady
         check_agreement("a forward after gather_quantized", self._facts(), *self.groups)
 
     def _facts(self) -> dict[str, Any]:
-        """What ranks have alike in a forward."""
-        # A layer that was reverted has no recipe.
+        """Return the settings that must be the same on all ranks in a forward."""
+        # A reverted layer has no recipe.
         recipes = [(weight, getattr(weight.layer(), "recipe", None)) for weight in self.weights]
         others = [f"{w.name} {own.text}" for w, own in recipes if own is not None and own is not w.recipe]
         device = "cpu" if self.weights[0].parameter is None else self.weights[0].parameter.device.type
@@ -257,21 +257,21 @@ class ModelAmaxSync:
         for module in root.modules() if root is not None else ():
             for key, hook in list(module._forward_pre_hooks.items()):
                 if isinstance(hook, RollHistories):
-                    # Before fully_shard's own, which gathers a root's weights: in the codes of the factors that rolled.
+                    # Run before fully_shard's own hook, so that a root's weights are gathered with the rolled factors.
                     module._forward_pre_hooks.move_to_end(key, last=False)  # type: ignore[attr-defined]
         if root is not None:
-            # Before fully_shard's own hook, too.
+            # This hook, too, must run before fully_shard's own.
             root.register_forward_pre_hook(_Open(self), prepend=True)
         _watch(self)
 
     def _compare(self, weight: GatheredWeightState, mesh: Any) -> None:
-        """Refuse ranks that prepared different weights."""
+        """Raise on all ranks if they prepared different weights, or if a weight is offloaded to the CPU."""
         over = getattr(weight.see(), "device_mesh", mesh)
         self.groups = tuple(over.get_group(dim) for dim in range(over.ndim))
         offloaded = next((w.name for w in self.weights if w.unit is not None and w.unit.offloads), None)
         error = (
-            f"{offloaded} is gathered as codes, which are made on the device that computes, and CPUOffloadPolicy keeps "
-            "its rows on the CPU: give fully_shard no offload_policy, or leave the layer out with "
+            f"{offloaded} is gathered as codes, which are computed on the GPU, and CPUOffloadPolicy keeps its "
+            "rows on the CPU: give fully_shard no offload_policy, or leave the layer out with "
             "gather_quantized(model, skip=[...])"
         )
         what = {w.name: f"{w.shape} cut along {w.across.axis} under {w.recipe.text}" for w in self.weights}
@@ -280,14 +280,15 @@ class ModelAmaxSync:
             {"weights": len(what), **what, **self._facts()},
             *self.groups,
             error="" if offloaded is None else error,
-            advice="build the model and convert it alike on all ranks before gather_quantized",
+            advice="build and convert the model in the same way on all ranks before gather_quantized",
         )
 
     def _agree(self, asking: GatheredWeightState, mesh: Any) -> None:
-        """One all-reduce for each mesh that holds weights whose blocks lie on several ranks."""
+        """Compute amaxes of all weights and all-reduce them: one all-reduce per mesh with blocks that cross shards."""
         self.number += 1
         self.ended = self.in_backward = False
-        # By the ranks over which fully_shard divides, and for these how tensor parallelism has cut their weights.
+        # Entries by fully_shard's process group, and for each group one weight that is also sharded by tensor
+        # parallelism.
         by_group: dict[Any, list[_AmaxEntry]] = {}
         cut: dict[Any, GatheredWeightState] = {}
         for weight in self.weights:
@@ -314,7 +315,14 @@ class ModelAmaxSync:
     def _agree_on(
         self, entries: Sequence[_AmaxEntry], group: Any, cut: GatheredWeightState | None, device: torch.device
     ) -> None:
-        """The amaxes of weights that fully_shard divides over one group, as far as they are not this rank's alone."""
+        """All-reduce the amaxes of weights that fully_shard shards over one group.
+
+        Args:
+            entries: the amaxes; results are written to `weight.agreed`.
+            group: fully_shard's process group.
+            cut: a weight of this group that tensor parallelism shards too, or None. If present, its ranks take part.
+            device: device for the collective.
+        """
         every = [entry.bits.to(device) for entry in entries]
         places, rank = 1, 0
         if cut is not None and not all(entry.apart for entry in entries):
@@ -328,9 +336,9 @@ class ModelAmaxSync:
             flat = agree(torch.cat([bits.view(-1) for bits in every]), group)
         except RuntimeError as error:
             raise RuntimeError(
-                f"this rank asked the others for amaxes of weights, as after each optimizer step, in vain ({error}); "
-                "one that has not stepped, or has run other forwards, does not come here: skip a step on all ranks or "
-                "on none, such as by an all-reduce of what it goes by"
+                "the all-reduce of weight amaxes, which runs after each optimizer step, failed on this rank "
+                f"({error}); a rank that has not stepped, or has run other forwards, does not call it: skip a "
+                "step on all ranks or on none, for instance by an all-reduce of the condition"
             ) from error
         for entry, sent, agreed in zip(entries, every, flat.split([b.numel() for b in every]), strict=True):
             own = agreed if sent.dim() == 1 else agreed.view_as(sent)[rank]
@@ -338,9 +346,11 @@ class ModelAmaxSync:
             agreed_on[entry.block] = own.to(entry.bits.device)
 
     def _group(self, weight: GatheredWeightState) -> Any:
-        """All ranks that hold parts of a weight that tensor parallelism and fully_shard have cut."""
+        """Return the process group of all ranks with shards of a weight that tensor parallelism and fully_shard both
+        shard.
+        """
         mesh = weight.parameter.device_mesh
-        # Its last dimension is tensor parallelism's, the one before fully_shard's, and those before these are replicas.
+        # Mesh dimensions: the last is tensor parallelism, the one before is fully_shard, all earlier ones are replicas.
         ranks = mesh.mesh
         for place in mesh.get_coordinate()[:-2]:
             ranks = ranks[place]
@@ -357,13 +367,13 @@ class ModelAmaxSync:
 
 
 def _device(weight: GatheredWeightState) -> torch.device:
-    """Where ranks agree: of the device that the weight is computed on."""
+    """Return the device type of the weight's mesh, on which the all-reduce runs."""
     kind = weight.parameter.device_mesh.device_type if weight.parameter is not None else "cpu"
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
 class _Open:
-    """A forward pre-hook of the root."""
+    """Forward pre-hook of the root module that calls `ModelAmaxSync.open`."""
 
     def __init__(self, model: ModelAmaxSync) -> None:
         self._model = weakref.ref(model)
@@ -376,7 +386,9 @@ class _Open:
 
 
 def close(root: nn.Module) -> None:
-    """End what earlier preparations of a model compare: when garbage is collected differs between ranks."""
+    """Remove the hooks of earlier preparations of a model. Garbage collection cannot do it: its time differs between
+    ranks.
+    """
     for module in root.modules():
         for key, hook in list(module._forward_pre_hooks.items()):
             if isinstance(hook, _Open):
@@ -385,21 +397,22 @@ def close(root: nn.Module) -> None:
 
 @contextmanager
 def micro_batches(model: nn.Module) -> Iterator[None]:
-    """Declare that a model's weights do not change within the block: its forwards reuse one quantization of them.
+    """Declare that a model's weights do not change within the block, so that its forwards quantize them only once.
 
         with micro_batches(model):
             for x in batches:
                 model(x).backward()
         optimizer.step()
 
-    Without it each forward quantizes this rank's rows of weights that `gather_quantized` has prepared, and ranks agree
-    on amaxes anew, since no trace is left of a step that writes through `.data`. Within it an optimizer's step, a
-    write in place or another tensor in a parameter's place still begin anew. Call it on all ranks alike.
+    Outside the block, each forward quantizes this rank's rows of the weights prepared by `gather_quantized`, and all
+    ranks agree on their amaxes again, since a step that writes through `.data` leaves no trace. Inside it, an optimizer
+    step, an in-place write or a replaced parameter still triggers a new quantization. Enter and leave it on all ranks
+    at the same steps.
 
     Args:
-        model: of `gather_quantized`; one without such weights is left as it is.
+        model: model prepared by `gather_quantized`; without such weights the block has no effect.
     """
-    # What a rank holds of a prepared weight names the model that it was prepared with.
+    # A prepared shard refers to the `ModelAmaxSync` it was prepared with.
     prepared: set[Any] = {getattr(local(p), "model", None) for p in model.parameters()} - {None}
     for each in prepared:
         each.ended, each.steady = True, True
@@ -411,12 +424,12 @@ def micro_batches(model: nn.Module) -> Iterator[None]:
 
 
 class _OptimizerStepHook:
-    """The hook of all optimizers, which is put there once."""
+    """True once the global optimizer post-step hook is registered."""
 
     hooked = False
 
 
-#: Models that an optimizer's step ends the agreement of.
+#: Models whose agreement ends with an optimizer step on their weights.
 _watched: "weakref.WeakSet[ModelAmaxSync]" = weakref.WeakSet()
 
 
@@ -428,12 +441,12 @@ def _watch(model: ModelAmaxSync) -> None:
 
 
 def _stepped(optimizer: Optimizer, *_: object) -> None:
-    """End the agreements of those models whose weights an optimizer holds."""
+    """End the agreement of every model with weights in this optimizer."""
     for model in list(_watched):
         if not model.ended and any(
             getattr(local(p), "model", None) is model for group in optimizer.param_groups for p in group["params"]
         ):
             model.ended = True
             for weight in model.weights:
-                # Codes of what the weights were.
+                # Drop codes of the old weight values.
                 weight.parts = {}

@@ -1,11 +1,12 @@
-"""Weights that exist only in few bits under fully_shard: a rank's rows are codes, and travel as they are.
+"""FSDP2 for weights stored only as codes: a rank's rows are codes and are gathered unchanged.
 
-torch would cast codes as if they were numbers where a `MixedPrecisionPolicy` has another dtype, and gloo carries no
-float8. Scales stay the layer's buffers, whole on every rank: an optimizer of `quaver.torch.optim`, which writes those
-of a rank's own rows, has all ranks tell each other theirs at the end of a step.
+Codes are viewed as bytes for the all-gather. torch would otherwise cast codes as numbers if a `MixedPrecisionPolicy`
+has another dtype, and gloo does not support float8. Scales stay in the layer's buffers, complete on every rank. An
+optimizer of `quaver.torch.optim` writes the scales of a rank's own rows and exchanges them at the end of a step.
 
-fully_shard takes gradients of one dtype in a unit, that of the parameter. So the shard of a weight that learns says the
-dtype that its codes stand for, and what is gathered of it says the dtype that its gradient shall have.
+fully_shard requires the gradients of a unit to have one dtype, that of the parameter. So the shard of a trainable
+weight reports the high-precision dtype that its codes represent, and the gathered weight reports the dtype of its
+gradient.
 """
 
 import weakref
@@ -27,32 +28,32 @@ aten = torch.ops.aten
 
 
 class StoredShardInfo:
-    """What is known of such a weight."""
+    """State of one stored weight under fully_shard."""
 
-    #: No model's amaxes follow from it.
+    #: No amax agreement depends on this weight.
     model = None
 
     def __init__(self, layer: nn.Module, name: str, root: nn.Module) -> None:
         weight: Any = layer._parameters["weight"]
         self.layer, self.root, self.name = weakref.ref(layer), weakref.ref(root), name
-        #: Of the weight, as the codes lie.
+        #: Shape of the whole weight's codes.
         self.shape: torch.Size = weight.shape
         self.codes: torch.dtype = weight.dtype
-        #: Whether it learns, or did when it was prepared.
+        #: True if the weight required gradients when it was prepared.
         self.learns: bool = weight.requires_grad
-        #: As fully_shard holds it; None before the first gather, or where its names are unknown.
+        #: fully_shard's object for the weight; None before the first gather or if this torch has other internals.
         self.unit: FsdpParameter | None = None
         self.gathered_once = False
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the codes stand for."""
+        """The high-precision dtype that the codes represent."""
         layer = self.layer()
         dtype: torch.dtype = torch.float32 if layer is None else layer.__dict__["weight_dtype"]
         return dtype
 
     def check(self) -> None:
-        """Refuse what fully_shard would do without a word, before a gather. Raises: ValueError."""
+        """Raise a ValueError before a gather if fully_shard would silently corrupt the weight or its gradient."""
         layer, root = self.layer(), self.root()
         if layer is None:
             return
@@ -66,16 +67,16 @@ class StoredShardInfo:
         weight = layer._parameters["weight"]
         if not self.learns and weight is not None and weight.requires_grad:
             raise ValueError(
-                f"{self.name} exists only in codes, and was frozen when gather_quantized prepared it: fully_shard "
-                "would round its gradient to their dtype. Let it require a gradient before gather_quantized, and "
-                "freeze it afterwards if it shall learn later"
+                f"{self.name} is stored only as codes, and was frozen when gather_quantized prepared it: "
+                "fully_shard would round its gradient to their dtype. Let it require a gradient before "
+                "gather_quantized, and freeze it afterwards if it shall be trained later"
             )
 
 
 class CodeShard(Shard):
     """Codes of a frozen weight, or of one rank's rows of it."""
 
-    # Moves take them as integers.
+    # Moves between devices view the codes as integers.
     keeps = frozenset({*KEEPS, aten.view.dtype})
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], None]:  # type: ignore[override]
@@ -93,14 +94,14 @@ class CodeShard(Shard):
         self, outputs: Sequence[Tensor], sent: None, dtype: torch.dtype, *, out: Any = None
     ) -> Any:
         if out is not None:
-            # The same memory, filled again.
+            # The output views the same buffer, which has been filled again.
             return None
         of: Any = self.weight
         return outputs[0][: of.shape[0]].view(self.plain.dtype), ()
 
 
 class LearningCodes(CodeShard):
-    """Codes of a weight that learns, or of one rank's rows of it: a
+    """Codes of a trainable weight, or of one rank's rows; implements
     `quaver.torch.linear.store_weight.ShardedStoredWeight`.
     """
 
@@ -148,12 +149,12 @@ class LearningCodes(CodeShard):
         dtype = options.get("dtype")
         if function not in cls.keeps or source.dtype is not shard.plain.dtype or dtype not in (None, shard.dtype):
             raise ValueError(
-                f"{function} takes the weight of {shard.weight.name} for numbers, and it exists only in codes: step it "
-                "by an optimizer of quaver.torch.optim, load it from a checkpoint of codes, or keep it in high "
-                "precision (dequantize_weights(model) before gather_quantized)"
+                f"{function} reads the weight of {shard.weight.name} as numbers, and it is stored only as "
+                "codes: step it by an optimizer of quaver.torch.optim, load it from a checkpoint of codes, "
+                "or convert it to high precision (dequantize_weights(model) before gather_quantized)"
             )
         if dtype is not None:
-            # Of what it says to be: as torch fills a part up.
+            # The caller passes the reported dtype, as torch does when it pads a shard; the codes have their own.
             options["dtype"] = shard.plain.dtype
         return super().__torch_dispatch__(function, types, args, options)
 
@@ -170,17 +171,17 @@ class LearningCodes(CodeShard):
 
 
 class GatheredCodes(Gathered):
-    """A weight [N, K] whose codes fully_shard has gathered: a `quaver.torch.linear.gemms.PrequantizedWeight`."""
+    """A weight [N, K] gathered as codes; implements `quaver.torch.linear.gemms.PrequantizedWeight`."""
 
     held: list[Tensor]
 
     @property
     def gathered_codes(self) -> Tensor:
-        """In their own dtype."""
+        """The codes in their storage dtype."""
         return self.held[0]
 
     def check_recipe(self, layer: nn.Module, recipe: Recipe | None) -> None:
-        """Codes serve every recipe: one whose operands they are not is given what they stand for, quantized."""
+        """Accept any recipe: codes that do not match its operands are dequantized and quantized again."""
 
     def quantized_operand(self, call: Any, side: str) -> Quantized:
         transposed = side == "dgrad"
@@ -189,7 +190,7 @@ class GatheredCodes(Gathered):
 
 
 def _lying_as(parameter: DTensor, part: Tensor) -> Tensor:
-    """A rank's part of what lies as a parameter does."""
+    """Wrap a rank's shard as a DTensor with the mesh, placements and shape of a parameter."""
     mesh, placements = parameter.device_mesh, parameter.placements
     with torch.no_grad():
         return DTensor.from_local(
@@ -198,7 +199,7 @@ def _lying_as(parameter: DTensor, part: Tensor) -> Tensor:
 
 
 def shard_codes(layer: nn.Module, name: str, root: nn.Module) -> None:
-    """Put codes that fully_shard gathers as bytes in the place of a layer's weight."""
+    """Replace the weight of a layer by a tensor that fully_shard gathers as bytes."""
     parameter = layer._parameters["weight"]
     assert parameter is not None
     of = _stored[layer] = StoredShardInfo(layer, name, root)
@@ -211,12 +212,12 @@ def _shard(codes: Tensor, of: StoredShardInfo) -> CodeShard:
     return (LearningCodes if of.learns else CodeShard)(codes, weight)
 
 
-#: What is known of the weight of each layer that is prepared; a copy of one is not.
+#: State of each prepared layer; a copied layer is not prepared.
 _stored: "weakref.WeakKeyDictionary[nn.Module, StoredShardInfo]" = weakref.WeakKeyDictionary()
 
 
 def _shard_again(layer: nn.Module, _: object) -> None:
-    """What is loaded may be another parameter."""
+    """Wrap the weight again after a state dict was loaded, which may have replaced the parameter."""
     of = _stored.get(layer)
     if of is None:
         return

@@ -1,4 +1,4 @@
-"""`gather_quantized`: which weights of a model fully_shard gathers as codes, and what a model needs for that."""
+"""`gather_quantized`: have fully_shard all-gather weights as codes, and `CommCounter`: count what training sends."""
 
 import copy
 import weakref
@@ -38,23 +38,23 @@ from quaver.torch.parallel.fsdp.torch_internals import (
 from quaver.torch.parallel.tensor.layers import layout_of
 from quaver.torch.state.history import roll, sync
 
-# ---- gathering -------------------------------------------------------------------------------------------
+# ---- gather_quantized ----
 
 
 @dataclass(frozen=True)
 class GatherReport:
-    """How the weights of a model's quantized layers are gathered; as text a line each."""
+    """How the weight of each quantized layer is gathered; its text has one line per layer."""
 
-    #: By the layer's name: the recipe in whose codes its weight travels.
+    #: Recipe in whose codes the weight is gathered, by layer name.
     quantized: dict[str, Recipe] = field(default_factory=dict)
-    #: Names of layers whose weight exists only in codes, which travel as they are.
+    #: Names of layers whose weight is stored as codes and gathered unchanged.
     stored: list[str] = field(default_factory=list)
-    #: By the layer's name: why its weight travels in high precision, as without `gather_quantized`.
+    #: Reason why the weight is gathered in high precision, by layer name.
     in_high_precision: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [f"{name}: codes of {recipe.name}" for name, recipe in self.quantized.items()]
-        lines += [f"{name}: codes, which are all of it" for name in self.stored]
+        lines += [f"{name}: codes, as stored" for name in self.stored]
         lines += [f"{name}: in high precision, {why}" for name, why in self.in_high_precision.items()]
         return "\n".join(lines)
 
@@ -62,26 +62,26 @@ class GatherReport:
 def gather_quantized(
     model: nn.Module, *, recipe: str | Recipe | None = None, skip: str | Sequence[str] = (), mesh: Any = None
 ) -> GatherReport:
-    """Have torch's fully_shard gather the weights of a model's quantized layers as codes and scales.
+    """Have torch's fully_shard all-gather the weights of a model's quantized layers as codes and scales.
 
-    Call it on the whole model once it is converted, on all ranks alike, before fully_shard and before the optimizer is
-    built. Parameters stay in high precision for optimizers, clipping and checkpoints.
+    Call it on all ranks on the whole converted model, before fully_shard and before the optimizer is built. Parameters
+    stay in high precision for optimizers, gradient clipping and checkpoints.
 
     Args:
-        model: `quaver.torch.convert`ed, or made of `quaver.torch.Linear` and blocks; on meta, too.
-        recipe: of layers that have none of their own and will run in `quaver.torch.autocast` of this recipe.
-        skip: patterns of names of layers to gather in high precision.
-        mesh: the ranks that have this very model, with those of tensor parallelism; None takes all of the default
-            group. A stage of a pipeline gives its own.
+        model: converted by `quaver.torch.convert`, or built of `quaver.torch.Linear` and blocks; may be on meta.
+        recipe: recipe of layers that have none of their own and will run in `quaver.torch.autocast` of this recipe.
+        skip: glob patterns of names of layers to gather in high precision.
+        mesh: DeviceMesh of the ranks that hold this same model, including those of tensor parallelism; None means the
+            default group. A pipeline stage passes its own mesh.
     Returns:
-        Which weights travel as codes, and why others do not.
+        A report of which weights are gathered as codes, and why others are not.
     Raises:
-        ValueError: fully_shard or gather_quantized was called before, a weight is sharded already, or none is left
-            to gather; on all ranks, where one of them cannot go on or has built another model. In a forward: a layer
+        ValueError: fully_shard or gather_quantized was called before, a weight is already sharded, or no weight is left
+            to gather. Raised on all ranks if one of them fails or has built another model. Later, in a forward: a layer
             runs under another recipe than its weight was gathered for.
-    Exact: outputs, gradients and updates are, bit for bit, those of fully_shard without it.
+    Exact: outputs, gradients and updates are bit for bit those of fully_shard without it.
     Source: torchao's FP8 all-gather for FSDP2 (github.com/pytorch/ao, torchao/float8) has per-tensor scales; the
-        agreement on blocks that several ranks share is ours.
+        agreement on blocks that cross shards is Quaver's.
     """
     gathers, prepared = _agreed_on(model, recipe, skip, mesh, {})
     for weight in prepared.weights:
@@ -98,20 +98,19 @@ def gather_quantized(
 def refresh_gather(
     model: nn.Module, *, recipe: str | Recipe | None = None, skip: str | Sequence[str] = (), mesh: Any = None
 ) -> GatherReport:
-    """Have fully_shard gather the weights of a model in the codes of the recipes that its layers have by now.
+    """Update the gathers of a sharded model to the recipes that its layers have now.
 
-    Call it where `quaver.torch.convert` has given a sharded model other recipes, on all ranks alike, after an
-    optimizer's step and before the next forward. Weights that no recipe has as codes travel in high precision, also
-    those that were gathered as codes before, and the other way round.
+    Call it on all ranks after `quaver.torch.convert` has changed the recipes of a sharded model, after an optimizer
+    step and before the next forward. Weights may switch from codes to high precision and back.
 
     Args:
-        model, recipe, skip, mesh: as `gather_quantized` takes them.
+        model, recipe, skip, mesh: as in `gather_quantized`.
     Returns:
-        Which weights travel as codes, and why others do not.
+        A report of which weights are gathered as codes, and why others are not.
     Raises:
-        ValueError: on all ranks, where one of them cannot go on or has another model; a weight is held by no
-            fully_shard, or this torch has other names for what fully_shard keeps of it.
-    Exact: what follows is what follows a checkpoint that is loaded into the model as it is now.
+        ValueError: on all ranks, if one of them fails or has another model, if fully_shard does not manage a weight, or
+            if this torch has other fully_shard internals.
+    Exact: training continues as if a checkpoint was loaded into a new model with the present recipes.
     """
     for part in model.modules():
         if isinstance(part, FSDPModule):
@@ -136,12 +135,12 @@ def _agreed_on(
     mesh: Any,
     units: Mapping[nn.Module, FsdpParameter],
 ) -> tuple[GatherReport, ModelAmaxSync]:
-    """`_prepared_of`, the same on all ranks."""
+    """Call `_prepared_of` and check that all ranks get the same result."""
     patterns = [skip] if isinstance(skip, str) else list(skip)
     try:
         gathers, prepared = _prepared_of(model, None if recipe is None else recipes.get(recipe), patterns, units)
     except ValueError as error:
-        # The other ranks would wait for this one.
+        # The other ranks would otherwise wait for this one.
         compare([], mesh, str(error))
         raise
     compare([*lines_of(model), *str(gathers).split("\n")], mesh)
@@ -151,10 +150,13 @@ def _agreed_on(
 def _prepared_of(
     model: nn.Module, chosen: Recipe | None, patterns: Sequence[str], units: Mapping[nn.Module, FsdpParameter]
 ) -> tuple[GatherReport, ModelAmaxSync]:
-    """Which weights travel how, before anything is changed.
+    """Choose how each weight is gathered, without changing the model.
 
     Args:
-        units: what fully_shard holds, by layer, where it does.
+        model: the model.
+        chosen: recipe of layers without one.
+        patterns: glob patterns of layers to gather in high precision.
+        units: fully_shard's object by layer, empty before fully_shard.
     """
     if not units:
         _refuse(model)
@@ -181,13 +183,13 @@ def _prepared_of(
         assert of_layer is not None
         gathers.quantized[name] = of_layer
         if units and layer not in units:
-            raise ValueError(f"{name}.weight is held by no fully_shard; call gather_quantized before fully_shard")
+            raise ValueError(f"{name}.weight is not managed by fully_shard; call gather_quantized before fully_shard")
         n, k = shape
         prepared.weights.append(
             GatheredWeightState(layer, name or type(layer).__name__, of_layer, (n, k), prepared, across)
         )
     if unused:
-        raise ValueError(f"no quantized layer has a name that fits {', '.join(map(repr, sorted(unused)))} of skip")
+        raise ValueError(f"no quantized layer has a name that matches {', '.join(map(repr, sorted(unused)))} in skip")
     if not prepared.weights and not gathers.stored and not units:
         raise ValueError(
             f"gather_quantized has no weight to gather as codes; call quaver.torch.convert(model, ...) before it, or "
@@ -197,65 +199,66 @@ def _prepared_of(
 
 
 def _of_stack(layer: GroupedLinear, name: str) -> str:
-    """Why a stack of matrices travels as it is. Raises: ValueError, of codes that are trained."""
+    """Return why a grouped weight is gathered unchanged. Raise a ValueError if it is stored as trainable codes."""
     if layer.weight_spec is not None and layer.weight.requires_grad:
         raise ValueError(
-            f"{name}.weight is a stack of matrices in codes, of which fully_shard rounds gradients: call "
-            "quaver.torch.dequantize_weights(model), freeze it, or leave it out with fully_shard's ignored_params"
+            f"{name}.weight is a trainable stack of matrices stored as codes, whose gradients fully_shard "
+            "would round: call quaver.torch.dequantize_weights(model), freeze it, or leave it out with "
+            "fully_shard's ignored_params"
         )
-    return "a stack of matrices travels as it is"
+    return "a stack of matrices is gathered unchanged"
 
 
 def _refuse(model: nn.Module) -> None:
-    """Raise a ValueError where it is too late."""
+    """Raise a ValueError if the model is already sharded or prepared."""
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             raise ValueError(
-                f"{name or 'the model'} was given to fully_shard before gather_quantized, which says how weights are "
-                "gathered: call gather_quantized(model) first, then fully_shard"
+                f"{name or 'the model'} was sharded by fully_shard before gather_quantized, which decides how "
+                "weights are gathered: call gather_quantized(model) first, then fully_shard"
             )
         for key, parameter in module._parameters.items():
             if isinstance(parameter, Shard):
                 raise ValueError(f"gather_quantized was called on {name or 'the model'} before; call it once")
             if isinstance(parameter, DTensor) and isinstance(module, Linear) and layout_of(module) is None:
                 raise ValueError(
-                    f"{name}.{key} is sharded already, over {parameter.device_mesh}: gather_quantized takes whole "
-                    "weights, and those in parts by ColwiseParallel() and RowwiseParallel() of "
-                    "quaver.torch.parallel; take these in the "
-                    "place of torch's styles, or leave the layer unconverted"
+                    f"{name}.{key} is already sharded, over {parameter.device_mesh}: gather_quantized accepts "
+                    "whole weights, and those sharded by ColwiseParallel() and RowwiseParallel() of "
+                    "quaver.torch.parallel; use these instead of torch's styles, or leave the layer "
+                    "unconverted"
                 )
 
 
 def _why_not(
     layer: Linear, recipe: Recipe | None, holders: Counter[int], shape: Sequence[int], across: TensorParallelShard
 ) -> str:
-    """Why a layer's weight is gathered in high precision, or ""; see `_divided`."""
+    """Return why a layer's weight is gathered in high precision, or "". `shape` and `across` come from `_divided`."""
     weight = layer._parameters.get("weight")
     if layer.weight_spec is not None:
         if layer.weight_spec.format.packed and weight is not None and weight.requires_grad:
             raise ValueError(FOUR_BITS)
-        return "another module holds it, too" if holders[id(weight)] > 1 else ""
+        return "another module shares it" if holders[id(weight)] > 1 else ""
     if recipe is None:
         return "it has no recipe of its own: give recipe="
     if not recipe.quantizes:
         return f"{recipe.name} quantizes nothing"
     if recipe.fprop.b is None or recipe.dgrad.b is None:
-        return f"{recipe.name} multiplies by it in high precision, too"
+        return f"{recipe.name} also multiplies by it in high precision"
     if recipe.dgrad.b.hadamard:
-        return f"{recipe.name} rotates the rows of it that ranks divide"
+        return f"{recipe.name} rotates its rows, which ranks shard"
     if weight is None and "weight" in layer._modules:
-        return "its matrices lie in parts by themselves"
+        return "its matrices are separate parameters"
     if weight is None:
-        return "a parametrization makes it"
+        return "a parametrization computes it"
     if weight.dtype not in DTYPES:
-        return f"it is {weight.dtype}, which recipes leave alone"
+        return f"it is {weight.dtype}, which recipes do not quantize"
     if holders[id(weight)] > 1:
-        return "another module holds it, too"
+        return "another module shares it"
     return _cut_through(shape, across.axis, recipe)
 
 
 def _divided(layer: Linear, unit: FsdpParameter | None) -> tuple[Sequence[int], TensorParallelShard]:
-    """The shape of what fully_shard divides of a layer's weight, or will, and how tensor parallelism has cut that."""
+    """Return the shape of the tensor that fully_shard shards, and how tensor parallelism has sharded it before."""
     weight: Any = layer._parameters.get("weight")
     if weight is None:
         return (), TensorParallelShard()
@@ -266,13 +269,13 @@ def _divided(layer: Linear, unit: FsdpParameter | None) -> tuple[Sequence[int], 
         return shape, TensorParallelShard()
     mesh: Any = weight.device_mesh
     if unit is not None:
-        # Its last dimension is tensor parallelism's, before which fully_shard puts its own.
+        # The last mesh dimension is tensor parallelism's; fully_shard's precedes it.
         mesh = mesh[mesh.mesh_dim_names[-1]]
     return shape, TensorParallelShard() if mesh.size() == 1 else TensorParallelShard(layout.weight_axis, mesh)
 
 
 def _cut_through(shape: Sequence[int], axis: int | None, recipe: Recipe) -> str:
-    """Which blocks of a weight tensor parallelism has cut through, which its layer refuses in a forward; or ""."""
+    """Return a message if tensor parallelism has cut blocks, which the layer's forward would reject; else ""."""
     if axis is None:
         return ""
     for side in sides(recipe):
@@ -280,21 +283,21 @@ def _cut_through(shape: Sequence[int], axis: int | None, recipe: Recipe) -> str:
         if axis == 1 and side.spec.hadamard and needed % 16:
             needed = 16
         if shape[axis] % needed:
-            return f"ranks of tensor parallelism have {shape[axis]} features each, no multiple of {needed}"
+            return f"ranks of tensor parallelism have {shape[axis]} features each, which is no multiple of {needed}"
     return ""
 
 
-#: The weight of each layer that is prepared; None of one whose weight was gathered as codes, and is no more.
+#: State of each prepared layer; None if its weight was once gathered as codes but no longer is.
 _prepared: "weakref.WeakKeyDictionary[nn.Module, GatheredWeightState | None]" = weakref.WeakKeyDictionary()
 
 
 def _prepare(layer: nn.Module, weight: GatheredWeightState | None) -> None:
-    """Have a layer's weight travel as codes, or as it is."""
+    """Switch a layer's weight to gathers of codes, or to high precision if `weight` is None."""
     parameter = layer._parameters["weight"]
     assert parameter is not None
     part = local(parameter)
     if part is not None:
-        # Of fully_shard, or of tensor parallelism, which fully_shard divides once more.
+        # The local tensor is fully_shard's shard, or a tensor-parallel shard that fully_shard will shard again.
         plain = getattr(part, "plain", part).detach()
         set_local(parameter, plain if weight is None else Shard(plain, weight))
     elif weight is not None:
@@ -306,7 +309,7 @@ def _prepare(layer: nn.Module, weight: GatheredWeightState | None) -> None:
 
 
 def _write_plain(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Make what a state dict has of a weight a tensor like any other, of the same memory."""
+    """Replace a Shard in a state dict by the plain tensor with the same memory."""
     key = prefix + "weight"
     value: Any = state_dict.get(key)
     part: Any = value if isinstance(value, Shard) else local(value)
@@ -321,7 +324,7 @@ def _write_plain(module: nn.Module, state_dict: dict[str, Any], prefix: str, met
 
 
 def _prepare_again(module: nn.Module, _: object) -> None:
-    """Loading with assign=True brings another parameter."""
+    """Wrap the weight again: load_state_dict with assign=True replaces the parameter."""
     weight, parameter = _prepared.get(module), module._parameters.get("weight")
     if weight is None or parameter is None:
         return
@@ -332,39 +335,38 @@ def _prepare_again(module: nn.Module, _: object) -> None:
         set_local(parameter, Shard(part, weight))
 
 
-# ---- watching --------------------------------------------------------------------------------------------
-# `CommCounter`: what a training step sends between ranks, for any loop.
-#
-# fully_shard sends by itself; it is asked to count by its own seam, a custom all-gather and reduce-scatter, which are
-# taken back at the end.
+# ---- CommCounter ----
+# fully_shard's traffic is counted through its own extension point: a custom all-gather and reduce-scatter, which are
+# removed at the end.
 
 
 class CommCounter(traffic.SentBytes):
-    """What this rank sends to others while this is entered, by kind, and how long it waits.
+    """Count the bytes that this rank sends to others, by kind, and the time it waits, while the context is active.
 
         with CommCounter(model) as traffic:
             loss = step(batch)
         print(traffic.bytes, traffic.seconds)
 
-    Kinds are "weights", "gradients", "activations", "keys_values", "amaxes" and "control". Counted is what this library
-    sends, and what fully_shard does: not what torch's own tensor parallelism, pipelines that `stage` has not made, or
-    DistributedDataParallel without `quantize_gradients` send. May be entered again, and then goes on; may be nested.
+    Kinds are "weights", "gradients", "activations", "keys_values", "amaxes" and "control". It counts what Quaver and
+    fully_shard send. It does not count torch's own tensor parallelism, pipelines not made by `pipeline_stage`, or
+    DistributedDataParallel without `quantize_gradients`. The context may be entered again to continue counting, and
+    different counters may be nested.
 
     Args:
-        model: sharded by fully_shard, wholly or in part; None if nothing is.
-        look: whether `nonfinite` is kept, which reads each gradient once more.
+        model: model with fully_shard on all or some modules; None if nothing is sharded.
+        look: set `nonfinite`, at the cost of reading each gradient once more.
     Attributes:
-        bytes: Counter by kind: what goes to other ranks, by the algorithms that send fewest. Where each of R ranks
-            gives n bytes, an all-gather sends (R - 1) n, a reduce-scatter and an all-to-all (R - 1) n / R, an
-            all-reduce twice that.
+        bytes: Counter by kind of bytes sent to other ranks, assuming the algorithm that sends fewest. If each of R
+            ranks contributes n bytes, an all-gather sends (R - 1) n, a reduce-scatter or all-to-all (R - 1) n / R, and
+            an all-reduce twice that.
         calls: Counter of collectives by kind.
-        seconds: of waiting for others and for what they send. Of a GPU's tensors, those that the stream of a collective
-            stood still; fully_shard's stream does so beside the model's own. A gather that is waited for later
-            (`set_unshard_in_backward`, asynchronous unsharding) is counted without its time, and so is what a
-            pipeline's schedule waits for on GPUs.
-        waiting: the kind that this rank waits for now, or "".
-        nonfinite: bool tensor []: whether a gradient of this rank, before any sum over ranks, had a NaN or an infinity
-            since `forget`; None without `look` or before the first.
+        seconds: seconds spent waiting for collectives. For GPU tensors, time that the collective's stream stood still;
+            fully_shard's stream does so beside the model's own. Gathers that are waited for later
+            (`set_unshard_in_backward`, asynchronous unsharding) are counted without their time, and so are a pipeline
+            schedule's waits on GPUs.
+        waiting: the kind of traffic that this rank waits for now, or "".
+        nonfinite: bool tensor [], True if a gradient of this rank, before any sum over ranks, had a NaN or an infinity
+            since `forget`; None without `look` or before the first gradient.
     """
 
     def __init__(self, model: nn.Module | None = None, *, look: bool = False) -> None:
@@ -374,12 +376,12 @@ class CommCounter(traffic.SentBytes):
         self._before: list[tuple[Collectives, Any, Any]] = []
 
     def forget(self) -> None:
-        """Begin to look at gradients anew."""
+        """Reset `nonfinite`."""
         self.nonfinite = None
 
     def __enter__(self) -> "CommCounter":
         if any(each is self for each in traffic.active.all):
-            raise ValueError("this CommCounter counts already, and would count twice; make another one")
+            raise ValueError("this CommCounter is already counting; make another one")
         traffic.active.all += (self,)
         roll.watched.by, sync.watched.by = _of_histories, _of_headers
         if self.model is not None:
@@ -387,7 +389,7 @@ class CommCounter(traffic.SentBytes):
         return self
 
     def also(self, model: nn.Module) -> None:
-        """Count what fully_shard sends of another model, too, while this is entered."""
+        """Also count fully_shard's traffic of another model until the context ends."""
         self._attach(model)
 
     def _attach(self, model: nn.Module) -> None:
@@ -405,7 +407,7 @@ class CommCounter(traffic.SentBytes):
 
     def _see(self, gradient: Tensor) -> None:
         if self.look and gradient.numel():
-            # One pass, and no sum that could overflow.
+            # A single pass with no sum that could overflow.
             bad = ~torch.linalg.vector_norm(gradient, float("inf")).isfinite()
             self.nonfinite = bad if self.nonfinite is None else self.nonfinite | bad
 
@@ -419,7 +421,7 @@ def _of_headers(header: Tensor, group: Any) -> AbstractContextManager[Any]:
 
 
 def _as(comm: Any, kind: type, owner: CommCounter, unit: Collectives) -> Any:
-    """A collective of fully_shard's as one of another class, which does the same and counts."""
+    """Copy a fully_shard collective and change its class to one that counts."""
     counting = copy.copy(comm)
     counting.__class__ = kind
     counting.owner, counting.unit = owner, unit
@@ -428,7 +430,7 @@ def _as(comm: Any, kind: type, owner: CommCounter, unit: Collectives) -> Any:
 
 @cache
 def _gathering(kind: Any) -> type:
-    """The class of an all-gather that counts, of the class of one."""
+    """Return a subclass of an all-gather class that counts its traffic."""
 
     def call(self: Any, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
         owner = (self.owner,)
@@ -443,7 +445,7 @@ def _gathering(kind: Any) -> type:
 
 @cache
 def _scattering(kind: Any) -> type:
-    """The class of a reduce-scatter that counts, of the class of one."""
+    """Return a subclass of a reduce-scatter class that counts its traffic."""
     counts_itself = getattr(kind, "counts_itself", False)
 
     def call(

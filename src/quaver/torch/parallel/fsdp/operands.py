@@ -1,7 +1,8 @@
-"""One rank's rows of a weight, quantized as they are in the whole weight, and the whole operand made of all ranks'.
+"""Quantization of one rank's rows of a weight, and assembly of the whole operand from the shards of all ranks.
 
-Exact: the codes and scales of the whole weight. Codes and scales lie as the weight does, [N, K] and [rows of blocks,
-blocks along K], for either side: so a rank's rows are bytes that follow the bytes of the rank before.
+Exact: the result has the codes and scales of the whole weight. For either side, codes have the layout [N, K] of the
+    weight and scales [block rows, blocks along K]. So the bytes of a rank's rows follow directly on those of the
+    previous rank.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,26 +20,28 @@ from quaver.torch.numerics.quantized import Given, Quantized, pack, storage
 from quaver.torch.numerics.rounding import SMALLEST_NORMAL_BITS, magnitude_bits, rotate
 from quaver.torch.operations.functional import quantize
 
-# ---- cutting ---------------------------------------------------------------------------------------------
-# Where the blocks of a weight [N, K] lie whose rows are dealt out to ranks, as torch's chunks are: pure arithmetic.
+# ---- blocks and shards ----
+# Index arithmetic: the blocks of a weight [N, K] whose rows are sharded like torch.chunk.
 #
-# A block within one rank's rows is quantized there as in the whole weight. One that lies on several ranks, which
-# straddles, needs the amax of all its parts, and nothing else. Where tensor parallelism has cut the weight before, [N,
-# K] is this rank's part of it, and what it cut through are blocks as high or as wide as the weight, no others.
+# A block within one rank's rows is quantized there exactly as in the whole weight. A block that crosses shards needs
+# only the amax of all its rows. If tensor parallelism has sharded the weight before, [N, K] is this rank's shard. The
+# only blocks it may cut are those as high or as wide as the weight.
 
 
 @dataclass(frozen=True)
 class OperandSide:
-    """One operand that a weight [N, K] becomes: fprop's, or dgrad's, which is the transpose and lies as the weight."""
+    """One operand made from a weight [N, K]: fprop's, or dgrad's, which is the transpose but stored in the weight's
+    layout.
+    """
 
     #: "fprop" or "dgrad".
     name: str
     spec: QuantSpec
-    #: Whether the operand is the transpose.
+    #: True if the operand is the transpose of the weight.
     transposed: bool = field(init=False)
-    #: Rows of the weight in a block; None for all.
+    #: Rows of the weight in a block; None for all rows.
     height: int | None = field(init=False)
-    #: Columns of the weight in a block; None for all.
+    #: Columns of the weight in a block; None for all columns.
     width: int | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -48,32 +51,32 @@ class OperandSide:
             object.__setattr__(self, name, value)
 
     def columns(self, k: int) -> int:
-        """Columns that are stored of K."""
+        """Return the number of stored columns for K, including padding."""
         return k if self.transposed else self.spec.padded(k)
 
     def blocks(self, k: int) -> int:
-        """Blocks along K."""
+        """Return the number of blocks along K."""
         return 1 if self.width is None else -(-self.columns(k) // self.width)
 
 
 def sides(recipe: Recipe) -> tuple[OperandSide, ...]:
-    """The operands of a recipe's weight: one where fprop's serves dgrad."""
+    """Return the weight operands of a recipe; only one if fprop's codes also serve dgrad."""
     assert recipe.fprop.b is not None and recipe.dgrad.b is not None
     first = OperandSide("fprop", recipe.fprop.b)
     return (first,) if recipe.plan.weight else (first, OperandSide("dgrad", recipe.dgrad.b))
 
 
 class RowShard(NamedTuple):
-    """The rows of a weight that a rank has."""
+    """The rows of a weight that a rank owns."""
 
     start: int
     stop: int
-    #: Of the whole weight.
+    #: Rows of the whole weight.
     all: int
-    #: That every rank's part is filled up to.
+    #: Rows per rank after padding.
     part: int
     ranks: int
-    #: The axis along which tensor parallelism has cut the weight of which this one is a part; None where it has not.
+    #: Axis along which tensor parallelism has sharded the weight before, or None.
     axis: int | None = None
 
     @classmethod
@@ -82,27 +85,27 @@ class RowShard(NamedTuple):
 
     @property
     def has_others(self) -> bool:
-        """Whether other ranks have the rest of a block that is as high as the weight."""
+        """True if other ranks own further rows of a block that is as high as the weight."""
         return self.ranks > 1 or self.axis is not None
 
     def on(self, rank: int) -> "RowShard":
-        """Those of another rank."""
+        """Return the rows of another rank."""
         start = min(self.all, self.part * rank)
         return self._replace(start=start, stop=min(self.all, start + self.part))
 
 
 class ShardPiece(NamedTuple):
-    """Rows of one rank that are whole blocks, or a part of one."""
+    """Consecutive rows of one rank: either whole blocks, or part of one block row that crosses shards."""
 
     start: int
     stop: int
-    #: The row of blocks that it begins in.
+    #: Index of the block row in which the piece begins.
     block: int
     crosses_shards: bool
 
 
 def pieces(rows: RowShard, height: int | None) -> list[ShardPiece]:
-    """A rank's rows, cut where a row of blocks begins that lies on another rank too, or ends."""
+    """Split a rank's rows where a block row that crosses shards begins or ends."""
     start, stop = rows.start, rows.stop
     if start == stop:
         return []
@@ -117,14 +120,14 @@ def pieces(rows: RowShard, height: int | None) -> list[ShardPiece]:
 
 
 def cut_across(rows: RowShard, side: OperandSide) -> bool:
-    """Whether tensor parallelism has cut through all rows of blocks, on whose amaxes ranks with the same rows agree."""
+    """True if tensor parallelism has cut every block row, so that ranks with the same rows must agree on amaxes."""
     return rows.axis == 1 and side.width is None and side.height is not None
 
 
 def straddling(rows: RowShard, height: int | None) -> list[int]:
-    """The rows of blocks of the whole weight that lie on several ranks."""
+    """Return the indices of block rows of the whole weight that cross shards."""
     if height is None:
-        # Ranks without rows, too: its scales do not travel.
+        # Includes ranks without rows: a scale of the whole height is not sent.
         return [0] if rows.has_others else []
     if rows.part >= rows.all:
         return []
@@ -132,45 +135,47 @@ def straddling(rows: RowShard, height: int | None) -> list[int]:
 
 
 def block_rows(rows: RowShard, height: int) -> range:
-    """The rows of blocks that a rank has something of."""
+    """Return the block rows that a rank has at least one row of."""
     return range(rows.start // height, -(-rows.stop // height)) if rows.stop > rows.start else range(0)
 
 
 def most_block_rows(rows: RowShard, height: int) -> int:
-    """The most of them that any rank has."""
+    """Return the largest number of block rows that any rank has."""
     return max(len(block_rows(rows.on(rank), height)) for rank in range(rows.ranks))
 
 
-# ---- operands --------------------------------------------------------------------------------------------
+# ---- operands ----
 
-#: In `Agreed`: the amax of the whole weight, of two-level scales and of a history.
+#: Key in `Agreed` for the amax of the whole weight, needed by two-level scales and by histories.
 WHOLE = -1
-#: In `Agreed`: the amaxes of all rows of blocks, where `cut_across`.
+#: Key in `Agreed` for the amaxes of all block rows, used if `cut_across`.
 ROWS = -2
-#: Bits of amaxes that all ranks agreed on, int32: [blocks along K] by row of blocks, `WHOLE`'s [1], and `ROWS`'s [rows
-#: of blocks].
+#: Amaxes that all ranks agreed on, as int32 bit patterns. Keys and shapes: a block row: [blocks along K]; `WHOLE`: [1];
+#: `ROWS`: [block rows].
 Agreed = Mapping[int, Tensor]
 
 
 class OperandShard(NamedTuple):
-    """What one rank sends of an operand, and what every rank knows of it."""
+    """One rank's shard of an operand, and the scales that all ranks have in common."""
 
-    #: uint8 [rows of a part, bytes of a row], filled up with zeros.
+    #: uint8 [rows per rank, bytes per row], padded with zeros.
     codes: Tensor
-    #: uint8 [rows of blocks, bytes of their scales], filled up with zeros; None where all ranks have the same scales.
+    #: uint8 [block rows, bytes of their scales], padded with zeros; None if all ranks have the same scales.
     scales: Tensor | None
-    #: The scales of all rows, as they lie, where these do not travel.
+    #: Scales of all rows in the weight's layout, if they are not sent; else None.
     common: Tensor | float | None
-    #: Of two-level scales, `Quantized.tensor_factor`.
+    #: `Quantized.tensor_factor` of two-level scales.
     tensor_factor: Tensor | None
 
 
 def amaxes(x: Tensor, side: OperandSide, rows: RowShard, of_all: bool) -> dict[int, Tensor]:
-    """This rank's part of the amaxes that ranks agree on, in the form of `Agreed`: the same keys and shapes on all.
+    """Return this rank's contribution to the amaxes that ranks agree on, with the keys and shapes of `Agreed`.
 
     Args:
-        x: its rows [n, K].
-        of_all: whether the whole weight's is wanted, too.
+        x: this rank's rows [n, K].
+        side: the operand.
+        rows: which rows these are.
+        of_all: also return the amax of the whole weight.
     """
     spec, transposed, width = side.spec, side.transposed, side.columns(x.shape[1])
     bits = magnitude_bits(rotate(x.to(torch.float32)) if spec.hadamard and not transposed else x.to(torch.float32))
@@ -192,17 +197,20 @@ def amaxes(x: Tensor, side: OperandSide, rows: RowShard, of_all: bool) -> dict[i
 
 
 def whole(agreed: Agreed) -> Tensor | None:
-    """The amax of the whole weight, float32 [1, 1], where it was asked for."""
+    """Return the agreed amax of the whole weight, float32 [1, 1], or None if it was not computed."""
     bits = agreed.get(WHOLE, agreed.get(0))
     return None if bits is None or bits.numel() != 1 else bits.view(torch.float32).view(1, 1)
 
 
 def part(x: Tensor, side: OperandSide, rows: RowShard, agreed: Agreed, factor: Given) -> OperandShard:
-    """This rank's part of an operand.
+    """Quantize this rank's shard of an operand.
 
     Args:
-        x: its rows [n, K], float32, bfloat16 or float16.
-        factor: of delayed scaling, as `quantize` takes it.
+        x: this rank's rows [n, K], float32, bfloat16 or float16.
+        side: the operand.
+        rows: which rows these are.
+        agreed: amaxes that all ranks agreed on.
+        factor: delayed-scaling factor, as in `quantize`.
     """
     spec, k = side.spec, x.shape[1]
     cut = pieces(rows, side.height)
@@ -215,7 +223,7 @@ def part(x: Tensor, side: OperandSide, rows: RowShard, agreed: Agreed, factor: G
     for p, (data, _, _) in zip(cut, done, strict=True):
         codes[p.start - rows.start : p.stop - rows.start] = data
     if not done:
-        # What scales all ranks have in common follows from what they agreed on, not from rows.
+        # Common scales follow from the agreed amaxes, so a rank without rows computes them from a row of zeros.
         done = [_piece(x.new_zeros((1, k)), side, 0, side.height is None or spec.two_level, agreed, factor)]
     tensor_factor = done[0][2]
     if side.height is None:
@@ -232,7 +240,9 @@ def part(x: Tensor, side: OperandSide, rows: RowShard, agreed: Agreed, factor: G
 def _piece(
     x: Tensor, side: OperandSide, block: int, crosses_shards: bool, agreed: Agreed, factor: Given
 ) -> tuple[Tensor, Tensor | float, Tensor | None]:
-    """Codes and scales of whole blocks, or of a part of one row of blocks, and the tensor's factor."""
+    """Quantize whole blocks, or part of one block row. Returns codes, scales, and the tensor factor of two-level
+    scales.
+    """
     spec = side.spec
     operand = x.t() if side.transposed else x
     given = _given(side, block, crosses_shards, agreed, x.shape[0])
@@ -248,7 +258,7 @@ def _piece(
 
 
 def _given(side: OperandSide, block: int, crosses_shards: bool, agreed: Agreed, rows: int) -> Tensor | None:
-    """The bits of amaxes that ranks agreed on for rows from a row of blocks on, in the operand's shape; or None."""
+    """Return the agreed amax bits for `rows` rows from a block row on, in the operand's shape, or None."""
     lines = agreed.get(ROWS)
     if lines is not None and lines.numel():
         assert side.height is not None
@@ -259,7 +269,7 @@ def _given(side: OperandSide, block: int, crosses_shards: bool, agreed: Agreed, 
 
 
 def _as_the_weight(q: Quantized, side: OperandSide) -> tuple[Tensor, Tensor | float]:
-    """Codes as bytes and the stored scales, as the weight lies."""
+    """Return the codes as bytes and the stored scales, both in the weight's layout."""
     scale = q.plain_scale() if isinstance(q.scale, Tensor) else q.scale
     if q.transposed == side.transposed:
         return q.data.view(torch.uint8), scale
@@ -270,7 +280,7 @@ def _as_the_weight(q: Quantized, side: OperandSide) -> tuple[Tensor, Tensor | fl
 
 
 def _of_blocks(line: Tensor, width: int | None) -> Tensor:
-    """The largest of each block of a row's bits; those of subnormals count as 0, as `reference.block_bits` has it."""
+    """Return the maximum of each block in a row of magnitude bits; subnormals count as 0 (`reference.block_bits`)."""
     if width is None or not line.numel():
         top = line.amax().view(1) if line.numel() else line.new_zeros(0 if width else 1)
     else:
@@ -279,17 +289,17 @@ def _of_blocks(line: Tensor, width: int | None) -> Tensor:
 
 
 def _in_bytes(side: OperandSide) -> bool:
-    """Whether a stored scale is a byte, not a float32."""
+    """True if a stored scale is one byte, not a float32."""
     return side.spec.scale == "e8m0" or side.spec.two_level
 
 
 def bytes_of_scales(side: OperandSide, k: int) -> int:
-    """Bytes of the scales of one row of blocks."""
+    """Return the bytes of the scales of one block row."""
     return side.blocks(k) * (1 if _in_bytes(side) else 4)
 
 
 def buffer(side: OperandSide, rows: RowShard, k: int) -> tuple[int, int] | None:
-    """The shape of the bytes of scales where those of all ranks do not follow one another in what is gathered."""
+    """Return the shape of a byte buffer for reordered scales, or None if the gathered scales are already in order."""
     if side.height is None or rows.part % side.height == 0 or rows.part >= rows.all:
         return None
     return -(-rows.all // side.height), bytes_of_scales(side, k)
@@ -297,23 +307,23 @@ def buffer(side: OperandSide, rows: RowShard, k: int) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class GatheredLayout:
-    """How the parts of all ranks lie in what was gathered."""
+    """Layout of the gathered shards of one operand."""
 
     side: OperandSide
     shape: tuple[int, int]
     rows: RowShard
     own: OperandShard
-    #: The largest magnitude of the weight, where it is known.
+    #: Largest magnitude of the weight, or None if not computed.
     amax: Tensor | None
-    #: All of these, which another stream may have written.
+    #: All tensors above that another CUDA stream may have written.
     written: Sequence[CrossStream] = ()
 
     def operand(self, gathered: Sequence[Tensor], place: Tensor | None = None) -> Quantized:
-        """The whole operand, a view of what was gathered.
+        """Return the whole operand as a view of the gathered bytes.
 
         Args:
-            gathered: codes of all ranks, one after the other, and their scales if they travel.
-            place: uint8 in the shape of `buffer`, where scales are put in order; None takes a new one.
+            gathered: codes of all ranks in rank order, and their scales if they are sent.
+            place: uint8 buffer in the shape of `buffer` for reordered scales; None allocates one.
         """
         for each in self.written:
             each.wait()

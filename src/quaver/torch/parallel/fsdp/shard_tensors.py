@@ -1,8 +1,9 @@
-"""The tensors by which fully_shard gathers a weight as codes: the project's only subclasses of a tensor, with `codes`.
+"""Tensor subclasses by which fully_shard gathers a weight as codes; the only tensor subclasses in Quaver, with `codes`.
 
-`Shard` is one rank's rows in high precision: optimizers, clipping and checkpoints see a tensor like any other, and
-fully_shard, which asks a part of a DTensor for `fsdp_pre_all_gather`, gathers what that gives in place of the rows.
-`GatheredWeight` is what the layer is handed: no values, but both operands.
+`Shard` holds one rank's rows in high precision. Optimizers, gradient clipping and checkpoints use it like any tensor.
+fully_shard calls `fsdp_pre_all_gather` of the local tensor of a DTensor, and gathers the codes that it returns instead
+of the rows. `GatheredWeight` is the parameter that the layer sees after the all-gather: it has no values, but quantized
+operands for fprop and dgrad.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,24 +22,24 @@ from quaver.torch.state.history import amax
 from quaver.torch.state.layer_state import graph_task_id
 
 aten = torch.ops.aten
-#: Operations whose result is a shard again: what fully_shard and modules make of a parameter.
+#: Operations whose result is again a Shard: those that fully_shard and nn.Module apply to parameters.
 KEEPS = {
     *(aten.empty_like.default, aten.new_zeros.default, aten.new_empty.default, aten.slice.Tensor, aten.copy_.default),
     *(aten.view.default, aten.as_strided.default, aten._to_copy.default, aten._pin_memory.default, aten.alias.default),
     *(aten.split.Tensor, aten.clone.default, aten.detach.default, aten.t.default, aten.reshape.default),
 }
-#: Operations that a weight without values has.
+#: Operations that a gathered weight without values supports.
 OF_NO_VALUES = {aten.as_strided.default, aten.detach.default, aten.alias.default, aten.view.default}
 
 
 @torch.compiler.disable(reason="a compiler takes a weight that fully_shard gathers as codes for a constant")
 def eagerly(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function where no compiler traces it: one would take what is gathered for constants."""
+    """Call a function without tracing by torch.compile, which would treat the gathered tensors as constants."""
     return function(*args)
 
 
 class Shard(Tensor):
-    """A weight, or one rank's rows of it, that is gathered as codes."""
+    """A weight, or one rank's rows of it, that fully_shard gathers as codes."""
 
     plain: Tensor
     weight: GatheredWeightState
@@ -65,7 +66,7 @@ class Shard(Tensor):
 
     @classmethod
     def shown(cls, plain: Tensor, weight: Any) -> torch.dtype:
-        """The dtype that it says to have."""
+        """Return the dtype that the tensor reports."""
         return plain.dtype
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -73,28 +74,29 @@ class Shard(Tensor):
 
     @property
     def model(self) -> Any:
-        """Whose optimizer steps end an agreement."""
+        """The `ModelAmaxSync` of the weight's model; an optimizer step on this shard invalidates its amaxes."""
         return self.weight.model
 
     @property
     def data(self) -> Tensor:
-        """The shard without its history of gradients."""
+        """The shard detached from autograd."""
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
     @data.setter
     def data(self, values: Tensor) -> None:
-        # By this modules change dtype and device, and fully_shard moves a model to its mesh: the wrapper alone would.
+        # nn.Module assigns `.data` to change dtype or device, and fully_shard to move to its mesh. Without this setter
+        # only the wrapper would change.
         plain = getattr(values, "plain", values).detach()
         torch.Tensor.data.__set__(self, type(self)(plain, self.weight))  # type: ignore[attr-defined]
         self.plain = plain
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # What is written to a file is a tensor like any other.
+        # Pickle as a plain tensor.
         return self.plain.__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         copied = self.plain.detach().clone()
-        # A copy of the layer is not prepared.
+        # A copied layer is not prepared for quantized gathers.
         return nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
 
     @classmethod
@@ -112,24 +114,25 @@ class Shard(Tensor):
         plain_args, plain_kwargs = _each(unwrapped, (tuple(args), kwargs or {}))
         result = function(*plain_args, **plain_kwargs)
         if args and isinstance(args[0], Shard) and result is plain_args[0]:
-            # An operation in place.
+            # An in-place operation.
             return args[0]
         if function not in cls.keeps:
             return result
         return _each(lambda x: cls(x, weight[0]) if isinstance(x, Tensor) else x, result)
 
-    # What a layer asks of a `GivenWeight`, where no fully_shard has gathered it.
+    # Called by a layer whose weight was prepared but never gathered by fully_shard: both methods raise.
 
     def check_recipe(self, layer: nn.Module, recipe: Recipe | None) -> NoReturn:
         raise ValueError(
-            f"{self.weight.name} was prepared by gather_quantized and is gathered by no fully_shard: call fully_shard "
-            "on the model, or on the part of it that holds this layer, before the first forward"
+            f"{self.weight.name} was prepared by gather_quantized but is not managed by fully_shard: call "
+            "fully_shard on the model, or on the module that contains this layer, before the first forward"
         )
 
     def quantized_operand(self, call: Any, side: str) -> NoReturn:
         self.check_recipe(call.layer, call.recipe)
 
-    # What fully_shard asks for. With more than one argument it would ask for parts of one size, without scales.
+    # FSDP extension hooks. With more than one argument, fully_shard would require shards of equal size and scales would
+    # not fit.
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], "GatherMetadata"]:
         weight = self.weight
@@ -155,8 +158,9 @@ class Shard(Tensor):
         assert x is not None
         if dtype is not x.dtype:
             raise ValueError(
-                f"{weight.name} is {x.dtype} and is computed in {dtype}, and this torch does not tell so before it is "
-                "quantized: give fully_shard no MixedPrecisionPolicy(param_dtype=...), or convert the model's dtype"
+                f"{weight.name} is {x.dtype} and is computed in {dtype}, which this torch does not reveal "
+                "before it is quantized: give fully_shard no MixedPrecisionPolicy(param_dtype=...), or "
+                "convert the model's dtype"
             )
         gathered = list(outputs)
         if out is None:
@@ -178,7 +182,7 @@ class Shard(Tensor):
 
 
 def _each(change: Callable[[Any], Any], value: Any) -> Any:
-    """A change of everything in nested tuples, lists and dicts, as operations take and give them."""
+    """Apply a function to every leaf of nested tuples, lists and dicts."""
     if isinstance(value, tuple | list):
         return type(value)([_each(change, x) for x in value])
     if isinstance(value, dict):
@@ -187,18 +191,18 @@ def _each(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 class GatherMetadata(NamedTuple):
-    """What goes from before a gather to after it."""
+    """Data passed from `fsdp_pre_all_gather` to `fsdp_post_all_gather`."""
 
     joints: Sequence[GatheredLayout]
-    #: What stands for the factor of delayed scaling.
+    #: Key that identifies the delayed-scaling factor used for these codes.
     key: float
     mesh: Any
-    #: The pass that it is for, as `_reader` names it.
+    #: The pass that reads this gather: "forward", "backward" or "recomputation"; see `_reader`.
     reader: str
 
 
 class GatheredOperands:
-    """What a gathered weight holds: operands by side, rooms for scales, which fully_shard frees with the rest."""
+    """Contents of a gathered weight: operands by side, and scale buffers, which fully_shard frees with its own."""
 
     __slots__ = ("buffers", "operands", "sent")
 
@@ -207,7 +211,7 @@ class GatheredOperands:
 
 
 class Gathered(Tensor):
-    """A weight [N, K] without values, of which a layer asks for operands."""
+    """A weight [N, K] without values, from which a layer requests quantized operands."""
 
     weight: Any
     held: Any
@@ -233,17 +237,17 @@ class Gathered(Tensor):
         if function in OF_NO_VALUES:
             return cls(given.weight, given.dtype, given.device, given.held)
         if function is aten.zeros_like.default:
-            # The gradient of a weight that no loss has used.
+            # Zero gradient of a weight that did not contribute to the loss.
             return torch.zeros(given.shape, dtype=given.dtype, device=given.device)
         raise ValueError(
-            f"{function} reads the weight of {given.weight.name}, which is gathered as codes alone: only the layer's "
-            "own products read it; leave the layer out with gather_quantized(model, skip=[...]), and revert no layer "
-            "after gather_quantized"
+            f"{function} reads the weight of {given.weight.name}, which is gathered only as codes, so only "
+            "the layer's own GEMMs can use it; leave the layer out with gather_quantized(model, skip=[...]), "
+            "and revert no layer after gather_quantized"
         )
 
 
 class GatheredWeight(Gathered):
-    """A weight [N, K] whose operands all ranks' parts have made: a `quaver.torch.linear.gemms.PrequantizedWeight`."""
+    """A gathered weight [N, K] with whole operands; implements `quaver.torch.linear.gemms.PrequantizedWeight`."""
 
     weight: GatheredWeightState
     held: GatheredOperands
@@ -253,11 +257,14 @@ class GatheredWeight(Gathered):
             under = "no recipe" if recipe is None else f"{recipe!r}"
             raise ValueError(
                 f"{self.weight.name} runs under {under}, and its weight was gathered in the codes of "
-                f"{self.weight.recipe!r}: run it under that, or leave it out with gather_quantized(model, skip=[...])"
+                f"{self.weight.recipe!r}: use that recipe, or leave the layer out with "
+                "gather_quantized(model, skip=[...])"
             )
 
     def quantized_operand(self, call: Any, side: str) -> Quantized:
-        """The operand for a side; gathered now where the last gather has not brought it, or by another factor."""
+        """Return the operand for a side ("fprop" or "dgrad"). Gather it now if the last gather lacks it or used another
+        factor.
+        """
         weight, held = self.weight, self.held
         if side == "dgrad":
             weight.model.in_backward = True
@@ -292,14 +299,16 @@ def _gather(t: Tensor, mesh: Any) -> Tensor:
 
 
 def _reader(weight: GatheredWeightState) -> str:
-    """The pass that the present gather is for."""
+    """Return the pass that needs the current gather: "forward", "backward" or "recomputation" of activations."""
     if weight.unit is not None and weight.unit.in_backward:
         return "backward"
     return "forward" if graph_task_id() == -1 else "recomputation"
 
 
 def _travelling(weight: GatheredWeightState) -> list[str]:
-    """The operands that the present gather brings: one where it is known who reads it before it goes."""
+    """Return the operands to send in the current gather: only one if its buffers are freed before another pass reads
+    them.
+    """
     if weight.shared:
         return ["fprop"]
     reader = _reader(weight)
@@ -309,7 +318,7 @@ def _travelling(weight: GatheredWeightState) -> list[str]:
 
 
 def _rooms(weight: GatheredWeightState, mesh: Any, device: torch.device) -> dict[str, Tensor | None]:
-    """Where scales are put in order, of both sides: a later gather may bring the other one."""
+    """Allocate buffers for the ordered scales of both sides, because a later gather may need the other one."""
     shapes = {side.name: buffer(side, weight.rows(mesh), weight.shape[1]) for side in weight.sides}
     return {
         name: None if shape is None else torch.empty(shape, dtype=torch.uint8, device=device)

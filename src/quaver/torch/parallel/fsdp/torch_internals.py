@@ -1,7 +1,7 @@
-"""What fully_shard does with a weight now, by its own names, which torch does not publish: all of them are read here.
+"""Accessors for private attributes of torch's fully_shard, all in this file.
 
-Without them nothing is known of a weight's unit: both of its operands travel in every gather, and a
-`MixedPrecisionPolicy` with another dtype than the parameters' is refused.
+If this torch lacks the attributes, the FSDP unit of a weight is unknown. Both operands then travel in every gather, and
+a `MixedPrecisionPolicy` with another dtype than the parameters' raises an error.
 """
 
 from collections.abc import Iterator
@@ -13,94 +13,94 @@ from torch.distributed.fsdp import FSDPModule
 
 
 class FsdpParameter:
-    """One weight as fully_shard holds it: its parameter, and the group that is gathered with it."""
+    """One weight managed by fully_shard: its FSDP parameter and the parameter group that is gathered with it."""
 
     def __init__(self, group: Any, parameter: Any) -> None:
         self._group, self._parameter = group, parameter
 
     @property
     def in_backward(self) -> bool:
-        """Whether the present gather is for a backward."""
+        """True if the current gather is for backward."""
         return bool(self._group._training_state.name == "PRE_BACKWARD")
 
     @property
     def for_one_pass(self) -> bool:
-        """Whether what the present gather brings goes before another pass reads it."""
+        """True if the gathered weight is freed before another pass reads it."""
         if self._group._training_state.name == "FORWARD":
             return self._group.post_forward_mesh_info is not None
         return self.in_backward and bool(self._group.reshard_after_backward)
 
     @property
     def offloads(self) -> bool:
-        """Whether the part on this rank lies on the CPU, by CPUOffloadPolicy."""
+        """True if CPUOffloadPolicy keeps this rank's shard on the CPU."""
         return bool(getattr(self._parameter, "offload_to_cpu", False))
 
     def check(self, name: str) -> None:
-        """Refuse what no gather of codes does. Raises: ValueError, which names the layer."""
+        """Raise a ValueError with the layer's name if the sharding does not support gathers of codes."""
         if self._group._use_post_forward_mesh:
             raise ValueError(
-                f"{name} is gathered as codes, which no smaller number of ranks keeps after a forward; give "
-                "fully_shard reshard_after_forward=True or False, not a number"
+                f"{name} is gathered as codes, which cannot be resharded to a smaller number of ranks after a "
+                "forward; give fully_shard reshard_after_forward=True or False, not a number"
             )
         if getattr(getattr(self._parameter, "fsdp_placement", None), "dim", 0):
             raise ValueError(
-                f"{name} is gathered as codes, of rows: ranks cannot divide its columns; have fully_shard's "
-                "shard_placement_fn give Shard(0) or None for this weight, or leave the layer out with "
+                f"{name} is gathered as codes by rows, so its columns cannot be sharded; let fully_shard's "
+                "shard_placement_fn return Shard(0) or None for this weight, or leave the layer out with "
                 "gather_quantized(model, skip=[...])"
             )
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype that the weight is computed with, where it is not the parameter's."""
+        """The compute dtype of the weight if it differs from the parameter's dtype, else None."""
         if hasattr(self._parameter, "param_dtype"):
             dtype: torch.dtype | None = self._parameter.param_dtype
             return dtype
-        # Another root has it, which has not run: fully_shard sets this in the first forward.
+        # fully_shard sets `param_dtype` in the first forward of the root, which has not run yet.
         asked: torch.dtype | None = self._group.mp_policy.param_dtype
         return None if asked is self.sharded.dtype else asked
 
     @property
     def sharded(self) -> Any:
-        """The parameter as the optimizer has it."""
+        """The sharded parameter, as the optimizer sees it."""
         return self._parameter.sharded_param
 
     @property
     def mesh(self) -> Any:
-        """The ranks that hold parts of it."""
+        """The device mesh over which the weight is sharded."""
         return self._parameter.shard_mesh
 
     @property
     def shape(self) -> torch.Size:
-        """Of what fully_shard divides: the weight, or the part of it that tensor parallelism leaves this rank."""
+        """Shape of the tensor that fully_shard shards: the weight, or this rank's tensor-parallel shard of it."""
         shape: torch.Size = self._parameter._orig_size
         return shape
 
     def renew(self) -> None:
-        """Have the next gather begin as the first one did: another tensor is the part on this rank."""
+        """Reinitialize fully_shard's state for this parameter after its local tensor was replaced."""
         if hasattr(self._parameter, "_unsharded_param"):
             del self._parameter._unsharded_param
         self.forget_outputs()
         part: Any = local(self.sharded)
         if hasattr(part, "fsdp_pre_all_gather"):
-            # fully_shard would compare its address, which such a part has not, with that of a plain one.
+            # fully_shard would compare the data pointer of the wrapper, which has none, with that of a plain tensor.
             self._parameter._sharded_param_data = part.view(-1)
         self._parameter.reset_sharded_param()
         self._parameter._init_extensions()
 
     def forget_outputs(self) -> None:
-        """Have the next gather take room for as many bytes as it is given: fully_shard keeps that of the first."""
+        """Make the next gather allocate new output buffers; fully_shard otherwise reuses those of the first size."""
         self._parameter.all_gather_outputs = []
 
 
 class Collectives:
-    """What one group of a fully_shard's weights is gathered by, and what its gradients are reduced by."""
+    """The collectives that fully_shard uses for one parameter group."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
 
     @property
     def all_gather(self) -> Any:
-        """A custom one, or torch's own."""
+        """The all-gather object: a custom one or torch's own."""
         return self._group._all_gather_comm
 
     @all_gather.setter
@@ -109,7 +109,7 @@ class Collectives:
 
     @property
     def reduce_scatter(self) -> Any:
-        """Likewise."""
+        """The reduce-scatter object: a custom one or torch's own."""
         return self._group._reduce_scatter_comm
 
     @reduce_scatter.setter
@@ -118,14 +118,14 @@ class Collectives:
 
     @property
     def replicas(self) -> Any:
-        """The ranks that hold the same part, whose gradients are summed after the reduce-scatter; None without any."""
+        """The process group that all-reduces gradients after the reduce-scatter (hybrid sharding), or None."""
         summed = self._group.all_reduce_grads
         return getattr(self._group.mesh_info, "replicate_process_group", None) if summed else None
 
 
-#: What `Collectives` reads.
+#: Attributes that `Collectives` reads.
 _OF_COLLECTIVES = ("_all_gather_comm", "_reduce_scatter_comm", "all_reduce_grads", "mesh_info")
-#: What `Unit` reads.
+#: Attributes that `FsdpParameter` reads.
 _OF_GROUP = (
     "_training_state",
     "post_forward_mesh_info",
@@ -140,7 +140,7 @@ _OF_PARAMETER = (
 
 
 def held_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, FsdpParameter]]:
-    """Every parameter in a model that a fully_shard holds: its module, its name in it, and its unit."""
+    """Yield every parameter that fully_shard manages in a model: module, name in it, and `FsdpParameter`."""
     for group in _groups(model):
         for parameter in getattr(group, "fsdp_params", ()):
             if all(hasattr(group, name) for name in _OF_GROUP) and all(
@@ -151,7 +151,9 @@ def held_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, FsdpPara
 
 
 def collectives(model: nn.Module) -> Iterator[Collectives]:
-    """Of every group of weights that a fully_shard in a model holds; none where torch names them otherwise."""
+    """Yield the collectives of every fully_shard parameter group in a model; nothing if this torch lacks the
+    attributes.
+    """
     for group in _groups(model):
         if all(hasattr(group, name) for name in _OF_COLLECTIVES):
             yield Collectives(group)
@@ -161,17 +163,17 @@ def _groups(model: nn.Module) -> Iterator[Any]:
     for part in model.modules():
         if isinstance(part, FSDPModule) and hasattr(part, "_get_fsdp_state"):
             state = part._get_fsdp_state()
-            # torch 2.12 has several groups of parameters in a module, and torch 2.11 at most one.
+            # torch 2.12 has several parameter groups per module, torch 2.11 at most one.
             groups = getattr(state, "_fsdp_param_groups", None)
             yield from [getattr(state, "_fsdp_param_group", None)] if groups is None else groups
 
 
 def local(parameter: Any) -> Tensor | None:
-    """A sharded parameter's part on this rank, or None where it is not sharded."""
+    """Return the local tensor of a sharded parameter, or None if it is not sharded."""
     part: Tensor | None = getattr(parameter, "_local_tensor", None)
     return part
 
 
 def set_local(parameter: Any, part: Tensor) -> None:
-    """Put another tensor in the place of a sharded parameter's part on this rank."""
+    """Replace the local tensor of a sharded parameter."""
     parameter._local_tensor = part

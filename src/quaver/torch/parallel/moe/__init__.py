@@ -1,1 +1,1 @@
-"""Expert parallelism with quantized dispatch."""
+"""Expert parallelism: experts sharded over ranks, with all-to-all of quantized tokens."""

@@ -1,8 +1,9 @@
-"""Rows that go to other ranks, in parts of unequal length, as codes with their scales: the wire of expert parallelism.
+"""All-to-all of token rows in quantized form, for expert parallelism.
 
-Tokens that lie by the rank of their expert are dispatched by one all-to-all, and combined by another one the other way.
-Quantizing a row commutes with moving it, so what arrives has the bits of one process that quantizes all rows and then
-takes these. Codes and scales of a row travel together, as bytes; no collective adds any.
+Tokens sorted by the rank of their expert are dispatched by one all-to-all and combined by another in the opposite
+direction. Quantization of a row commutes with moving it. So the received rows have the bits that a single process gets
+when it quantizes all rows and then selects these. Codes and scales of a row travel together as bytes; no collective
+adds them.
 
 Source: torch.distributed.all_to_all_single; DeepSeek-V3 (arXiv:2412.19437, section 3.3.3) dispatches in FP8.
 """
@@ -25,35 +26,37 @@ from quaver.torch.operations.ops import DTYPES
 from quaver.torch.parallel.comm import Pending, agree, awaited, during
 from quaver.torch.state.history.sync import check_agreement
 
-# ---- dispatch --------------------------------------------------------------------------------------------
+# ---- quantized all-to-all ----
 
 
 @dataclass(frozen=True)
 class AllToAllSplits:
-    """How many rows go to each rank of a group and come from each, on the host, where all_to_all_single wants them.
+    """Numbers of rows sent to and received from each rank, as Python ints, as all_to_all_single expects.
 
-    Rows lie by the rank that they go to, and arrive by the rank that they come from. `of` asks the ranks; made by hand
-    it must be what they would say, which is not checked.
+    Rows are sorted by destination rank, and received rows by source rank. `of` exchanges the numbers between ranks. An
+    object built by hand must match on all ranks, which is not checked.
     """
 
-    #: A number for each rank.
+    #: One number per rank.
     sent: tuple[int, ...]
     received: tuple[int, ...]
 
     @property
     def back(self) -> "AllToAllSplits":
-        """The same rows the other way."""
+        """The splits of the reverse exchange."""
         return AllToAllSplits(self.received, self.sent)
 
     @staticmethod
     def of(sent: Sequence[int] | Tensor, rows: int, group: Any = None) -> "AllToAllSplits":
-        """What each rank gets, of what each says that it sends; all ranks call it.
+        """Exchange the numbers of rows between ranks. All ranks must call it.
 
         Args:
-            sent: rows for each rank: numbers, or integers on any device, which are exchanged there and read once.
-            rows: how many there are.
+            sent: rows for each rank: ints, or an integer tensor on any device, which is exchanged there and read back
+                once.
+            rows: total number of rows of this rank.
+            group: process group; None is the default one.
         Raises:
-            ValueError: on all ranks, if one of them has numbers that are not of its rows.
+            ValueError: on all ranks, if the numbers of one of them do not add up to its rows.
         """
         ranks = dist.get_world_size(group)
         why = ""
@@ -63,13 +66,13 @@ class AllToAllSplits:
             else:
                 own = torch.tensor(list(sent), dtype=torch.int64, device=_device(group))
         except (TypeError, ValueError, RuntimeError):
-            # The other ranks would wait for this one.
+            # Raise later: the other ranks would wait for this one.
             own, why = torch.empty(0, dtype=torch.int64, device=_device(group)), f"{sent!r} is no sequence of numbers"
         if own.shape != (ranks,):
             why = why or f"{tuple(own.shape)} is the shape of their numbers"
-            why = f"{ranks} ranks get rows, and {why}: give one for each rank"
+            why = f"{ranks} ranks receive rows, and {why}: give one number for each rank"
             own = torch.full((ranks,), -1, dtype=torch.int64, device=own.device)
-        # What is wrong on one rank all of them learn, in the place of a number.
+        # Send -1 instead of the numbers if they are invalid, so that all ranks learn of it.
         own = torch.where((own.min() < 0) | (own.sum() != rows), -1, own)
         others = torch.empty_like(own)
         own = own.contiguous()
@@ -77,38 +80,39 @@ class AllToAllSplits:
             dist.all_to_all_single(others, own, group=group)
         (to, given) = torch.stack([own, others]).tolist()
         if min(to) < 0:
-            raise ValueError(
-                why or f"{sent} rows for each rank are not the {rows} rows that there are: they must add up"
-            )
+            raise ValueError(why or f"{sent} rows for each rank do not add up to the {rows} rows of this rank")
         if min(given) < 0:
             wrong = [rank for rank, number in enumerate(given) if number < 0]
-            raise ValueError(f"ranks {wrong} of the group sent other rows than they have: see what they say")
+            raise ValueError(
+                f"ranks {wrong} of the group passed numbers that do not add up to their rows: see their errors"
+            )
         return AllToAllSplits(tuple(to), tuple(given))
 
     @staticmethod
     def even(each: int, group: Any = None) -> "AllToAllSplits":
-        """As many rows for each rank and from each, of a capacity that is known: no rank is asked, and no GPU read."""
+        """Return equal splits for a known capacity, without communication or a GPU synchronization."""
         return AllToAllSplits(*[(each,) * dist.get_world_size(group)] * 2)
 
 
 def _device(group: Any) -> torch.device:
-    """Where a group's collectives take numbers of the host."""
+    """Return the device on which the group's collectives accept small host values."""
     on_gpu = dist.get_backend(group) == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 def quantize_rows(x: Tensor, spec: QuantSpec, group: Any = None) -> Quantized:
-    """Quantize this rank's rows as one process would quantize those of all ranks.
+    """Quantize this rank's rows as one process would quantize the rows of all ranks.
 
-    Ranks agree on one amax, by one all-reduce of four bytes, where a scale is of the whole operand: per tensor and
-    two-level. Rows and blocks of a row need nothing.
+    With per-tensor or two-level scales, ranks agree on one amax by an all-reduce of four bytes. Row and block scales
+    need no communication.
 
     Args:
-        x: [rows, k], float32, bfloat16 or float16; no rows, too.
-        spec: blocks of one row, or one scale for all; rounded to nearest.
+        x: [rows, k], float32, bfloat16 or float16; may have no rows.
+        spec: blocks of one row, or one scale for all; rounded to nearest, without rotation.
+        group: process group; None is the default one.
     Raises:
-        ValueError: another spec, one that rotates or that rounds at random.
-    Exact: codes and scales of these rows in the operand that has all ranks' rows.
+        ValueError: a spec with other blocks, a rotation, or stochastic rounding.
+    Exact: codes and scales that these rows have in the operand of all ranks' rows.
     """
     _refuse(why_no_spec(spec))
     amax: Tensor | None = None
@@ -120,17 +124,18 @@ def quantize_rows(x: Tensor, spec: QuantSpec, group: Any = None) -> Quantized:
 
 
 def exchange_operand(q: Quantized, splits: AllToAllSplits, group: Any = None) -> Pending:
-    """Begin to send rows of an operand to other ranks: codes and scales as bytes, in one all-to-all.
+    """Start an all-to-all of the rows of an operand: codes and scales as bytes, in one collective.
 
-    A scale of the whole operand does not travel: ranks have agreed on it, as `quantize_rows` has them.
+    A per-tensor scale is not sent, because ranks agreed on it in `quantize_rows`.
 
     Args:
-        q: [rows, k], of blocks of one row or one scale for all; k is the same on all ranks.
-        splits: of its rows.
+        q: [rows, k] with blocks of one row or one scale for all; k is the same on all ranks.
+        splits: numbers of rows per rank.
+        group: process group; None is the default one.
     Returns:
-        A function that waits and gives the rows that came, [rows, k]. Exact: no bit changes.
+        A function that waits and returns the received rows [rows, k]. Exact: no bit changes.
     Raises:
-        ValueError: other blocks, or splits of other rows.
+        ValueError: other blocks, or splits that do not add up to the rows of q.
     """
     _refuse(why_no_spec(q.spec) or _why_no_rows(q.shape[0], splits))
     q = q.upright()
@@ -159,25 +164,26 @@ def all_to_all(
     gradients: QuantSpec | torch.dtype | None = None,
     group: Any = None,
 ) -> Tensor:
-    """Rows of other ranks for rows of this one, in codes, and their gradients back the same way.
+    """Exchange rows between ranks in quantized form; gradients return the same way.
 
     `all_to_all(x, splits, spec)` dispatches tokens; `all_to_all(y, splits.back, spec)` returns their outputs.
 
     Args:
-        x: [rows, k] that lie by the rank they go to: float32, bfloat16 or float16, one dtype and k on all ranks.
-        splits: `AllToAllSplits.of`, or `AllToAllSplits.even` for a capacity.
-        spec: how rows travel, as `quantize_rows` takes it; None sends them as they are.
-        gradients: how their gradients travel: a spec, a dtype, or None for x's dtype.
+        x: [rows, k] sorted by destination rank: float32, bfloat16 or float16, one dtype and k on all ranks.
+        splits: from `AllToAllSplits.of`, or `AllToAllSplits.even` for a fixed capacity.
+        spec: how rows are quantized for sending, as in `quantize_rows`; None sends them unquantized.
+        gradients: how their gradients are sent: a spec, a dtype, or None for x's dtype.
         group: process group; None is the default one.
     Returns:
-        [rows that came, k] in x's dtype: what the codes mean, rounded once to it. Of scales in powers of two, and of
-        blocks of 16 with both levels in powers of two, bfloat16 and float32 hold that exactly, so that a layer whose
-        recipe has this spec for its input multiplies the very values that came.
+        [received rows, k] in x's dtype: the dequantized codes, rounded once. With power-of-two scales, and with blocks
+        of 16 whose two scale levels are powers of two, bfloat16 and float32 represent the values exactly. A layer whose
+        recipe has this spec for its input then multiplies exactly the values that arrived.
     Raises:
-        ValueError: another spec, dtype or width, or splits of other rows; on a CPU on all ranks, where one of them has
-            it or they differ. On a GPU that rank raises alone, since to ask the others would wait for the GPU.
+        ValueError: unsupported spec or dtype, or splits that do not match. On a CPU all ranks raise, also if they
+            differ in width, dtype or spec. On a GPU only the rank with the error raises, since a check across ranks
+            would synchronize the GPU.
     Exact: forward and gradient are those of one process that has all rows. A block with a NaN or an infinity arrives as
-        NaN, as it is quantized anywhere.
+        NaN, as in any quantization.
     """
     why = _why_not(x, splits, spec, gradients)
     width = x.shape[1] if x.dim() == 2 else None
@@ -189,7 +195,7 @@ def all_to_all(
 
 
 class _AllToAllFunction(torch.autograd.Function):
-    """Rows one way, gradients the other; nothing is kept between them."""
+    """All-to-all in forward, its reverse for gradients in backward; saves no tensors."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, splits: AllToAllSplits, spec: Any, gradients: Any, group: Any) -> Tensor:
@@ -212,11 +218,11 @@ def _moved(x: Tensor, splits: AllToAllSplits, by: QuantSpec | torch.dtype, group
 
 
 def exchange_rows(x: Tensor, splits: AllToAllSplits, group: Any = None) -> Pending:
-    """Begin to send rows to other ranks as they are; what is returned waits, and gives those that came."""
+    """Start an all-to-all of unquantized rows. Returns a function that waits and returns the received rows."""
     x = x.contiguous()
     rows = x.new_empty((sum(splits.received), x.shape[1]))
     work = dist.all_to_all_single(rows, x, [*splits.received], [*splits.sent], group, async_op=True)
-    # Of unequal parts each rank sends those that are not for itself.
+    # For the byte counters: rows that go to other ranks (splits are unequal).
     to_others = x[splits.sent[dist.get_rank(group)] :]
     wait = awaited("activations", "send", to_others, group, work)
 
@@ -230,33 +236,37 @@ def exchange_rows(x: Tensor, splits: AllToAllSplits, group: Any = None) -> Pendi
 def _why_not(
     x: Tensor, splits: AllToAllSplits, spec: QuantSpec | None, gradients: QuantSpec | torch.dtype | None
 ) -> str:
-    """Why rows cannot travel so, or ""."""
+    """Return an error message if rows cannot be sent with these specs, or ""."""
     why = next((why for each in (spec, gradients) if isinstance(each, QuantSpec) and (why := why_no_spec(each))), "")
     if why:
         return why
     if x.dim() != 2 or x.dtype not in DTYPES:
-        return f"rows travel as a matrix of float32, bfloat16 or float16, not {x.dtype} {list(x.shape)}"
+        return f"rows are sent as a matrix of float32, bfloat16 or float16, not {x.dtype} {list(x.shape)}"
     if isinstance(gradients, torch.dtype) and gradients not in DTYPES:
-        return f"gradients travel as float32, bfloat16 or float16, or by a QuantSpec, not as {gradients}"
+        return f"gradients are sent as float32, bfloat16 or float16, or by a QuantSpec, not as {gradients}"
     return _why_no_rows(x.shape[0], splits)
 
 
 def why_no_spec(spec: QuantSpec) -> str:
-    """Why it is none to send rows by, or "": scales of several rows but not of all, noise, a rotation."""
+    """Return why a spec cannot be used to send rows, or "": blocks of several rows, stochastic rounding, a rotation."""
     if not (spec.per_tensor or spec.block[0] == 1):
-        return f"rows that go to several ranks have scales of their own or one for all, and {spec} has others"
+        return f"rows that go to several ranks need scales per row or one for all, and {spec} has others"
     if spec.rounding != "nearest":
         return (
-            f"rows travel rounded to nearest, since noise goes by a row's place in the whole: not by {spec}; use "
-            'dataclasses.replace(spec, rounding="nearest")'
+            "rows are sent rounded to nearest, since stochastic rounding depends on a row's position in the "
+            f'whole: {spec} does not; use dataclasses.replace(spec, rounding="nearest")'
         )
-    return f"rows travel as they are, and {spec} rotates them: a layer rotates what it gets" if spec.hadamard else ""
+    return (
+        f"rows are sent without rotation, and {spec} rotates them: a layer rotates its input itself"
+        if spec.hadamard
+        else ""
+    )
 
 
 def _why_no_rows(rows: int, splits: AllToAllSplits) -> str:
     if sum(splits.sent) == rows:
         return ""
-    return f"{splits.sent} rows for each rank are not the {rows} rows that there are: they must add up"
+    return f"{splits.sent} rows for each rank do not add up to the {rows} rows of this rank"
 
 
 def _refuse(why: str) -> None:
@@ -265,56 +275,58 @@ def _refuse(why: str) -> None:
 
 
 def _bytes(scale: Tensor) -> Tensor:
-    """Scales [rows, blocks] as uint8 [rows, bytes]."""
+    """View scales [rows, blocks] as uint8 [rows, bytes]."""
     return scale.reshape(-1).view(torch.uint8).view(scale.shape[0], scale.shape[1] * scale.element_size())
 
 
 def _numbers(raw: Tensor, like: Any) -> Tensor:
-    """What `_bytes` took."""
-    # As one row of bytes: torch reads other numbers from no matrix that has one column of them.
+    """Undo `_bytes`, with the dtype and number of columns of `like`."""
+    # Flatten to one row first: torch cannot view a matrix with a single column as another dtype.
     return raw.reshape(-1).clone().view(like.dtype).view(raw.shape[0], like.shape[1])
 
 
-# ---- journey ---------------------------------------------------------------------------------------------
-# Where the rows of one call of experts go, and how they travel: there inside of the first product, back while others
-# compute.
+# ---- dispatch and combine of one call ----
+# Route the rows of one experts call: dispatch them inside the first GEMM's input, and overlap their return with other
+# computation.
 #
-#     tokens [T, H] ─ by expert, and so by rank ─ all-to-all ─ by expert of this rank ─ products ─ all-to-all ─ Σ
+#     tokens [T, H] ─ sort by expert (and so rank) ─ all-to-all ─ sort by local expert ─ GEMMs ─ all-to-all ─ Σ
 #
-# Rows arrive by the rank that they come from, those of each rank by expert and token. Laid out by expert again they lie
-# as in one process that has the tokens of all ranks one after the other: each expert's GEMMs are that process's, bit
-# for bit.
+# Rows arrive sorted by source rank, then by expert and token. Sorted by expert again, they have the order of a single
+# process with the tokens of all ranks one after the other. So each expert's GEMMs match that process bit for bit.
 
-#: How something travels: by codes of a spec, or as numbers of a dtype.
+#: Wire format of rows: quantized with a spec, or cast to a dtype.
 Way = QuantSpec | torch.dtype
 
 
 @dataclass(frozen=True, eq=False)
 class DispatchPlan:
-    """Of one call: what this rank sends, and how what comes lies."""
+    """Routing of one experts call: the rows that this rank sends, and the order of those that it receives."""
 
     group: Any
     splits: AllToAllSplits
-    #: Choices of each token.
+    #: Experts per token (top-k).
     k: int
-    #: int64 [rows sent]: the choice that each is of, by expert.
+    #: int64 [rows sent], sorted by expert: index of the routed choice (token × k + i) of each sent row.
     sources: Tensor
-    #: int64 [T k]: of each choice its row among those that are sent, -1 if it was dropped.
+    #: int64 [T k]: index of each choice among the sent rows, -1 if it was dropped.
     places: Tensor
-    #: int64 [rows laid out]: by expert of this rank, which of the rows that came each is, -1 for padding.
+    #: int64 [padded rows], sorted by local expert: index of the received row, -1 for padding.
     laid: Tensor
-    #: int64 [rows that came]: where each lies among those.
+    #: int64 [rows received]: index of each received row in the padded, sorted rows.
     back: Tensor
-    #: int32 [experts of this rank]: where each one's rows end.
+    #: int32 [local experts]: end of each expert's rows.
     offsets: Tensor
 
     @staticmethod
     def of(indices: Tensor, experts: int, pad: int, capacity: int | None, group: Any) -> "DispatchPlan":
-        """Settle it: ranks tell each other how many rows each expert gets, and the host waits for the numbers.
+        """Build the plan: ranks exchange the numbers of rows per expert, which synchronizes the host.
 
         Args:
-            indices: [T, k], of all experts; experts: how many there are, those of rank 0 first.
-            pad, capacity: as `permute` takes them, the capacity of this rank's tokens.
+            indices: [T, k], indices into all experts.
+            experts: number of all experts; those of rank 0 come first.
+            pad: row alignment per expert, as in `permute`.
+            capacity: limit of this rank's tokens per expert, as in `permute`.
+            group: process group.
         """
         ranks, k = dist.get_world_size(group), indices.shape[1]
         offsets, places, sources = order(indices, experts, 1, capacity)
@@ -325,7 +337,7 @@ class DispatchPlan:
         numbers = torch.stack([sent, came]).tolist()
         own = experts // ranks
         to, given = (tuple(sum(row[rank * own : (rank + 1) * own]) for rank in range(ranks)) for row in numbers)
-        # Of which expert here each row is that comes: ranks one after the other, each by expert.
+        # Local expert of each received row; rows come rank by rank, each sorted by expert.
         each = torch.arange(own, dtype=torch.int64, device=indices.device).repeat(ranks)
         of = each.repeat_interleave(came, output_size=sum(given))
         ends, back, laid = order(of.unsqueeze(1), own, pad)
@@ -333,7 +345,9 @@ class DispatchPlan:
 
 
 def begin(rows: Tensor, way: Way, splits: AllToAllSplits, group: Any) -> Pending:
-    """Begin to send rows; what waits for those that come gives them as numbers."""
+    """Start an all-to-all of rows in a wire format. Returns a function that waits and returns the rows in high
+    precision.
+    """
     if not isinstance(way, QuantSpec):
         return exchange_rows(rows.to(way), splits, group)
     finish = exchange_operand(quantize_rows(rows, way, group), splits, group)
@@ -342,9 +356,9 @@ def begin(rows: Tensor, way: Way, splits: AllToAllSplits, group: Any) -> Pending
 
 @dataclass(frozen=True, eq=False)
 class DispatchedRows:
-    """Tokens of all ranks that go to experts of this one, as `quaver.torch.linear.grouped.operands.RowInputOp`.
+    """Received rows as the input of a grouped GEMM; implements `quaver.torch.linear.grouped.operands.RowInputOp`.
 
-    Where they travel by the spec of the recipe's input they are multiplied as the codes that came.
+    If rows are sent in the spec of the recipe's input, the GEMM uses the received codes directly.
     """
 
     dispatch_plan: DispatchPlan
@@ -359,7 +373,7 @@ class DispatchedRows:
         if not isinstance(self.dispatch, QuantSpec):
             came = begin(take(tokens, trip.sources, trip.k), self.dispatch, trip.splits, trip.group)()
             return take(came.to(tokens.dtype), trip.laid, 1), ()
-        # Quantized once for all experts of a token.
+        # Quantized once per token, before it is copied for its experts.
         q = take_quantized(quantize_rows(tokens, self.dispatch, trip.group), trip.sources, trip.k)
         rows = take_quantized(exchange_operand(q, trip.splits, trip.group)(), trip.laid, 1)
         return rows if self.dispatch == spec else rows.dequantize().to(tokens.dtype), ()
@@ -368,7 +382,7 @@ class DispatchedRows:
         raise AssertionError("rows that came are kept")
 
     def high(self, saved: Sequence[Any]) -> Tensor | None:
-        # None came in high precision.
+        # The rows arrived quantized, so no high-precision input exists.
         return None
 
     def backward(self, g: Tensor, saved: Sequence[Any], needs: Sequence[Any]) -> tuple[Tensor | None, ...]:
@@ -378,7 +392,7 @@ class DispatchedRows:
 
 
 class DispatchState:
-    """What is on its way between two functions of one call."""
+    """Pending all-to-all shared by the two autograd functions of one call."""
 
     __slots__ = ("rows",)
 
@@ -386,7 +400,7 @@ class DispatchState:
         self.rows: Pending | None = None
 
     def opened(self) -> Any:
-        """What came; it is waited for once."""
+        """Wait for the pending exchange and return its rows; may be called once per exchange."""
         rows, self.rows = self.rows, None
         assert rows is not None
         return rows()
@@ -395,8 +409,16 @@ class DispatchState:
 def sent_back(
     rows: Tensor, dispatch_plan: DispatchPlan, combine: Way, gradients: Way, meanwhile: Callable[[], Tensor] | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Rows as experts give them, on the ranks that sent them, in the order in which they went; and what was computed
-    while they travelled, as its gradient will be."""
+    """Return expert outputs to the ranks that sent the tokens, in the order of sending.
+
+    Args:
+        rows: outputs of this rank's experts.
+        dispatch_plan: routing of the call.
+        combine, gradients: wire formats of the outputs and of their gradients.
+        meanwhile: function to run while the rows travel, in forward; its backward overlaps the same way. None for none.
+    Returns:
+        The rows, and the result of `meanwhile`.
+    """
     box = DispatchState()
     ticket = _Send.apply(rows, dispatch_plan, combine, gradients, box)
     other = None if meanwhile is None else meanwhile()
@@ -405,7 +427,9 @@ def sent_back(
 
 
 class _Send(torch.autograd.Function):
-    """Begins to send rows, and waits for their gradients; what it gives stands for what comes, and holds nothing."""
+    """Start the return of expert outputs; its backward waits for their gradients. The result is a placeholder without
+    data.
+    """
 
     @staticmethod
     def forward(
@@ -421,12 +445,12 @@ class _Send(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         dispatch_plan, box, dtype = ctx.facts
         came = box.opened().to(dtype)
-        # Rows of padding went nowhere.
+        # Padding rows were not sent and get index -1.
         return take(came, dispatch_plan.laid, 1), None, None, None, None
 
 
 class _Receive(torch.autograd.Function):
-    """Waits for what comes, and begins to send its gradients."""
+    """Wait for returned expert outputs; its backward starts to send their gradients."""
 
     @staticmethod
     def forward(ctx: Any, ticket: Tensor, dispatch_plan: DispatchPlan, gradients: Way, box: DispatchState) -> Tensor:
@@ -443,7 +467,7 @@ class _Receive(torch.autograd.Function):
 
 
 def _standing_for(shape: Sequence[int], like: Tensor) -> Tensor:
-    """A tensor of a shape that takes no memory."""
+    """Return an expanded zero tensor of a shape, which takes no memory."""
     return like.new_zeros(1).expand(*shape)
 
 

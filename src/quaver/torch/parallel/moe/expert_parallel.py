@@ -1,8 +1,7 @@
-"""Experts divided over the ranks of a mesh: a style of a plan for torch's `parallelize_module`, and the classes of what
-is divided.
+"""Expert parallelism as a `ParallelStyle` for torch's `parallelize_module`.
 
-Each rank has some experts, whose weights are its part of a DTensor, and tokens of its own, which go to where their
-experts are.
+Each rank has some of the experts, whose weights are shards of DTensors, and its own tokens, which are sent to the ranks
+of their experts. The style changes the class of modules to subclasses made here.
 """
 
 from functools import cache
@@ -28,25 +27,26 @@ from quaver.torch.state.layer_state import graph_task_id
 
 
 class ExpertParallel(ParallelStyle):
-    """A `quaver.torch.MoE`, or its `Experts`, of which each rank of a mesh dimension has some experts, in their order.
+    """Shard the experts of a `quaver.torch.MoE` or its `Experts` over a mesh dimension, in order.
 
-    Weights and biases become DTensors of placement Shard(0). Ranks have tokens of their own, as many as they like; a
-    token's rows go to the ranks of its experts, those of one that is chosen on several ranks in their order, and come
-    back to be summed. What goes back travels while the shared expert computes, forward and backward. Router and shared
-    expert stay whole, and their gradients are those of this rank's tokens, to be averaged as those of any layer; an
-    expert's gradient is of all ranks' tokens: under `fully_shard` over the other dimensions of the mesh call
-    `experts.set_gradient_divide_factor(n)` with the number of ranks over which the loss is averaged.
+    Weights and biases become DTensors with placement Shard(0). Each rank has its own tokens, in any number. A token's
+    rows go to the ranks of its experts and return to be summed. The return trip overlaps with the shared expert,
+    forward and backward. Router and shared expert stay replicated; their gradients are those of this rank's tokens, to
+    be averaged like those of any layer. An expert's gradient covers the tokens of all ranks. So with `fully_shard` over
+    the other mesh dimensions, call `experts.set_gradient_divide_factor(n)` with the number of ranks over which the loss
+    is averaged.
 
     Args:
-        dispatch: how tokens travel: "recipe" by the recipe's spec of its input where that has scales within a row, else
-            as they are; a spec; or None, as they are. By the recipe's they are multiplied as the codes that came, and
-            the first weight's gradient is of their values, as `codes_alone` has it in one process.
-        combine: how what experts give travels: a spec, a dtype, or None for as it is.
-        gradients: how gradients of both travel: likewise.
+        dispatch: wire format of tokens. "recipe" uses the recipe's input spec if its scales lie within a row, else
+            sends tokens unquantized; or a spec; or None for unquantized. With the recipe's spec the GEMM uses the
+            received codes, and the first weight's gradient is computed from the dequantized values, as with
+            `codes_alone` in one process.
+        combine: wire format of expert outputs: a spec, a dtype, or None for unquantized.
+        gradients: wire format of the gradients of both, with the same choices as `combine`.
     Raises:
-        ValueError: when it is applied, or called, with what does not fit: on a CPU on all ranks.
-    Exact: codes, scales and GEMMs of experts are those of one process that has the tokens of all ranks one after the
-        other, noise included. Bounded: the order of the sums that several ranks share.
+        ValueError: on application or in a call, if something does not fit; on a CPU on all ranks.
+    Exact: codes, scales and GEMMs of experts, and their noise, are those of one process that has the tokens of all
+        ranks one after the other. Bounded: the order of sums over ranks.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ExpertParallel(ParallelStyle):
 
 
 def _check_input(module: nn.Module, args: tuple[Any, ...]) -> None:
-    """Raise on all ranks if the input of a mixture does not fit on one: its router knows no other rank."""
+    """Raise on all ranks if the MoE input on one of them does not fit; the router itself does not communicate."""
     if not args or not isinstance(args[0], Tensor) or graph_task_id() != -1:
         return
     mixture: Any = module
@@ -99,29 +99,25 @@ def _check_input(module: nn.Module, args: tuple[Any, ...]) -> None:
 def _why_no_way(way: Any) -> str:
     if isinstance(way, QuantSpec):
         return why_no_spec(way)
-    return "" if way in DTYPES else "rows travel by a QuantSpec, or as float32, bfloat16 or float16"
+    return "" if way in DTYPES else "rows are sent in a QuantSpec, or as float32, bfloat16 or float16"
 
 
 def _check(experts: Any, given: str, mesh: Any) -> None:
-    """Refuse what cannot be divided.
-
-    Raises:
-        ValueError: with what to do.
-    """
+    """Raise a ValueError if these experts cannot be sharded over the mesh."""
     if not isinstance(experts, Experts):
         raise ValueError(
-            f"ExpertParallel is a style of quaver.torch.MoE and Experts, and {given} is none: of a layer of "
-            "transformers quaver.torch.from_huggingface makes one"
+            f"ExpertParallel is a style for quaver.torch.MoE and Experts, and {given} is neither: convert a "
+            "layer of transformers by quaver.torch.from_huggingface"
         )
     if mesh.ndim != 1:
         raise ValueError(
-            f"experts would be divided over a mesh of {mesh.ndim} dimensions, {mesh.mesh_dim_names}: give one of them, "
+            f"ExpertParallel got a mesh of {mesh.ndim} dimensions, {mesh.mesh_dim_names}: give one of them, "
             "such as mesh['ep']"
         )
     if any(hasattr(p, "device_mesh") for p in experts.parameters()):
         raise ValueError(
-            "these experts are in parts already: name them once in the plan, and call parallelize_module before "
-            "fully_shard"
+            "these experts are already sharded: name them once in the plan, and call parallelize_module "
+            "before fully_shard"
         )
     if experts.experts % mesh.size():
         raise ValueError(
@@ -130,12 +126,12 @@ def _check(experts: Any, given: str, mesh: Any) -> None:
         )
     if any(p.dtype in stored_weight.CODES for p in experts.parameters()):
         raise ValueError(
-            "these experts' weights exist only in few bits: call quaver.torch.dequantize_weights(model) first"
+            "these experts' weights are stored only as codes: call quaver.torch.dequantize_weights(model) first"
         )
 
 
 def _divide(layer: Any, mesh: Any, source: int | None) -> None:
-    """Leave this rank its groups: weights and biases, what is counted of each, and the names of their noise."""
+    """Reduce a GroupedLinear to this rank's experts: weights and biases, recipe state, and noise identifiers."""
     weight_cache.free(layer)
     own = layer.groups // mesh.size()
     first = own * mesh.get_local_rank()
@@ -156,7 +152,7 @@ def _divide(layer: Any, mesh: Any, source: int | None) -> None:
 
 @cache
 def in_groups(kind: Any) -> type:
-    """The class of a `GroupedLinear` of a class of which this rank has some groups: its parameters are DTensors."""
+    """Return the subclass of a `GroupedLinear` class whose parameters are DTensors sharded over experts."""
     members: dict[str, Any] = {
         "forward": _local("forward"),
         "project": _local("project"),
@@ -172,7 +168,7 @@ def in_groups(kind: Any) -> type:
 
 @cache
 def on_ranks(kind: Any, ways: tuple[Any, ...]) -> type:
-    """The class of `Experts` of a class of which this rank has some."""
+    """Return the subclass of an `Experts` class that dispatches tokens to other ranks."""
     members: dict[str, Any] = {
         "forward": _forward,
         "ways_of_rows": ways,
@@ -185,7 +181,7 @@ def on_ranks(kind: Any, ways: tuple[Any, ...]) -> type:
 
 
 def _reduce(module: Any, protocol: int) -> Any:
-    """Pickle a module of a class that was made here: by the class that it stands above."""
+    """Pickle a module of a generated class by its original class and the arguments to generate it."""
     kind = next(kind for kind in type(module).__mro__ if "_of_ranks" in vars(kind))
     of_class, more = vars(kind)["_of_ranks"]
     return _rebuild, (of_class, kind.__bases__[0], more), module.__getstate__()
@@ -197,7 +193,7 @@ def _rebuild(of_class: Any, kind: Any, more: tuple[Any, ...]) -> Any:
 
 
 def _local(name: str) -> Any:
-    """A method of a layer that sees this rank's parts of its parameters, whose gradients are the parameters'."""
+    """Return a method that runs the original one on the local tensors of the layer's DTensor parameters."""
 
     def method(layer: Any, *args: Any) -> Any:
         held = layer._parameters
@@ -216,7 +212,7 @@ def _mesh(layer: Any) -> Any:
 
 
 def _save(layer: Any, destination: Any, prefix: str, keep_vars: bool) -> None:
-    """As the layer it is, with what is counted of its groups as DTensors: a checkpoint has those of all ranks."""
+    """Save like the original class, with recipe state as DTensors, so that a checkpoint has the state of all ranks."""
     super(_original(layer), layer)._save_to_state_dict(destination, prefix, keep_vars)
     for name in STATE:
         value = destination.get(prefix + name)
@@ -225,7 +221,7 @@ def _save(layer: Any, destination: Any, prefix: str, keep_vars: bool) -> None:
 
 
 def _load(layer: Any, state_dict: Any, prefix: str, *args: Any) -> None:
-    """As the layer it is, of this rank's groups or of all of them."""
+    """Load like the original class, from a state dict with this rank's experts or with all of them."""
     mesh = _expert_mesh(layer)
     own = layer.groups
     rows = slice(own * mesh.get_local_rank(), own * (mesh.get_local_rank() + 1))
@@ -247,12 +243,12 @@ def _load(layer: Any, state_dict: Any, prefix: str, *args: Any) -> None:
 
 
 def _original(layer: Any) -> Any:
-    """The class made here, after which the layer's own comes."""
+    """Return the generated class of a layer, whose `super()` is the original class."""
     return next(kind for kind in type(layer).__mro__ if "_of_ranks" in vars(kind))
 
 
 def _expert_mesh(layer: Any) -> Any:
-    """The dimension over which experts are divided; fully_shard puts others before it."""
+    """Return the mesh dimension over which experts are sharded; fully_shard adds others before it."""
     mesh = _mesh(layer)
     if mesh.ndim == 1:
         return mesh
@@ -268,10 +264,10 @@ def _forward(
     capacity: int | None = None,
     meanwhile: Any = None,
 ) -> Any:
-    """`Experts.forward` of this rank's tokens and all ranks' experts.
+    """`Experts.forward` for this rank's tokens and the experts of all ranks.
 
     Args:
-        capacity: choices of this rank's tokens that an expert takes at most.
+        capacity: maximum number of this rank's choices per expert.
     """
     entrance = experts._modules[experts._entrance]
     mesh = _expert_mesh(entrance)
@@ -281,18 +277,19 @@ def _forward(
     try:
         if recipe is not None and recipe.delayed is not None:
             raise ValueError(
-                f"recipe {recipe} scales by histories, which ranks reduce layer by layer, and ranks have other experts "
-                "in one place: take one that scales as it goes, such as tensorwise, for experts on ranks"
+                f"recipe {recipe} uses scaling histories, which ranks reduce layer by layer, but ranks have "
+                "different experts in the same layer: for experts on ranks use a recipe with current "
+                "scaling, such as tensorwise"
             )
         x = experts.checked(x, indices, capacity, number)
     except Exception as error:
-        # Any kind: the other ranks wait.
+        # Catch any exception: the other ranks wait.
         why = error
     spec = None if recipe is None else recipe.fprop.a
     dispatch, combine, gradients = (x.dtype if way is None else way for way in experts.ways_of_rows)
     if dispatch == "recipe":
         dispatch = spec if spec is not None and moves(spec) and not why_no_spec(spec) else x.dtype
-    # What one rank must refuse all refuse: the others would wait for its rows.
+    # All ranks must raise if one does, or they would wait for its rows.
     what = {
         "experts": number,
         "width": experts.dim,

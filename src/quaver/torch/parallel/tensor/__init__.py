@@ -1,1 +1,1 @@
-"""Layers whose weights and tokens lie on the ranks of a mesh, by torch's `ParallelStyle`s; no data parallelism."""
+"""Tensor and sequence parallelism by torch `ParallelStyle`s: column, row, head and vocabulary parallel layers."""

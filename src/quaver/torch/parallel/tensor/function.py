@@ -1,11 +1,11 @@
-"""The autograd function of a linear layer of which each rank has a part, composed of the GEMMs of every linear layer.
+"""Autograd functions of tensor-parallel linear layers, built of the same GEMMs as every linear layer.
 
     Column   y = gather(x) @ weight.T + bias        grad_x = sum over ranks (gather(g) @ weight)
     Row      y = sum over ranks (x @ weight.T) + bias   grad_x = gather(g) @ weight
 
-What is gathered travels as codes beside scales, and what is summed as float32, rounded once. Kept for backward is this
-rank's part of what wgrad consumes, which is gathered there. The codes, scales and noise are those of a single process;
-so are the products but for the order of the sums that several ranks share.
+All-gathers send codes and scales; sums are in float32 and rounded once. Backward saves only this rank's shard of the
+wgrad input and gathers it again. Codes, scales and noise are those of a single process. So are the GEMM results, except
+for the order of sums over ranks.
 """
 
 import socket
@@ -32,18 +32,18 @@ from quaver.torch.parallel.tensor.gemms import TensorParallelComm
 from quaver.torch.state import weight_cache
 from quaver.torch.state.history import amax
 
-# ---- overlapping -----------------------------------------------------------------------------------------
-# A gather of tokens, or a sum over ranks, within the GEMM beside it: torch's operations on symmetric memory.
+# ---- overlap of communication and GEMMs ----
+# An all-gather of tokens, or a reduce-scatter, inside the adjacent GEMM, by torch's operations on symmetric memory.
 #
-# A GPU multiplies by the tokens of one rank while those of the next come, and sends one rank's sums while it computes
-# the next one's. Only operands in high precision go so. Untried on GPUs: tests run what torch itself puts in their
-# place elsewhere, on CPUs. Source: torch.distributed._symmetric_memory, whose operations these are.
+# A GPU multiplies one rank's tokens while those of the next arrive, and sends one rank's sums while it computes the
+# next. Only high-precision operands are supported. Not tested on GPUs: tests run the fallbacks that torch provides on
+# CPUs. Source: torch.distributed._symmetric_memory.
 
 GATHER, SCATTER = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
 
 
 def symmetric_memory() -> Any:
-    """torch's module, whose import defines the operations; None where this torch has none."""
+    """Import the torch module that defines the operations; None if this torch lacks it."""
     try:
         from torch.distributed import _symmetric_memory
     except ImportError:
@@ -52,14 +52,14 @@ def symmetric_memory() -> Any:
 
 
 def operation(name: str) -> Callable[..., Any] | None:
-    """One of torch's; None where this torch does not define it."""
+    """Return a symmetric-memory operation by name, or None if this torch does not define it."""
     return None if symmetric_memory() is None else getattr(torch.ops.symm_mem, name, None)
 
 
 def reason_unsupported(mesh: Any) -> str:
-    """What keeps the ranks of a mesh from it, the same on all of them; "" where nothing does.
+    """Return why the ranks of a mesh cannot overlap, the same text on all of them, or "".
 
-    It takes GPUs of one machine that write into one another's memory over an NVLink switch.
+    Overlap needs GPUs of one machine with peer access over an NVLink switch.
     """
     told: list[Any] = [None] * mesh.size()
     dist.all_gather_object(told, (socket.gethostname(), _own_reason(mesh.device_type)), mesh.get_group())
@@ -70,27 +70,29 @@ def reason_unsupported(mesh: Any) -> str:
 
 def _own_reason(kind: str) -> str:
     if kind != "cuda":
-        return f"the mesh is of {kind}, and symmetric memory is of GPUs"
+        return f"the mesh is on {kind}, and symmetric memory needs GPUs"
     missing = [name for name in (GATHER, SCATTER) if operation(name) is None]
     if missing:
         return f"torch {torch.__version__} has no torch.ops.symm_mem.{missing[0]}"
     here, count = torch.cuda.current_device(), torch.cuda.device_count()
     if not all(torch.cuda.can_device_access_peer(here, other) for other in range(count) if other != here):
-        return "GPUs of this machine do not reach one another's memory"
+        return "GPUs of this machine have no peer access to one another"
     memory: Any = getattr(symmetric_memory(), "_SymmetricMemory", None)
     if memory is None or not memory.has_multicast_support(torch.autograd.DeviceType.CUDA, here):  # type: ignore[attr-defined]
-        return "no NVLink switch joins the GPUs"
+        return "no NVLink switch connects the GPUs"
     return ""
 
 
 def gathered_product(x: Tensor, weight: Tensor, group: Any, batches: int) -> tuple[Tensor, Tensor]:
-    """All ranks' tokens, and what they are multiplied to.
+    """All-gather tokens and multiply them by the weight in one operation.
 
     Args:
-        x: this rank's [T / ranks, k], of so many sequences one after the other.
-        weight: [n, k], of x's dtype.
+        x: this rank's tokens [T / ranks, k], of `batches` stacked sequences.
+        weight: [n, k] in x's dtype.
+        group: process group.
+        batches: number of sequences.
     Returns:
-        [T, k] in the order of one process, and [T, k] @ weight.T.
+        All tokens [T, k] in the order of one process, and the product [T, k] @ weight.T.
     Exact: the products of each rank's tokens.
     """
     run = operation(GATHER)
@@ -101,9 +103,9 @@ def gathered_product(x: Tensor, weight: Tensor, group: Any, batches: int) -> tup
 
 
 def scattered_product(x: Tensor, weight: Tensor, group: Any, batches: int) -> Tensor:
-    """This rank's tokens of the sum over ranks of x [T, k] @ weight [n, k].T: [T / ranks, n] of x's dtype.
+    """Return this rank's tokens of the sum over ranks of x [T, k] @ weight [n, k].T: [T / ranks, n] in x's dtype.
 
-    Bounded: each rank's part is rounded to that dtype before it is summed, where `wire.scatter_sums` sums float32.
+    Bounded: each rank's product is rounded to that dtype before the sum, while `comm.scatter_sums` sums in float32.
     """
     run = operation(SCATTER)
     assert run is not None
@@ -112,13 +114,14 @@ def scattered_product(x: Tensor, weight: Tensor, group: Any, batches: int) -> Te
     return total.flatten(0, 1)
 
 
-# ---- function --------------------------------------------------------------------------------------------
+# ---- linear layers ----
 
 
 class TensorParallelLinearFunction(torch.autograd.Function):
-    """Of a call, its `Ranks`, this rank's weight twice, the input [..., features] and the bias or None: the output.
+    """Autograd function of one tensor-parallel linear layer.
 
-    The first weight is the very tensor that the DTensor holds, the second is what its gradient goes to.
+    Its inputs are the call's context and `TensorParallelComm`, the local weight twice, x [..., features] and the bias
+    or None. The first weight is the very tensor in the DTensor; the second one receives the gradient.
     """
 
     @staticmethod
@@ -136,7 +139,7 @@ class TensorParallelLinearFunction(torch.autograd.Function):
         shared = _enter(call, ranks, y, call.record and ctx.needs_input_grad[4], overlaps)
         if fprop.b is None:
             if call.record and ranks.is_quantizable:
-                # Nothing else looks at the weight here.
+                # No quantization looks at the weight here, so note the use for the weight cache.
                 weight_cache.look(ranks.layer, ranks.parameter)
             of_weight: Tensor | Quantized = held
         else:
@@ -168,17 +171,17 @@ class TensorParallelLinearFunction(torch.autograd.Function):
 
 
 class GatheredWgradInput:
-    """What wgrad consumes, put together once for the layers that share it."""
+    """All-gather of the wgrad input, shared by layers with the same input."""
 
     __slots__ = ("pending", "users")
 
     def __init__(self) -> None:
-        #: How many backwards have yet to ask.
+        #: Number of backward calls that still need it.
         self.users = 0
         self.pending: comm.Pending | None = None
 
     def gather(self, begin: Callable[[], comm.Pending]) -> comm.Pending:
-        """What `begin` begins, or has begun for another layer; the last one keeps nothing."""
+        """Return the pending all-gather, started by `begin` at the first call; the last user drops the reference."""
         self.users -= 1
         pending = cache(begin()) if self.pending is None else self.pending
         self.pending = pending if self.users > 0 else None
@@ -186,17 +189,17 @@ class GatheredWgradInput:
 
 
 class _QuantizedShardInput(NamedTuple):
-    """A layer's input in the forms that GEMMs and backward read."""
+    """A layer's input in the forms that the GEMMs and backward use."""
 
-    #: Gives what fprop reads, with all tokens.
+    #: Waits for and returns the fprop input with all tokens.
     whole: comm.Pending
-    #: This rank's part of what wgrad consumes; None where it does not run.
+    #: This rank's shard of the wgrad input; None if wgrad does not run.
     kept: Tensor | Quantized | None
     of_wgrad: GatheredWgradInput
 
 
 def _overlapped(ranks: TensorParallelComm, y: Tensor, held: Tensor, bias: Tensor | None) -> Tensor:
-    """The output of a GEMM within which tokens travel."""
+    """Return the output of a GEMM that overlaps with communication."""
     run = _product_of_all if ranks.layout.column else scattered_product
     output: Tensor = run(y, held, ranks.group, ranks.batches)
     return output if bias is None else output + bias
@@ -209,13 +212,16 @@ def _product_of_all(x: Tensor, weight: Tensor, group: Any, batches: int) -> Tens
 def _enter(
     call: LinearContext, ranks: TensorParallelComm, y: Tensor, keeps: bool, overlaps: bool
 ) -> _QuantizedShardInput:
-    """Quantize a layer's input and begin to put it together, once for layers of one input that read it alike.
+    """Quantize a layer's input and start its all-gather, once for all layers that read the same input the same way.
 
     Args:
-        overlaps: whether the GEMM puts it together, of each layer anew.
+        call, ranks: the call.
+        y: input as a matrix.
+        keeps: also prepare this rank's shard for wgrad.
+        overlaps: the GEMM gathers the input itself, separately for each layer.
     """
     a, source, facts = call.recipe.fprop.a, ranks.source, ()
-    # Backward needs nothing of it.
+    # Backward does not need it, so free it.
     ranks.source = None
     if overlaps:
         of_wgrad = GatheredWgradInput()
@@ -249,7 +255,7 @@ def product(
     dtype: torch.dtype,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """a [m, k] @ b [n, k].T + bias."""
+    """Return a [m, k] @ b [n, k].T + bias, quantized if a is."""
     if isinstance(a, Quantized):
         return call.matmul(a, b, dtype, bias, gemm.fast_accum)
     assert isinstance(b, Tensor)
@@ -257,20 +263,20 @@ def product(
 
 
 def plain_product(a: Tensor, b: Tensor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """a [m, k] @ b [n, k].T + bias, unquantized."""
+    """Return a [m, k] @ b [n, k].T + bias in high precision."""
     if a.is_cuda and dtype is torch.float32 and a.dtype is b.dtype is not dtype and bias is None:
-        # In float32 it would take many times as long.
+        # bfloat16 operands with a float32 result; casting the operands to float32 would take many times as long.
         return torch.mm(a, b.t(), out_dtype=dtype)
     return high_precision(a, b, dtype, bias)
 
 
 def of_sums(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of each rank's part of a sum."""
+    """Return the dtype in which ranks compute partial sums: float64 for float64, else float32."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def backward(ctx: Any, tensors: Any, g: Tensor) -> tuple[Any, ...]:
-    """The gradients of what `LinearInParts` takes, from what it saved."""
+    """Return the gradients of `TensorParallelLinearFunction`'s inputs from its saved tensors."""
     call, ranks, of_wgrad, layouts, shape, weight_dtype, bias_dtype = ctx.constants
     held, (kept,) = tensors[0], unpack(tensors[1:], layouts)
     _, _, _, need_input, need_weight, need_bias = ctx.needs_input_grad
@@ -315,7 +321,7 @@ def backward(ctx: Any, tensors: Any, g: Tensor) -> tuple[Any, ...]:
 
 
 class _ShardedGradOutput:
-    """grad_output in the forms that dgrad and wgrad read, on its way between ranks."""
+    """grad_output in the forms that dgrad and wgrad use, with pending all-gathers."""
 
     def __init__(
         self,
@@ -337,20 +343,20 @@ class _ShardedGradOutput:
             transposed = quantize(call, amax.GRAD_OUTPUT, "grad_output.T", g.t(), c, True)
             self.transposed = ranks.gather("grad_output.T", transposed)
         if whole is not None:
-            # dgrad has put it together.
+            # dgrad has gathered it already.
             self.plain = lambda: whole
         elif (need_input and a is None) or (need_weight and c is None):
             self.plain = cache(ranks.gather("grad_output", g))
 
     def of_dgrad(self) -> Tensor | Quantized:
-        """[T, N]."""
+        """Wait for and return the dgrad operand [T, N]."""
         of = self.plain if self.codes is None else self.codes
         assert of is not None
         value: Tensor | Quantized = of()
         return value
 
     def of_wgrad(self) -> Tensor | Quantized:
-        """[N, T]."""
+        """Wait for and return the wgrad operand [N, T]."""
         if self.transposed is not None:
             transposed: Quantized = self.transposed()
             return transposed
@@ -364,7 +370,7 @@ class _ShardedGradOutput:
 
 
 def _bias_gradient(ranks: TensorParallelComm, g: Tensor, dtype: torch.dtype) -> Tensor:
-    """g [T, N] summed over the tokens of all ranks that have some."""
+    """Sum g [T, N] over tokens, and over ranks if tokens are sharded."""
     own = dtype if ranks.layout.axis("grad_output") != 0 else of_sums(dtype)
     total = ops.bias_gradient(g, own) if own in ops.DTYPES and g.dtype in ops.DTYPES else g.sum(0, dtype=own)
     if ranks.layout.axis("grad_output") == 0:
@@ -372,26 +378,29 @@ def _bias_gradient(ranks: TensorParallelComm, g: Tensor, dtype: torch.dtype) -> 
     return total.to(dtype)
 
 
-# ---- normed ----------------------------------------------------------------------------------------------
-# Column layers behind a norm, of which each rank has some tokens: one autograd function, as without ranks.
+# ---- norm and column layers ----
+# A norm followed by column layers on sharded tokens, in one autograd function.
 #
-# On a GPU the kernel that normalizes writes the codes, and what is in high precision of the norm's output is not
-# written where nothing reads it. Where one scale serves all tokens, ranks agree on the amax that the kernel has found,
-# and a second pass casts; where each row or block has its own, the first pass is the only one. The codes travel.
+# On a GPU the norm kernel writes codes directly, and skips the high-precision output if nothing reads it. With a single
+# scale for all tokens, ranks all-reduce the amax that the kernel found and a second pass casts. With row or block
+# scales
+# the first pass is the only one. The codes are then all-gathered.
 
 
 class NormedLayerCall(NamedTuple):
-    """One of them in this call."""
+    """One column layer of a fused norm."""
 
     call: LinearContext
     ranks: TensorParallelComm
-    #: This rank's weight, as the DTensor holds it.
+    #: This rank's weight, the tensor inside the DTensor.
     held: Tensor
 
 
 class TensorParallelNormLinearFunction(torch.autograd.Function):
-    """Of layers and their norm, x [..., features] of this rank's tokens, gamma and beta or None, the layers' weights,
-    and their biases or None: the layers' outputs.
+    """Autograd function of a norm followed by column layers.
+
+    Its tensors are x [..., features] with this rank's tokens, gamma and beta or None, the layers' weights, and their
+    biases or None. It returns the layers' outputs.
 
     Exact: the bits of the norm followed by each layer.
     """
@@ -424,7 +433,7 @@ class TensorParallelNormLinearFunction(torch.autograd.Function):
 def _enter_normed(
     prologue: InputOp, layers: Sequence[NormedLayerCall], x: Sequence[Any], keeps: bool
 ) -> tuple[Quantized, Tensor | Quantized | None, Sequence[Any]]:
-    """This rank's tokens of the layers' input, quantized; what wgrad consumes of them; and what the norm keeps."""
+    """Run the norm and quantize its output. Returns codes, this rank's wgrad input, and the norm's saved tensors."""
     call, ranks = layers[0].call, layers[0].ranks
     a = call.recipe.fprop.a
     assert a is not None
@@ -460,7 +469,7 @@ def _backward(ctx: Any, tensors: Sequence[Any], *gs: Tensor) -> tuple[Any, ...]:
     of_weights: list[Any] = [None] * count
     of_biases: list[Any] = [None] * count
     of_y: Tensor | None = None
-    # As autograd adds them up: what was computed last comes first.
+    # Add gradients in autograd's order: the last computed layer first.
     for i in reversed(range(count)):
         one = SimpleNamespace()
         one.needs_input_grad = (False,) * 3 + (of_input, needs[3 + i], needs[3 + count + i])

@@ -1,7 +1,7 @@
-"""One operand of which each rank has a part: it gets the codes and scales that the part has in the whole operand.
+"""Quantization of sharded operands, with the codes and scales that the shard has in the whole operand.
 
-Where a scale serves elements of several ranks they agree on its amax first, as one maximum of integers. Elsewhere
-blocks lie within a rank, which is asked for. Noise is drawn by an element's place in the whole.
+If elements on several ranks share a scale, the ranks first all-reduce its amax as an integer maximum. Other blocks must
+lie within one rank, which is checked. Stochastic rounding uses the noise of an element's position in the whole operand.
 """
 
 import math
@@ -21,39 +21,41 @@ from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.numerics.rounding import Noise, magnitude_bits, part_of_uniform, rotate, rows_of_uniform
 from quaver.torch.parallel import comm
 
-# ---- layout ----------------------------------------------------------------------------------------------
-# How the operands of a linear layer's three GEMMs lie on the ranks: which axis of each is in parts, if any is.
+# ---- layouts ----
+# Sharded axis of each operand of a linear layer's three GEMMs.
 #
-#     Column   weight [N/R, K]   input [T(/R), K]   output [T, N/R]       dgrad's sums lie on all ranks
-#     Row      weight [N, K/R]   input [T, K/R]     output [T(/R), N]     fprop's sums lie on all ranks
+#     Column   weight [N/R, K]   input [T(/R), K]   output [T, N/R]       dgrad is summed over ranks
+#     Row      weight [N, K/R]   input [T, K/R]     output [T(/R), N]     fprop is summed over ranks
 #
-# R ranks; tokens T are in parts where the sequence is. Tokens are in parts along the last axis but one: of a batch
-# [B, S, features] each rank has S/R tokens of every sequence.
+# R ranks; tokens T are sharded with sequence=True, along the second-last axis: of a batch [B, S, features], each rank
+# has S/R tokens of every sequence.
 
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """Of one layer."""
+    """Tensor-parallel layout of one linear layer."""
 
-    #: Whether each rank has some of the output's features, else some of the input's.
+    #: True if output features are sharded (column-parallel), False if input features are.
     column: bool
-    #: Whether each rank has some tokens of what all ranks need whole: of a column's input, or of a row's output.
+    #: True if the tokens of a column layer's input, or of a row layer's output, are sharded.
     sequence: bool
-    #: Whether tokens travel within GEMMs of operands in high precision, as `overlapping` says.
+    #: True if communication overlaps with GEMMs of high-precision operands, see `TensorParallelComm.overlaps`.
     overlap: bool = False
 
     @property
     def name(self) -> str:
-        """As the style is written."""
+        """The style as the user writes it, for messages."""
         return f"{'ColwiseParallel' if self.column else 'RowwiseParallel'}({'sequence=True' if self.sequence else ''})"
 
     @property
     def weight_axis(self) -> int:
-        """The axis of the weight [N, K] that is in parts."""
+        """Sharded axis of the weight [N, K]."""
         return 0 if self.column else 1
 
     def axis(self, operand: str) -> int | None:
-        """The axis that is in parts of an operand as it is quantized, "weight" or "input.T" for instance; or None."""
+        """Return the sharded axis of an operand in the form it is quantized in, such as "weight" or "input.T"; None if
+        replicated.
+        """
         name, _, transposed = operand.partition(".")
         axis: int | None = self.weight_axis
         if name == "input":
@@ -63,18 +65,18 @@ class ShardLayout:
         return axis if axis is None or not transposed else 1 - axis
 
     def of_tokens(self, operand: str) -> bool:
-        """Whether what is in parts of an operand is its tokens, else its features."""
+        """Return True if an operand is sharded over tokens, False if over features or not at all."""
         return self.axis(operand) is not None and operand.startswith("input" if self.column else "grad_output")
 
 
-# ---- parts -----------------------------------------------------------------------------------------------
+# ---- operands ----
 
-#: What travels within GEMMs: sums of wider numbers would be rounded to them, or GPUs have no fast GEMM of them.
+#: Dtypes for overlapped GEMMs: wider sums would be rounded to them, or GPUs have no fast GEMM for wider ones.
 NARROW = (torch.bfloat16, torch.float16)
 
 
 class TensorParallelComm:
-    """The ranks that one call of a layer runs on, and this one's part."""
+    """Process group and shard of one call of a tensor-parallel layer; quantizes its operands and communicates them."""
 
     __slots__ = (
         *("batches", "group", "layer", "layout", "number", "parameter", "rank", "recipe", "rows", "run", "source"),
@@ -89,19 +91,19 @@ class TensorParallelComm:
         self.group = parameter.device_mesh.get_group()
         self.number = dist.get_world_size(self.group)
         self.rank = dist.get_rank(self.group)
-        #: This rank's rows of each matrix that lies in a column's weight, q, k and v for instance.
+        #: This rank's rows of each matrix joined in a column layer's weight, for instance q, k and v.
         self.rows = rows
-        #: So many sequences follow one another among the tokens.
+        #: Number of sequences stacked along the tokens.
         self.batches = batches
-        #: The input as the layer was given it, by which others know what became of it.
+        #: The input tensor before any cast; layers with the same input share its quantization.
         self.source: Tensor | None = None
-        #: The recipe of the call, and what quantizes an operand by it.
+        #: The recipe of the call, and the function that quantizes an operand.
         self.recipe, self.run = call.recipe, call.quantize
 
     def quantize(
         self, operand: str, x: Tensor, spec: QuantSpec, factor: Tensor | float | None, noise: Noise
     ) -> Quantized:
-        """This rank's part of an operand; see `quaver.torch.linear.gemms.OperandComm`."""
+        """Quantize this rank's shard of an operand; implements `quaver.torch.linear.gemms.OperandComm`."""
         axis = self.layout.axis(operand)
         if axis is None:
             return self.run(x, spec, None, factor, noise)
@@ -116,7 +118,7 @@ class TensorParallelComm:
         return q
 
     def agreed(self, x: Tensor, spec: QuantSpec, axis: int) -> Tensor | None:
-        """The amaxes of the scales that elements of several ranks share, float32; None where there are none."""
+        """Return the amaxes of scales that several ranks share, all-reduced in float32, or None if there are none."""
         if spec.scale == "unit" or (spec.block[axis] is not None and not spec.two_level):
             return None
         if spec.hadamard:
@@ -130,22 +132,25 @@ class TensorParallelComm:
         return comm.agree(bits.contiguous(), self.group).view(torch.float32)
 
     def agreed_of(self, own: Tensor) -> Tensor:
-        """The largest of the ranks' amaxes of one scale for all of an operand, float32 of any shape."""
+        """All-reduce an amax, float32 of any shape, to its maximum over ranks."""
         bits = own.contiguous().view(torch.int32) & 0x7FFFFFFF
         return comm.agree(bits, self.group).view(torch.float32)
 
     def check(self, operand: str, length: int, spec: QuantSpec, axis: int) -> None:
-        """Refuse parts that would cut a block, a group of 16 that is rotated, or four elements that share noise.
+        """Raise a ValueError if the shard would cut a block, a rotated group of 16, or four elements that share noise.
 
         Args:
-            length: of this rank's part along the axis.
+            operand: name such as "input" or "grad_output.T".
+            length: length of this rank's shard along the axis.
+            spec: how the operand is quantized.
+            axis: sharded axis.
         """
         tokens, needed, why = self.layout.of_tokens(operand), spec.block[axis] or 1, ""
         parts = self._lengths(length, tokens)
         if axis == 1 and spec.hadamard and needed % 16:
             needed, why = 16, "groups of 16 that are rotated together"
         if axis == 1 and spec.rounding == "stochastic" and needed % 4:
-            needed, why = 4, "fours that share their noise"
+            needed, why = 4, "groups of four that share noise"
         part = next((part for part in parts if part % needed), None)
         if part is not None:
             why = why or f"blocks of {needed}"
@@ -157,11 +162,11 @@ class TensorParallelComm:
             )
 
     def check_gradient(self, weight: Tensor, given: Sequence[int]) -> None:
-        """`check` what backward will quantize, before anything is computed.
+        """`check` the operands of backward before anything is computed.
 
         Args:
-            weight: this rank's part.
-            given: the shape of the input.
+            weight: this rank's shard.
+            given: shape of the input.
         """
         length = weight.shape[0] if self.layout.column else math.prod(given[:-1]) // self.number
         for operand, spec in (("grad_output", self.recipe.dgrad.a), ("grad_output.T", self.recipe.wgrad.a)):
@@ -170,11 +175,11 @@ class TensorParallelComm:
                 self.check(operand, length, spec, axis)
 
     def says(self) -> str:
-        """The layer and its style, for an error."""
+        """Return the layer and its style for an error message."""
         return f"{self.layer.__dict__.get('qualified_name') or type(self.layer).__name__} under {self.layout.name}"
 
     def _noise(self, operand: str, x: Tensor, spec: QuantSpec, axis: int, noise: Noise) -> Tensor:
-        """What the elements of this part are rounded with in the whole operand."""
+        """Return the noise of this shard's elements, drawn by their position in the whole operand."""
         k = spec.padded(x.shape[1])
         tokens = self.layout.of_tokens(operand)
         seed, tensor_id, count = noise
@@ -184,13 +189,15 @@ class TensorParallelComm:
         return part_of_uniform(rows, self._places(k, tokens, 4, x.device), k * self.number, seed, int(tensor_id), count)
 
     def _lengths(self, length: int, tokens: bool) -> Sequence[int]:
-        """Of what lies one after the other along an axis in parts, this rank's part of each: sequences, or matrices."""
+        """Return the lengths of this rank's consecutive runs along a sharded axis: one per sequence or per joined
+        matrix.
+        """
         if tokens:
             return [length // self.batches] * self.batches
         return self.rows if self.layout.column and len(self.rows) > 1 else [length]
 
     def _places(self, length: int, tokens: bool, unit: int, device: torch.device) -> Tensor:
-        """Where the pieces of `unit` elements of this rank's part lie in the whole."""
+        """Return the positions of this rank's groups of `unit` elements in the whole operand."""
         places, before = [], 0
         for part in self._lengths(length, tokens):
             first = (before * self.number + self.rank * part) // unit
@@ -199,24 +206,24 @@ class TensorParallelComm:
         return torch.cat(places)
 
     def overlaps(self, x: Tensor, weight: Tensor, gemm: GemmSpec) -> bool:
-        """Whether tokens of x travel within a GEMM with the weight, neither of which it quantizes."""
+        """True if the tokens of x are communicated inside a GEMM that quantizes neither operand."""
         plain = gemm.a is None and gemm.b is None and x.dtype is weight.dtype and x.dtype in NARROW
         return self.layout.overlap and plain and not self.recipe.dequantized_backward and x.numel() > 0
 
     @property
     def is_quantizable(self) -> bool:
-        """Whether the layer is ours, which keeps what its weight was quantized to."""
+        """True if the layer is a Quaver layer, which has a weight cache."""
         return isinstance(self.layer, Quantizable)
 
     def shape(self, given: Sequence[int], features: int) -> tuple[int, ...]:
-        """Of the output for an input of a shape."""
+        """Return the output shape for an input shape."""
         lead = [*given[:-1]]
         if self.layout.sequence:
             lead[-1] = lead[-1] * self.number if self.layout.column else lead[-1] // self.number
         return (*lead, features)
 
     def gather(self, operand: str, x: Tensor | Quantized) -> comm.Pending:
-        """Begin to put the ranks' tokens of an operand together; one that is whole is given as it is."""
+        """Start an all-gather of an operand that is sharded over tokens; any other is returned unchanged."""
         axis = self.layout.axis(operand)
         if axis is None or not self.layout.of_tokens(operand):
             return lambda: x
@@ -225,14 +232,14 @@ class TensorParallelComm:
         return comm.gather(x, axis, self.group, self.batches)
 
     def sum(self, partial: Tensor) -> comm.Pending:
-        """Begin to sum the ranks' [T, n], float32: all tokens, or this rank's."""
+        """Start an all-reduce of partial sums [T, n] in float32, or a reduce-scatter with sequence=True."""
         if self.layout.sequence:
             return comm.scatter_sums(partial, self.group, self.batches)
         return comm.sum_parts(partial, self.group)
 
 
 def _largest(x: Tensor) -> Tensor:
-    """The bits of the largest magnitude, int32 []; 0 of nothing."""
+    """Return the bits of the largest magnitude, int32 []; 0 for an empty tensor."""
     if not x.numel():
         return torch.zeros((), dtype=torch.int32, device=x.device)
     low, high = torch.aminmax(x.detach())

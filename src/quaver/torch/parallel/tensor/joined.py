@@ -1,8 +1,8 @@
-"""Linear layers that join several matrices in one weight: which ones look so, and how many rows each matrix has.
+"""Linear layers that join several matrices in one weight, such as q, k and v: detection and row sharding.
 
-Blocks of this library say so themselves. Of another library's layer nothing does but its name: `qkv_proj` of Phi-3,
-whose forward slices queries, keys and values from its output. A rank that has a run of its rows has other matrices'
-features than that forward takes them for, and nothing fails.
+Quaver's own blocks declare their matrices. For layers of other libraries only the name tells, such as `qkv_proj` of
+Phi-3, whose forward slices queries, keys and values from its output. If ranks got consecutive rows of such a weight,
+the forward would take features of the wrong matrix without any error.
 """
 
 import gc
@@ -18,72 +18,70 @@ from quaver.torch.linear.linear import Quantizable
 from quaver.torch.state import weight_cache
 from quaver.torch.state.layer_state import state_of
 
-# ---- packed ----------------------------------------------------------------------------------------------
+# ---- detection ----
 
-#: Names of layers that join matrices in the models of transformers, timm, xformers and others.
+#: Names of layers that join matrices in models of transformers, timm, xformers and others.
 NAMES = re.compile(r"\w*[qQ][kK][vV]\w*|query_key_value|c_attn|W_pack|\w*gate_up\w*|Wi|w12|in_proj")
 
 
 def matrices_of(layer: nn.Module, parts: Sequence[int]) -> Mapping[str, int]:
-    """The rows of each matrix by its name: as a block says, or as a style does, whose matrices have numbers."""
+    """Return the rows of each joined matrix by name, as the block declares them or as the style's `parts`, numbered."""
     own: Mapping[str, int] = state_of(layer).pieces if isinstance(layer, Quantizable) else {}
     return own or {str(number): rows for number, rows in enumerate(parts)}
 
 
 def check(layer: Any, name: str, style: str, parts: Sequence[int]) -> None:
-    """Refuse parts that the weight does not have, and a weight that looks as if it had some and of which none are said.
+    """Validate a style's `parts` against the weight, and require them if the layer's name suggests joined matrices.
 
     Raises:
-        ValueError: with what to do.
+        ValueError: `parts` are wrong, superfluous or missing.
     """
     rows = layer.weight.shape[0]
     own = matrices_of(layer, ())
     if own and parts:
-        raise ValueError(f"{name} says itself that it joins {', '.join(own)}: leave out the parts of {style}")
+        raise ValueError(f"{name} already declares that it joins {', '.join(own)}: leave out the parts of {style}")
     if parts and (sum(parts) != rows or min(parts) < 1):
-        raise ValueError(f"{style} has {sum(parts)} rows, and {name} {rows}: give the rows of each of its matrices")
+        raise ValueError(f"{style} has {sum(parts)} rows, and {name} has {rows}: give the rows of each of its matrices")
     if own or parts:
         return
     known = joined_name(layer)
     if known is not None:
         raise ValueError(
-            f"{name} is called {known!r}, as layers are that join several matrices in one weight, and each rank needs "
-            f"rows of each: say how many rows each has, in their order, ColwiseParallel(parts=(q, k, v)) or "
-            f"ColwiseParallel(parts=(gate, "
-            f"up)), in all {rows}; or ColwiseParallel(parts=({rows},)) where a head's q, k and v lie together, as "
-            f"GPT-NeoX's "
-            "do, or where it is one matrix"
+            f"{name} is called {known!r}, a name that suggests several matrices joined in one weight, and "
+            "each rank needs rows of each. Give the rows of each in order, ColwiseParallel(parts=(q, k, v)) "
+            f"or ColwiseParallel(parts=(gate, up)), {rows} in total; or ColwiseParallel(parts=({rows},)) if "
+            "it is one matrix, or if q, k and v of each head are adjacent, as in GPT-NeoX"
         )
 
 
 def joined_name(layer: nn.Module) -> str | None:
-    """The layer's name, where it is one of `NAMES`."""
+    """Return the layer's own name if it matches `NAMES`, else None."""
     qualified = layer.__dict__.get("qualified_name")
     if qualified:
         names = {qualified.rpartition(".")[2]}
     else:
-        # Its parent's dict of modules has it under its name, and nothing but the interpreter knows the parent.
+        # The layer's name is its key in the parent's dict of modules, and only the garbage collector can find the
+        # parent.
         holders = (each for each in gc.get_referrers(layer) if type(each) is dict)
         names = {key for holder in holders for key, held in holder.items() if held is layer and isinstance(key, str)}
     return next((name for name in sorted(names) if NAMES.fullmatch(name)), None)
 
 
-# ---- pieces ----------------------------------------------------------------------------------------------
-# A weight of several matrices, q, k and v for instance, of each of which every rank has some rows.
+# ---- separate matrices ----
+# Shard a weight that joins several matrices, for instance q, k and v, so that every rank has rows of each.
 #
-# A rank's rows of q, k and v are no run of rows of the whole weight, so that no placement of torch's says where they
-# lie
-# (`_StridedShard` does for matrices of one size, which q and k of grouped queries are not, and is private). So each
-# matrix is a parameter of its own, a DTensor of placement Shard(0): `qkv_proj.weight` becomes `qkv_proj.weight.q_proj`,
-# `.k_proj` and `.v_proj`, in their own order, on any number of ranks. Checkpoints, clipping and optimizers know such
-# parameters; a whole layer loads them as its one weight, and a layer in parts loads a whole one's weight. The layer
-# stays one: its GEMMs, its scales and its history are of all its matrices.
+# A rank's rows of q, k and v are not consecutive in the whole weight, so no placement of torch describes them
+# (`_StridedShard` requires matrices of equal size, which q and k of grouped queries are not, and is private). So each
+# matrix becomes a parameter of its own, a DTensor with placement Shard(0): `qkv_proj.weight` becomes
+# `qkv_proj.weight.q_proj`, `.k_proj` and `.v_proj`. Each has its natural row order on any number of ranks, which
+# checkpoints, clipping and optimizers support. An unsharded layer can load them as its one weight, and a sharded layer
+# can load an unsharded weight. It remains one layer: its GEMMs, scales and history cover all its matrices.
 #
-# On a rank they lie one behind the other in memory, and are read as one matrix without a copy.
+# On a rank the matrices are adjacent in memory and are read as one matrix without a copy.
 
 
 def of(layer: Any, name: str) -> list[Any]:
-    """The parameters that a layer's weight or bias is made of; none where there is no bias."""
+    """Return the parameters that make up a layer's weight or bias; empty if there is no bias."""
     parameter = layer._parameters.get(name)
     if parameter is not None:
         return [parameter]
@@ -92,22 +90,22 @@ def of(layer: Any, name: str) -> list[Any]:
 
 
 def rows(layer: Any, ranks: int) -> list[int]:
-    """A rank's rows of each matrix; of one matrix nothing."""
+    """Return a rank's rows of each joined matrix; empty for a single matrix."""
     apart = layer._modules.get("weight")
     return [p.shape[0] // ranks for p in apart.values()] if isinstance(apart, _SeparateMatrices) else []
 
 
 class _SeparateMatrices(nn.ParameterDict):
-    """The matrices of one weight, or their biases."""
+    """The separate matrices of one joined weight, or their biases."""
 
-    #: All of them on this rank, as one matrix, while they lie in its memory.
+    #: All matrices of this rank as one tensor, or None once they are no longer adjacent in memory.
     memory: Tensor | None = None
 
     def put(self, parts: dict[str, Any], gradients: bool) -> None:
-        """Take copies of matrices in parts, which lie one behind the other in this rank's memory.
+        """Store copies of sharded matrices, adjacent in this rank's memory.
 
-        Each has a storage of its own, a run of that memory: torch neither copies nor saves a DTensor whose part begins
-        within a storage.
+        Each gets its own storage, a slice of that memory: torch neither copies nor saves a DTensor whose local tensor
+            starts inside a storage.
         """
         with torch.no_grad():
             local = [part.to_local() for part in parts.values()]
@@ -125,7 +123,7 @@ class _SeparateMatrices(nn.ParameterDict):
             self.memory = memory
 
     def joined(self) -> Tensor:
-        """The matrices one below the other: the memory that they lie in, or a copy where they lie elsewhere by now."""
+        """Return the matrices as one tensor: their common memory, or a copy if they are no longer adjacent."""
         with torch.no_grad():
             parts = [part.to_local() for part in self._parameters.values()]  # type: ignore[union-attr]
         at = None if self.memory is None else self.memory.data_ptr()
@@ -151,10 +149,12 @@ class _SeparateMatrices(nn.ParameterDict):
 
 
 def divide(layer: Any, named: Mapping[str, int], mesh: Any, source: int | None) -> None:
-    """Make a parameter in parts of each matrix of a layer, and of its bias.
+    """Replace a layer's weight and bias by one sharded parameter per matrix.
 
     Args:
-        named: the rows of each matrix by its name, in their order.
+        named: rows of each matrix by name, in order.
+        mesh: one-dimensional device mesh.
+        source: `src_data_rank` of torch's `distribute_tensor`.
     """
     for name in ("weight", "bias"):
         whole = layer._parameters[name]
@@ -168,7 +168,7 @@ def divide(layer: Any, named: Mapping[str, int], mesh: Any, source: int | None) 
 
 
 def held(layer: Any) -> Tensor:
-    """This rank's rows of the weight: the very memory that the parameters have, where they lie in one."""
+    """Return this rank's rows of the weight, without a copy if its matrices are adjacent in memory."""
     apart: Any = layer._modules.get("weight")
     if apart is not None:
         whole: Tensor = apart.joined()
@@ -179,7 +179,7 @@ def held(layer: Any) -> Tensor:
 
 
 def routed(parts: Sequence[Tensor]) -> Tensor:
-    """What a gradient of all matrices is given to, which goes to each of them."""
+    """Return a tensor that receives the gradient of the joined weight and splits it to the separate matrices."""
     if len(parts) == 1:
         return parts[0]
     whole: Tensor = _Routed.apply(*parts)
@@ -190,7 +190,7 @@ class _Routed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *parts: Tensor) -> Tensor:
         ctx.rows = [part.shape[0] for part in parts]
-        # Of no values: gradients alone go by it.
+        # A placeholder without memory, used only to receive the gradient.
         return parts[0].new_empty(()).expand(sum(ctx.rows), *parts[0].shape[1:])
 
     @staticmethod
@@ -199,7 +199,7 @@ class _Routed(torch.autograd.Function):
 
 
 def watch(layer: Any, weights: Sequence[Any]) -> None:
-    """Drop what the layer keeps of its weight where another matrix than the first, which is watched, was written to."""
+    """Drop the layer's weight cache if a matrix other than the first was written to; the first is already tracked."""
     if len(weights) == 1:
         return
     with torch.no_grad():
@@ -211,7 +211,7 @@ def watch(layer: Any, weights: Sequence[Any]) -> None:
 
 
 def share(layer: Any, state_dict: Any, prefix: str) -> None:
-    """Let a layer in parts load a whole layer's weight: each rank takes its part of what all are given."""
+    """Convert an unsharded weight in a state dict to this rank's shards, so that a sharded layer can load it."""
     for name in ("weight", "bias"):
         key, apart = prefix + name, layer._modules.get(name)
         given = state_dict.get(key)

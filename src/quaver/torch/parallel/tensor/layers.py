@@ -1,7 +1,7 @@
-"""Linear layers whose weight is a DTensor in parts: their class, and the forward that it has.
+"""Column-parallel and row-parallel linear layers, whose weight is a sharded DTensor.
 
-A layer's class says how it lies on the ranks, and the DTensor on which: nothing else is kept with the layer. The class
-stands above the one that the layer had, so that a style fits whatever computes a linear layer.
+The layer's class stores the `ShardLayout`, and the DTensor stores the mesh; the layer has no further state. The class
+is a generated subclass of the layer's original class, so that a style applies to any kind of linear layer.
 """
 
 import math
@@ -39,14 +39,14 @@ from quaver.torch.state.layer_state import graph_task_id
 
 
 def layout_of(layer: nn.Module) -> ShardLayout | None:
-    """How a layer lies on the ranks; None for one without a style."""
+    """Return the tensor-parallel layout of a layer, or None without a style."""
     layout: ShardLayout | None = getattr(type(layer), "layout_on_ranks", None)
     return layout
 
 
 @cache
 def in_parts(kind: Any, layout: ShardLayout) -> type:
-    """The class of a layer of a class once it is in parts."""
+    """Return the tensor-parallel subclass of a linear layer's class."""
     members: dict[str, Any] = {"forward": _forward, "layout_on_ranks": layout, "__reduce_ex__": _reduce}
     members |= {
         "loss_over_ranks": loss_over_ranks,
@@ -59,7 +59,7 @@ def in_parts(kind: Any, layout: ShardLayout) -> type:
 
 
 def _reduce(layer: Any, protocol: int) -> Any:
-    """Pickle a layer of a class that was made here: by the class that it stands above."""
+    """Pickle a layer of a generated class by its original class and layout."""
     kind = next(kind for kind in type(layer).__mro__ if "layout_on_ranks" in vars(kind))
     return _rebuild, (kind.__bases__[0], layout_of(layer)), layer.__getstate__()
 
@@ -72,28 +72,28 @@ def _rebuild(kind: Any, layout: ShardLayout) -> Any:
 def _load(
     layer: Any, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: list[str], *args: Any
 ) -> None:
-    """`Module._load_from_state_dict`, which takes the weight of the whole layer too, of one matrix or of several."""
+    """`Module._load_from_state_dict` that also accepts an unsharded weight, whole or as separate matrices."""
     kind: Any = next(kind for kind in type(layer).__mro__ if "layout_on_ranks" in vars(kind)).__bases__[0]
     joined.share(layer, state_dict, prefix)
     kind._load_from_state_dict(layer, state_dict, prefix, metadata, strict, missing, *args)
 
 
 class ShardedLayerCall(NamedTuple):
-    """What one call of a layer in parts takes."""
+    """Prepared inputs of one call of a tensor-parallel layer."""
 
     call: LinearContext
     ranks: TensorParallelComm
     held: Tensor
-    #: The input in the dtype of the GEMMs.
+    #: Input cast to the dtype of the GEMMs.
     x: Tensor
-    #: What gradients of weight and bias are given to.
+    #: Local tensors that receive the gradients of weight and bias.
     weight: Tensor
     bias: Tensor | None
 
 
 @torch.compiler.disable
 def _forward(layer: Any, input: Tensor) -> Tensor:
-    """This rank's part of the output, from its part of the input; see `quaver.torch.parallel.tensor.gemms`."""
+    """Compute this rank's shard of the output; see `quaver.torch.parallel.tensor.gemms`."""
     call, ranks, held, x, weight, bias = _asked(layer, input)
     with ops.without_autocast(ops.autocast_device(input)):
         y: Tensor = TensorParallelLinearFunction.apply(call, ranks, held, x, weight, bias)
@@ -102,9 +102,9 @@ def _forward(layer: Any, input: Tensor) -> Tensor:
 
 @torch.compiler.disable
 def normed_over_ranks(norm: nn.Module, x: Tensor, layers: Sequence[Any]) -> tuple[Tensor, ...] | None:
-    """What column layers of one input give behind a norm, by one function; None where that saves nothing.
+    """Run column-parallel layers on a norm's output in one autograd function, or return None if fusion does not apply.
 
-    Each rank has some tokens of x; a kernel of a GPU normalizes and quantizes them in one pass.
+    Each rank has some tokens of x. On a GPU one kernel normalizes and quantizes them in one pass.
     """
     tokens, kind = tokens_of(norm), bare(norm) if tokens_of(norm) is not None else None
     layout, recipe = layout_of(layers[0]), recipe_of(layers[0], False) if isinstance(layers[0], Quantizable) else None
@@ -138,33 +138,34 @@ def normed_over_ranks(norm: nn.Module, x: Tensor, layers: Sequence[Any]) -> tupl
 
 
 def _rounds(recipe: Recipe) -> bool:
-    """Whether a recipe quantizes inputs and weights, inputs alike for all layers that read them."""
+    """True if a recipe quantizes inputs and weights, and all layers with the same input get the same codes."""
     a, b, c = recipe.fprop.a, recipe.fprop.b, recipe.wgrad.b
     return a is not None and b is not None and all(spec is None or spec.rounding == "nearest" for spec in (a, c))
 
 
 def _asked(layer: Any, input: Tensor) -> ShardedLayerCall:
-    """Begin a call.
+    """Validate an input on all ranks and prepare a call.
 
     Raises:
-        ValueError: an input that does not fit, with what to do.
+        ValueError: the layer or the input does not fit.
     """
     layout: Any = layout_of(layer)
     if active_context.takes_weights and torch.is_grad_enabled():
         raise ValueError(
-            f"{name_of(layer)} is in parts by {layout.name}, whose gradients go to autograd: weight_gradients does not "
-            "take them; leave it out around this layer"
+            f"{name_of(layer)} is sharded by {layout.name}, whose weight gradients go through autograd: "
+            "weight_gradients does not support it; leave it out around this layer"
         )
     weights, biases = joined.of(layer, "weight"), joined.of(layer, "bias")
     if not weights or any(getattr(each, "device_mesh", None) is None for each in weights):
         raise ValueError(
-            f"{name_of(layer)} is in parts by {layout.name}, and its weight is no DTensor: something has put another "
-            "in its place; load weights by torch.distributed.checkpoint, and leave a parametrized layer out of the plan"
+            f"{name_of(layer)} is sharded by {layout.name}, and its weight is no DTensor, so something has "
+            "replaced it; load weights by torch.distributed.checkpoint, and leave a parametrized layer out "
+            "of the plan"
         )
     if getattr(input, "device_mesh", None) is not None:
         raise ValueError(
-            f"{name_of(layer)} is in parts by {layout.name} and takes local tensors, and its input is a DTensor: give "
-            "input.to_local(), or let what comes before it do so with use_local_output=True"
+            f"{name_of(layer)} is sharded by {layout.name} and takes local tensors, and its input is a "
+            "DTensor: pass input.to_local(), or use use_local_output=True in the preceding style"
         )
     weight = weights[0]
     recipe = recipe_of(layer, False) if isinstance(layer, Quantizable) else None
@@ -175,7 +176,7 @@ def _asked(layer: Any, input: Tensor) -> ShardedLayerCall:
     error: str | Exception = ""
     try:
         if is_given(held):
-            # By fully_shard, which has gathered it as codes.
+            # fully_shard has gathered the weight as codes.
             held.check_recipe(layer, recipe)
         if not casts and x.dtype is not held.dtype:
             raise ValueError(dtype_sentence(layer, x.dtype))
@@ -185,7 +186,7 @@ def _asked(layer: Any, input: Tensor) -> ShardedLayerCall:
         if why:
             raise ValueError(why)
     except Exception as raised:
-        # Any kind: the other ranks wait.
+        # Catch any exception: the other ranks wait.
         error = raised
     if recipe is None or input.dtype not in ops.DTYPES:
         recipe = recipes.get("bf16")
@@ -193,7 +194,7 @@ def _asked(layer: Any, input: Tensor) -> ShardedLayerCall:
         joined.watch(layer, weights)
     training, name = torch.is_grad_enabled(), name_of(layer)
     if graph_task_id() == -1:
-        # A recomputation repeats what was compared.
+        # Recomputed forwards need no check; the first forward was checked.
         what = {
             "style": layout.name,
             "input": facts_of(input),
@@ -224,22 +225,18 @@ def _asked(layer: Any, input: Tensor) -> ShardedLayerCall:
 
 
 def _check(layer: Any, held: Tensor, x: Tensor) -> None:
-    """Refuse an input of another shape.
-
-    Raises:
-        ValueError: with what to do.
-    """
+    """Raise a ValueError if the shape of an input does not fit the layer."""
     layout: Any = layout_of(layer)
     number = joined.of(layer, "weight")[0].device_mesh.size()
     says = f"{name_of(layer)} under {layout.name} got an input of shape {tuple(x.shape)}"
     if x.dim() == 0 or x.shape[-1] != held.shape[1]:
         has = "all of them" if layout.column else "a part of them"
         raise ValueError(
-            f"{says}; its last axis must be {held.shape[1]}: of the layer's {layer.in_features} features each of "
-            f"{number} ranks has {has}"
+            f"{says}; its last axis must be {held.shape[1]}: of the layer's {layer.in_features} features each "
+            f"of {number} ranks has {has}"
         )
     if layout.sequence and x.dim() < 2:
-        raise ValueError(f"{says}, without an axis of tokens, of which each of {number} ranks has a part: add one")
+        raise ValueError(f"{says}, which has no axis of tokens to shard over {number} ranks: add one")
     if layout.sequence and not layout.column and x.shape[-2] % number:
         raise ValueError(
             f"{says}: {number} ranks cannot share {x.shape[-2]} tokens; pad them to a multiple of {number}"
@@ -247,5 +244,5 @@ def _check(layer: Any, held: Tensor, x: Tensor) -> None:
 
 
 def name_of(layer: nn.Module) -> str:
-    """For an error."""
+    """Return the name of a layer for error messages."""
     return layer.__dict__.get("qualified_name") or type(layer).__name__

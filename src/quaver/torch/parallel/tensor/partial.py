@@ -1,8 +1,8 @@
-"""Parameters that are used on a rank's features or heads alone, between a `ColwiseParallel` and a `RowwiseParallel`:
-they are refused.
+"""Detect parameters between a `ColwiseParallel` and a `RowwiseParallel` whose gradients would differ between ranks.
 
-Each rank's gradient of such a parameter, of a norm of the heads' features for instance, is of its own heads. Outputs
-are right all the same, so nothing else would tell. `SequenceParallel()` sums such gradients over the ranks.
+Such a parameter, for instance of a norm over the features of each head, is applied only to this rank's features or
+heads, so each rank computes only part of its gradient. Outputs are still right, so the error would go unnoticed.
+`SequenceParallel()` sums such gradients over the ranks.
 """
 
 import gc
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-#: Functions whose backward gives whole gradients: layers in parts, parameters of `SequenceParallel`, and DTensors.
+#: Autograd nodes whose backward yields complete gradients: sharded layers, `SequenceParallel` parameters, and DTensors.
 _SUMS = (
     "TensorParallelLinearFunctionBackward",
     "TensorParallelNormLinearFunctionBackward",
@@ -19,15 +19,20 @@ _SUMS = (
     "_ToTorchTensor",
     "_VocabEmbeddingFunctionBackward",
 )
-#: Layers whose input was looked at.
+#: Layers whose input graph was already checked.
 _seen: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 def why_partial(layer: nn.Module, name: str, x: Tensor) -> str:
-    """Why gradients of parameters that the input of a `RowwiseParallel` follows from would be of this rank's part
-    alone, or "".
+    """Return an error message if parameters between the column layers and this `RowwiseParallel` get partial gradients,
+    or "".
 
-    The graph of the input is walked once a layer, to the layers in parts that it comes from.
+    The autograd graph of the input is walked once per layer, back to the sharded layers.
+
+    Args:
+        layer: the `RowwiseParallel` layer.
+        name: its name for the message.
+        x: its input.
     """
     if x.grad_fn is None or layer in _seen:
         return ""

@@ -1,6 +1,6 @@
-"""Modules that work on each token by itself, such as norms, on this rank's tokens: their class and their forward.
+"""Sequence parallelism for modules that process each token independently, such as norms and dropout.
 
-Their parameters are whole on every rank, and the gradient of one is the sum over all tokens, in float32.
+Parameters are replicated, and the gradient of each is summed over all ranks in float32.
 """
 
 from functools import cache
@@ -14,28 +14,28 @@ from quaver.torch.parallel import comm
 from quaver.torch.state.history.sync import check_agreement, facts_of
 from quaver.torch.state.layer_state import graph_task_id
 
-#: What drops whole channels, or leaves no zeros: of their noise nothing is known here.
+#: Dropouts that drop whole channels or do not write zeros; their noise cannot be made different per rank here.
 OTHER_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 class SequenceLayout(NamedTuple):
-    """Which tokens a module takes and gives, and on which ranks."""
+    """How the input and output tokens of a module are distributed over a mesh."""
 
     mesh: Any
-    #: Whether every rank has the whole input, and whether each gets the whole output.
+    #: True if every rank has the whole input, and True if every rank gets the whole output.
     takes_whole: bool
     gives_whole: bool
 
 
 @cache
 def on_tokens(kind: Any, tokens: SequenceLayout) -> type:
-    """The class of a module of a class once each rank has some tokens."""
+    """Return the subclass of a module class whose forward runs on this rank's tokens."""
     members = {"forward": _forward, "tokens_on_ranks": tokens, "__reduce_ex__": _reduce, "__module__": kind.__module__}
     return type(kind.__name__, (kind,), {**members, PUT_ABOVE: True})
 
 
 def _reduce(module: Any, protocol: int) -> Any:
-    """Pickle a module of a class that was made here: by the class that it stands above."""
+    """Pickle a module of a generated class by its original class and layout."""
     return _rebuild, (bare(module), tokens_of(module)), module.__getstate__()
 
 
@@ -45,12 +45,12 @@ def _rebuild(kind: Any, tokens: SequenceLayout) -> Any:
 
 
 def bare(module: nn.Module) -> Any:
-    """The class that the one made here stands above."""
+    """Return the original class of a module of a generated class."""
     return next(kind for kind in type(module).__mro__ if "tokens_on_ranks" in vars(kind)).__bases__[0]
 
 
 def tokens_of(module: nn.Module) -> SequenceLayout | None:
-    """Which tokens a module has; None for one without the style."""
+    """Return the token layout of a module, or None without the style."""
     tokens: SequenceLayout | None = getattr(type(module), "tokens_on_ranks", None)
     return tokens
 
@@ -64,7 +64,7 @@ def _forward(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         what |= {"input": facts_of(x), "gradients": torch.is_grad_enabled(), "training": module.training}
         check_agreement(type(module).__name__, what, group)
     if tokens.takes_whole:
-        # Numbers of tokens have no axis of features.
+        # Integer token ids have no feature axis.
         dim = x.dim() - (2 if x.is_floating_point() else 1)
         if x.shape[dim] % tokens.mesh.size():
             raise ValueError(
@@ -87,22 +87,22 @@ def _forward(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def local_parameters(module: nn.Module) -> dict[str, Any]:
-    """A module's parameters as this rank has them, whose gradients go to all ranks' sums."""
+    """Return a module's local parameters, wrapped so that their gradients are all-reduced."""
     group = tokens_of(module).mesh.get_group()  # type: ignore[union-attr]
     held: dict[str, Any] = module._parameters
     return {name: p if p is None else _AllReduceGrad.apply(p.to_local(), group) for name, p in held.items()}
 
 
 def _dropped(x: Tensor, p: float, mesh: Any) -> Tensor:
-    """x without some of its elements, others than on other ranks though these have the same seed."""
-    # The process's generator moves on alike on every rank.
+    """Apply dropout with a different seed on each rank, even if all ranks have the same generator state."""
+    # Drawing the seed advances the default generator equally on every rank.
     seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_()) + mesh.get_local_rank()
     kept = torch.empty_like(x).bernoulli_(1 - p, generator=torch.Generator(x.device).manual_seed(seed))
     return x * kept.div_(max(1 - p, torch.finfo(x.dtype).tiny))
 
 
 class _AllReduceGrad(torch.autograd.Function):
-    """A parameter as it is; its gradient is the sum of all ranks'."""
+    """Identity in forward; all-reduces the gradient of a parameter in backward."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, group: Any) -> Tensor:
@@ -121,14 +121,14 @@ def _own(x: Tensor, dim: int, tokens: SequenceLayout) -> Tensor:
 
 
 def gathered(x: Tensor, dim: int, tokens: SequenceLayout) -> Tensor:
-    """Every rank's part of [..., tokens, features] put together."""
+    """All-gather x [..., tokens, features] along its tokens."""
     before = x.shape[:dim].numel()
     whole: Tensor = comm.gather(x.reshape(before * x.shape[dim], -1), 0, tokens.mesh.get_group(), max(before, 1))()
     return whole.view(*x.shape[:dim], -1, *x.shape[dim + 1 :])
 
 
 class _ScatterTokens(torch.autograd.Function):
-    """This rank's tokens of what every rank has whole."""
+    """Take this rank's tokens of a replicated input; its backward all-gathers the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, tokens: SequenceLayout) -> Tensor:
@@ -141,7 +141,7 @@ class _ScatterTokens(torch.autograd.Function):
 
 
 class _AllGatherTokens(torch.autograd.Function):
-    """All tokens of what each rank has a part of, for what every rank computes alike: each has the whole gradient."""
+    """All-gather tokens; its backward takes this rank's slice, since all ranks compute the same gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, tokens: SequenceLayout) -> Tensor:

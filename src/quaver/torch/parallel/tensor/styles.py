@@ -1,4 +1,4 @@
-"""The styles of a plan for torch's `parallelize_module`: which part of a layer's weight and tokens each rank has."""
+"""Tensor-parallel styles for torch's `parallelize_module`: how a layer's weight and tokens are sharded."""
 
 import gc
 import sys
@@ -23,14 +23,14 @@ from quaver.torch.state import weight_cache
 
 
 class _ShardedLinear(ParallelStyle):
-    """A linear layer in parts."""
+    """Common base of the column-parallel and row-parallel styles."""
 
     layout: ShardLayout
-    #: Rows of each of the matrices that the weight joins, of which every rank has some; nothing of one matrix.
+    #: Rows of each joined matrix, each of which is sharded over all ranks; empty for a single matrix.
     parts: tuple[int, ...] = ()
-    #: Whether ranks have said if tokens can travel within GEMMs.
+    #: True once ranks have checked that GEMMs can overlap with communication.
     _asked = False
-    #: Whether this is a style of attention's, which has its heads in parts too.
+    #: True if `HeadParallel` applies this style and shards the heads too.
     of_heads = False
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
@@ -50,7 +50,7 @@ class _ShardedLinear(ParallelStyle):
         return module
 
     def _settle(self, mesh: Any) -> None:
-        """Ask once whether tokens can travel within GEMMs, and say so where they cannot."""
+        """Check once that GEMMs can overlap with communication; warn and disable overlap if they cannot."""
         reason = function.reason_unsupported(mesh) if self.layout.overlap and not self._asked else ""
         self._asked = True
         if reason:
@@ -65,35 +65,35 @@ class _ShardedLinear(ParallelStyle):
 
 def _layout(column: bool, sequence: bool, overlap: bool) -> ShardLayout:
     if overlap and not sequence:
-        raise ValueError("overlap is of tokens that travel: give sequence=True with it, or leave it out")
+        raise ValueError("overlap applies to sharded tokens: give sequence=True with it, or leave it out")
     return ShardLayout(column, sequence, overlap)
 
 
 class ColwiseParallel(_ShardedLinear):
-    """A linear layer of which each rank computes some output features: q, k and v, gate and up, a head's words.
+    """Shard the output features of a linear layer: q, k and v, gate and up, or the vocabulary of a head.
 
-    The weight becomes a DTensor of placement Shard(0), and so does the bias; of gate and up in one weight, an MLP's
-    `gate_up_proj`, each of the two, and a rank has its rows of both. The layer takes and gives local tensors: an input
-    that every rank has whole, and of the output this rank's features, those of a whole number of heads where heads
-    follow. Where the input needs a gradient, the ranks sum theirs in float32.
+    Weight and bias become DTensors with placement Shard(0). In a joined weight such as an MLP's `gate_up_proj`, each
+    matrix is sharded, so that a rank has rows of both. The layer takes and returns local tensors. Its input is the
+    whole tensor on every rank, its output this rank's features, which must be whole heads if heads follow. The gradient
+    of the input is all-reduced in float32.
 
-    `quaver.torch.linear_cross_entropy(x, head, targets)` takes a head of this style; the logits of one are what
-    `quaver.torch.parallel.cross_entropy` takes.
+    `quaver.torch.linear_cross_entropy(x, head, targets)` accepts a head of this style, and
+    `quaver.torch.parallel.cross_entropy` accepts its logits.
 
     Args:
-        sequence: True where each rank has some tokens of the input, its part of the last axis but one: they are
-            gathered as codes, by recipes that quantize them, and each rank gets the gradient of its tokens.
-        parts: of another library's layer that joins several matrices in one weight, the rows of each in their order,
-            q, k and v of Phi-3's `qkv_proj` for instance: each rank has its rows of each, which is a parameter of its
-            own then, `weight.0`, `weight.1` and so on. One number, that of all rows, says that their order is right as
-            it is. A layer whose name looks as if it joined several is refused without them.
-        overlap: with sequence=True, let tokens travel within GEMMs whose operands are in high precision, of bfloat16 or
-            float16, by torch's operations on symmetric memory: each layer gathers its input anew, and the ranks'
-            parts of the input's gradient are rounded to its dtype before they are summed. Where the machine has no
-            such memory a warning says why, and all is as without it. Untried on GPUs.
+        sequence: True if each rank has some tokens of the input, its shard of the second-last axis. They are
+            all-gathered, as codes if the recipe quantizes them, and each rank gets the gradient of its tokens.
+        parts: rows of each matrix, in order, if a layer of another library joins several in one weight, for instance q,
+            k and v of Phi-3's `qkv_proj`. Each matrix is sharded and becomes a parameter of its own, `weight.0`,
+            `weight.1` and so on. A single number, that of all rows, declares that consecutive rows are right. A layer
+            whose name suggests joined matrices raises an error without `parts`.
+        overlap: with sequence=True, overlap the all-gather with GEMMs whose operands are bfloat16 or float16, by
+            torch's operations on symmetric memory. Each layer then gathers its input itself, and the input's gradient
+            is rounded to its dtype on each rank before the sum. Without symmetric memory it warns with the reason and
+            does not overlap. Not tested on GPUs.
     Raises:
-        ValueError: when it is applied, with what does not fit; overlap without sequence.
-    Exact: codes and scales are those of one process. Bounded: the order of the sums that several ranks share.
+        ValueError: on application, if the layer does not fit; overlap without sequence.
+    Exact: codes and scales are those of one process. Bounded: the order of sums over ranks.
     """
 
     def __init__(self, *, sequence: bool = False, parts: Iterable[int] = (), overlap: bool = False) -> None:
@@ -102,20 +102,19 @@ class ColwiseParallel(_ShardedLinear):
 
 
 class RowwiseParallel(_ShardedLinear):
-    """A linear layer of which each rank sums over some input features: o after attention, down after gate and up.
+    """Shard the input features of a linear layer: o after attention, down after gate and up.
 
-    The weight becomes a DTensor of placement Shard(1), the bias one of Replicate(). The layer takes and gives local
-    tensors: of the input this rank's features, as a `ColwiseParallel` gives them; the ranks' sums are added in
-    float32, and every rank has the whole output.
+    The weight becomes a DTensor with placement Shard(1), the bias one with Replicate(). The layer takes and returns
+    local tensors. Its input is this rank's features, as a `ColwiseParallel` returns them. The outputs are all-reduced
+    in float32, and every rank has the whole output.
 
     Args:
-        sequence: True leaves each rank some tokens of the output, its part of the last axis but one; their gradients
-            are gathered as codes.
-        overlap: as of a `ColwiseParallel`; the ranks' parts of the output are rounded to its dtype before they are
-        summed.
+        sequence: True leaves each rank some tokens of the output, its shard of the second-last axis. Their gradients
+            are all-gathered as codes.
+        overlap: as for `ColwiseParallel`; each rank's output is rounded to its dtype before the sum.
     Raises:
-        ValueError: when it is applied, with what does not fit; overlap without sequence.
-    Exact: codes and scales are those of one process. Bounded: the order of the sums that several ranks share.
+        ValueError: on application, if the layer does not fit; overlap without sequence.
+    Exact: codes and scales are those of one process. Bounded: the order of sums over ranks.
     """
 
     def __init__(self, *, sequence: bool = False, overlap: bool = False) -> None:
@@ -123,15 +122,14 @@ class RowwiseParallel(_ShardedLinear):
 
 
 class HeadParallel(ParallelStyle):
-    """A `quaver.torch.MultiheadAttention`, of which each rank has some heads.
+    """Shard the heads of a `quaver.torch.MultiheadAttention`.
 
-    Its projections of queries, keys and values become a `ColwiseParallel` each, its o_proj a `RowwiseParallel`, and
-    the norms of queries and keys sum their gradients over the ranks' heads. Of one matrix `qkv_proj` each rank has its
-    heads' rows of q, k and v, which are parameters of their own then, `qkv_proj.weight.q_proj` for instance, and the
-    layer stays one.
+    Its projections of queries, keys and values become `ColwiseParallel`, its o_proj `RowwiseParallel`, and the norms of
+    queries and keys all-reduce their gradients over the ranks. In a joined `qkv_proj`, each rank has its heads' rows of
+    q, k and v. They become separate parameters, for instance `qkv_proj.weight.q_proj`, while the layer remains one.
 
     Args:
-        sequence: of the four layers; the attention itself sees all tokens.
+        sequence: shard tokens at the input and output of the four layers; the attention itself sees all tokens.
     """
 
     def __init__(self, *, sequence: bool = False) -> None:
@@ -158,17 +156,17 @@ class HeadParallel(ParallelStyle):
 
 
 class SequenceParallel(ParallelStyle):
-    """A module that works on each token by itself, such as a norm or a dropout, of which each rank does some tokens.
+    """Shard the tokens of a module that processes each token independently, such as a norm or a dropout.
 
-    Its parameters become DTensors of placement Replicate(), whose gradients the ranks sum in float32. It takes
-    and gives local tensors, [..., tokens of this rank, features].
+    Its parameters become DTensors with placement Replicate(), whose gradients are all-reduced in float32. It takes and
+    returns local tensors, [..., tokens of this rank, features].
 
     Args:
-        takes_whole: every rank has the whole input, and takes its tokens of it: an embedding does, of numbers
+        takes_whole: every rank passes the whole input and takes its tokens of it, such as an embedding of token ids
             [..., tokens].
-        gives_whole: the output is gathered, in its own dtype, for what every rank computes alike: the last norm's is,
-            before a head that is not in parts.
-    Dropout draws other noise on each rank. Exact, but for the order in which gradients of parameters are summed.
+        gives_whole: all-gather the output in its own dtype, such as the last norm before a replicated head.
+
+    Dropout draws different noise on each rank. Exact, except for the order of summing parameter gradients.
     """
 
     def __init__(self, *, takes_whole: bool = False, gives_whole: bool = False) -> None:
@@ -178,16 +176,16 @@ class SequenceParallel(ParallelStyle):
         _check_free(module, repr(self), device_mesh)
         if isinstance(module, OTHER_DROPOUTS):
             raise ValueError(
-                f"{self!r} of a {type(module).__name__} would drop the same on every rank: use nn.Dropout, or leave it "
-                "out of the plan"
+                f"{self!r} of a {type(module).__name__} would drop the same elements on every rank: use "
+                "nn.Dropout, or leave it out of the plan"
             )
         inside = next(
             (name for name, child in module.named_modules() if child is not module and child._parameters), None
         )
         if inside is not None:
             raise ValueError(
-                f"{self!r} is a style of single modules, and {type(module).__name__} has another one inside with "
-                f"parameters, {inside!r}: name the norms and dropouts themselves in the plan"
+                f"{self!r} is a style for single modules, and {type(module).__name__} contains another one "
+                f"with parameters, {inside!r}: name the norms and dropouts themselves in the plan"
             )
         _distribute(module, dict.fromkeys(module._parameters, Replicate()), device_mesh, self.src_data_rank)
         tokens = SequenceLayout(device_mesh, self.takes_whole, self.gives_whole)
@@ -200,15 +198,16 @@ class SequenceParallel(ParallelStyle):
 
 
 class VocabParallel(ParallelStyle):
-    """An embedding of which each rank has some words; every rank is given all tokens.
+    """Shard the vocabulary of an embedding; every rank passes all token ids.
 
-    The weight becomes a DTensor of placement Shard(0). A head that is tied to it is `ColwiseParallel()`, of the same
-    placement, and stays tied; of a model without such a layer `quaver.torch.linear_cross_entropy(x, embedding,
-    targets)` takes the embedding as the head. The output has the bits of one process, and so has the gradient.
+    The weight becomes a DTensor with placement Shard(0). A head tied to it uses `ColwiseParallel()`, which has the same
+    placement, and stays tied. For a model without a head layer, `quaver.torch.linear_cross_entropy(x, embedding,
+    targets)` uses the embedding as the head. Output and gradient have the bits of one process.
 
     Args:
-        sequence: True leaves each rank some tokens of the output, its part of the last axis but one; their gradients
-            are gathered in their own dtype.
+        sequence: True leaves each rank some tokens of the output, its shard of the second-last axis. Their gradients
+            are all-gathered in their own dtype.
+
     Exact.
     """
 
@@ -227,40 +226,40 @@ class VocabParallel(ParallelStyle):
 
 
 def _distribute(module: nn.Module, placements: dict[str, Any], mesh: Any, source: int | None) -> None:
-    """Make DTensors of parameters, in their place: modules that are tied by one stay so."""
+    """Replace parameters by DTensors in every module that shares them, so that tied modules stay tied."""
     for name, placement in placements.items():
         parameter = module._parameters[name]
         if parameter is None or hasattr(parameter, "device_mesh"):
             continue
-        # This module's, the name here, and the argument; parts of it would be one more.
+        # Three references: the module's dict, the local name, and the argument. More mean that the parameter is tied.
         owners = [module] if sys.getrefcount(parameter) <= 3 else _owners(parameter)
         parts = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=source)
         in_parts = nn.Parameter(parts, requires_grad=parameter.requires_grad)
         for owner in owners:
-            # No name is left that would count as another module's at the next parameter.
+            # A comprehension leaves no variable that would count as a reference to the next parameter.
             for key in [key for key, held in owner._parameters.items() if held is parameter]:
                 owner._parameters[key] = in_parts
 
 
 def _owners(parameter: nn.Parameter) -> list[nn.Module]:
-    """The modules that a parameter ties, this one's own among them. Nothing but the interpreter knows them."""
+    """Return all modules that share a parameter; only the garbage collector can find them."""
     every = (each for each in gc.get_objects() if issubclass(type(each), nn.Module))
     return [each for each in every if any(p is parameter for p in each.__dict__.get("_parameters", {}).values())]
 
 
 def _check_free(module: nn.Module, style: str, mesh: Any, placements: dict[str, Any] | None = None) -> None:
-    """Refuse a module that lies on ranks already, and a mesh that is none of ranks in a row.
+    """Raise a ValueError if a module is already sharded or the mesh is not one-dimensional.
 
     Args:
-        placements: of parameters, which one that is tied to another module's may have got by that module's style.
-    Raises:
-        ValueError: with what to do.
+        module: module to shard.
+        style: the style's text for the message.
+        mesh: device mesh.
+        placements: intended placements; a parameter tied to another module may already have its placement.
     """
     name = name_of(module)
     if mesh.ndim != 1:
         raise ValueError(
-            f"{name} would be in parts over a mesh of {mesh.ndim} dimensions, {mesh.mesh_dim_names}: give one of "
-            "them, such as mesh['tp']"
+            f"{name} got a mesh of {mesh.ndim} dimensions, {mesh.mesh_dim_names}: give one of them, such as mesh['tp']"
         )
     before = layout_of(module)
     wanted, held = placements or {}, {key: p for key, p in module._parameters.items() if hasattr(p, "device_mesh")}
@@ -270,24 +269,20 @@ def _check_free(module: nn.Module, style: str, mesh: Any, placements: dict[str, 
     if lies is None and (tokens_of(module) is not None or words_of(module) is not None):
         lies = f"{mesh}"
     if before is not None or lies is not None:
-        of = f"is in parts by {before.name}" if before is not None else f"lies on {lies}"
+        of = f"is sharded by {before.name}" if before is not None else f"lies on {lies}"
         raise ValueError(
-            f"{name} {of} already, and {style} is for a module that is whole: name it in one style of the plan, and "
-            "call parallelize_module before fully_shard"
+            f"{name} {of} already, and {style} needs an unsharded module: name it in one style of the plan, "
+            "and call parallelize_module before fully_shard"
         )
 
 
 def _check_heads(attention: Any, style: HeadParallel, mesh: Any) -> None:
-    """Refuse attention whose heads ranks cannot share.
-
-    Raises:
-        ValueError: with what to do.
-    """
+    """Raise a ValueError if the heads of an attention module cannot be sharded."""
     if not isinstance(attention, MultiheadAttention):
         raise ValueError(
-            f"{style} is a style of quaver.torch.MultiheadAttention, and {type(attention).__name__} is none: name its "
-            "linear layers, {'q_proj': ColwiseParallel(), 'o_proj': RowwiseParallel()}, where its forward takes "
-            "heads as they come"
+            f"{style} is a style for quaver.torch.MultiheadAttention, and {type(attention).__name__} is none: name its "
+            "linear layers, {'q_proj': ColwiseParallel(), 'o_proj': RowwiseParallel()}, if its forward takes "
+            "any number of heads"
         )
     core = attention.core
     of_heads = {
@@ -301,8 +296,8 @@ def _check_heads(attention: Any, style: HeadParallel, mesh: Any) -> None:
     refused = [option for option, there in of_heads.items() if there]
     if refused:
         raise ValueError(
-            f"{style} is for attention whose heads know nothing of one another, and this one has {', '.join(refused)}: "
-            "make it without, or leave attention out of the plan"
+            f"{style} needs attention with independent heads, and this one has {', '.join(refused)}: build it "
+            "without, or leave attention out of the plan"
         )
     if core.heads % mesh.size() or core.groups % mesh.size():
         raise ValueError(
@@ -312,57 +307,51 @@ def _check_heads(attention: Any, style: HeadParallel, mesh: Any) -> None:
 
 
 def _check_embedding(module: Any, style: VocabParallel, mesh: Any, placements: dict[str, Any]) -> None:
-    """Refuse an embedding whose words ranks cannot share.
-
-    Raises:
-        ValueError: with what to do.
-    """
+    """Raise a ValueError if the vocabulary of an embedding cannot be sharded."""
     name = name_of(module)
     if not isinstance(module, nn.Embedding) or "weight" not in module._parameters:
         raise ValueError(
-            f"{style!r} is a style of nn.Embedding, and {name} is none, or its weight is parametrized: of a head give "
-            "ColwiseParallel()"
+            f"{style!r} is a style for nn.Embedding, and {name} is none, or its weight is parametrized: use "
+            "ColwiseParallel() for a head"
         )
     _check_free(module, repr(style), mesh, placements)
     options = {name: getattr(module, name) for name in ("max_norm", "scale_grad_by_freq", "sparse")}
     refused = [f"{name}={value}" for name, value in options.items() if value]
     if refused:
         raise ValueError(
-            f"{style!r} of an embedding with {', '.join(refused)}, which goes by all words: make it without"
+            f"{style!r} does not support an embedding with {', '.join(refused)}, which needs the whole "
+            "vocabulary: build it without"
         )
     words, ranks = module.num_embeddings, mesh.size()
     if words % ranks:
         more = -words % ranks
         raise ValueError(
-            f"{name} has {words} words, which {ranks} ranks cannot share by {style!r}: pad the vocabulary by {more} "
-            f"words, as transformers' model.resize_token_embeddings(pad_to_multiple_of={ranks}) does, or leave it whole"
+            f"{name} has {words} rows, which {ranks} ranks cannot share by {style!r}: pad the vocabulary by "
+            f"{more} rows, as transformers' model.resize_token_embeddings(pad_to_multiple_of={ranks}) does, "
+            "or do not shard it"
         )
 
 
 def _check(module: nn.Module, style: _ShardedLinear, mesh: Any, placements: dict[str, Any]) -> None:
-    """Refuse what cannot be in parts.
-
-    Raises:
-        ValueError: with what to do.
-    """
+    """Raise a ValueError if a linear layer cannot be sharded."""
     name, layout = name_of(module), style.layout
     _check_free(module, layout.name, mesh, placements)
     if not isinstance(module, nn.Linear) or "weight" not in module._parameters:
         raise ValueError(
-            f"{layout.name} is a style of linear layers, and {name} is none, or its weight is parametrized: name the "
+            f"{layout.name} is a style for linear layers, and {name} is none, or its weight is parametrized: name the "
             "linear layers in the plan, such as {'mlp.up_proj': ColwiseParallel(), 'mlp.down_proj': RowwiseParallel()}"
         )
     weight: Any = module._parameters["weight"]
     if weight.dtype in stored_weight.CODES:
         raise ValueError(
-            f"{name} has a weight that exists only in few bits, and {layout.name} is for one in high precision: call "
+            f"{name} has a weight stored only as codes, and {layout.name} needs one in high precision: call "
             "quaver.torch.dequantize_weights(model) first"
         )
     matrices = joined.matrices_of(module, style.parts) if layout.column else {}
     if "k_proj" in matrices and not style.of_heads:
         raise ValueError(
-            f"{name} has the matrices {', '.join(matrices)} of attention in one weight, whose heads lie in parts with "
-            "them: put HeadParallel() on the attention itself"
+            f"{name} has the matrices {', '.join(matrices)} of attention in one weight, whose heads must be "
+            "sharded too: put HeadParallel() on the attention itself"
         )
     if layout.column:
         joined.check(module, name, repr(style), style.parts)
@@ -371,6 +360,6 @@ def _check(module: nn.Module, style: _ShardedLinear, mesh: Any, placements: dict
     if features % number:
         of = "output" if layout.column else "input"
         raise ValueError(
-            f"{name} has {features} {of} features, which {number} ranks cannot share by {layout.name}: leave it out of "
-            f"the plan, or give it a multiple of {number}; of a head pad the vocabulary"
+            f"{name} has {features} {of} features, which {number} ranks cannot share by {layout.name}: leave "
+            f"it out of the plan, or make it a multiple of {number}; for a head pad the vocabulary"
         )

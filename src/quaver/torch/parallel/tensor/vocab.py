@@ -1,7 +1,7 @@
-"""An embedding of which each rank has some words: its class and its forward.
+"""Vocabulary-parallel embedding, cross entropy, and language-model head fused with its loss.
 
-A rank looks up the tokens that are words of its own, and zeros stand for the others until ranks unite what they have:
-no sum is rounded, so outputs and gradients have the bits of one process.
+In the embedding, a rank looks up the tokens in its vocabulary range and writes zeros for all others, and ranks merge
+their results. No sum is rounded, so outputs and gradients have the bits of one process.
 """
 
 import math
@@ -24,27 +24,28 @@ from quaver.torch.parallel.tensor.sequence import SequenceLayout, gathered
 from quaver.torch.state.history.sync import check_agreement, facts_of
 from quaver.torch.state.layer_state import graph_task_id
 
-# ---- loss ------------------------------------------------------------------------------------------------
-# Cross entropy of logits of which each rank has those of some words; no rank ever has all.
+# ---- cross entropy ----
+# Cross entropy of vocabulary-parallel logits; no rank ever has the logits of all tokens of the vocabulary.
 #
-# A rank gives three numbers a token: its largest logit, the sum of exponentials below that, and the target's logit
-# where it has that word (a fourth under label smoothing: the sum of its logits). They are gathered, and all ranks put
-# them together in the order of ranks. Source: Shoeybi et al. 2019, arXiv:1909.08053, §3.
+# A rank computes three numbers per token: its largest logit, the sum of exponentials relative to it, and the target's
+# logit if the target is in its range (a fourth under label smoothing: the sum of its logits). They are all-gathered and
+# reduced in rank order on every rank. Source: Shoeybi et al. 2019, arXiv:1909.08053, §3.
 
 
 class VocabRange(NamedTuple):
-    """Which words this rank has, and the ranks that have the others."""
+    """This rank's vocabulary range and the process group that shares the vocabulary."""
 
     group: Any
-    #: The first one of this rank.
+    #: First vocabulary index of this rank.
     first: int
-    #: How many all ranks have.
+    #: Size of the whole vocabulary.
     whole: int
 
 
 class SharedLogitStats(NamedTuple):
-    """What all ranks know of each token: the largest logit, the logarithm of the sum of exponentials below it, both
-    [T], and the losses [T]."""
+    """Reduced statistics per token: largest logit [T], logarithm of the sum of exponentials relative to it [T], and
+    loss [T].
+    """
 
     top: Tensor
     log_total: Tensor
@@ -52,7 +53,9 @@ class SharedLogitStats(NamedTuple):
 
 
 def bent(logits: Tensor, rule: LossConfig) -> tuple[Tensor, Tensor | None]:
-    """Logits in float32 (or float64) under the soft cap, and the tangent that is of its derivative."""
+    """Apply the soft cap. Returns logits in at least float32, and tanh(logits / cap) for the derivative, or None
+    without a cap.
+    """
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if not rule.soft_cap:
         return z, None
@@ -61,8 +64,8 @@ def bent(logits: Tensor, rule: LossConfig) -> tuple[Tensor, Tensor | None]:
 
 
 def of_rank(z: Tensor, targets: Tensor, rule: LossConfig, words: VocabRange) -> Tensor:
-    """What one rank tells of its logits [T, words of this rank]: [T, 3], or [T, 4] under label smoothing."""
-    # Of a row of -inf alone the exponentials are 0.
+    """Compute one rank's statistics of its logits [T, V / ranks]: [T, 3], or [T, 4] under label smoothing."""
+    # Clamp so that exponentials of a row of -inf are 0.
     top = z.amax(-1).clamp_min(torch.finfo(z.dtype).min)
     total = (z - top[:, None]).exp_().sum(-1)
     own, place = _places(targets, z.shape[1], words)
@@ -71,7 +74,7 @@ def of_rank(z: Tensor, targets: Tensor, rule: LossConfig, words: VocabRange) -> 
 
 
 def together(told: Tensor, targets: Tensor, rule: LossConfig, words: VocabRange) -> SharedLogitStats:
-    """What all ranks know, of what each has told: [ranks, T, 3 or 4]."""
+    """Reduce the gathered statistics [ranks, T, 3 or 4] to `SharedLogitStats`."""
     top = told[..., 0].amax(0)
     total = torch.zeros_like(top)
     target, sums = torch.zeros_like(top), torch.zeros_like(top)
@@ -101,10 +104,11 @@ def gradient(
     rule: LossConfig,
     words: VocabRange,
 ) -> Tensor:
-    """That of this rank's logits, in place of z.
+    """Return the gradient of this rank's logits, computed in place of z.
 
     Args:
-        scales: of each token's loss; None for 1.
+        z, tangent: results of `bent`.
+        scales: gradient of each token's loss; None means 1.
     """
     d = z.sub_(shared.top[:, None]).sub_(shared.log_total[:, None]).exp_()
     if rule.z_loss:
@@ -121,14 +125,14 @@ def gradient(
 
 
 def _places(targets: Tensor, number: int, words: VocabRange) -> tuple[Tensor, Tensor]:
-    """Whether each target is a word of this rank, and where it is among them; 0 where it is not."""
+    """Return True for targets in this rank's range, and their local index, 0 for the others."""
     place = targets - words.first
     own = (place >= 0) & (place < number)
     return own, torch.where(own, place, 0)
 
 
 def _told(z: Tensor, targets: Tensor, rule: LossConfig, words: VocabRange) -> SharedLogitStats:
-    """The losses, in the order of ranks."""
+    """Compute statistics and losses of all tokens, reduced over ranks in rank order."""
     own = of_rank(z, targets, rule, words)
     told = own[None] if z.shape[1] == words.whole else comm.gather(own[None], 0, words.group)()
     return together(told, targets, rule, words)
@@ -147,24 +151,24 @@ def cross_entropy(
     reduction: str = "mean",
     overwrite: bool = False,
 ) -> Tensor:
-    """Cross entropy of a `ColwiseParallel` head's logits, of which each rank has those of its words.
+    """Cross entropy of a `ColwiseParallel` head's logits, which are sharded over the vocabulary.
 
-    For heads that are quantized; one in high precision goes with its loss chunk by chunk, without logits of all tokens:
-    `quaver.torch.linear_cross_entropy(x, head, targets)`.
+    Use it for quantized heads. For a head in high precision, `quaver.torch.linear_cross_entropy(x, head, targets)`
+    computes head and loss chunk by chunk, without the logits of all tokens.
 
     Args:
-        logits: [..., V / ranks], as the head gives them.
-        targets: integers [...] among all V words, the same on every rank.
-        mesh: the mesh of one dimension that the head lies on, or its group of processes; None for all.
-        ignore_index, label_smoothing, z_loss, soft_cap, reduction: as `quaver.torch.linear_cross_entropy`.
-        overwrite: write the gradient into the memory of the logits, which nothing may read after backward, and which
-            has one backward.
+        logits: [..., V / ranks], as the head returns them.
+        targets: integer [...] in the whole vocabulary, the same on every rank.
+        mesh: the head's one-dimensional mesh, or its process group; None means all ranks.
+        ignore_index, label_smoothing, z_loss, soft_cap, reduction: as in `quaver.torch.linear_cross_entropy`.
+        overwrite: write the gradient into the memory of the logits. Nothing may read them after backward, and there can
+            be only one backward.
     Returns:
-        float32 scalar, or [...] for "none"; the same on every rank. The gradient is of this rank's logits, and all that
-        is saved for it are they and three numbers a token.
+        float32 scalar, or [...] for "none"; the same on every rank. Its gradient is that of this rank's logits. Saved
+        for backward are the logits and three numbers per token.
     Raises:
-        ValueError: shapes or options that do not fit; on a CPU a target that is no word.
-    Exact: the bits of one process that takes the logits in as many parts. Bounded: 1e-6 of F.cross_entropy of all.
+        ValueError: shapes or options do not fit; on a CPU also a target outside the vocabulary.
+    Exact: the bits of one process that splits the logits the same way. Bounded: within 1e-6 of F.cross_entropy.
     """
     group = mesh.get_group() if hasattr(mesh, "get_group") else mesh
     rule = LossConfig(ignore_index, label_smoothing, z_loss, 0.0 if soft_cap is None else soft_cap)
@@ -185,10 +189,10 @@ def cross_entropy(
 def cross_entropy_of_all(
     logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float, reduction: str, overwrite: bool = False
 ) -> Tensor:
-    """`cross_entropy` in one process, of the logits [..., V] of all words.
+    """`cross_entropy` in one process, from the logits [..., V] of the whole vocabulary.
 
     Raises:
-        ValueError: shapes or options that do not fit; on a CPU a target that is no word.
+        ValueError: shapes or options do not fit; on a CPU also a target outside the vocabulary.
     """
     rule, words = LossConfig(ignore_index, label_smoothing, 0.0, 0.0), VocabRange(None, 0, logits.shape[-1])
     why = _why_not(targets, [*logits.shape[:-1]], f"logits {tuple(logits.shape)} need", words, ignore_index)
@@ -201,39 +205,40 @@ def cross_entropy_of_all(
 def _of_logits(
     logits: Tensor, targets: Tensor, rule: LossConfig, words: VocabRange, reduction: str, overwrite: bool
 ) -> Tensor:
-    """The losses of what has been checked."""
+    """Compute the loss of validated arguments."""
     labels = targets.reshape(-1).to(torch.int64)
     y: Tensor = _CrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), labels, rule, words, reduction, overwrite)
     return y.view(targets.shape) if reduction == "none" else y
 
 
 def _why_not(targets: Tensor, shape: list[int], needs: str, words: VocabRange, ignored: int, more: str = "") -> str:
-    """Why these are no targets of tokens of a shape, or ""."""
+    """Return an error message if the targets do not have the given shape or an integer dtype, or ""."""
     if [*targets.shape] != shape or targets.is_floating_point() or targets.dtype is torch.bool:
         return f"targets are {targets.dtype} {tuple(targets.shape)}; {needs} integers of shape {tuple(shape)}{more}"
     return why_no_targets(targets, words.whole, ignored)
 
 
 def _why_no_rule(rule: LossConfig, soft_cap: float | None) -> str:
-    """What is wrong with options, or ""."""
+    """Return an error message for invalid loss options, or ""."""
     capped = soft_cap is None or 0 < soft_cap < math.inf
     if 0 <= rule.label_smoothing <= 1 and 0 <= rule.z_loss < math.inf and capped:
         return ""
     return (
-        f"label_smoothing is {rule.label_smoothing}, z_loss {rule.z_loss}, soft_cap {soft_cap}; the first lies in "
-        "0 … 1, the second is finite and not negative, the third finite and above 0, or None"
+        f"label_smoothing is {rule.label_smoothing}, z_loss {rule.z_loss}, soft_cap {soft_cap}; "
+        "label_smoothing must be in 0 … 1, z_loss finite and not negative, soft_cap finite and positive, or "
+        "None"
     )
 
 
 def _why_no_memory(logits: Tensor, overwrite: bool) -> str:
-    """Why a gradient cannot be written over logits, or ""."""
+    """Return an error message if the logits cannot be overwritten by their gradient, or ""."""
     if not overwrite or logits.is_contiguous():
         return ""
-    return f"logits {tuple(logits.shape)} with strides {logits.stride()} are to be overwritten: give contiguous ones"
+    return f"logits {tuple(logits.shape)} with strides {logits.stride()} cannot be overwritten: give contiguous ones"
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Saves the logits, the targets, and two numbers a token."""
+    """Autograd function of `cross_entropy`; saves the logits, the targets, and two numbers per token."""
 
     @staticmethod
     def forward(
@@ -256,7 +261,7 @@ class _CrossEntropy(torch.autograd.Function):
         scales = g if reduction == "none" else (g if count is None else g / count.clamp(min=1)).expand(top.shape)
         d = gradient(z, tangent, SharedLogitStats(top, log_total, top), targets, scales, rule, words)
         if overwrite:
-            # The version that this makes is what a second backward stops at.
+            # `copy_` bumps the version counter, so that autograd rejects a second backward.
             d = d if d is logits else logits.copy_(d)
         return d.to(logits.dtype), None, None, None, None, None
 
@@ -268,17 +273,17 @@ def _reduced(losses: Tensor, count: Tensor | None, reduction: str) -> Tensor:
 
 
 class _HeadLossCall(NamedTuple):
-    """Of one call of a head with its loss."""
+    """Options of one call of a head with its loss."""
 
     words: VocabRange
-    #: How many ranks have tokens of x; 1 where each has all.
+    #: Number of ranks over which the tokens of x are sharded; 1 if each has all.
     ranks: int
     dtype: torch.dtype
     rule: LossConfig
     reduction: str
-    #: Tokens of a chunk.
+    #: Tokens per chunk.
     chunk: int
-    #: Whether gradients are recorded: torch tells a Function's forward what needs one as if they always were.
+    #: True if gradients are enabled; `ctx.needs_input_grad` in forward ignores no_grad.
     differentiated: bool
 
 
@@ -293,16 +298,19 @@ def loss_over_ranks(
     reduction: str,
     chunk: int | None,
 ) -> Tensor:
-    """What `linear_cross_entropy` is of a `ColwiseParallel` head, or of a `VocabParallel` embedding that is the head
-    as well: its
-    words lie on the ranks of a mesh.
+    """`linear_cross_entropy` for a `ColwiseParallel` head, or a `VocabParallel` embedding used as the head.
 
     Args:
-        x: [..., dim], all tokens on every rank; where the style has sequence=True, [..., tokens of this rank, dim].
-        targets: of all tokens, the same on every rank.
+        head: layer whose weight is sharded over the vocabulary.
+        x: [..., dim], all tokens on every rank; if the style has sequence=True, [..., tokens of this rank, dim].
+        targets: targets of all tokens, the same on every rank.
+        bias: must be None; a bias of the head is used.
+        dtype: compute dtype of the GEMMs.
+        rule, reduction: options of the loss.
+        chunk: tokens per chunk; None chooses.
     Returns:
-        The same on every rank. A chunk's logits are [chunk, V / ranks] on each, and no rank has all tokens of x
-        at once where they lie in parts: a chunk of them is gathered, and the ranks' sums of their gradient in float32.
+        The loss, the same on every rank. A chunk's logits are [chunk, V / ranks] on each rank. With sequence=True, x is
+        gathered one chunk at a time, and its gradient is reduce-scattered in float32.
     """
     weight: Any = head._parameters["weight"]
     layout: Any = getattr(type(head), "layout_on_ranks", None) or getattr(type(head), "words_on_ranks", None)
@@ -318,15 +326,16 @@ def loss_over_ranks(
         lead[-1] *= ranks
     why = ""
     if bias is not None:
-        why = f"{says} takes the bias of the layer: give none"
+        why = f"{says} uses the bias of the layer: pass none"
     elif not layout.column:
-        why = f"{says}: each rank has a part of every logit; make the head's style ColwiseParallel()"
+        why = f"{says}: each rank has a partial sum of every logit; use the style ColwiseParallel() for the head"
     elif x.dim() < (2 if layout.sequence else 1) or x.shape[-1] != weight.shape[1]:
         why = f"{says} got x of shape {tuple(x.shape)}; its last axis must be {weight.shape[1]}"
     elif is_given(held):
         why = (
             f"{says} multiplies in high precision, and its weight is gathered as codes: leave it out, "
-            f"gather_quantized(model, skip=[{name!r}]), or call the head and quaver.torch.parallel.cross_entropy"
+            f"gather_quantized(model, skip=[{name!r}]), or call the head and "
+            "quaver.torch.parallel.cross_entropy"
         )
     else:
         needs = f"{says}: x {tuple(x.shape)} on each of {ranks} ranks needs"
@@ -350,7 +359,9 @@ def loss_over_ranks(
 
 
 class _VocabParallelHeadLoss(torch.autograd.Function):
-    """Gradients are made in forward, as `linear_cross_entropy` makes them; of "none" in backward."""
+    """Autograd function of `loss_over_ranks`. Gradients are computed in forward, except in backward for reduction
+    "none".
+    """
 
     @staticmethod
     def forward(
@@ -385,14 +396,14 @@ class _VocabParallelHeadLoss(torch.autograd.Function):
 
 
 def _by_rank(of_tokens: Tensor, ranks: int) -> Tensor:
-    """What all tokens [..., S] have, as the ranks have them: [ranks, tokens of a rank]."""
+    """Reorder values of all tokens [..., S] to [ranks, tokens of a rank]."""
     if ranks == 1:
         return of_tokens.reshape(1, -1)
     return of_tokens.unflatten(-1, (ranks, of_tokens.shape[-1] // ranks)).movedim(-2, 0).reshape(ranks, -1)
 
 
 def _in_order(by_rank: Tensor, like: Tensor) -> Tensor:
-    """The way back, to the shape of all tokens."""
+    """Undo `_by_rank`: reorder [ranks, tokens of a rank] to the shape of `like`."""
     ranks = by_rank.shape[0]
     if ranks == 1:
         return by_rank.view(like.shape)
@@ -409,7 +420,7 @@ def _chunks(
     scales: Tensor | None,
     needs: tuple[bool, ...],
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The losses of all tokens, and the gradients of x, weight and bias that are needed."""
+    """Return the losses of all tokens, and the gradients of x, weight and bias selected by `needs`, or None."""
     dtype, rule, words = asked.dtype, asked.rule, asked.words
     wide, (of_x, of_weight, of_bias) = of_sums(dtype), needs
     labels = _by_rank(targets, asked.ranks)
@@ -453,42 +464,42 @@ def _chunks(
 
 
 def _tokens(asked: _HeadLossCall, flat: Tensor, spans: list[tuple[int, int]], i: int) -> Any:
-    """Begin to bring a chunk's tokens, of all ranks one after the other."""
+    """Start an all-gather of the tokens of chunk i from all ranks, in rank order."""
     if i >= len(spans):
         return None
     part = flat[slice(*spans[i])]
     return comm.gather(part, 0, asked.words.group) if asked.ranks > 1 else lambda: part
 
 
-# ---- embedding -------------------------------------------------------------------------------------------
+# ---- embedding ----
 
 
 class VocabShard(NamedTuple):
-    """On which ranks the words lie, and whether each gets some tokens of the output."""
+    """Mesh over which an embedding's vocabulary is sharded, and True if its output tokens are sharded too."""
 
     mesh: Any
     sequence: bool
 
     @property
     def name(self) -> str:
-        """As the style is written."""
+        """The style as the user writes it, for error messages."""
         return f"VocabParallel({'sequence=True' if self.sequence else ''})"
 
     @property
     def column(self) -> bool:
-        """As a head it has some words on each rank."""
+        """True: used as a head, it is column-parallel."""
         return True
 
 
 @cache
 def over_words(kind: Any, words: VocabShard) -> type:
-    """The class of an embedding of a class once each rank has some words."""
+    """Return the vocabulary-parallel subclass of an embedding class."""
     members = {"forward": _forward, "words_on_ranks": words, "__reduce_ex__": _reduce, "__module__": kind.__module__}
     return type(kind.__name__, (kind,), {**members, "loss_over_ranks": loss_over_ranks, PUT_ABOVE: True})
 
 
 def _reduce(module: Any, protocol: int) -> Any:
-    """Pickle a module of a class that was made here: by the class that it stands above."""
+    """Pickle a module of a generated class by its original class and layout."""
     return _rebuild, (_bare(module), words_of(module)), module.__getstate__()
 
 
@@ -498,12 +509,12 @@ def _rebuild(kind: Any, words: VocabShard) -> Any:
 
 
 def _bare(module: Any) -> Any:
-    """The class that the one made here stands above."""
+    """Return the original class of a module of a generated class."""
     return next(kind for kind in type(module).__mro__ if "words_on_ranks" in vars(kind)).__bases__[0]
 
 
 def words_of(module: Any) -> VocabShard | None:
-    """How an embedding's words lie; None for one without the style."""
+    """Return the vocabulary layout of an embedding, or None without the style."""
     words: VocabShard | None = getattr(type(module), "words_on_ranks", None)
     return words
 
@@ -522,7 +533,7 @@ def _forward(module: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             "pad the last axis"
         )
     elif input.is_cpu and input.numel() and not 0 <= int(input.min()) <= int(input.max()) < weight.shape[0]:
-        why = f"{name} has {weight.shape[0]} words, and the tokens go from {int(input.min())} to {int(input.max())}"
+        why = f"{name} has {weight.shape[0]} rows, and token ids range from {int(input.min())} to {int(input.max())}"
     what = {"tokens": facts_of(input), "weight": facts_of(weight), "gradients": torch.is_grad_enabled()}
     if graph_task_id() == -1:
         check_agreement(name, what, group, error=why)
@@ -533,7 +544,7 @@ def _forward(module: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     held, padding = module._parameters, module.padding_idx
     module.__dict__["_parameters"] = {**held, "weight": weight.to_local()}
     if padding is not None:
-        # It has no gradient, on the rank that has it.
+        # The padding row gets no gradient on the rank that has it.
         of_rank = padding - each * mesh.get_local_rank()
         module.__dict__["padding_idx"] = of_rank if 0 <= of_rank < each else None
     try:
@@ -545,7 +556,7 @@ def _forward(module: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 class _VocabEmbeddingFunction(torch.autograd.Function):
-    """What each token's rank has, on every rank: all tokens, or this rank's."""
+    """Merge the embeddings of all ranks, on every rank for all tokens or for its own tokens."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, words: VocabShard) -> Tensor:

@@ -101,7 +101,7 @@ def test_parts_may_be_functions_and_the_clamped_one_takes_parameters() -> None:
     gate, value = jnp.minimum(X, 0.5), jnp.clip(X, -0.5, 0.5)
     np.testing.assert_allclose(y, gate * jax.nn.sigmoid(2 * gate) * (value + 1), atol=1e-6)
     for params, names, sentence in (
-        ({"limit": 1.0}, ("relu",), "activation_params are of activations="),
+        ({"limit": 1.0}, ("relu",), "activation_params are only for activations="),
         (None, (), "activations is empty"),
         (None, ("rleu",), "no activation 'rleu'; did you mean 'relu'"),
     ):
@@ -127,7 +127,7 @@ def test_axes_have_the_names_that_fields_give() -> None:
         8, kernel_axes=("embed", "out"), bias_axes=("out",), input_axes=("batch", None, "embed")
     )
     assert nn.get_partition_spec(layer.init(KEY, X))["params"]["kernel"] == PartitionSpec("embed", "out")
-    with pytest.raises(ValueError, match=r"kernel has axes of sizes \(64, 8\), and .* names 1; give as many"):
+    with pytest.raises(ValueError, match=r"kernel has shape \(64, 8\), and .* names 1 axes; name all"):
         te.flax.DenseGeneral(8, kernel_axes=("embed",)).init(KEY, X)
 
 
@@ -136,8 +136,8 @@ def test_axes_have_the_names_that_fields_give() -> None:
     [
         (lambda: te.flax.DenseGeneral(8, enable_low_rank_adaptation=True), "enable_low_rank_adaptation=True"),
         (lambda: te.flax.DenseGeneral(8, quantization_checkpoint_name="q"), "quantization_checkpoint_name='q'"),
-        (lambda: te.flax.LayerNormDenseGeneral(8, axis=0), "axis=0 is not there: leave it -1"),
-        (lambda: te.flax.LayerNormMLP(8, axis=0), "axis=0 is not there: leave it -1"),
+        (lambda: te.flax.LayerNormDenseGeneral(8, axis=0), "axis=0 is not supported: leave it -1"),
+        (lambda: te.flax.LayerNormMLP(8, axis=0), "axis=0 is not supported: leave it -1"),
     ],
     ids=["adapters", "names of codes", "axis", "axis of an MLP"],
 )

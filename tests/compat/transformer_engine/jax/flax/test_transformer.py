@@ -102,11 +102,11 @@ def test_dropout_and_drop_path_draw_from_the_named_rng() -> None:
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"softmax_type": "learnable"}, "softmax_type='learnable' is not there"),
-        ({"low_rank_adaptation_scope": "all"}, "low_rank_adaptation_scope='all' is not there"),
-        ({"enable_sequence_parallel": True}, "enable_sequence_parallel=True is not there"),
+        ({"softmax_type": "learnable"}, "softmax_type='learnable' is not supported"),
+        ({"low_rank_adaptation_scope": "all"}, "low_rank_adaptation_scope='all' is not supported"),
+        ({"enable_sequence_parallel": True}, "enable_sequence_parallel=True is not supported"),
         ({"num_attention_heads": 5}, "5 heads of 64 features"),
-        ({"layer_type": DECODER}, "attends to `encoded`; give it"),
+        ({"layer_type": DECODER}, "attends to `encoded`; pass it"),
         ({"layer_type": "decodr"}, "did you mean 'decoder'"),
         ({"self_attn_mask_type": "casual"}, "no attn_mask_type 'casual'; did you mean 'causal'"),
         ({"mlp_activations": ("geglu",)}, "no activation 'geglu'; did you mean 'gelu'"),
@@ -124,5 +124,5 @@ def test_a_wrong_field_is_told_with_the_nearest() -> None:
     with pytest.raises(TypeError, match="no option 'num_attention_head'; did you mean 'num_attention_heads'"):
         te.flax.TransformerLayer(num_attention_head=4)
     layer = te.flax.TransformerLayer(64, 96, 4)
-    with pytest.raises(ValueError, match="decode=True is not there"):
+    with pytest.raises(ValueError, match="decode=True is not supported"):
         layer.init(jax.random.key(0), jnp.ones((2, 5, 64)), deterministic=True, decode=True)

@@ -117,10 +117,10 @@ def test_what_is_not_there_is_a_sentence() -> None:
     q, k, v = drawn(9)
     for make, sentence in (
         (lambda: attention(softmax_type="vanila"), "did you mean 'vanilla'"),
-        (lambda: attention(return_max_logit=True), "return_max_logit are not there"),
+        (lambda: attention(return_max_logit=True), "return_max_logit are not supported"),
         (
             lambda: attention()(q, k, v, attn_mask_type="no_mask", window_size=(2, 2)),
-            "7 queries of 9 keys is not there",
+            "7 queries of 9 keys is not supported",
         ),
         (lambda: attention()(q, k, v, fp8_output=True), "values between layers are in high precision"),
         (lambda: attention()(q, k, v, attn_mask_type="paddin"), "did you mean 'padding'"),
@@ -131,7 +131,7 @@ def test_what_is_not_there_is_a_sentence() -> None:
                 cu_seqlens_q=torch.tensor([0, 5, 10]),
                 cu_seqlens_q_padded=torch.tensor([0, 7, 14]),
             ),
-            "padding between sequences",
+            "padding between packed sequences",
         ),
     ):
         with pytest.raises(ValueError, match=sentence):

@@ -68,5 +68,5 @@ def test_what_is_not_there_is_a_sentence() -> None:
     freqs, t = RotaryPositionEmbedding(8)(5), torch.randn(5, 1, 8)
     with pytest.raises(ValueError, match="needs cu_seqlens"):
         apply_rotary_pos_emb(t, freqs, "thd")
-    with pytest.raises(ValueError, match="cp_size is not there"):
+    with pytest.raises(ValueError, match="cp_size is not supported"):
         apply_rotary_pos_emb(t, freqs, "thd", cp_size=2)

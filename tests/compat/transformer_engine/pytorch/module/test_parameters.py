@@ -310,10 +310,10 @@ def test_compiled_it_has_the_same_bits() -> None:
 
 def test_what_it_refuses() -> None:
     for make, sentence in (
-        (lambda: te.Linear(64, 64, tp_size=4), "Linear is one rank's part of 4"),
+        (lambda: te.Linear(64, 64, tp_size=4), "Linear would be one rank's shard of 4"),
         (lambda: te.Linear(64, 64, parameters_split={"a": 3}), "parameters_split has 3 rows and the weight 64"),
         (lambda: setattr(te.Linear(8, 8), "linear", nn.Linear(8, 8)), "replace the module itself"),
-        (lambda: te.GroupedLinear(2, 8, 8, return_bias=True), "return_bias is not there"),
+        (lambda: te.GroupedLinear(2, 8, 8, return_bias=True), "return_bias is not supported"),
         (lambda: te.GroupedLinear(2, 8, 8, single_grouped_bias=True), "give single_grouped_weight=True"),
         (lambda: te.GroupedLinear(2, 8, 8, use_grouped_tensor=False, **ONE), "use_grouped_tensor=False excludes"),
         (lambda: te.GroupedLinear(2, 8, 8)(torch.zeros(4, 8), [1, 2]), "2 numbers that add up to 4 tokens"),

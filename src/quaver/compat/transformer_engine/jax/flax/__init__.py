@@ -1,4 +1,4 @@
-"""Transformer Engine's linen modules: its fields and its parameters' names and values; no formula is here."""
+"""Transformer Engine's linen modules: its fields, parameter names and initial values for Quaver's functions."""
 
 from quaver.compat.stand_in import FLAX, unknown
 from quaver.compat.transformer_engine.jax.flax.attention import (

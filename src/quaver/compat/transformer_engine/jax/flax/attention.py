@@ -1,4 +1,4 @@
-"""Transformer Engine's attention in linen: its masks, layouts and biases over ours."""
+"""Transformer Engine's linen attention modules: its masks, layouts and biases for Quaver's attention."""
 
 import math
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from quaver.jax.blocks.options import Initializer
 from quaver.options import suggests
 from quaver.recipes.text import check_name
 
-#: Ours by Transformer Engine's name, and whether a mask of pairs is added to it.
+#: Quaver's mask type by Transformer Engine's name, and True if a pairwise mask is combined with it.
 MASKS = {
     "no_mask": ("none", False),
     "causal": ("causal", False),
@@ -36,11 +36,11 @@ SHARDED = "and shard arrays by jax.jit's shardings"
 class DotProductAttention(nn.Module):
     """Attention without parameters; a mask [batch, 1 or heads, queries, keys] is True where masked out.
 
-    A query that sees no key gives 0. Scores and softmax are float32, whatever `float32_logits` says.
+    A query that sees no key gives 0. Scores and softmax are float32, regardless of `float32_logits`.
 
     Raises:
-        ValueError: options of context parallelism, packed sequences, another softmax, `score_mod`; a mask type, bias
-            type or layout that there is not.
+        ValueError: options of context parallelism, packed sequences, another softmax, `score_mod`; an unknown mask
+            type, bias type or layout.
     """
 
     head_dim: int
@@ -71,7 +71,7 @@ class DotProductAttention(nn.Module):
         sequence_descriptor: Array | None = None, bias: Array | None = None, *, mask: Array | None = None,
         deterministic: bool = False,
     ) -> Array:  # fmt: skip
-        """The fourth argument is a mask; sequences that are packed into one are not there."""
+        """Run attention; the fourth argument is a mask. Packed sequences are not supported."""
         refuse(self, SHARDED, context_parallel_causal_load_balanced=False, context_parallel_axis="")
         refuse(self, SHARDED, context_parallel_strategy="DEFAULT")
         refuse(self, "and add to scores by `bias`", score_mod=None, score_mod_bprop=None, softmax_type="vanilla")
@@ -87,7 +87,7 @@ class DotProductAttention(nn.Module):
         return y.swapaxes(0, 1) if self.transpose_batch_sequence else y
 
     def _parts(self, query: Array, key: Array | None, value: Array | None) -> tuple[Array, ...]:
-        """Queries, keys and values [batch, tokens, heads, features] of a layout."""
+        """Return queries, keys and values [batch, tokens, heads, features] from a layout."""
         layout = self.qkv_layout.lower()
         check_name("qkv_layout", layout, LAYOUTS)
         if layout == "bs3hd":
@@ -103,7 +103,7 @@ class DotProductAttention(nn.Module):
 
 
 def _mask(name: str, mask: Any, queries: int, keys: int) -> tuple[str, Array | None]:
-    """Our mask type and mask of Transformer Engine's: a mask of pairs, with what is later where it hides that."""
+    """Convert a mask type and mask to Quaver's; a pairwise mask also gets the causal mask if the type is causal."""
     check_name("attn_mask_type", name, MASKS)
     kind, takes = MASKS[name]
     if not takes or mask is None:
@@ -119,7 +119,7 @@ def _mask(name: str, mask: Any, queries: int, keys: int) -> tuple[str, Array | N
 
 
 def _bias(name: str | None, bias: Array | None, scale: float) -> Array | None:
-    """What is added to scaled scores."""
+    """Return the bias to add to scaled scores, or None."""
     if name is not None:
         check_name("attn_bias_type", name.lower(), BIASES)
         if (name.lower() == "no_bias") is (bias is not None):
@@ -129,7 +129,7 @@ def _bias(name: str | None, bias: Array | None, scale: float) -> Array | None:
 
 @dataclass(kw_only=True)
 class HeadFields:
-    """Of attention with projections, in a module of its own and in a whole layer."""
+    """Fields of attention with projections, shared by the module and the whole layer."""
 
     num_gqa_groups: int | None = None
     dropout_rng_name: str = "dropout"
@@ -157,10 +157,10 @@ class HeadFields:
 
 @suggests
 class MultiHeadAttention(nn.Module, HeadFields):
-    """Norm, projections, attention and the projection out: the output, and the norm's where it is asked for, or None.
+    """Norm, projections, attention and output projection; returns the output, and the norm's output or None.
 
     Raises:
-        ValueError: adapters of low rank, sequence parallelism, decoding with a cache of this module's.
+        ValueError: low-rank adapters, sequence parallelism, or decoding with a cache.
     """
 
     head_dim: int
@@ -179,10 +179,10 @@ class MultiHeadAttention(nn.Module, HeadFields):
         self, inputs_q: Array, inputs_kv: Array, mask: Array | None = None, bias: Array | None = None, *,
         decode: bool = False, deterministic: bool = False,
     ) -> tuple[Array, Array | None]:  # fmt: skip
-        refuse(self, "and add adapters of your own", low_rank_adaptation_scope="none")
+        refuse(self, "and add your own adapters", low_rank_adaptation_scope="none")
         refuse(self, SHARDED, enable_sequence_parallel=False)
         if decode:
-            raise ValueError("decode=True is not there: modules for JAX keep no cache; run all tokens again")
+            raise ValueError("decode=True is not supported: modules for JAX have no cache; run all tokens again")
         q, k, v, normed = self._projected(inputs_q, inputs_kv)
         if self.enable_rotary_pos_emb:
             q, k = self._turned(q), self._turned(k)
@@ -193,7 +193,7 @@ class MultiHeadAttention(nn.Module, HeadFields):
         return out(y.reshape(*y.shape[:2], -1)), normed if self.return_layernorm_output else None
 
     def _projected(self, x: Array, memory: Array) -> tuple[Array, Array, Array, Array | None]:
-        """Queries, keys and values [., ., heads, head_dim], and what the norm gave."""
+        """Return queries, keys and values [., ., heads, head_dim], and the norm's output."""
         heads, groups = self.num_attention_heads, self.num_gqa_groups or self.num_attention_heads
         init = self.kernel_init or OF_ATTENTION
         root = math.sqrt(self.head_dim) if self.scaled_query_init else 1.0
@@ -223,7 +223,7 @@ class MultiHeadAttention(nn.Module, HeadFields):
         return q, k, v, normed
 
     def _turned(self, x: Array) -> Array:
-        """Rotary positions: periods from the first of the windows to the second."""
+        """Apply rotary embeddings with periods from the first to the second of the windows."""
         check_name("rotary_pos_emb_group_method", self.rotary_pos_emb_group_method, ("consecutive", "alternate"))
         least, most = self.rotary_pos_emb_windows
         x = x.swapaxes(0, 1) if self.transpose_batch_sequence else x
@@ -234,7 +234,7 @@ class MultiHeadAttention(nn.Module, HeadFields):
 
 @suggests
 class RelativePositionBiases(nn.Module):
-    """T5's bias [1, heads, queries, keys], of a parameter `rel_embedding` [heads, buckets]."""
+    """T5's relative bias [1, heads, queries, keys] from a parameter `rel_embedding` [heads, buckets]."""
 
     num_buckets: int
     max_distance: int

@@ -1,4 +1,4 @@
-"""What Transformer Engine's linen modules have in common: fields, parameters, and one GEMM with its state."""
+"""Common code of Transformer Engine's linen modules: fields, parameters, and one GEMM with its state."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -26,7 +26,7 @@ OF_ATTENTION = nn.initializers.variance_scaling(1.0, "fan_in", "normal")
 
 @dataclass(kw_only=True)
 class DenseFields:
-    """Of every module with a matrix; `dtype` is that of parameters, and results have their input's."""
+    """Fields of every module with a matrix; `dtype` is that of parameters, results have the input's dtype."""
 
     kernel_init: Initializer | None = None
     bias_init: Initializer = nn.initializers.zeros
@@ -35,15 +35,15 @@ class DenseFields:
     low_rank_adaptation_alpha: float | None = None
     axis: int | Sequence[int] = -1
     dtype: DTypeLike = jnp.float32
-    # Which of the first two axes is the batch changes nothing here.
+    # No effect: which of the first two axes is the batch does not matter here.
     transpose_batch_sequence: bool = False
-    # Codes have no name for jax.checkpoint.
+    # Unsupported: codes have no name for jax.checkpoint.
     quantization_checkpoint_name: str | None = None
 
 
 @dataclass(kw_only=True)
 class NormFields:
-    """Of modules that normalize their input first."""
+    """Fields of modules that normalize their input."""
 
     enable_layernorm: bool = True
     layernorm_type: str = "layernorm"
@@ -58,7 +58,7 @@ class NormFields:
 
 
 class Product(nn.Module):
-    """One GEMM of a module that has several: its state lies under its name, its kernel with the module."""
+    """One GEMM of a module with several: its state is stored under its own name, its kernel in the module."""
 
     @nn.compact
     def __call__(self, x: Array, kernel: Array, bias: Array | None = None, axis: int | Sequence[int] = -1) -> Array:
@@ -66,14 +66,14 @@ class Product(nn.Module):
 
 
 def product(owner: Any, x: Array, kernel: Array, bias: Array | None, axis: int | Sequence[int] = -1) -> Array:
-    """x by a kernel under the recipe in force, whose state a module keeps."""
+    """Multiply x by a kernel under the active recipe, with the state of a module."""
     return dense(x, kernel, bias, axis=axis, dtype=x.dtype, state=layer_state(owner, None), name=qualified_name(owner))
 
 
 def parameter(module: Any, name: str, init: Initializer, axes: Axes, shape: Sequence[int]) -> Array:
-    """A parameter of a module's dtype, whose axes are named for Flax's sharding rules if there are names."""
+    """Create a parameter in a module's dtype, with logical axis names for Flax's sharding rules if given."""
     if axes and len(axes) != len(shape):
-        raise ValueError(f"{name} has axes of sizes {tuple(shape)}, and {axes} names {len(axes)}; give as many names")
+        raise ValueError(f"{name} has shape {tuple(shape)}, and {axes} names {len(axes)} axes; name all of them")
     value: Array = module.param(
         name, nn.with_logical_partitioning(init, axes) if axes else init, tuple(shape), module.dtype
     )
@@ -81,7 +81,7 @@ def parameter(module: Any, name: str, init: Initializer, axes: Axes, shape: Sequ
 
 
 def normalized(module: Any, x: Array, bias_init: Initializer, bias_axes: Axes) -> Array:
-    """A module's norm of its input, with the parameters `scale` and, of a LayerNorm, `ln_bias`."""
+    """Apply a module's norm, with the parameters `scale` and, for a LayerNorm, `ln_bias`."""
     check_name("layernorm_type", module.layernorm_type, NORMS)
     zeros, ones = nn.initializers.zeros, nn.initializers.ones
     init = module.scale_init or (zeros if module.zero_centered_gamma else ones)
@@ -94,39 +94,40 @@ def normalized(module: Any, x: Array, bias_init: Initializer, bias_axes: Axes) -
 
 
 def constrained(x: Array, axes: Axes) -> Array:
-    """An array whose axes bear names for Flax's sharding rules, if there are names."""
+    """Attach logical axis names to an array for Flax's sharding rules, if given."""
     value: Array = with_logical_constraint(x, axes) if axes else x
     return value
 
 
 def entered(module: Any, x: Array) -> Array:
-    """A module's input, normalized if it says so."""
+    """Return a module's input, normalized if enabled."""
     if not module.enable_layernorm:
         return x
     return normalized(module, constrained(x, module.layernorm_input_axes), module.ln_bias_init, module.ln_bias_axes)
 
 
 def part_of(module: Any, kind: type[M], **own: Any) -> M:
-    """A part of a module, with the values of fields that both have, but for its own."""
+    """Create a submodule with the values of all fields that both modules have, except those in `own`."""
     named = {f.name for f in fields(kind)}.difference(FLAX, own)
     return kind(**{name: getattr(module, name) for name in named if hasattr(module, name)}, **own)
 
 
 def refuse(module: Any, why: str, **usual: Any) -> None:
-    """Raise the ValueError of a field that is not as it has to be.
+    """Raise a ValueError for fields without their only supported value.
 
     Args:
-        why: what to do.
-        usual: fields by name, with the only value that each may have.
+        module: the module.
+        why: advice for the message.
+        usual: supported values by field name.
     """
     for name, value in usual.items():
         given = getattr(module, name)
         if given != value:
-            raise ValueError(f"{type(module).__name__}.{name}={given!r} is not there: leave it {value!r}, {why}")
+            raise ValueError(f"{type(module).__name__}.{name}={given!r} is not supported: leave it {value!r}, {why}")
 
 
 def refuse_dense(module: Any, **usual: Any) -> None:
-    """Raise the ValueError of adapters and names of codes, and of fields that have to be as they are there."""
-    refuse(module, "and add adapters of your own", enable_low_rank_adaptation=False)
+    """Raise a ValueError for low-rank adapters, names of codes, and further fields without their supported value."""
+    refuse(module, "and add your own adapters", enable_low_rank_adaptation=False)
     refuse(module, "codes have no name for jax.checkpoint", quantization_checkpoint_name=None)
-    refuse(module, "in Transformer Engine, too", **usual)
+    refuse(module, "as in Transformer Engine", **usual)

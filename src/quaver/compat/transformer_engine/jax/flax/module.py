@@ -1,4 +1,4 @@
-"""Transformer Engine's linear layers, with and without a norm before them, and its MLP."""
+"""Transformer Engine's linen layers: norm, linear layers with and without a norm, and MLP."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +33,7 @@ from quaver.jax.linen.dense import dot_general_cls
 from quaver.options import suggests
 from quaver.recipes.text import check_name
 
-#: One part of an MLP's activation by name; parts are multiplied.
+#: Activation functions by name; an MLP multiplies the results of several.
 FUNCTIONS: dict[str, Callable[[Array], Array]] = {
     name: ACTIVATIONS[name].function for name in ("linear", "gelu", "silu", "relu", "quick_gelu", "squared_relu")
 } | {"sigmoid": jax.nn.sigmoid}
@@ -42,7 +42,7 @@ CLAMPED = ("clamped_silu", "clamped_linear")
 
 @suggests
 class LayerNorm(nn.Module):
-    """A norm of the last axis; parameters `scale` and, of a LayerNorm, `ln_bias`."""
+    """A norm over the last axis; parameters `scale` and, for a LayerNorm, `ln_bias`."""
 
     epsilon: float = 1e-6
     layernorm_type: str = "layernorm"
@@ -64,7 +64,7 @@ class DenseGeneral(nn.Module, DenseFields):
     """A linear layer over any axes; parameters `kernel` and `bias`.
 
     Raises:
-        ValueError: adapters of low rank, or `quantization_checkpoint_name`.
+        ValueError: low-rank adapters, or `quantization_checkpoint_name`.
     """
 
     features: int | Sequence[int]
@@ -84,10 +84,10 @@ class DenseGeneral(nn.Module, DenseFields):
 
 @suggests
 class LayerNormDenseGeneral(nn.Module, NormFields, DenseFields):
-    """A linear layer of the normalized input: its output, and the norm's or None.
+    """A norm and a linear layer; returns the output, and the norm's output or None.
 
     Raises:
-        ValueError: adapters of low rank, or another axis than the last.
+        ValueError: low-rank adapters, or an axis other than the last.
     """
 
     features: int | Sequence[int]
@@ -95,7 +95,7 @@ class LayerNormDenseGeneral(nn.Module, NormFields, DenseFields):
     kernel_axes: Axes = field(default=(), kw_only=True)
     bias_axes: Axes = field(default=(), kw_only=True)
     dot_input_axes: Axes = field(default=None, kw_only=True)
-    #: Divides the output.
+    #: Divisor of the output.
     depth_scaling: float | None = field(default=None, kw_only=True)
 
     @nn.compact
@@ -111,13 +111,13 @@ class LayerNormDenseGeneral(nn.Module, NormFields, DenseFields):
 
 @suggests
 class LayerNormMLP(nn.Module, NormFields, DenseFields):
-    """An MLP of the normalized input: its output, and the norm's or None.
+    """A norm and an MLP; returns the output, and the norm's output or None.
 
-    Parameters `wi_kernel` [features, parts, hidden], one part for each of `activations`, `wi_bias`, `wo_kernel`,
-    `wo_bias`.
+    Parameters are `wi_kernel` [features, parts, hidden] with a part for each of `activations`, `wi_bias`, `wo_kernel`
+    and `wo_bias`.
 
     Raises:
-        ValueError: adapters of low rank, another axis than the last, an activation that there is not.
+        ValueError: low-rank adapters, an axis other than the last, or an unknown activation.
     """
 
     intermediate_dim: int = 2048
@@ -127,7 +127,7 @@ class LayerNormMLP(nn.Module, NormFields, DenseFields):
     bias_axes_1: Axes = field(default=("act", "mlp"), kw_only=True)
     bias_axes_2: Axes = field(default=("embed",), kw_only=True)
     activations: Sequence[str | Callable[[Array], Array]] = field(default=("gelu",), kw_only=True)
-    #: Of ("clamped_silu", "clamped_linear"): `limit` and `alpha`.
+    #: `limit` and `alpha` of ("clamped_silu", "clamped_linear").
     activation_params: Mapping[str, float] | None = field(default=None, kw_only=True)
     intermediate_dropout_rng_name: str = field(default="dropout", kw_only=True)
     intermediate_dropout_rate: float = field(default=0.0, kw_only=True)
@@ -160,7 +160,7 @@ def matrix(
     module: Any, kernel: str, bias: str, inputs: Sequence[int], outputs: int | Sequence[int], kernel_axes: Axes,
     bias_axes: Axes, init: Initializer | None = None,
 ) -> tuple[Array, Array | None]:  # fmt: skip
-    """A module's kernel, and its bias where it has one; `init` in place of its own."""
+    """Create a module's kernel, and its bias or None; `init` replaces the module's own initializer."""
     outputs = (outputs,) if isinstance(outputs, int) else tuple(outputs)
     drawn_by = init or module.kernel_init or KERNEL_INIT
     value = parameter(module, kernel, drawn_by, kernel_axes, (*inputs, *outputs))
@@ -168,7 +168,9 @@ def matrix(
 
 
 def beside(*inits: Initializer) -> Initializer:
-    """The initializer of [inputs, parts, outputs] in which each part is drawn by itself: by its own, or all by one."""
+    """Return an initializer of [inputs, parts, outputs] that draws each part separately, by its own or a common
+    initializer.
+    """
 
     def initialize(key: Array, shape: Sequence[int], dtype: DTypeLike) -> Array:
         each = inits if len(inits) > 1 else inits * shape[1]
@@ -186,15 +188,17 @@ def beside(*inits: Initializer) -> Initializer:
 
 
 def activated(x: Array, names: Sequence[str | Callable[[Array], Array]], params: Mapping[str, float] | None) -> Array:
-    """[..., parts, hidden] to [..., hidden]: each part by its function, in float32, and all multiplied.
+    """Apply each part's activation in float32 and multiply them: [..., parts, hidden] to [..., hidden].
 
     Raises:
-        ValueError: a name that there is not, parameters of another activation than the clamped one.
+        ValueError: an unknown name, or parameters for an activation other than the clamped one.
     """
     if tuple(names) == CLAMPED:
         return activate("clamped_swiglu", x[..., 0, :], x[..., 1, :], **(params or {}))
     if params:
-        raise ValueError(f"activation_params are of activations={CLAMPED}, and here they are {tuple(names)}")
+        raise ValueError(
+            f"activation_params are only for activations={CLAMPED}, and here activations are {tuple(names)}"
+        )
     if not names:
         raise ValueError("activations is empty; give one name or more, such as ('silu', 'linear')")
     for name in names:
@@ -206,5 +210,5 @@ def activated(x: Array, names: Sequence[str | Callable[[Array], Array]], params:
 
 
 def make_dot_general_cls(quantization_recipe: Any) -> Callable[[], Any]:
-    """For the slot `dot_general_cls` of flax.linen's layers: `quaver.jax.linen.dot_general_cls` of a recipe."""
+    """Return `quaver.jax.linen.dot_general_cls` of a recipe, for the field `dot_general_cls` of flax.linen's layers."""
     return dot_general_cls(recipe_of(quantization_recipe))

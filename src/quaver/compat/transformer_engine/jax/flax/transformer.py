@@ -1,4 +1,4 @@
-"""Transformer Engine's layer in linen."""
+"""Transformer Engine's linen `TransformerLayer`."""
 
 import enum
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from quaver.recipes.text import check_name
 
 
 class TransformerLayerType(enum.Enum):
-    """Whether a layer attends to a memory, too."""
+    """DECODER if a layer has cross attention, else ENCODER."""
 
     ENCODER = "encoder"
     DECODER = "decoder"
@@ -25,11 +25,13 @@ class TransformerLayerType(enum.Enum):
 
 @suggests
 class TransformerLayer(nn.Module, HeadFields):
-    """Attention, perhaps attention to `encoded`, and an MLP; submodules `attention` (of a decoder `self_attention` and
-    `encoder_decoder_attention`), `mlp`, `relpos_bias` and `output_layernorm`.
+    """Transformer layer with optional cross attention to `encoded`.
+
+    Submodules are `attention` (in a decoder `self_attention` and `encoder_decoder_attention`), `mlp`, `relpos_bias` and
+    `output_layernorm`.
 
     Raises:
-        ValueError: heads that do not divide, a decoder without `encoded`, and what its parts refuse.
+        ValueError: heads that do not divide, a decoder without `encoded`, and errors of submodules.
     """
 
     hidden_size: int = 512
@@ -65,12 +67,13 @@ class TransformerLayer(nn.Module, HeadFields):
         check_name("layer_type", kind, [each.value for each in TransformerLayerType])
         if self.hidden_size % self.num_attention_heads or inputs.shape[-1] != self.hidden_size:
             raise ValueError(
-                f"TransformerLayer has {self.num_attention_heads} heads of {self.hidden_size} features, and inputs "
-                f"{inputs.shape}; features are to be hidden_size, a multiple of the heads"
+                f"TransformerLayer has {self.num_attention_heads} heads, {self.hidden_size} features, and "
+                f"inputs of shape {inputs.shape}; inputs must have hidden_size features, a multiple of the "
+                "heads"
             )
         decodes = kind == "decoder"
         if decodes and encoded is None:
-            raise ValueError("layer_type is DECODER, which attends to `encoded`; give it, or make an ENCODER")
+            raise ValueError("layer_type is DECODER, which attends to `encoded`; pass it, or use ENCODER")
         attend = self._attention("self_attention" if decodes else "attention", not self.output_layernorm)
         bias = self._bias(inputs, not decodes)
         given: dict[str, Any] = {"deterministic": deterministic}
@@ -100,7 +103,7 @@ class TransformerLayer(nn.Module, HeadFields):
         return part_of(self, LayerNormMLP, intermediate_dim=self.mlp_hidden_size, name="mlp", **own)
 
     def _bias(self, x: Array, bidirectional: bool) -> Array | None:
-        """The bias of relative positions, of a module that was given or of this one's."""
+        """Return the relative position bias, from a given module or this layer's own."""
         if not self.enable_relative_embedding:
             return None
         table = self.relative_embedding
@@ -113,7 +116,7 @@ class TransformerLayer(nn.Module, HeadFields):
         return bias
 
     def _added(self, x: Array, part: tuple[Array, Array | None], deterministic: bool, dropped: bool = True) -> Array:
-        """The residual stream after a part, whose norm's output it goes on from where the layer says so."""
+        """Add a block's output to the residual stream, or to its norm's output if the layer is configured so."""
         y, normed = part
         rng = self.dropout_rng_name
         drop = nn.Dropout(self.hidden_dropout, broadcast_dims=self.hidden_dropout_dims, rng_collection=rng)

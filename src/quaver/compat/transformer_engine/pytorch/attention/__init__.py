@@ -1,4 +1,4 @@
-"""Transformer Engine's attention: its arguments, mask types and layouts over our function; no kernel is chosen here."""
+"""Transformer Engine's attention modules: its arguments, mask types and layouts for Quaver's attention."""
 
 from quaver.compat.transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention
 from quaver.compat.transformer_engine.pytorch.attention.inference import InferenceParams

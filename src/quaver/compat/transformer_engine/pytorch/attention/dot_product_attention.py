@@ -1,4 +1,4 @@
-"""Transformer Engine's `DotProductAttention`: its masks, layouts and options of a call over ours."""
+"""Transformer Engine's `DotProductAttention`: its masks, layouts and call options for Quaver's attention."""
 
 from functools import partial
 from typing import Any
@@ -20,11 +20,11 @@ BIASES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 
 
 class DotProductAttention(Stateless, Ours):
-    """Attention of Transformer Engine's arguments; heads of the output lie side by side in its last axis.
+    """Attention with Transformer Engine's arguments; the output's last axis is [heads × features], flattened.
 
     Raises:
-        ValueError: context parallelism, `return_max_logit`, padding between sequences laid end to end, a window that
-            Transformer Engine aligns with the last key of more keys than queries.
+        ValueError: context parallelism, `return_max_logit`, padding between packed sequences, or a window with more
+            keys than queries, which Transformer Engine aligns with the last key.
     """
 
     @checks
@@ -34,7 +34,7 @@ class DotProductAttention(Stateless, Ours):
         window_size: Window = None, *, softcap: float = 0.0, layer_number: int | None = None,
         softmax_scale: float | None = None, softmax_type: str = "vanilla", tp_size: int = 1, cp_group: Any = None,
         return_max_logit: bool = False,
-        # What follows is for several ranks, or tells of what is not needed here.
+        # Accepted without effect: options for several ranks and hints.
         sequence_parallel: bool = False, get_rng_state_tracker: Any = None, tp_group: Any = None,
         attention_type: str = "self", cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p",
         name: str | None = None,
@@ -42,8 +42,8 @@ class DotProductAttention(Stateless, Ours):
         check_name("softmax_type", softmax_type, SINKS)
         if cp_group is not None or return_max_logit or tp_size > 1:
             raise ValueError(
-                "cp_group, tp_size and return_max_logit are not there: quaver.torch.parallel has context_parallel and "
-                "HeadParallel() for a model that is made whole"
+                "cp_group, tp_size and return_max_logit are not supported: build the model unsharded and use "
+                "context_parallel and HeadParallel() of quaver.torch.parallel"
             )
         own: Any = {"groups": num_gqa_groups, "mask_type": named(attn_mask_type), "dropout": attention_dropout}
         own |= {"scale": softmax_scale, "soft_cap": softcap or None, "layout": qkv_format}
@@ -64,11 +64,11 @@ class DotProductAttention(Stateless, Ours):
         core_attention_bias: Tensor | None = None, alibi_slopes: Tensor | None = None,
         inference_params: InferenceParams | None = None, pad_between_seqs: bool | None = None,
         fp8_output: bool | None = None,
-        # What follows is not needed here.
+        # Accepted without effect.
         max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, fast_zero_fill: bool = True,
         num_splits: int | None = 1,
     ) -> Tensor:  # fmt: skip
-        """q, k and v, laid out as `qkv_format` says, to the heads of the output side by side."""
+        """Run attention on q, k and v in the layout `qkv_format`; returns the heads flattened into the last axis."""
         refuse_codes(fp8_output)
         q, k, v = query_layer, key_layer, value_layer
         layout, kind = qkv_format or self.layout, named(attn_mask_type or self.mask_type)
@@ -85,15 +85,15 @@ class DotProductAttention(Stateless, Ours):
         if layout == "thd":
             padded = (cu_seqlens_q_padded, cu_seqlens_q), (cu_seqlens_kv_padded, cu_seqlens_kv)
             if pad_between_seqs or any(p is not None and not torch.equal(p, e) for p, e in padded):  # type: ignore[arg-type]
-                raise ValueError("padding between sequences laid end to end is not there: leave it out of the tokens")
+                raise ValueError("padding between packed sequences is not supported: remove it from the tokens")
             ends = cu_seqlens_q if cu_seqlens_kv is None or cu_seqlens_q is None else (cu_seqlens_q, cu_seqlens_kv)
         window = window_size or self.window_size
         if window is not None and "causal" in kind:
             window = window[0], 0
         elif window is not None and layout != "thd" and q.shape[tokens] != k.shape[tokens]:
             raise ValueError(
-                f"window_size {window} with mask type {kind!r} and {q.shape[tokens]} queries of {k.shape[tokens]} keys "
-                "is not there: give an 'arbitrary' mask, or a causal one"
+                f"window_size {window} with mask type {kind!r} and {q.shape[tokens]} queries of "
+                f"{k.shape[tokens]} keys is not supported: give an 'arbitrary' mask, or a causal one"
             )
         options = self.options(q, k, v, kind, window) | {"layout": layout, "mask": mask, "cu_seqlens": ends}
         options |= self._bias(core_attention_bias_type, core_attention_bias, alibi_slopes)
@@ -107,7 +107,7 @@ class DotProductAttention(Stateless, Ours):
         return (y.transpose(0, 1) if transposed else y).flatten(-2)
 
     def _bias(self, kind: str, bias: Tensor | None, slopes: Tensor | None) -> dict[str, Any]:
-        """The options that a bias is."""
+        """Return the options for a bias: ALiBi slopes or a bias of scores."""
         check_name("core_attention_bias_type", kind, BIASES)
         if kind == "alibi":
             return {"alibi_slopes": alibi_slopes(self.heads, place("cuda")) if slopes is None else slopes}
@@ -117,16 +117,18 @@ class DotProductAttention(Stateless, Ours):
 
 
 def named(mask_type: str) -> str:
-    """A mask type of Transformer Engine's by our name."""
+    """Return Quaver's name of a mask type of Transformer Engine."""
     name = mask_type.replace(",", "_")
     return {"no_mask": "none", "causal_padding": "padding_causal"}.get(name, name)
 
 
 def _mask(kind: str, given: Any, *sides: tuple[Tensor | None, int]) -> Any:
-    """The mask of a call, as ours are: of tokens [B, S], a pair where queries' and keys' differ.
+    """Return the mask of a call in Quaver's form: [B, S] of padded tokens, or a pair of them for queries and keys.
 
     Args:
-        sides: of queries, and of keys: where sequences end, and how many tokens there are.
+        kind: mask type.
+        given: mask argument of the call, or None.
+        sides: for queries and for keys, the cumulative sequence lengths and the number of tokens.
     """
     if kind == "arbitrary":
         return given

@@ -1,4 +1,4 @@
-"""`InferenceParams`: Transformer Engine's cache of keys and values by its names, over `SteppedKVCache`."""
+"""`InferenceParams`: Transformer Engine's cache of keys and values, implemented by `SteppedKVCache`."""
 
 import torch
 
@@ -7,7 +7,7 @@ from quaver.torch.nn.attention.kv_cache import SteppedKVCache
 
 
 class InferenceParams(SteppedKVCache):
-    """`SteppedKVCache` by its arguments; without pages each sequence has room of its own."""
+    """`SteppedKVCache` with Transformer Engine's arguments; without pages each sequence has its own buffer."""
 
     @checks
     def __init__(
@@ -24,6 +24,6 @@ class InferenceParams(SteppedKVCache):
         super().__init__(pages, tokens)
 
     def allocate_memory(self, layer_number: int) -> None:
-        """Nothing: a layer's memory is made with its first tokens."""
+        """Do nothing: a layer's memory is allocated with its first tokens."""
 
     get_seqlens_pre_step = SteppedKVCache.lengths

@@ -1,4 +1,4 @@
-"""Transformer Engine's `MultiheadAttention`, made of its modules, so that parameters have its names."""
+"""Transformer Engine's `MultiheadAttention`, built of its modules so that parameters have its names."""
 
 from typing import Any
 
@@ -17,9 +17,10 @@ NORMS = {"L2Normalization": "L2", "RMSNorm": "RMSNorm", "LayerNorm": "LayerNorm"
 
 
 class MultiheadAttention(Assembled):
-    """Transformer Engine's `MultiheadAttention`: (output, bias, the norm's output), as much of it as is asked for.
+    """Transformer Engine's `MultiheadAttention`; returns (output, bias, norm output), of which the last two are
+    optional.
 
-    Without `fuse_qkv_params` the weight of queries, keys and values is put together and quantized in each forward.
+    Without `fuse_qkv_params`, the weights of queries, keys and values are concatenated and quantized in each forward.
     """
 
     @spreads(Common)
@@ -45,7 +46,7 @@ class MultiheadAttention(Assembled):
         of_queries, of_keys = {"query": q}, {"key": kv, "value": kv}
         whole, inner = attention_type == "self", others | {"return_bias": False}
         rows = of_queries | of_keys if whole else of_queries
-        #: The projection of queries, and of itself keys and values.
+        #: Name of the first projection: of queries, and for self attention also of keys and values.
         self.entrance = ("layernorm_" if input_layernorm else "") + ("qkv" if whole else "query")
         if input_layernorm:
             split = None if fuse_qkv_params else rows
@@ -66,7 +67,7 @@ class MultiheadAttention(Assembled):
         self.proj = Linear(q, hidden_size, **others | {"init_method": output_layer_init_method})
         if qk_norm_type is not None:
             check_name("qk_norm_type", qk_norm_type, NORMS)
-        # Its L2 divides by the length, ours by the root of the mean.
+        # Transformer Engine's L2 norm divides by the length, Quaver's by the root mean square.
         self.l2 = qk_norm_type == "L2Normalization"
         eps, like = qk_norm_eps / self.head_dim if self.l2 else qk_norm_eps, Common(**others).like
         for name in ("q_norm", "k_norm"):
@@ -79,7 +80,7 @@ class MultiheadAttention(Assembled):
         checkpoint_core_attention: bool = False, inference_params: Any = None,
         rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None, **of_attention: Any,
     ) -> Any:  # fmt: skip
-        """What else it takes: as `DotProductAttention`."""
+        """Run attention; further arguments are those of `DotProductAttention`."""
         projected = getattr(self, self.entrance)(hidden_states)
         projected, *normalized = projected if self.return_layernorm_output else (projected,)
         several = self.core_attention.heads // self.groups
@@ -95,7 +96,7 @@ class MultiheadAttention(Assembled):
         return (*(output if isinstance(output, tuple) else (output,)), *normalized) if normalized else output
 
     def _parted(self, x: Tensor, heads: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """Heads [..., heads, D] of a projection: those of a group beside one another, or all queries first."""
+        """Split a projection into heads [..., heads, D], interleaved by group or with all queries first."""
         if self.interleaved:
             parts = x.unflatten(-1, (self.groups, -1, self.head_dim)).split(heads, -2)
             return tuple(part.flatten(-3, -2) for part in parts)

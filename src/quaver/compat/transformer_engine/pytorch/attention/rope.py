@@ -1,4 +1,4 @@
-"""Rotary positions by Transformer Engine's names: angles of each position, and functions that turn by them."""
+"""Transformer Engine's rotary embeddings: angles of positions, and functions that apply them."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from quaver.torch.nn.attention.rope import apply_rotary, positions_of
 
 
 class RotaryPositionEmbedding(nn.Module):
-    """The angles of positions, float32 [positions, 1, 1, features]."""
+    """Computes the angles of positions, float32 [positions, 1, 1, features]."""
 
     def __init__(
         self, dim: int, rotary_percent: float = 1.0, seq_len_interpolation_factor: int | None = None,
@@ -38,13 +38,14 @@ def apply_rotary_pos_emb(
     interleaved: bool = False, fused: bool = False, cu_seqlens: Tensor | None = None, cp_size: int = 1,
     cp_rank: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Turn queries or keys [s, b, h, d], [b, s, h, d] or [t, h, d] by angles [positions, 1, 1, features].
+    """Apply rotary embeddings to queries or keys [s, b, h, d], [b, s, h, d] or [t, h, d] from angles [positions, 1, 1,
+    features].
 
     Raises:
-        ValueError: context parallelism; sequences laid end to end without `cu_seqlens`.
+        ValueError: context parallelism, or packed sequences without `cu_seqlens`.
     """
     if cp_size > 1:
-        raise ValueError("cp_size is not there: quaver.torch.parallel.context_parallel(model, mesh) divides tokens")
+        raise ValueError("cp_size is not supported: use quaver.torch.parallel.context_parallel(model, mesh)")
     angles = freqs.float()[:, 0, 0]
     first = torch.arange(angles.shape[-1], device=t.device)
     first = first % 2 == 0 if interleaved else first < angles.shape[-1] // 2
@@ -56,10 +57,10 @@ def apply_rotary_pos_emb(
 def apply_fused_qkv_rotary_pos_emb(
     qkv: Tensor, q_freqs: Tensor, k_freqs: Tensor, *args: Any, qkv_split_arg_list: list[int], **options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Part packed heads [..., groups, features] in q, k and v, and turn q and k.
+    """Split packed heads [..., groups, features] into q, k and v, and apply rotary embeddings to q and k.
 
     Args:
-        qkv_split_arg_list: features of each: of q those of several heads.
+        qkv_split_arg_list: features of q (of several heads), k and v.
     """
     q, k, v = qkv.split(qkv_split_arg_list, -1)
     q = q.reshape(*q.shape[:-2], -1, k.shape[-1])

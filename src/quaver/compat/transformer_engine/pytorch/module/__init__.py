@@ -1,4 +1,4 @@
-"""Transformer Engine's modules: our blocks with its arguments and its parameters' names; nothing computes here."""
+"""Transformer Engine's modules: Quaver's blocks with its arguments and parameter names."""
 
 from quaver.compat.transformer_engine.pytorch.module.grouped_linear import Fp8Padding, Fp8Unpadding, GroupedLinear
 from quaver.compat.transformer_engine.pytorch.module.layernorm import LayerNorm, RMSNorm

@@ -1,4 +1,4 @@
-"""Transformer Engine's `GroupedLinear`, and the padding that it asks for and that nothing here needs."""
+"""Transformer Engine's `GroupedLinear`, and its padding modules, which Quaver does not need."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +17,7 @@ from quaver.torch.operations.ops import DTYPES, without_autocast
 
 
 class _Packed(Stack):
-    """A stack whose biases lie in parameters `bias0` and so on, and are put together in each forward."""
+    """GroupedLinear with separate bias parameters `bias0` and so on, stacked in each forward."""
 
     def _packed(self) -> Tensor:
         with without_autocast(self.weight.device.type):
@@ -26,19 +26,20 @@ class _Packed(Stack):
     bias = property(_packed)
 
     def reset_parameters(self) -> None:
-        """The module that it is a part of does."""
+        """Do nothing: the enclosing module initializes the parameters."""
 
 
 class GroupedLinear(Module, ComposedBlock):
-    """A linear layer for each run of tokens, with parameters `weight0`, `bias0` and so on, one GEMM after the other.
+    """A linear layer for each group of tokens, with parameters `weight0`, `bias0` and so on, and a separate GEMM for
+    each.
 
     Args:
-        single_grouped_weight: one parameter `weight` [num_gemms, out_features, in_features], and grouped GEMMs, for
-            which no GPU is asked how many tokens each group has. Checkpoints of both forms load in both.
-        single_grouped_bias: one parameter `bias` [num_gemms, out_features], beside such a weight.
-        use_grouped_tensor: False excludes these two; grouped GEMMs are there where the weight is one.
+        single_grouped_weight: use one parameter `weight` [num_gemms, out_features, in_features] and grouped GEMMs,
+            which need no GPU synchronization for the group sizes. Checkpoints of either form load into both.
+        single_grouped_bias: use one parameter `bias` [num_gemms, out_features], only with such a weight.
+        use_grouped_tensor: False excludes these two options; otherwise grouped GEMMs are used with a single weight.
     Raises:
-        ValueError: options that exclude one another, return_bias, several ranks.
+        ValueError: contradictory options, return_bias, or several ranks.
     """
 
     @spreads(Common)
@@ -52,9 +53,9 @@ class GroupedLinear(Module, ComposedBlock):
         self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
         self.single_grouped_weight, self.single_grouped_bias = single_grouped_weight, single_grouped_bias
         if options.return_bias:
-            raise ValueError("return_bias is not there: GroupedLinear adds its biases")
+            raise ValueError("return_bias is not supported: GroupedLinear adds its biases")
         if single_grouped_bias and not single_grouped_weight:
-            raise ValueError("single_grouped_bias stands beside one weight: give single_grouped_weight=True, too")
+            raise ValueError("single_grouped_bias requires a single weight: give single_grouped_weight=True, too")
         if single_grouped_weight and use_grouped_tensor is False:
             raise ValueError("single_grouped_weight needs grouped GEMMs, which use_grouped_tensor=False excludes")
         names = tuple(f"gemm{i}" for i in range(num_gemms))
@@ -71,7 +72,7 @@ class GroupedLinear(Module, ComposedBlock):
         self.lend(options, names, own)
 
     def _divide_biases(self) -> dict[str, tuple[str, str]]:
-        """Have the biases of a stack in parameters of their own; returns where they are."""
+        """Split the stacked bias into separate parameters; returns their names and locations."""
         whole: Any = self.grouped._parameters.pop("bias")
         for i, bias in enumerate(whole):
             self.grouped.register_parameter(f"bias{i}", nn.Parameter(bias.detach().clone()))
@@ -81,14 +82,14 @@ class GroupedLinear(Module, ComposedBlock):
     def forward(  # type: ignore[override]
         self, inp: Tensor, m_splits: Sequence[int] | Tensor, is_first_microbatch: bool | None = None
     ) -> Any:
-        """Tokens [..., in_features], of each group so many one after the other.
+        """Compute the outputs of tokens [..., in_features], sorted by group with the given group sizes.
 
         Raises:
-            ValueError: numbers that do not add up to the tokens.
+            ValueError: group sizes do not add up to the number of tokens.
         """
         rows, splits = inp.reshape(-1, self.in_features), list[int]()
         if self.single_grouped_weight and isinstance(m_splits, Tensor) and (is_tracing() or not m_splits.is_cpu):
-            # Nothing waits for the device here, so that nothing checks its numbers either.
+            # Not validated, since that would synchronize with the device.
             offsets = m_splits.cumsum(0, dtype=torch.int32)
         else:
             splits = m_splits.tolist() if isinstance(m_splits, Tensor) else list(m_splits)
@@ -110,10 +111,10 @@ class GroupedLinear(Module, ComposedBlock):
             whole, parts = prefix + kind, [f"{prefix}{kind}{i}" for i in range(self.num_gemms)]
             given = [state_dict[name] for name in (whole, *parts) if name in state_dict]
             if not given or given[0].dtype not in DTYPES:
-                # Codes have scales by other names, which are missing then.
+                # Codes need scales, which have other names and are then reported as missing.
                 continue
             if kind == "bias" and whole in state_dict:
-                # There [num_gemms, 1, out_features] too.
+                # Transformer Engine may store it as [num_gemms, 1, out_features].
                 state_dict[whole] = state_dict[whole].flatten(1)
             if kind in self.lent and whole not in state_dict and len(given) == self.num_gemms:
                 state_dict[whole] = torch.stack([state_dict.pop(name) for name in parts])
@@ -129,7 +130,7 @@ class GroupedLinear(Module, ComposedBlock):
 
 
 class Fp8Padding(nn.Module):
-    """Rows of each group filled with zeros to a multiple of `align_size`; no layer here needs it."""
+    """Pads the rows of each group with zeros to a multiple of `align_size`; no Quaver layer needs it."""
 
     def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
         super().__init__()
@@ -143,7 +144,7 @@ class Fp8Padding(nn.Module):
 
 
 class Fp8Unpadding(Fp8Padding):
-    """The rows again that `Fp8Padding` was given."""
+    """Removes the rows that `Fp8Padding` added."""
 
     def forward(self, inp: Tensor, m_splits: Sequence[int]) -> Tensor:  # type: ignore[override]
         padded = [-(-n // self.align_size) * self.align_size for n in m_splits]

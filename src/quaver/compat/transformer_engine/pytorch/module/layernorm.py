@@ -12,7 +12,7 @@ from quaver.torch.operations.ops import DTYPES, autocast_device
 
 
 class _Norm(Stateless, norm.NormKind):
-    """A norm of ours with Transformer Engine's arguments."""
+    """A Quaver norm with Transformer Engine's arguments."""
 
     kind: str
 
@@ -28,7 +28,7 @@ class _Norm(Stateless, norm.NormKind):
         super().__init__(self.kind, features, eps, zero_centered=zero_centered_gamma, **like)
 
     def forward(self, x: Tensor) -> Tensor:
-        """norm(x) in torch.autocast's dtype where that is enabled, else in the weight's."""
+        """Apply the norm in torch.autocast's dtype if enabled, else in the weight's dtype."""
         weight, _ = self.affine()
         if weight is not None and x.dtype in DTYPES and not torch.is_autocast_enabled(autocast_device(x)):
             x = x.to(weight.dtype)

@@ -7,7 +7,7 @@ from quaver.options import spreads
 from quaver.torch.linear.linear import Split, divide
 from quaver.torch.nn.mlp import LayerNormLinear as Ours
 
-#: Parameters of the norm, by Transformer Engine's names.
+#: Transformer Engine's names of the norm's parameters, and their locations.
 OF_NORM = {"layer_norm_weight": ("norm", "weight"), "layer_norm_bias": ("norm", "bias")}
 
 

@@ -10,7 +10,7 @@ from quaver.recipes.text import check_name
 from quaver.torch.conversion.quantized_weights import fill
 from quaver.torch.nn.mlp import LayerNormMLP as Ours
 
-#: Ours by Transformer Engine's names.
+#: Quaver's activations by Transformer Engine's names.
 ACTIVATIONS = {name: name for name in ("gelu", "geglu", "glu", "relu", "reglu", "silu", "swiglu", "clamped_swiglu")}
 ACTIVATIONS |= {"qgelu": "quick_gelu", "qgeglu": "quick_geglu", "srelu": "squared_relu", "sreglu": "squared_reglu"}
 

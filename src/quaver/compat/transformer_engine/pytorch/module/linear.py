@@ -12,7 +12,7 @@ from quaver.torch.nn.mlp import ComposedBlock
 
 
 class _Alone(ComposedBlock):
-    """A linear layer, and nothing before it."""
+    """A block with a single linear layer."""
 
     def forward(self, x: Tensor) -> Tensor:
         layer: Any = self._modules["linear"]

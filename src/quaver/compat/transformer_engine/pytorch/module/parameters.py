@@ -1,4 +1,4 @@
-"""What Transformer Engine's modules have in common: arguments, first values, and parameters by its names."""
+"""Base classes of Transformer Engine's modules: common arguments, initialization, and its parameter names."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,23 +16,24 @@ from quaver.torch.linear import store_weight
 from quaver.torch.nn.parameter_names import AliasedParameters
 from quaver.torch.operations.ops import DTYPES, autocast_device
 
-#: What gives a weight its first values; None is the normal distribution here.
+#: Initializer of a weight; None means the normal distribution below.
 Init = Callable[[Tensor], Any] | None
 NORMAL = partial(nn.init.normal_, mean=0.0, std=0.023)
 
 
 class Common:
-    """Arguments that modules share; a device "cuda" is a GPU where there is one.
+    """Arguments common to all modules; device "cuda" means a GPU if there is one.
 
-    Those of tensor parallelism (tp_group, ub_* and the like) are for one rank: several are refused. `seq_length`,
-    `micro_batch_size`, `get_rng_state_tracker`, `rng_tracker_name`, `save_original_input` say what is not needed.
+    Arguments of tensor parallelism (tp_group, ub_* and the like) are supported for a single rank only. `seq_length`,
+    `micro_batch_size`, `get_rng_state_tracker`, `rng_tracker_name` and `save_original_input` are accepted without
+    effect.
     """
 
     def __init__(
         self, *, init_method: Init = None, bias: bool = True, return_bias: bool = False, device: Any = "cuda",
         params_dtype: torch.dtype | None = None, fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False, tp_group: Any = None, tp_size: int = 1,
-        # Nothing here reads what follows.
+        # Accepted without effect.
         name: str | None = None, sequence_parallel: bool = False, get_rng_state_tracker: Any = None,
         rng_tracker_name: str | None = None, ub_overlap_ag: bool = False, ub_overlap_rs: bool = False,
         ub_overlap_rs_dgrad: bool = False, ub_bulk_dgrad: bool = False, ub_bulk_wgrad: bool = False,
@@ -46,12 +47,12 @@ class Common:
 
     @property
     def added(self) -> bool:
-        """Whether there is a bias that a layer adds, and does not give beside its output."""
+        """True if the layer adds a bias itself instead of returning it."""
         return self.bias and not self.return_bias
 
 
 class Stateless(nn.Module):
-    """Mixed into a module whose `_extra_state` says nothing that is needed here."""
+    """Mixin for a module whose `_extra_state` can be ignored."""
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         state_dict.pop(f"{prefix}_extra_state", None)
@@ -59,12 +60,12 @@ class Stateless(nn.Module):
 
 
 def place(device: Any) -> Any:
-    """A device; the CPU for "cuda" where there is no GPU."""
+    """Return a device, or the CPU for "cuda" without a GPU."""
     return "cpu" if str(device).startswith("cuda") and not torch.cuda.is_available() else device
 
 
 def cast_to_autocast(x: Tensor) -> Tensor:
-    """x in torch.autocast's dtype where that is enabled: what Transformer Engine's modules compute in."""
+    """Cast x to torch.autocast's dtype if enabled, as Transformer Engine's modules do."""
     device = autocast_device(x)
     if torch.is_autocast_enabled(device) and x.dtype in DTYPES:
         return x.to(torch.get_autocast_dtype(device))
@@ -72,27 +73,33 @@ def cast_to_autocast(x: Tensor) -> Tensor:
 
 
 class Module(AliasedParameters):
-    """Mixed into a block of ours: the parameters of its parts are its own, too, by Transformer Engine's names.
+    """Mixin for a Quaver block that exposes the parameters of its submodules under Transformer Engine's names.
 
-    What recipes record is the parts' own, by our names; an `_extra_state` that is loaded becomes that.
+    Recipe state stays in the submodules under Quaver's names; a loaded `_extra_state` is converted to it.
     """
 
-    #: The linear layers, in Transformer Engine's order.
+    #: Names of the linear layers, in Transformer Engine's order.
     gemms: tuple[str, ...] = ()
 
     def lend(
         self, options: Common, gemms: tuple[str, ...], names: dict[str, tuple[str, str]], bias: str = "", rows: int = 0
     ) -> None:
-        """Begin, with the names of parameters, and where they are; and of the bias that may be given beside the output.
+        """Set up parameter names and options; called at the end of the constructor.
 
+        Args:
+            options: common arguments.
+            gemms: names of the linear layers.
+            names: locations of parameters by Transformer Engine's names.
+            bias: name of the bias that may be returned next to the output.
+            rows: size of that bias.
         Raises:
-            ValueError: options of one rank's part of a layer, with what to do.
+            ValueError: options for one rank's shard of a layer.
         """
         if options.ranks > 1:
             raise ValueError(
-                f"{type(self).__name__} is one rank's part of {options.ranks}: make it whole, without tp_group and "
-                "tp_size, and apply torch's parallelize_module with ColwiseParallel(), RowwiseParallel() or "
-                "HeadParallel() of quaver.torch.parallel"
+                f"{type(self).__name__} would be one rank's shard of {options.ranks}: build it unsharded, "
+                "without tp_group and tp_size, and apply torch's parallelize_module with ColwiseParallel(), "
+                "RowwiseParallel() or HeadParallel() of quaver.torch.parallel"
             )
         self.__dict__["return_bias"] = options.return_bias
         if options.return_bias and options.bias:
@@ -109,16 +116,16 @@ class Module(AliasedParameters):
     def forward(
         self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False
     ) -> Any:
-        """(output, bias, the norm's output), as much of it as is asked for; a bias that is not there has no elements.
+        """Return (output, bias, norm output), of which the last two are optional; a missing bias is an empty tensor.
 
-        `is_first_microbatch` tells what is known here.
+        `is_first_microbatch` has no effect, because the weight cache tracks weights itself.
 
         Raises:
-            ValueError: fp8_output or fp8_grad, which ask for codes.
+            ValueError: fp8_output or fp8_grad, which would return codes.
         """
         refuse_codes(fp8_output, fp8_grad)
         if "norm" in self._modules:
-            # A linear layer alone casts by itself, so that layers of one input share its codes.
+            # A single linear layer casts itself, so that layers with the same input share its codes.
             inp = cast_to_autocast(inp)
         with self.takes:
             y: Any = super().forward(inp)
@@ -129,7 +136,7 @@ class Module(AliasedParameters):
         return (y, *others) if others else y
 
     def fill(self) -> None:
-        """First values: weights as `init_method`, or normally distributed; biases 0."""
+        """Initialize weights by `init_method` or a normal distribution, and biases with 0."""
         for name in self.gemms:
             layer: Any = self._modules[name]
             fill(layer, self.__dict__["init_method"] or NORMAL)
@@ -141,11 +148,11 @@ class Module(AliasedParameters):
 
     @property
     def takes(self) -> Any:
-        """What a forward runs in: gradients of weights may be for `main_grad`, or for `backward_dw`."""
+        """Context of a forward that redirects weight gradients to `main_grad` or delays them until `backward_dw`."""
         return self.__dict__.get("taker") or nullcontext()
 
     def backward_dw(self) -> None:
-        """Compute the gradients of weights that wait."""
+        """Compute the delayed weight gradients."""
         taker = self.__dict__.get("taker")
         if taker is not None:
             taker.compute()
@@ -158,28 +165,28 @@ class Module(AliasedParameters):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _recorded(self, state: Any, where: str) -> list[dict[str, Tensor]]:
-        """What an `_extra_state` says of each part of `gemms`, by the names of our buffers."""
+        """Return the recipe state in an `_extra_state` for each layer in `gemms`, by the names of Quaver's buffers."""
         return [] if state is None else extra_state.histories(state, where, len(self.gemms))
 
 
 class Assembled(nn.Module):
-    """Mixed into a module that is made of others."""
+    """Mixin for a module that contains several of these modules."""
 
     def backward_dw(self) -> None:
-        """Compute the gradients of weights that wait."""
+        """Compute the delayed weight gradients of all submodules."""
         for module in self.modules():
             if isinstance(module, Module):
                 module.backward_dw()
 
 
 def refuse_codes(fp8_output: bool | None, fp8_grad: bool = False) -> None:
-    """Raise the ValueError for what is to be given as codes."""
+    """Raise a ValueError if codes are requested as outputs or gradients."""
     if fp8_output or fp8_grad:
-        raise ValueError("fp8_output and fp8_grad are not there: values between layers are in high precision")
+        raise ValueError("fp8_output and fp8_grad are not supported: values between layers are in high precision")
 
 
 class Bias(nn.Module):
-    """A bias that a module gives beside its output, and does not add."""
+    """A bias that a module returns next to its output without adding it."""
 
     def __init__(self, features: int, like: dict[str, Any]) -> None:
         super().__init__()
