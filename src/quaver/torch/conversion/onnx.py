@@ -43,7 +43,7 @@ class Untranslatable(ValueError):
 
 
 def table(op: Any) -> dict[Any, Callable[..., Any]]:
-    """Return the translations of quaver.quantize and quaver.matmul for torch.onnx's `custom_translation_table`.
+    """Return the translations of the operators quantize and matmul for torch.onnx's `custom_translation_table`.
 
     Args:
         op: the operators of an opset, from onnxscript.
