@@ -88,31 +88,28 @@ def convert(
     Layers are nn.Linear and its subclasses with the same forward, transformers' Conv1D, the projections of
     nn.MultiheadAttention, and stacked experts of transformers, but not PEFT's adapters. With a delayed recipe the model
     rolls its histories at the start of its own forward, unless an enclosing autocast has already done so. If its
-    forward
-    is not called, its layers roll them when they run after a backward. With DistributedDataParallel, convert the module
-    before you wrap it.
+    forward is not called, its layers roll them when they run after a backward. With DistributedDataParallel, convert
+    the module before you wrap it.
 
     Args:
         model: any module; it may itself be an nn.Linear.
-        recipe: a recipe or recipe name for all layers, or `Rules`, or the dict that `Rules` takes.
-            A layer that already has this recipe keeps its state. The recipe says if attention is quantized. A rule with
-            size limits is applied to an attention module's total features over all heads, of queries and of values, and
-            to the features of one expert.
+        recipe: a recipe or recipe name for all layers, or `Rules`, or the dict that `Rules` takes. A layer that already
+            has this recipe keeps its state. The recipe says if attention is quantized. A rule with size limits is
+            applied to an attention module's total features over all heads, of queries and of values, and to the
+            features of one expert.
         skip: name patterns to leave alone, such as "*.mlp.gate", and filters of layers such as
             `quaver.rules.unprofitable("h100")`: a list of them, or one filter. Patterns match experts by the name of
             their module and of its parameters. A layer that was converted before keeps its recipe.
         seed: seed of stochastic rounding.
         head: True also converts output heads, tied or not. A rule whose pattern names a head converts that head anyway.
         blocks: True replaces the norms, MLPs, attention and mixers of the model by Quaver's blocks where they compute
-            the
-            same, in place and under every recipe. A `Blocks` selects which ones; `skip` excludes modules by name. False
-            replaces no blocks.
+            the same, in place and under every recipe. A `Blocks` selects which ones; `skip` excludes modules by name.
+            False replaces no blocks.
     Returns:
         A report: converted layers, reasons for the others, shares of parameters and FLOPs, and patterns that matched
-        nothing. A layer with several names is matched by any of them and listed under the first.
-        It warns if less than half of the parameters not excluded by the caller are converted, if a pattern fits no
-        name,
-        and if histories of another recipe are dropped.
+        nothing. A layer with several names is matched by any of them and listed under the first. It warns if less than
+        half of the parameters not excluded by the caller are converted, if a pattern fits no name, and if histories of
+        another recipe are dropped.
     Raises:
         ValueError: unknown recipe; raised before anything is changed.
     """
@@ -471,8 +468,7 @@ def _ignore_histories(model: nn.Module) -> None:
     entries.
 
     Noise counts are added only for layers with several members, such as experts. Members may have tokens on one rank
-    only,
-    and a count that was reset would repeat the noise.
+    only, and a count that was reset would repeat the noise.
     """
     layers = [(name, m) for name, m in model.named_modules() if kind_of(m) is not None]
     members = {m for _, m in layers if getattr(m.__dict__.get("_state"), "members", ())}

@@ -102,8 +102,7 @@ def explain(layer: Any, x: Tensor, *rest: Tensor, **options: Any) -> Any:
     Args:
         layer: a `quaver.torch.Linear`, a `GroupedLinear`, a `DotProductAttention`, the function `grouped_matmul`, or a
             module that contains such layers, such as a `TransformerLayer`. Of a module, each layer is explained under
-            its
-            name, as if its input had as many tokens as x.
+            its name, as if its input had as many tokens as x.
         x: an input [..., in_features]; only its dtype, shape and device matter. For a whole model it may also be token
             ids, an integer tensor [batch, sequence]. For a DotProductAttention it is q.
         rest: k and v of a DotProductAttention; the other arguments of `grouped_matmul`.

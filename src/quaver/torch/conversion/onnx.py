@@ -143,8 +143,7 @@ class _Quantize:
             data = op.QuantizeLinear(x, scale, self._zeros(scale, number), axis=1, block_size=k, saturate=1)
             stored = _exponents(op, scale) if parsed.scale == "e8m0" else scale
         # Each output is a separate ONNX value, because the exporter attaches a shape to each. With a one-level scale,
-        # matmul
-        # reads only the first two.
+        # matmul reads only the first two.
         nothing = op.Constant(value_float=0.0)
         return data, op.Identity(stored), op.Identity(nothing), op.Identity(nothing)
 
@@ -229,8 +228,8 @@ def onnx_export(
         model: a converted model, or one of `quaver.torch` layers inside the autocast that it runs under. Use float32 if
             onnxruntime is to run it on a CPU. Recipes must use E4M3 or E5M2 with scales per tensor, row or block.
         inputs: example inputs of the forward: a tensor, a tuple of tensors, or a dict of arguments by name. Values of
-            the
-            dict that are not tensors become constants. A transformers model exports only its logits, without a cache.
+            the dict that are not tensors become constants. A transformers model exports only its logits, without a
+            cache.
         file: path of the file to write, such as "model.onnx".
         dynamic_shapes: as for torch.export. None makes every axis dynamic except the last axis of floating-point
             inputs.

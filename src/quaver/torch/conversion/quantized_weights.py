@@ -214,10 +214,9 @@ class frozen(ContextDecorator):
     It is also a decorator: `@qt.frozen(model)` freezes the weights during each call.
 
     Use it for evaluation and generation, where a forward without gradients would quantize every weight again, and for
-    the
-    frozen base model when only adapters train. It may be nested and re-entered, also by several threads. While one of
-    them is inside, all callers of the module use the cached codes. Other modules are unaffected. The codes are dropped
-    on exit.
+    the frozen base model when only adapters train. It may be nested and re-entered, also by several threads. While one
+    of them is inside, all callers of the module use the cached codes. Other modules are unaffected. The codes are
+    dropped on exit.
 
     A write that changes the weight's version, address or storage is detected inside; after any other write call
     `quaver.torch.refresh(module)`. Compiled code quantizes weights in every forward, so `frozen` has no effect on it,
@@ -350,9 +349,8 @@ def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
         model: any module; layers that were constructed as `quaver.torch.Linear` yield nn.Linear's keys.
     Returns:
         `model.state_dict()` without histories, factors, counts and scales, sharing the model's memory. A weight stored
-        in
-        8 or 4 bits is dequantized to a new tensor in its original dtype. Tied weights appear under each name. Sharded
-        parameters are each rank's shard, as in `model.state_dict()`.
+        in 8 or 4 bits is dequantized to a new tensor in its original dtype. Tied weights appear under each name.
+        Sharded parameters are each rank's shard, as in `model.state_dict()`.
     Raises:
         ValueError: codes are sharded; a rank cannot decode its shard alone.
     Exact: the numbers that GEMMs see, rounded once to the weight's dtype.
@@ -370,8 +368,7 @@ def scaling_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return what `plain_state_dict` omits: histories, factors, counts, and codes and scales of stored weights.
 
     Keys are those of `model.state_dict()`. The dict is empty if the recipe has no state. Save it with a plain
-    checkpoint
-    to resume with the same bits as an uninterrupted run.
+    checkpoint to resume with the same bits as an uninterrupted run.
     """
     instance("scaling_state_dict", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
     plain = plain_state_dict(model)

@@ -29,9 +29,8 @@ class weight_gradients:
         loss.backward()  # adds to weight.main_grad; weight.grad stays None
 
     It applies to layers whose forward runs inside the context, quantized or not. It covers the matrices of
-    quaver.torch's
-    linear layers that are parameters. Gradients of biases, norms and other layers go to `.grad` as usual. So does the
-    gradient of a weight that is computed in each forward, such as one made of several parameters.
+    quaver.torch's linear layers that are parameters. Gradients of biases, norms and other layers go to `.grad` as
+    usual. So does the gradient of a weight that is computed in each forward, such as one made of several parameters.
 
     Args:
         main_grad: add the gradient of each weight that has an attribute `main_grad` to it, in float32 where the GEMM
@@ -42,8 +41,8 @@ class weight_gradients:
         ValueError: neither argument is True. On entry: inside a pipeline stage whose backward is split, or inside
             DistributedDataParallel, which reduces the gradients of autograd. On exit: a compiled layer has run, whose
             gradient goes to autograd.
-        NotImplementedError: the context is entered while compiling.
-    The weight is quantized again in each micro-batch, because the library cannot see when `main_grad` is used.
+        NotImplementedError: the context is entered while compiling. The weight is quantized again in each micro-batch,
+            because the library cannot see when `main_grad` is used.
     Exact: deferred gradients, and all others. Bounded: gradients in `main_grad`, which are not rounded to the weight's
     dtype.
     """

@@ -3,9 +3,8 @@
     KL(p ‖ q) = Σ_v p(v) (log p(v) - log q(v)), in nats, for the next-token distribution at each token
 
 p comes from the trainer's forward, q from a forward with the exported weights: once with the trainer's arithmetic,
-which
-isolates the weights; once with inputs quantized as the format's readers do; once with 16-bit inputs. The kernels of a
-serving library are not run.
+which isolates the weights; once with inputs quantized as the format's readers do; once with 16-bit inputs. The kernels
+of a serving library are not run.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -213,8 +213,7 @@ def export(
 
     Args:
         model: a converted model, or one of `quaver.torch` layers inside the autocast that it trains under. It may be on
-            one
-            device or several, but not sharded across ranks.
+            one device or several, but not sharded across ranks.
         folder: a new or empty folder; it appears complete or not at all.
         format: "compressed-tensors", "deepseek", "modelopt", or for the experts of GPT-OSS "mxfp4".
         check: inputs of the model (a tensor, a tuple or a dict). The files are read back, and the divergence of their
@@ -226,12 +225,10 @@ def export(
         A summary; print it to see what was written.
     Raises:
         ValueError: the format cannot store a layer's codes (the message lists formats that can); a weight is not
-            finite,
-            on meta, or sharded; the folder is not empty or cannot be written. Raised before the folder appears.
+            finite, on meta, or sharded; the folder is not empty or cannot be written. Raised before the folder appears.
         ModuleNotFoundError: safetensors is not installed.
     Exact: the files decode to the operand of fprop's GEMM, bit for bit. Each weight is decoded again and compared
-        before it
-        is written.
+        before it is written.
     """
     instance("export", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
     check_name("format of exported files", format, FORMATS)

@@ -1,8 +1,7 @@
 """Layouts of quantized operands in files, and the formats compressed-tensors, DeepSeek and ModelOpt.
 
 A layout is a reader's view of a spec's blocks: one scale per tensor, per row, per 128 × 128 square, or per block of 32
-or
-16 along k. A block of several rows is written as several rows that repeat its scale, which changes no number.
+or 16 along k. A block of several rows is written as several rows that repeat its scale, which changes no number.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -153,8 +152,7 @@ def stored_codes(q: Quantized) -> Tensor:
 
     Returns:
         8 bits: float8_e4m3fn [N, K]. 4 bits: uint8 [N, K / 2] with the even k in the lower half of a byte. 6 bits:
-            uint8
-        [N, 3 K / 4] with four codes in three bytes, the first in the lowest bits.
+        uint8 [N, 3 K / 4] with four codes in three bytes, the first in the lowest bits.
     """
     data = q.upright().data.contiguous()
     if q.spec.format.bits != 6:
@@ -342,8 +340,7 @@ COMPRESSED_TENSORS = FileFormat("compressed-tensors", "vLLM, SGLang, transformer
 #     weight[n, k] = codes[n, k] × weight_scale_inv[n // 128, k // 128]
 #
 # Weights are float8_e4m3fn with a float32 `weight_scale_inv` per 128 × 128 block. A per-tensor scale is repeated for
-# every
-# block. Readers quantize inputs in 1 × 128 blocks at run time.
+# every block. Readers quantize inputs in 1 × 128 blocks at run time.
 # Source: DeepSeek-V3 technical report, arXiv:2412.19437, section 3.3, and the configuration of its checkpoints.
 
 SIZE = 128

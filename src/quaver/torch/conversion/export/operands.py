@@ -428,8 +428,8 @@ def hold(layer: Quantizable, q: Quantized) -> None:
         layer._buffers["weight_factor"] = q.tensor_factor
 
 
-#: Last names of projections that servers fuse into one weight, which then has one scheme and one tensor factor.
-#: From `packed_modules_mapping` and `stacked_params_mapping` of vLLM's and SGLang's models (November 2026).
+#: Last names of projections that servers fuse into one weight, which then has one scheme and one tensor factor. From
+#: `packed_modules_mapping` and `stacked_params_mapping` of vLLM's and SGLang's models (November 2026).
 FUSED = (
     ("q_proj", "k_proj", "v_proj"),  # most decoders
     ("query", "key", "value"),  # BERT

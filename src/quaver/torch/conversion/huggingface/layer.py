@@ -46,8 +46,7 @@ SIZES = 2, 11
 #: Roles of an MLP's matrices.
 MLP_PARTS = ("gate_up", "gate", "up", "down")
 #: Norm placements to try, by the order in which norms ("n"), attention ("a") and MLP ("m") run: `TransformerLayer`
-#: options
-#: and the module path of each norm.
+#: options and the module path of each norm.
 PLACES: dict[str, list[tuple[dict[str, Any], tuple[str, ...]]]] = {
     "nanm": [
         ({"norm_position": "pre"}, ("attention.norm", "mlp.norm")),
@@ -98,16 +97,13 @@ def from_huggingface(
     """Convert a transformers layer to a Quaver layer that computes the same.
 
     A decoder or encoder layer becomes a `TransformerLayer`, a layer around a Mamba-2 mixer a `Mamba2Layer`, and a mixer
-    by
-    itself a `Mamba2`.
+    by itself a `Mamba2`.
 
     The layer is analyzed by its structure: it is called in evaluation mode on random input of its own dtype and device,
     and the modules that run are recorded. What structure and configuration leave open (norm placement, rope variant,
-    row
-    order in a fused matrix) is tried on a float32 copy with random weights, where every difference is visible. The
-    result
-    is then compared with the layer's own outputs. A mixture of experts becomes a `MoE`, or, if that cannot compute the
-    same, stays its own module as `mlp.module`. The layer itself is unchanged.
+    row order in a fused matrix) is tried on a float32 copy with random weights, where every difference is visible. The
+    result is then compared with the layer's own outputs. A mixture of experts becomes a `MoE`, or, if that cannot
+    compute the same, stays its own module as `mlp.module`. The layer itself is unchanged.
 
     **Parameters are shared**: the new layer holds the same parameter objects wherever the storage matches. Copies are
     made for matrices that are joined by fused=True or split by fused=False, for matrices whose row order differs
@@ -124,10 +120,8 @@ def from_huggingface(
         The new layer, in `layer`'s mode. It computes its own rotary embedding: pass `positions`, not cosines and sines.
     Raises:
         ValueError: the outputs differ (the message names the part and the difference); the layer is on meta, so that
-            there
-            are no outputs to compare; it has cross attention, was already converted, has dropout that was not passed,
-            or
-            has dropout inside the MLP.
+            there are no outputs to compare; it has cross attention, was already converted, has dropout that was not
+            passed, or has dropout inside the MLP.
     Bounded: relative to the largest output, 1e-5 with random weights; with the layer's own weights 3e-4 in float32 and
     4e-2 in bfloat16.
     """

@@ -225,8 +225,7 @@ def _conv1d(module: nn.Module) -> type | None:
 # ---- which parameters of a model GEMMs read ----
 #
 # torch does not record this. A parameter counts if it is a matrix, or a stack of matrices as experts have, that belongs
-# to
-# no embedding, convolution or norm and is not named like a table or a bias.
+# to no embedding, convolution or norm and is not named like a table or a bias.
 
 #: A matrix with a smaller side is a gate, a low-rank factor or a table.
 SMALLEST_SIDE = 16
@@ -283,8 +282,7 @@ class LinearMatcher(NamedTuple):
     #: Number of experts; 0 if the weights are not stacks.
     experts: Callable[[Any], int] = lambda module: 0
     #: Parameter names of the stacks, whose matrices become members of the layer's state. Empty for a module that names
-    #: its
-    #: members itself.
+    #: its members itself.
     stacks: Callable[[Any], Sequence[str]] = lambda module: ()
 
 
@@ -465,8 +463,7 @@ def output_heads(model: nn.Module) -> set[nn.Module]:
     """Return a model's output heads: its `get_output_embeddings`, and linear layers tied to an embedding.
 
     If the model has no such method, a linear layer with a head's name also counts if the name occurs once and its
-    output
-    features equal the vocabulary size.
+    output features equal the vocabulary size.
     """
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not model}

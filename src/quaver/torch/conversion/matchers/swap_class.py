@@ -60,8 +60,7 @@ def counterpart(kind: Any, over: type, formula: Hashable = None) -> type:
     Args:
         kind: the original class.
         over: `Linear` for nn.Linear and its subclasses, of which only forward is overridden. Otherwise a mixin whose
-            methods
-            take precedence over those of `kind`; if it has `forward_like`, that creates the forward.
+            methods take precedence over those of `kind`; if it has `forward_like`, that creates the forward.
         formula: further parameters of `over`, stored as class attribute `_formula` and pickled with the module.
     """
     key = kind, over, formula
@@ -115,8 +114,7 @@ def _set_class(module: nn.Module, base: type) -> None:
     """Set a module's class.
 
     A parametrized module has a class of its own above the one to swap, which its copies share. It gets a new class,
-    because
-    changing the bases of the shared one would affect the copies.
+    because changing the bases of the shared one would affect the copies.
     """
     kind = type(module)
     if is_parametrized(module):
@@ -149,8 +147,7 @@ def _rebuild(kind: type, over: type, formula: Hashable = None) -> Any:
 # The subclass's forward runs on a small dummy layer with the same attributes but other sizes. Outputs, dtypes and
 # gradients are compared with `F.linear`, in training and evaluation mode, for inputs of all magnitudes, infinities and
 # NaN. A layer with parameters, buffers or modules besides weight and bias is never accepted, since they may matter
-# later
-# (LoRA's start at zero). Falcon's layers pass.
+# later (LoRA's start at zero). Falcon's layers pass.
 
 #: Input and output features of the dummy layer.
 SIZES = 8, 5

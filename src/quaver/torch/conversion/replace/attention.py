@@ -2,8 +2,7 @@
 
 A transformers forward calls two functions by name: one that rotates queries and keys, and one from a registry that
 computes attention. Here the same forward runs as a copy of the function with other globals, in which both names refer
-to
-Quaver's functions. The framework itself is not modified. Masks, caches and projections stay as they were.
+to Quaver's functions. The framework itself is not modified. Masks, caches and projections stay as they were.
 """
 
 import functools
@@ -88,7 +87,7 @@ class FusedAttention(FusedModule):
 
 def _asks(module: Any, kwargs: dict[str, Any]) -> bool:
     """Return True if the original forward must run: weights are requested, or the implementation or rope function
-        changed.
+    changed.
     """
     formula, config = module._formula, module.config
     if kwargs.get("output_attentions") or getattr(config, "output_attentions", False):

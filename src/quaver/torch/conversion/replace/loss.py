@@ -1,8 +1,8 @@
 """Replace the output head and loss of a causal language model by `linear_cross_entropy`, in training only.
 
 The logits of all tokens are never stored; the outputs have None in their place. A trial on a small copy of the model
-with
-a dummy body finds how the loss depends on hidden states, head and labels, including a scale or soft cap of the logits.
+with a dummy body finds how the loss depends on hidden states, head and labels, including a scale or soft cap of the
+logits.
 """
 
 import copy

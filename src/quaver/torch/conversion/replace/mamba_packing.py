@@ -2,8 +2,7 @@
 
 transformers describes packed sequences in three ways: `seq_idx` [B, S], the sequence number of each token;
 `cu_seq_lens_q`, cumulative lengths for a batch of one row; and `position_ids` that restart at 0. Its mixers read only
-the
-first two, and some models (GraniteMoeHybrid) do not mask attention by `position_ids`. The forward pre-hook
+the first two, and some models (GraniteMoeHybrid) do not mask attention by `position_ids`. The forward pre-hook
 `PackedInputs` derives the missing arguments from those that the caller passed.
 """
 

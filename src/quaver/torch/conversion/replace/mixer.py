@@ -51,8 +51,7 @@ from quaver.torch.state.context import recipe_in_force
 # ---- layers whose weight the parent reads without calling them ----
 #
 # Found in the source of the parent's forward: Mamba's `dt_proj.weight @ dt`, WavLM's projections. Converting such a
-# layer
-# would have no effect.
+# layer would have no effect.
 
 #: Names of transformers' functions that compute a mixer from its projected input on, including the output projection.
 #: Without their package they return None, and the mixer continues with its layers.
@@ -278,8 +277,7 @@ class OverlaidNames(dict[str, Any]):
 # ---- Mamba-2 mixers with Quaver's convolution, scan and gated norm between their own projections ----
 #
 # Children and parameters are recognized by transformers' names. The kind of norm, its order with the gate and its
-# groups
-# are tried on a small copy. A call that continues from a cache runs the module's own forward.
+# groups are tried on a small copy. A call that continues from a cache runs the module's own forward.
 
 #: Children and parameters of a mixer, and the attributes with its sizes.
 PARTS, PARAMETERS = ("in_proj", "conv1d", "out_proj"), ("A_log", "D", "dt_bias")
@@ -324,8 +322,7 @@ class MixerFormula:
             mask: [B, S], 0 for padding, or None.
             cache: transformers' cache, which receives the last tokens and states, or None.
             cu_seqlens: int [sequences + 1], boundaries of packed sequences among the B * S tokens; each starts with a
-                zero
-                state.
+                zero state.
         """
         parts: Any = module._modules
         x = _masked(x, mask)

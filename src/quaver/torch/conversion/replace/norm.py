@@ -153,8 +153,7 @@ def _candidates(module: nn.Module, names: list[str]) -> Iterator[NormFormula]:
 # ---- functions of transformers' models that apply rope to queries and keys ----
 #
 # A model passes cosines and sines that it computes once for all layers. Here they are rearranged for `apply_rotary`,
-# with
-# the sine negated at the first element of each pair.
+# with the sine negated at the first element of each pair.
 
 #: Layouts of the tables [..., R]: each angle in both halves, at both neighbours, or once.
 HALVES, PAIRS, ONCE = "halves", "pairs", "once"
