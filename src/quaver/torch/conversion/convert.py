@@ -230,7 +230,8 @@ class _ModuleConverter:
         self._row(module, kind, names[0], weights, recipe, why, by_choice)
 
     def _decide(self, module: nn.Module, kind: LinearMatcher, names: list[str]) -> tuple[Recipe | None, str, bool]:
-        """Return the recipe of a module or None, the reason for None, and True if the user or a policy is the reason.
+        """Return the recipe of a module or None, the reason for None, and True if the user or a policy is the
+        reason.
         """
         asked = [*names, *(f"{n}.{p}".lstrip(".") for n in names for p in _parameter_names(module, kind))]
         sizes = kind.sizes(module)

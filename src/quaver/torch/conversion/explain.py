@@ -337,7 +337,8 @@ def _operands(layer: Linear, x: Tensor, dtype: torch.dtype) -> dict[str, Tensor]
 
 
 def _weight_dtype(layer: Linear) -> torch.dtype:
-    """Return the dtype that the weight is quantized from and its gradient has; a stored weight dequantizes to float32.
+    """Return the dtype that the weight is quantized from and its gradient has; a stored weight dequantizes to
+    float32.
     """
     return layer.weight.dtype if layer.weight_spec is None else torch.float32
 

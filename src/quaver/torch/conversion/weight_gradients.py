@@ -138,7 +138,8 @@ class weight_gradients:
         return not self.later and hasattr(weight, "grad_added_to_main_grad")
 
     def _take(self, weight: Any, gives: Any) -> Tensor | None:
-        """Handle a weight's gradient in backward: defer it or add it to `main_grad`. Return the gradient for autograd.
+        """Handle a weight's gradient in backward: defer it or add it to `main_grad`. Return the gradient for
+        autograd.
         """
         if self.later:
             self._waiting.append((weight, gives))

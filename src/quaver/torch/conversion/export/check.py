@@ -177,7 +177,8 @@ ATTRIBUTES = ("_state", "recipe", "weight_spec", "weight_dtype", "keep_initial")
 
 @contextmanager
 def restored(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Context that restores parameters, buffers and attributes of layers on exit; inside, each layer has fresh state.
+    """Context that restores parameters, buffers and attributes of layers on exit; inside, each layer has fresh
+    state.
     """
     kept = [
         (

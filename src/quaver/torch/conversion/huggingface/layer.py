@@ -1,4 +1,5 @@
-"""`from_huggingface`: convert a transformers decoder or encoder layer to a `TransformerLayer` with the same parameters.
+"""`from_huggingface`: convert a transformers decoder or encoder layer to a `TransformerLayer` with the same
+parameters.
 """
 
 from collections.abc import Iterator, Mapping
@@ -239,7 +240,8 @@ def _same(
     part: str,
     off: Any = distance,
 ) -> tuple[dict[str, Any], Any]:
-    """Return the first candidate that maps a part's recorded input to its recorded output, within the bound for `off`.
+    """Return the first candidate that maps a part's recorded input to its recorded output, within the bound for
+    `off`.
     """
     x, expected = seen.input_of(begin), seen.output_of(end)
     says = f"the layer's {part} gives other outputs than ours does with any options"

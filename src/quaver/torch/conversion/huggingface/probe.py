@@ -213,8 +213,8 @@ class ObservedCall:
         return [e for i, e in enumerate(self.events) if e.role == "norm" and not first < i < last]
 
     def hidden_dropouts(self) -> list[ModuleCallEvent]:
-        """Return the dropouts on the MLP's hidden features: those before its last matrix whose input is as wide as its
-        own.
+        """Return the dropouts on the MLP's hidden features: those before its last matrix whose input is as wide as
+        its own.
         """
         last = next((i for i, event in enumerate(self.events) if event.role == "down"), None)
         if last is None:

@@ -117,8 +117,8 @@ class ExpertGemms:
             prepare(module, recipe)
 
     def __call__(self, name: str, x: Tensor) -> Tensor:
-        """Multiply sorted x [T, K] by each expert's matrix of the named parameter, and add its bias if the module has
-        one.
+        """Multiply sorted x [T, K] by each expert's matrix of the named parameter, and add its bias if the module
+        has one.
         """
         module: Any = self.module
         bias = getattr(module, f"{name}_bias") if module.has_bias else None
@@ -247,7 +247,8 @@ class Llama4Stack(Quantizable):
 
 
 class Split(Quantizable):
-    """Mixin for JetMoE's experts: x [T, K] sorted by expert, the number of rows per expert, and one weight [E, N, K].
+    """Mixin for JetMoE's experts: x [T, K] sorted by expert, the number of rows per expert, and one weight [E, N,
+    K].
     """
 
     weight: Tensor

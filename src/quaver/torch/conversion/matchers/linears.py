@@ -1,4 +1,5 @@
-"""The module kinds that `convert` supports, one `LinearMatcher` each: the replacement class, the weights and the sizes.
+"""The module kinds that `convert` supports, one `LinearMatcher` each: the replacement class, the weights and the
+sizes.
 """
 
 import math
@@ -478,7 +479,8 @@ def output_heads(model: nn.Module) -> set[nn.Module]:
 
 
 def _vocabularies(model: nn.Module) -> set[int]:
-    """Return the sizes of the input embeddings; if the model does not name them, those of all non-position embeddings.
+    """Return the sizes of the input embeddings; if the model does not name them, those of all non-position
+    embeddings.
     """
     tables = [m for m in _answers(model, "get_input_embeddings") if isinstance(m, nn.Embedding)]
     if not tables:

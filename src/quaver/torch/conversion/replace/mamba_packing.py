@@ -148,7 +148,8 @@ class PackedInputs:
 
 
 def seq_idx_of(ids: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Return `seq_idx` [B, S] from the argument that describes packed sequences, or None if each row is one sequence.
+    """Return `seq_idx` [B, S] from the argument that describes packed sequences, or None if each row is one
+    sequence.
     """
     cu_seqlens = next((kwargs[name] for name in CU_SEQLENS if kwargs.get(name) is not None), None)
     if cu_seqlens is not None:

@@ -192,7 +192,8 @@ def _inside(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
 
 
 class CalledMixer(FusedModule):
-    """Mixin above a mixer class that uses one fused function for all; calls the layers while one of them is quantized.
+    """Mixin above a mixer class that uses one fused function for all; calls the layers while one of them is
+    quantized.
     """
 
     #: Copies of the original forward that call the layers: for eager mode, and for torch.compile.
@@ -448,7 +449,8 @@ def formula_of(module: Any) -> tuple[MixerFormula | None, str]:
 
 
 def _plain_functions(forward: Any) -> tuple[tuple[str, Any], ...]:
-    """Return pure-torch versions of the package functions that a forward calls, because the comparison runs on a CPU.
+    """Return pure-torch versions of the package functions that a forward calls, because the comparison runs on a
+    CPU.
     """
     plain = inspect.unwrap(forward)
     held = {name: plain.__globals__.get(name) for name in plain.__code__.co_names}

@@ -84,7 +84,8 @@ def _fits(module: FusedNorm, x: Tensor) -> bool:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return True if the module may be a norm: no children or buffers, at most two vectors, and a norm by name or eps.
+    """Return True if the module may be a norm: no children or buffers, at most two vectors, and a norm by name or
+    eps.
     """
     if module._modules or module._buffers or len(module._parameters) > 2:
         return False
