@@ -1,6 +1,6 @@
 """Mixture of experts as a replacement for an MLP: router, experts, and an optional shared expert for all tokens.
 
-    y = Σ over the k experts e that x is routed to of weight · expert[e](norm(x))  +  shared(norm(x))
+y = Σ over the k experts e that x is routed to of weight · expert[e](norm(x))  +  shared(norm(x))
 """
 
 import math
