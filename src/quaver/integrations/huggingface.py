@@ -231,7 +231,7 @@ def _given_folder(args: Any) -> str | None:
 
 #: Name of the quantization method. transformers prints it if it does not know it, so it says what to import.
 METHOD = "quaver, by import quaver.integrations.huggingface"
-#: How weights are stored.
+#: Values of `weights`: high precision, or stored as codes.
 WEIGHTS = ("high", "stored")
 
 

@@ -84,7 +84,7 @@ def differentiated_once(call: LinearContext, x: Any, w: Any, bias: Any, state: S
     return without_derivative(call.where, (x, w, bias, state))
 
 
-#: How to differentiate Flax modules with state; part of error messages.
+#: Advice on differentiating Flax modules with state, for error messages.
 FLAX = (
     "In Flax NNX call quaver.jax.nnx.value_and_grad(loss)(model, ...) instead of nnx.value_and_grad; in Flax Linen "
     "differentiate with respect to all variables, as TrainState.create(params=variables, ...).apply_gradients takes "
@@ -217,7 +217,7 @@ def _linear(call: LinearContext, x: Any, w: Any, bias: Array | None, state: Stat
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class _GemmSharding:
-    """How the GEMMs are sharded; static data that backward needs."""
+    """Mesh axes of the GEMMs as static data for backward."""
 
     axes: GemmMeshAxes
 

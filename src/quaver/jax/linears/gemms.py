@@ -33,7 +33,7 @@ class LinearContext:
     seed: int
     #: Mesh axes that shard its GEMMs; None derives them from the array types.
     axes: GemmMeshAxes | None
-    #: How shards of x [T, K] and of w [K, N] are gathered; None if they are not.
+    #: Placement of the shards of x [T, K] and of w [K, N] for a gather; None for no gather.
     input: ShardPlacement | None
     weight: ShardPlacement | None
     #: Counter of the calls that read this state.

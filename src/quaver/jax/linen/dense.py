@@ -171,7 +171,7 @@ def einsum_cls(recipe: str | Recipe | None = None, *, seed: int = 0) -> Callable
 
 
 class DotGeneral(nn.Module):
-    """Module of jax.lax.dot_general with input and kernel under a recipe; it holds the state of delayed scaling."""
+    """Module of jax.lax.dot_general with input and kernel under a recipe; it stores the state of delayed scaling."""
 
     recipe: str | Recipe | None = None
     seed: int = 0

@@ -24,7 +24,7 @@ from quaver.reference.numerics import NAN_CODE
 
 
 def where(condition: Array, x: Array | float, y: Array | float) -> Array:
-    """Return x where the condition holds, else y. Exact.
+    """Return x where the condition is True, else y. Exact.
 
     Args:
         condition: bool, of the result's rank, or a scalar; axes of length one are broadcast.
@@ -133,7 +133,7 @@ class Quantized:
         """Return float32 decode scales [row blocks, k blocks], with both levels multiplied."""
         if self.spec.scale == "e8m0":
             bits = self.scale.astype(jnp.int32)
-            # Code 0 is 2**-127, a float32 subnormal whose mantissa holds the one bit. Code 255 is NaN.
+            # Code 0 is 2**-127, a float32 subnormal with one mantissa bit set. Code 255 is NaN.
             wide = where(lax.eq(bits, np.int32(255)), 0x7FC00000, lax.shift_left(bits, np.int32(23)))
             wide = where(lax.eq(bits, np.int32(0)), 0x00400000, wide)
             return lax.bitcast_convert_type(wide, jnp.float32)

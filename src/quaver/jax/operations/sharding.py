@@ -1,7 +1,8 @@
 """Amaxes, noise and gradients of layers with sharded arrays, and all-gathers in quantized form.
 
 Under `jit` every array is whole, so amaxes are those of whole tensors and nothing is needed. Under `jax.shard_map`
-arrays are shards. Their types say over which mesh axes they vary, which tells the GEMM axis that each mesh axis shards:
+arrays are shards. Their types say over which mesh axes they vary. That determines which GEMM axis each mesh axis
+shards:
 
     in x and not in w    tokens      (data and sequence parallel)
     in w and not in x    outputs     (column parallel)

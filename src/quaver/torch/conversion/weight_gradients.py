@@ -159,7 +159,7 @@ def _add(weight: Any, g: Tensor) -> None:
 
 
 class Context:
-    """Minimal stand-in for torch's autograd context, passed to a function's own forward and backward."""
+    """Minimal replacement for torch's autograd context, passed to a function's own forward and backward."""
 
     def __init__(self, needs: Sequence[Any]) -> None:
         self.needs_input_grad = tuple(needs)

@@ -31,7 +31,7 @@ PIECE = 2**18
 
 
 class LossConfig(NamedTuple):
-    """How a row of logits becomes a loss; 0 disables a term."""
+    """Terms of the loss of a row of logits; 0 disables a term."""
 
     ignore_index: int = -100
     label_smoothing: float = 0.0

@@ -25,8 +25,8 @@ from quaver.torch.operations.operation import Implementation, Operation, row_by_
 
 #: Kinds by name: (True if the mean is subtracted, True if there is a gamma).
 NORMALIZATIONS = {"LayerNorm": (True, True), "RMSNorm": (False, True), "L2": (False, False)}
-#: What query and key norms normalize: "head", each head's features with one gamma for all heads; "each_head", the same
-#: with a gamma per head (Cohere); "all_heads", the features of all heads together (OLMo 2).
+#: Scopes of query and key norms: "head", each head's features with one gamma for all heads; "each_head", the same with
+#: a gamma per head (Cohere); "all_heads", the features of all heads together (OLMo 2).
 QK_NORM_SCOPES = ("head", "each_head", "all_heads")
 
 

@@ -31,7 +31,7 @@ NORM_POSITIONS = ("pre", "post", "sandwich", "res_post")
 BEFORE = ("pre", "sandwich")
 #: Names of the options that latent attention supports.
 LATENT = {field.name for field in fields(LatentOptions)}
-#: Values of `recompute`: what is recomputed in backward.
+#: Values of `recompute`: nothing, the MLP or the whole layer is recomputed in backward.
 RECOMPUTE = (None, "mlp", "full")
 
 

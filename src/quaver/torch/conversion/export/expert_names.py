@@ -23,7 +23,7 @@ _GRANITE: SplitNames = {
 
 
 class ServedExperts(NamedTuple):
-    """How servers read the quantized experts of a model family."""
+    """Names and format in which servers read the quantized experts of a model family."""
 
     #: The names of each expert's layers; None if servers read one tensor for all experts, in format "mxfp4".
     split: SplitNames | None

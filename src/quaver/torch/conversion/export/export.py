@@ -171,7 +171,7 @@ SHARD_BYTES = 5_000_000_000
 
 @dataclass
 class Exported:
-    """Result of `export`; print it to see what was written."""
+    """Result of `export`: a printable summary of the written files."""
 
     folder: Path
     format: str
@@ -222,7 +222,7 @@ def export(
         high_precision: name patterns of layers to write in high precision although they are trained quantized.
         shard_bytes: maximum bytes of tensors per file.
     Returns:
-        A summary; print it to see what was written.
+        A summary that can be printed.
     Raises:
         ValueError: the format cannot store a layer's codes (the message lists formats that can); a weight is not
             finite, on meta, or sharded; the folder is not empty or cannot be written. Raised before the folder appears.

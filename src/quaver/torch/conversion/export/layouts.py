@@ -31,7 +31,7 @@ class Unfit(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """How a format stores a layer's weight, and how its readers quantize the layer's input."""
+    """Storage scheme of a layer's weight in a file format, with the way its readers quantize the layer's input."""
 
     #: Name of the scheme in the format.
     name: str
@@ -85,7 +85,7 @@ class Inputs:
 
 
 class FileFormat:
-    """A file format for export: what it can store, and how it writes it. Each format is one constant of this class.
+    """A checkpoint format for export. Each format is one constant of this class.
 
     Args:
         name: value of `format=`.

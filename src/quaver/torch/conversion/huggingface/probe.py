@@ -18,7 +18,7 @@ from quaver.torch.conversion.matchers.swap_class import first_of
 
 @dataclass(frozen=True)
 class LayerArguments:
-    """Context of a layer in its model, as far as the layer itself tells."""
+    """Context of a layer in its model, read from the layer itself."""
 
     #: Configuration of the model.
     config: Any

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class Choices:
-    """Records the index of the candidate chosen at each step; given an earlier record, repeats its choices.
+    """Records the index of the candidate chosen at each step; with an earlier record, repeats its choices.
 
     Without an earlier record, the layer compared has random weights (`drawn`).
     """
@@ -157,7 +157,7 @@ def norm_of(module: nn.Module, x: Tensor, choices: Choices) -> nn.Module:
 
     Args:
         module: the transformers norm.
-        x: example input, of which shape, dtype and device are used.
+        x: example input; only its shape, dtype and device are used.
         choices: choices of earlier comparisons.
     Raises:
         ValueError: no norm reproduces it.

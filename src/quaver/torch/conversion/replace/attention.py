@@ -47,7 +47,7 @@ THEIRS = ("output_attentions", "cache")
 
 @dataclass(frozen=True)
 class AttentionFormula:
-    """Which functions in a forward are replaced."""
+    """The functions in a forward that are replaced, and their replacements."""
 
     #: Name of the rope function or "", the function itself, and Quaver's replacement or None.
     turns: str
@@ -251,7 +251,7 @@ def formula_of(module: Any) -> tuple[AttentionFormula | None, str]:
             why = why or "it does not ask the registry how to attend"
             if "does not run" not in why:
                 return None, why
-            # The first case is the usual one, so its reason tells most.
+            # The first case is the usual one, so its reason is the most useful one.
             reason = reason or why
     return None, reason
 
@@ -262,7 +262,7 @@ def _matrices(module: nn.Module) -> list[str]:
 
 
 class _ProbeCase(NamedTuple):
-    """How a small copy of the module is built and called."""
+    """Parameters for building and calling a small copy of the module."""
 
     #: Name of the output projection, or None.
     out: str | None

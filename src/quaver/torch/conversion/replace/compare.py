@@ -40,7 +40,7 @@ class FusedModule(nn.Module):
     The class of each module is created by `quaver.torch.conversion.matchers.swap_class`.
     """
 
-    #: Formula of the block: what it computes, and from which children and parameters.
+    #: Formula of the block: its computation, and the names of the children and parameters that it uses.
     _formula: Any
     #: The original class, and those of its members that were compared with the block.
     _original: Any

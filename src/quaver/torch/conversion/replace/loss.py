@@ -50,7 +50,7 @@ KNOWN = OF_THE_HEAD | OF_THE_LOSS | {"output_router_logits"}
 
 @dataclass(frozen=True)
 class LossFormula:
-    """How a model computes its loss from the hidden states of its body."""
+    """Formula of a model's loss: its body, head, scale, soft cap and loss function."""
 
     body: str
     head: str

@@ -61,7 +61,7 @@ HARMLESS = {"dtype", "device", "shape", "size", "dim", "ndim", "numel", "require
 
 
 class ModuleUse(NamedTuple):
-    """How a forward uses one of its module's children."""
+    """Kinds of use of a child module in its parent's forward."""
 
     #: True if it reads the weight; and True if it reads it only as an argument of functions of `WHOLE`.
     reads: bool = False
@@ -289,7 +289,7 @@ FACTOR, FACTORS = "ssm_in_multiplier", "mup_vector"
 
 @dataclass(frozen=True)
 class MixerFormula:
-    """What a mixer computes between its projections."""
+    """Formula of a Mamba-2 mixer between its projections: sizes, activation, step limits and norm."""
 
     sizes: ScanSizes
     activation: str

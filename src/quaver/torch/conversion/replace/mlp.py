@@ -38,7 +38,7 @@ from quaver.torch.nn.activation import ACTIVATIONS, ActivationInputOp, option_va
 
 @dataclass(frozen=True)
 class MLPFormula:
-    """What an MLP computes, by the names of its children."""
+    """Formula of an MLP: its activation, and the roles of its children by name."""
 
     activated: ActivationInputOp
     #: Names of the first matrices: gate and up, one that is both, or up alone.

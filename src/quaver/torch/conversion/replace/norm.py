@@ -192,7 +192,7 @@ class Rope:
         """Return the tables for these tensors, cached because all layers of a model receive the same ones."""
         if not (has_reliable_version(cos) and has_reliable_version(sin)) or cos.requires_grad or sin.requires_grad:
             return self._tables(cos, sin)
-        # Memory that a CUDA graph allocates holds values only during replays.
+        # Memory allocated in a CUDA graph is only filled during replays.
         if capture.as_captured(cos.device):
             return self._tables(cos, sin)
         stream = capture.stream_of(cos.device) if cos.is_cuda else 0

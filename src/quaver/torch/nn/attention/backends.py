@@ -398,7 +398,7 @@ class QuantizedHeads(NamedTuple):
     data: Tensor
     #: float32, or E8M0 exponents as uint8: [B, H, blocks of rows, blocks of k].
     scale: Tensor
-    #: How each matrix is quantized.
+    #: Spec with which each matrix is quantized.
     spec: QuantSpec
 
     def part(self, batch: slice, heads: slice) -> "QuantizedHeads":

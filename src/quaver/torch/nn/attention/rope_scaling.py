@@ -190,7 +190,7 @@ def _proportional(f: Frequencies) -> Tensor:
 
 
 def _ntk_base(f: Frequencies, length: Any) -> Any:
-    """Return theta increased so that only the lowest frequency is stretched fully, by what `length` needs."""
+    """Return theta increased so that only the lowest frequency is stretched by the full factor for `length`."""
     factor, original = f.get("factor"), f.max_positions
     return f.theta * ((factor * length / original) - (factor - 1)) ** (f.dim / (f.dim - 2))
 
