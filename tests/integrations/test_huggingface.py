@@ -185,7 +185,7 @@ def test_a_config_that_no_folder_keeps_is_a_sentence() -> None:
         QuaverConfig("delayed", options={"histories": 4})
     with pytest.raises(ValueError, match=r"options \['history'\] are of one recipe"):
         QuaverConfig({"*": "delayed"}, options={"history": 4})
-    with pytest.raises(ValueError, match="a folder keeps no options of blocks"):
+    with pytest.raises(ValueError, match="a folder cannot store the options of Blocks"):
         QuaverConfig("mxfp8", blocks=qt.Blocks(loss=True))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="weights is 'eight'"):
         QuaverConfig("mxfp8", weights="eight")

@@ -69,7 +69,7 @@ class QuaverAccelerator(accelerate.Accelerator):
         backend = getattr(self.fp8_backend, "value", self.fp8_backend)
         if self._is_fp8 and backend != "AO":
             raise ValueError(
-                f"accelerate would have {backend} run in eight bits; leave its recipe out of kwargs_handlers and "
+                f"accelerate would use {backend} for FP8; leave its recipe out of kwargs_handlers and "
                 f"ACCELERATE_FP8_BACKEND unset, with torchao installed (pip install torchao), or {INSTEAD}"
             )
 
@@ -125,8 +125,8 @@ def check_seam(kind: type) -> None:
     kinds = [] if seam is None else [p.kind for p in inspect.signature(seam).parameters.values()]
     if kinds != [inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.VAR_POSITIONAL]:
         raise ValueError(
-            f"accelerate {accelerate.__version__} has no {SEAM}(*args), by which it hands models to torchao (1.15 "
-            f"has): {INSTEAD}"
+            f"accelerate {accelerate.__version__} has no {SEAM}(*args), which it calls to convert models with "
+            f"torchao (1.15 has): {INSTEAD}"
         )
 
 

@@ -183,9 +183,9 @@ def _check_weights(model: nn.Module, saved: dict[str, str], step: int, path: Pat
         return
     names = ", ".join(others[:4]) + (f" and {len(others) - 4} more" if len(others) > 4 else "")
     raise ValueError(
-        f"training resumes at step {step}, and {path} is of other weights in {len(others)} of {len(own)} parameters: "
-        f"{names}. If it belongs to another run, give ScalingCallback(resume_from=the folder that you resume from). If "
-        "the Trainer did not load them, as it does not load stacked experts, make the model with "
+        f"training resumes at step {step}, and {path} was saved with other weights in {len(others)} of {len(own)} "
+        f"parameters: {names}. If it belongs to another run, give ScalingCallback(resume_from=the folder that you "
+        "resume from). If the Trainer did not load them, as it does not load stacked experts, make the model with "
         f"from_pretrained({str(path.parent)!r}), convert it, and resume with that"
     )
 
@@ -266,9 +266,9 @@ class QuaverConfig(QuantizationConfigMixin):
         quant_method: str = METHOD,
     ) -> None:
         if weights not in WEIGHTS:
-            raise ValueError(f"weights is {weights!r}; give 'high' to train them, or 'stored' to keep codes alone")
+            raise ValueError(f"weights is {weights!r}; give 'high' to train them, or 'stored' to keep only codes")
         if not isinstance(blocks, bool):
-            raise ValueError(f"blocks is {blocks!r}; give True or False: a folder keeps no options of blocks")
+            raise ValueError(f"blocks is {blocks!r}; give True or False: a folder cannot store the options of Blocks")
         if isinstance(skip, str):
             raise ValueError(f"skip is {skip!r}; give a list of patterns, such as [{skip!r}]")
         self.quant_method: Any = quant_method
@@ -292,8 +292,8 @@ class QuaverConfig(QuantizationConfigMixin):
 def _pairs(recipe: Any) -> list[Any]:
     if isinstance(recipe, Recipe):
         raise ValueError(
-            f"a folder keeps a recipe by name and options, not the Recipe: give QuaverConfig({recipe.name!r}, "
-            "options={...})"
+            "a folder stores a recipe by name and options, and this is a Recipe: give "
+            f"QuaverConfig({recipe.name!r}, options={{...}})"
         )
     pairs = list(recipe.items() if isinstance(recipe, Mapping) else recipe)
     for _, name in pairs:
@@ -345,9 +345,9 @@ class QuaverQuantizer(HfQuantizer):
         if not report.converted and not report.attention and not any(row.block for row in report.blocks):
             why = next((f" ({row.name}: {row.why})" for row in report.rows if row.why), "")
             raise ValueError(
-                f"QuaverConfig converted nothing of {type(model).__name__}{why}, and its folder would say that it did: "
-                "load it without device_map, whose hooks replace forwards, and move it by model.to(device), or give a "
-                "recipe and a skip that name its layers"
+                f"QuaverConfig converted nothing in {type(model).__name__}{why}, although its folder would say so: "
+                "load it without device_map, whose hooks replace forwards, and move it by model.to(device), or "
+                "give a recipe and a skip that match its layers"
             )
 
     def _dequantize(self, model: Any, dtype: Any = None) -> Any:

@@ -134,8 +134,8 @@ def over_codes(config: LoraConfig) -> LoraConfig:
     """
     if not isinstance(config, LoraConfig):
         raise TypeError(
-            f"{type(config).__name__} has no seam for weights that are codes; give a peft.LoraConfig, or call "
-            "quaver.torch.dequantize_weights(model) before get_peft_model"
+            f"{type(config).__name__} does not support weights that are stored as codes; give a peft.LoraConfig, "
+            "or call quaver.torch.dequantize_weights(model) before get_peft_model"
         )
     register = getattr(config, REGISTER, None)
     if register is None or not hasattr(lora.Linear, DTYPE):
@@ -165,8 +165,9 @@ def _refuse(config: LoraConfig) -> None:
     """
     if config.init_lora_weights not in FROM_NOTHING:
         raise ValueError(
-            f"init_lora_weights={config.init_lora_weights!r} starts from the base's weight, which exists only as codes "
-            "here; give True or 'gaussian', or quantize the weights after the adapter was made and saved"
+            f"init_lora_weights={config.init_lora_weights!r} starts from the base's weight, which exists only as "
+            "codes here; give True or 'gaussian', or quantize the weights after the adapter has been created and "
+            "saved"
         )
     if getattr(config, "use_dora", False):
         raise ValueError(

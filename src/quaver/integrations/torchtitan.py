@@ -29,8 +29,9 @@ try:
     from torchtitan.protocols.module import Module
 except ImportError as error:
     raise ImportError(
-        f"{__name__} needs the quantization converters of torchtitan 0.3, and this version lacks them or what they "
-        f"import ({error}): pip install torchtitan==0.3.0, or call quaver.torch.convert where the model is made on meta"
+        f"{__name__} needs the quantization converters of torchtitan 0.3, and this version lacks them or one of "
+        f"their imports ({error}): pip install torchtitan==0.3.0, or call quaver.torch.convert where the model is "
+        "made on meta"
     ) from error
 from torchtitan.tools.logging import logger
 
@@ -160,12 +161,12 @@ def _check(config: Any, recipe: Recipe) -> None:
     if getattr(config, precompute):
         if not config.enable_fsdp_float8_all_gather:
             raise ValueError(
-                f"{precompute} is of weights that are gathered as codes: set enable_fsdp_float8_all_gather"
+                f"{precompute} requires weights that are all-gathered as codes: set enable_fsdp_float8_all_gather"
             )
         if weight is None or not weight.per_tensor or recipe.delayed is not None:
             raise ValueError(
-                f"{precompute} is of weights with one scale each, measured in every step, which {recipe} has not: "
-                "leave it out; what ranks must agree on travels in one all-reduce a step anyway"
+                f"{precompute} requires weights with one scale each that is measured in every step, and {recipe} "
+                "does not have that: leave it out; amaxes are reduced in one all-reduce per step anyway"
             )
     if config.enable_fsdp_float8_all_gather and config.model_compile_enabled:
         raise ValueError(_COMPILED)
@@ -175,8 +176,8 @@ def _check(config: Any, recipe: Recipe) -> None:
 
 
 _COMPILED = (
-    "torchtitan compiles blocks as one graph each (fullgraph=True), and no graph holds a layer whose weight travels as "
-    "codes: leave out enable_fsdp_float8_all_gather, or compile without the model"
+    "torchtitan compiles each block as one graph (fullgraph=True), and a graph cannot contain a layer whose "
+    "weight is all-gathered as codes: leave out enable_fsdp_float8_all_gather, or leave the model out of compile"
 )
 
 
@@ -212,7 +213,7 @@ def _why_not(name: str, layer: Any, patterns: list[str], small_kn: SkipFilter | 
     if isinstance(layer, QuaverLinear.Config):
         return f"an earlier converter gave it {layer.recipe_name}"
     if type(layer) is not Linear.Config:
-        return f"{type(layer).__qualname__} is a layer of its own"
+        return f"{type(layer).__qualname__} is not torchtitan's plain Linear"
     pattern = next((pattern for pattern in patterns if pattern in name), None)
     if pattern is not None:
         return f"filter_fqns has {pattern!r}"
@@ -230,8 +231,8 @@ def _rooted(config: Any, whole: _Whole) -> Any:
     if before is not None:
         if before != whole:
             raise ValueError(
-                f"two QuaverConverters of one model differ in what is the whole model's: {before} and {whole}; give "
-                "both the same seed and enable_fsdp_float8_all_gather"
+                f"two QuaverConverters of one model differ in options of the whole model: {before} and {whole}; "
+                "give both the same seed and enable_fsdp_float8_all_gather"
             )
         return config
     of: Any = type(config)
@@ -274,19 +275,19 @@ def _refuse_job(job: Any, whole: _Whole) -> None:
         degree = getattr(degrees, option)
         if degree > 1:
             raise ValueError(
-                f"parallelism.{option} is {degree}, and QuaverConverter's layers go with data parallelism alone: set "
-                f"it to 1, or lay {kind} parallelism out by quaver.torch.parallel in a loop of your own"
+                f"parallelism.{option} is {degree}, and QuaverConverter supports data parallelism only: set it to "
+                f"1, or apply {kind} parallelism with quaver.torch.parallel in your own training loop"
             )
     if degrees.spmd_backend == "full_dtensor":
         raise ValueError(
-            "parallelism.spmd_backend is full_dtensor, which hands layers DTensors, and QuaverConverter's take plain "
-            "ones: set partial_dtensor"
+            "parallelism.spmd_backend is full_dtensor, which passes DTensors to layers, and QuaverConverter's "
+            "layers need plain tensors: set partial_dtensor"
         )
     training, compiling = getattr(job, "training", None), getattr(job, "compile", None)
     if training is not None and not training.disable_cuda_graphs:
         raise ValueError(
-            "torchtitan records forward and backward as a CUDA graph, and quantized layers want a rehearsal of their "
-            "own before that: set training.disable_cuda_graphs"
+            "torchtitan records forward and backward as a CUDA graph, and quantized layers need a warm-up before "
+            "that: set training.disable_cuda_graphs"
         )
     if whole.gathers and compiling is not None and compiling.enable and "model" in compiling.components:
         raise ValueError(_COMPILED)

@@ -403,7 +403,7 @@ def test_what_cannot_be_converted_says_why() -> None:
         report = qn.convert(model, "mxfp8")
     assert report.skipped == {
         "custom": "Custom has a __call__ of its own",
-        "general": "it has a dot_general_cls of its own",
+        "general": "it sets a custom dot_general_cls",
         "injected": "it has a dot_general of its own",
     }
     assert report.others == {"Conv": 1}

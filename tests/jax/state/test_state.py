@@ -241,7 +241,7 @@ def test_optax_and_clipping_see_no_state() -> None:
     assert float(parameters["first"]["state"]["history"][-1, 0]) == np.abs(x).max()
     # The mistake that this keeps from happening: the state's gradient is clipped like any other.
     clipped = jax.tree.map(lambda leaf: np.asarray(leaf) * np.float32(0.3), qj.state.split(parameters)[1])
-    with pytest.raises(ValueError, match="clipped, given to an optimizer"):
+    with pytest.raises(ValueError, match="clipped, passed to an optimizer"):
         qj.state.check(clipped, recipes.delayed(history=4))
 
 

@@ -358,13 +358,13 @@ def test_bad_input_is_a_sentence() -> None:
         (
             layer_of("mpt")[0],
             {"config": layer_of("mpt")[1]["config"]},
-            "does not say whether it is causal: give mask_type=",
+            "has no attribute that says if it is causal: give mask_type=",
         ),
-        (copy.deepcopy(llama).to("meta"), {}, "has no values to compare outputs by"),
-        (converted, {}, "was converted; call quaver.torch.revert first"),
-        (bert, {}, r"drops at random \(attention.self.dropout = 0.1.*say dropout="),
-        (decoder, {"dropout": 0.0, "attention_dropout": 0.0}, "EncDecAttention attends to a memory"),
-        (falcon, {"dropout": 0.0, "attention_dropout": 0.0}, "is handed ALiBi's bias"),
+        (copy.deepcopy(llama).to("meta"), {}, "has no parameter values, so its outputs cannot be compared"),
+        (converted, {}, "is already converted; call quaver.torch.revert first"),
+        (bert, {}, r"has dropout \(attention.self.dropout = 0.1.*pass dropout="),
+        (decoder, {"dropout": 0.0, "attention_dropout": 0.0}, "EncDecAttention is cross attention"),
+        (falcon, {"dropout": 0.0, "attention_dropout": 0.0}, "receives ALiBi's bias"),
         (clipped, {"mask_type": "causal", "config": layer_of("mpt")[1]["config"]}, r"clamps .* to ±8 \(clip_qkv\)"),
         (inside, {"dropout": 0.1, "attention_dropout": 0.0}, r"between the matrices of its MLP \(activation_dropout"),
         (
@@ -372,12 +372,16 @@ def test_bad_input_is_a_sentence() -> None:
             {"dropout": 0.1, "attention_dropout": 0.0},
             r"between the matrices of its MLP \(activation_fn\.1 = 0\.1",
         ),
-        (no_bias, layer_of("mpt")[1], "its file has no build_mpt_alibi_tensor; make a TransformerLayer"),
+        (no_bias, layer_of("mpt")[1], "its file has no build_mpt_alibi_tensor; create a TransformerLayer"),
         (t5, {"dropout": 0.1, "attention_dropout": 0.0}, r"between the matrices of its MLP \(layer.1.DenseRelu"),
         (llama, {"mask_type": "casual"}, "did you mean 'causal'"),
-        (llama, {"mask_type": "arbitrary"}, "does not say whether the layer is causal"),
-        (layer_of("whisper")[0], {"dropout": 0.0, "attention_dropout": 0.0, "fused": True}, "apart: fused=False"),
-        (llama.self_attn, {}, "has no attention and MLP by any known names"),
+        (llama, {"mask_type": "arbitrary"}, "does not determine if the layer is causal"),
+        (
+            layer_of("whisper")[0],
+            {"dropout": 0.0, "attention_dropout": 0.0, "fused": True},
+            "requires separate matrices: fused=False",
+        ),
+        (llama.self_attn, {}, "has no attention and MLP with known names"),
     ):
         with pytest.raises(ValueError, match=says):
             qt.from_huggingface(layer, **options)

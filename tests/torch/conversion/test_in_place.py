@@ -388,7 +388,7 @@ def test_an_unknown_activation_is_left_alone_and_said() -> None:
     model = tiny("llama", hidden_act="mish")
     report = qt.convert(model, "bf16", blocks=True)
     whys = {row.why for row in report.blocks if row.kind == "LlamaMLP"}
-    assert whys == {"no activation of ours gives its outputs"} and next(iter(whys)) in str(report)
+    assert whys == {"no activation of Quaver reproduces its outputs"} and next(iter(whys)) in str(report)
 
 
 def test_skip_leaves_a_module_alone() -> None:

@@ -378,5 +378,5 @@ def test_a_layer_that_is_none_of_ours_is_a_sentence() -> None:
         with pytest.raises(ValueError, match="multiplies what in_proj gives by mup_vector"):
             qt.from_huggingface(part)
     qt.convert(model, "mxfp8")
-    with pytest.raises(ValueError, match=r"was converted; call quaver\.torch\.revert first"):
+    with pytest.raises(ValueError, match=r"is already converted; call quaver\.torch\.revert first"):
         qt.from_huggingface(layer.mixer)

@@ -59,7 +59,7 @@ def test_rows_count_parameters_flops_and_bytes() -> None:
     assert any(line.startswith("layers.* x 2") and "mxfp8" in line and "30.5%" in line for line in lines), (
         report.table()
     )
-    assert "61% of the FLOPs of GEMMs; backward keeps 380 bytes a token less" in str(report)
+    assert "61% of the FLOPs of GEMMs; 380 fewer bytes per token saved for backward" in str(report)
     assert "layers.* x 2" in report._repr_html_()
 
 
@@ -112,7 +112,7 @@ def test_a_check_of_a_whole_model_is_true_and_says_so() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
     report = qt.convert(model, "delayed")
     check = report.check(model, torch.randn(4, 16))
-    assert check and str(check) == "every converted layer was called, and nothing else read its weight"
+    assert check and str(check) == "every converted layer was called, and no other code read its weight"
     assert not model[0].history.any(), "it records nothing"
     assert report.check(torch.compile(model, backend="eager"), torch.randn(4, 16))
     assert report.check(nn.Sequential(model), torch.randn(4, 16)), "one that wraps it"

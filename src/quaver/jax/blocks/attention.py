@@ -72,7 +72,7 @@ def attention(
     batch, queries, heads, dim = q.shape
     keys, groups = k.shape[1:3]
     if dropout and dropout_key is None:
-        raise ValueError(f"dropout is {dropout} and there is no key for it; give dropout_key=jax.random.key(...)")
+        raise ValueError(f"dropout is {dropout} and no dropout_key was passed; give dropout_key=jax.random.key(...)")
     shared = heads // groups
     grouped = q.reshape(batch, queries, groups, shared, dim)
     scores = jnp.einsum("bqgsd,bkgd->bgsqk", grouped, k, preferred_element_type=jnp.float32)
@@ -169,7 +169,7 @@ def _check(q: Array, k: Array, v: Array, mask_type: str, mask: Mask | None, wind
     if mask_type == "arbitrary" and isinstance(mask, tuple):
         raise ValueError("an arbitrary mask is one array, broadcastable to [B, H, Sq, Sk]; a pair is for padding")
     if any(m is not None and m.dtype != jnp.bool_ for m in parts):
-        raise ValueError("a mask is boolean, True where masked out; an additive one is given as `bias`")
+        raise ValueError("a mask is boolean, True where masked out; pass an additive mask as `bias`")
 
 
 # ---- rotary position embedding (rope): rotates pairs of features by angles that grow with the position ----
@@ -212,11 +212,11 @@ def rope(
     if x.ndim != 4:
         raise ValueError(f"rope takes [batch, tokens, heads, features], and got an array of shape {x.shape}")
     if not 0 < fraction <= 1:
-        raise ValueError(f"fraction is {fraction}; give the part of the features that turns, above 0 and up to 1")
+        raise ValueError(f"fraction is {fraction}; give the share of the features that rotates, above 0 and up to 1")
     turning = int(x.shape[-1] * fraction)
     if turning % 2 or turning == 0:
         raise ValueError(
-            f"rope turns pairs of features, and {fraction} of {x.shape[-1]} is {turning}; make it an even number"
+            f"rope rotates pairs of features, and {fraction} of {x.shape[-1]} is {turning}; make it an even number"
         )
     if positions is None:
         positions = jnp.arange(x.shape[1])

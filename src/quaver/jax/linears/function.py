@@ -74,8 +74,8 @@ def differentiated_once(call: LinearContext, x: Any, w: Any, bias: Any, state: S
     for what, operand, asked in (("x", x, perturbed[0]), ("w", w, perturbed[1])):
         if asked and isinstance(operand, Quantized):
             raise ValueError(
-                f"{call.where}: the gradient of {what} is asked for, and {what} is a Quantized, whose codes have none; "
-                f"give {what} as an array, or differentiate with respect to the other arguments alone"
+                f"{call.where}: the gradient of {what} is requested, but {what} is a Quantized, whose codes have "
+                f"no gradient; give {what} as an array, or differentiate with respect to the other arguments only"
             )
     if call.recipe.stochastic:
         _refuse_repeated_noise(call, state, perturbed)
@@ -95,16 +95,16 @@ FLAX = (
 def _refuse_repeated_noise(call: LinearContext, state: State, perturbed: list[bool]) -> None:
     if "count" not in state:
         raise ValueError(
-            f"{call.where}: recipe {call.recipe.name!r} rounds gradients at random and got no state, so every step "
-            "would draw the same noise; pass state=quaver.jax.state.init(recipe) and differentiate with respect to it, "
-            f"or take the recipe with stochastic_rounding=False. {FLAX}"
+            f"{call.where}: recipe {call.recipe.name!r} rounds gradients stochastically and got no state, so every "
+            "step would use the same noise; pass state=quaver.jax.state.init(recipe) and differentiate with "
+            f"respect to it, or take the recipe with stochastic_rounding=False. {FLAX}"
         )
     if not any(perturbed[1:]):
         raise ValueError(
-            f"{call.where}: the gradient of x alone is taken under recipe {call.recipe.name!r}, which rounds at random "
-            "and counts its noise in the state, so every step would draw the same; differentiate with respect to x and "
-            "the state, jax.grad(loss, argnums=(0, 1))(x, state), whose gradient is its next value, or take the recipe "
-            "with stochastic_rounding=False"
+            f"{call.where}: only the gradient of x is computed under recipe {call.recipe.name!r}, which rounds "
+            "stochastically and counts its noise in the state, so every step would use the same noise; "
+            "differentiate with respect to x and the state, jax.grad(loss, argnums=(0, 1))(x, state), where the "
+            "state's gradient is its next value, or use the recipe with stochastic_rounding=False"
         )
 
 
@@ -120,10 +120,11 @@ def _refuse_forgotten(call: LinearContext, perturbed: list[bool]) -> None:
         )
     if perturbed[3] and call.uses.count > 1:
         raise ValueError(
-            f"{call.where}: {call.uses.count} calls read the same state in one step, and autodiff would add up what "
-            f"they return for it; give each a slice of quaver.jax.state.share(state, {call.uses.count}). If only one "
-            "of them runs, as of branches of jax.lax.cond, hand the state to the branches as an operand; a call that "
-            "is only to read it takes jax.lax.stop_gradient of its weights, its bias and its state"
+            f"{call.where}: {call.uses.count} calls read the same state in one step, and autodiff would sum the "
+            f"states that they return; give each call a slice of quaver.jax.state.share(state, {call.uses.count}). "
+            "If only one of them runs, as with branches of jax.lax.cond, pass the state to the branches as an "
+            "operand. A call that only reads the state takes jax.lax.stop_gradient of its weights, its bias and "
+            "its state"
         )
 
 
@@ -323,8 +324,8 @@ def _refuse_repeated_bias(call: LinearContext, x: Any, w: Any, bias: Array | Non
     cut = () if bias is None else tuple(axis for axis in _axes(call, x, w, state).inputs if axis not in varying(bias))
     if cut:
         raise ValueError(
-            f"{call.where}: mesh axes {cut} cut K, so each shard computes a part of the sum, and the bias would be "
-            "added on every one; add it after jax.lax.psum, or give axes= if they do not cut K"
+            f"{call.where}: mesh axes {cut} shard K, so each shard computes a part of the sum, and the bias would "
+            "be added on every shard; add it after jax.lax.psum, or give axes= if they do not shard K"
         )
 
 
@@ -341,8 +342,8 @@ def _mapped_alike(call: LinearContext, state: State, *operands: Any) -> State:
     def rule(axis_size: int, mapped: Any, state: State, operands: Any) -> tuple[State, Any]:
         if any(jax.tree.leaves(mapped[1])) and not all(jax.tree.leaves(mapped[0])):
             raise ValueError(
-                f"{call.where}: a vmap over {axis_size} slices shares one state, and autodiff would add up what they "
-                f"return for it; map quaver.jax.state.share(state, {axis_size}) along with them"
+                f"{call.where}: a vmap over {axis_size} slices shares one state, and autodiff would sum the states "
+                f"that they return; also map quaver.jax.state.share(state, {axis_size})"
             )
         return state, mapped[0]
 

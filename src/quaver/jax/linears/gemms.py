@@ -44,8 +44,9 @@ class LinearContext:
             spec = self.recipe.operands()[label]
             if spec is not None and spec.rounding != "nearest":
                 raise ValueError(
-                    f"{self.where}: recipe {self.recipe.name!r} rounds the input at random ({label} is {spec}), and "
-                    "quaver.jax counts the draws of gradients alone; round the input to nearest, or use quaver.torch"
+                    f"{self.where}: recipe {self.recipe.name!r} rounds the input stochastically ({label} is "
+                    f"{spec}), and quaver.jax supports that only for gradients; round the input to nearest, or use "
+                    "quaver.torch"
                 )
 
     @property
@@ -207,7 +208,7 @@ def product(a: Array, b: Array, dtype: Any, bias: Array | None = None) -> Array:
 def _unquantized(call: LinearContext, x: Array | Quantized) -> Array:
     if isinstance(x, Quantized):
         raise ValueError(
-            f"{call.where}: recipe {call.recipe.name!r} needs this operand also in other blocks than the {x.spec} it "
-            "was given in: give it unquantized"
+            f"{call.where}: recipe {call.recipe.name!r} needs this operand also in blocks other than those of "
+            f"{x.spec}: pass it unquantized"
         )
     return x

@@ -52,16 +52,17 @@ def layer_state(module: nn.Module, own: str | Recipe | None) -> dict[str, Array]
     where = f"{type(module).__name__} {'.'.join(module.path) or '(root)'} under recipe {str(recipe)!r}"
     if not given:
         raise ValueError(
-            f"{where} needs its state, {' and '.join(fresh)} in the collection {COLLECTION!r}, and it was not given. "
-            "Initialize under the same recipe (with quaver.jax.autocast(recipe): variables = model.init(...)) and pass "
-            "all variables to apply, not 'params' alone; nn.scan and nn.vmap need the collection in variable_axes"
+            f"{where} needs its state, {' and '.join(fresh)} in the collection {COLLECTION!r}, but it was not "
+            "passed. Initialize under the same recipe (with quaver.jax.autocast(recipe): variables = "
+            "model.init(...)) and pass all variables to apply, not 'params' alone; nn.scan and nn.vmap need the "
+            "collection in variable_axes"
         )
     held = {key: module.variable(COLLECTION, key, lambda value=value: value).value for key, value in fresh.items()}
     for key, value in fresh.items():
         if held[key].shape != value.shape:
             raise ValueError(
-                f"{where} has a {key} of shape {held[key].shape} and needs {value.shape}: it is another recipe's; "
-                "initialize under this one, and keep the params that you have"
+                f"{where} has a {key} of shape {held[key].shape} and needs {value.shape}: it belongs to another "
+                "recipe; initialize under this one, and keep your params"
             )
     return held
 

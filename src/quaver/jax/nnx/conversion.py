@@ -102,12 +102,12 @@ class _OperationSlot:
     def unsupported(self, layer: Any) -> str:
         """Return why a layer cannot be converted, or ""."""
         if not isinstance(layer, nnx.LoRALinear) and type(layer).__call__ is not self.reader.__call__:
-            return f"{type(layer).__name__} has a __call__ of its own"
+            return f"{type(layer).__name__} overrides __call__"
         if getattr(layer, "dot_general_cls", None) is not None:
-            return "it has a dot_general_cls of its own"
+            return "it sets a custom dot_general_cls"
         inside = getattr(layer, self.name)
         if inside is not self.default and inside is not jax.lax.dot_general and not isinstance(inside, self.operation):
-            return f"it has a {self.name} of its own"
+            return f"it has a custom {self.name}"
         return ""
 
     def put(self, layer: Any, recipe: Recipe, name: str, seed: int) -> None:

@@ -123,9 +123,10 @@ def two_to_the(p: Array) -> Array:
 # ---- arrays through which no derivative may pass, where rounding would act as a constant or the identity ----
 
 SECOND_DERIVATIVE = (
-    "{}: quantized layers have no second derivative, and none in forward mode over a gradient: rounding has none. "
-    "Compute the part that is differentiated twice in high precision, with quaver.jax.autocast(enabled=False), or put "
-    "jax.lax.stop_gradient around the arguments of the inner gradient, if it is to count as a constant"
+    "{}: quantized layers have no second derivative and no forward-mode derivative of a gradient, because "
+    "rounding has no derivative. Compute the part that is differentiated twice in high precision, with "
+    "quaver.jax.autocast(enabled=False), or put jax.lax.stop_gradient around the arguments of the inner gradient "
+    "to treat it as a constant"
 )
 
 #: Maximum number of cached guards, one per message; messages contain layer names.

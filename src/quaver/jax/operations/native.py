@@ -27,8 +27,8 @@ from quaver.recipes.spec import QuantSpec
 NT = (((1,), (1,)), ((), ()))
 
 NO_DERIVATIVE = (
-    "quaver.jax.matmul: operands that are quantized have no derivative. quaver.jax.linear, dot_general and grouped_dot "
-    "have gradients of their own; for a value that is to count as a constant, multiply jax.lax.stop_gradient(operand)"
+    "quaver.jax.matmul: quantized operands have no derivative. quaver.jax.linear, dot_general and grouped_dot "
+    "have gradients of their own; to treat a value as a constant, multiply jax.lax.stop_gradient(operand)"
 )
 
 #: The largest block scale of a row is normalized to 2**TOP before it is applied: products stay finite in float32, and

@@ -17,8 +17,8 @@ from quaver.recipes.text import instance
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 NO_DERIVATIVE = (
-    "quaver.jax.quantize: rounding has no derivative. quaver.jax.linear, dot_general and grouped_dot have gradients of "
-    "their own; for a value that is to count as a constant, quantize jax.lax.stop_gradient(x)"
+    "quaver.jax.quantize: rounding has no derivative. quaver.jax.linear, dot_general and grouped_dot have "
+    "gradients of their own; to treat a value as a constant, quantize jax.lax.stop_gradient(x)"
 )
 
 
@@ -57,7 +57,7 @@ def quantize(
     instance("quantize", "spec", spec, QuantSpec, "quaver.recipes.get('mxfp8').fprop.a")
     if isinstance(x, Quantized):
         if x.spec != spec:
-            raise ValueError(f"the operand is quantized as {x.spec} and {spec} was asked for; dequantize() it first")
+            raise ValueError(f"the operand is quantized as {x.spec}, but {spec} is required; dequantize() it first")
         return x
     own, x = getattr(x, "dtype", None), array("quantize", "x", x)
     if x.ndim != 2:
@@ -77,7 +77,9 @@ def quantize(
 def static(what: str, number: object, instead: str) -> None:
     """Raise ValueError if an array is passed where a static Python int is required."""
     if not isinstance(number, int):
-        raise ValueError(f"{what} is a Python int, known when jit traces, and this is {number!r}; {instead}")
+        raise ValueError(
+            f"{what} must be a Python int that is known when jit traces, and this is {number!r}; {instead}"
+        )
 
 
 def _numbers(spec: QuantSpec, x: Array, amax: Any, factor: Any, tensor_id: Any, count: Any) -> None:
@@ -89,7 +91,7 @@ def _numbers(spec: QuantSpec, x: Array, amax: Any, factor: Any, tensor_id: Any, 
     if amax is not None and jnp.size(amax) != 1 and jnp.shape(amax) != wanted:
         raise ValueError(f"quantize: amax has shape {jnp.shape(amax)}; give one number, or {wanted}")
     if factor is not None and jnp.size(factor) != 1:
-        raise ValueError(f"quantize: factor has shape {jnp.shape(factor)}; give one number, of the whole tensor")
+        raise ValueError(f"quantize: factor has shape {jnp.shape(factor)}; give one number for the whole tensor")
 
 
 def _word(x: Array | int) -> Array:

@@ -70,9 +70,9 @@ def axes_of(
         return GemmMeshAxes()
     if any(not varying(lax.axis_index(axis)) for axis in manual):
         raise ValueError(
-            "a quantized layer runs in jax.pmap, or in a shard_map with check_vma=False, where nothing tells which "
-            "arrays are pieces of a whole, so that its scales would differ from shard to shard; in place of pmap use "
-            "jax.jit with sharded arrays (jax.sharding.NamedSharding), or jax.shard_map with check_vma left at True"
+            "a quantized layer runs in jax.pmap, or in a shard_map with check_vma=False, where it cannot know "
+            "which arrays are shards, so its scales would differ between shards; instead of pmap use jax.jit with "
+            "sharded arrays (jax.sharding.NamedSharding), or jax.shard_map with check_vma=True"
         )
     own = varying(state)
     a, b = varying(x) - own - {gathered_x}, varying(w) - own - {gathered_w}
@@ -140,8 +140,9 @@ def _refuse_cuts(shape: tuple[int, ...], spec: QuantSpec, rows: tuple[str, ...],
     for axes, size, width, what in ((rows, shape[0], widths[0], "rows"), (k, shape[1], widths[1], "columns")):
         if axes and width is not None and size % width:
             raise ValueError(
-                f"{spec} shares a scale among {width} {what}, and mesh axes {axes} cut the operand into shards of "
-                f"{size}: make the shard a multiple of {width}, shard another axis, or use a recipe with other blocks"
+                f"{spec} shares a scale among {width} {what}, and mesh axes {axes} divide the operand into shards "
+                f"of {size}: make the shard a multiple of {width}, shard another axis, or use a recipe with other "
+                "blocks"
             )
 
 
@@ -215,8 +216,8 @@ class ShardedOperand:
     def __post_init__(self) -> None:
         if not isinstance(self.axis, str) or not isinstance(self.sharding, (PartitionSpec, NamedSharding)):
             raise TypeError(
-                f"Gather takes the name of a mesh axis and a PartitionSpec or NamedSharding that names it, not "
-                f"{self.axis!r} and {self.sharding!r}"
+                "ShardedOperand takes the name of a mesh axis and a PartitionSpec or NamedSharding that names it, "
+                f"not {self.axis!r} and {self.sharding!r}"
             )
 
     @property
@@ -229,7 +230,7 @@ class ShardedOperand:
             if self.axis in _names(names):
                 return position
         raise ValueError(
-            f"Gather({self.axis!r}, {self.spec}): the spec says nothing of that axis; give the one the operand has"
+            f"Gather({self.axis!r}, {self.spec}): the spec does not name that axis; give the operand's own spec"
         )
 
 
@@ -270,8 +271,8 @@ def along_input(gather: ShardedOperand | None, x: Any) -> ShardPlacement | None:
     entries = (*tuple(gather.spec), *[None] * ndim)[:ndim]
     if position == ndim - 1:
         raise ValueError(
-            f"Gather({gather.axis!r}, {gather.spec}) cuts x along K, which the GEMM sums over: shard w alike and leave "
-            "out the gather"
+            f"Gather({gather.axis!r}, {gather.spec}) shards x along K, which the GEMM sums over: shard w in the "
+            "same way and leave out the gather"
         )
     others = [entry for i, entry in enumerate(entries[:-1]) if i != position]
     if not _manual(gather) and (any(others) or any(n > 1 for n in shape[:position])):

@@ -191,7 +191,8 @@ def per_layer(function: Callable[..., State], *trees: Any) -> Any:
     layers = [_layers(tree) for tree in trees]
     if any(other != layers[0] for other in layers):
         raise ValueError(
-            "trees of layers' states differ in their layers, or in what these remember; give the same ones"
+            "trees of layer states differ in their layers, or in the keys of their states; give trees of the same "
+            "layers"
         )
     return jax.tree.map(function, *trees, is_leaf=is_state)
 
@@ -202,8 +203,9 @@ def _layers(tree: Any) -> list[tuple[Any, set[str]]]:
     for path, leaf in leaves:
         if not is_state(leaf):
             raise ValueError(
-                f"a tree of layers' states holds a {type(leaf).__name__} at {jax.tree_util.keystr(path) or 'its root'}"
-                "; quaver.jax.state.split takes the states out of a tree of parameters or of gradients"
+                f"a tree of layer states contains a {type(leaf).__name__} at "
+                f"{jax.tree_util.keystr(path) or 'its root'}; quaver.jax.state.split separates the states from a "
+                "tree of parameters or of gradients"
             )
     return [(path, set(state)) for path, state in leaves]
 
@@ -217,7 +219,7 @@ def merge(*states: Any) -> Any:
         largest.
     """
     if not states:
-        raise ValueError("quaver.jax.state.merge takes the states of one micro-batch or more, and got none")
+        raise ValueError("quaver.jax.state.merge takes the states of one or more micro-batches, but got none")
     merged = per_layer(dict, states[0])
     for other in states[1:]:
         merged = per_layer(_merge, merged, other)
@@ -292,7 +294,7 @@ def share(states: Any, n: int) -> Any:
 
     static("n", n, "count the uses where the program is written")
     if n < 1:
-        raise ValueError(f"n is {n}; a layer that is not used needs no share")
+        raise ValueError(f"n is {n}; give the number of uses, 1 or more")
     return _share(states, n)
 
 
@@ -334,15 +336,16 @@ def check(states: Any, recipe: str | Recipe) -> None:
     """
     recipe = recipes.get(recipe)
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(states)):
-        raise ValueError("quaver.jax.state.check looks at values; call it outside jit, on what a step returned")
+        raise ValueError("quaver.jax.state.check needs values; call it outside jit, on the result of a step")
     for path, state in jax.tree_util.tree_leaves_with_path(states, is_leaf=is_state):
         if not is_state(state):
             continue
         where = jax.tree_util.keystr(path) or "the state"
         if "count" in state and not (np.asarray(state["count"]) <= MOST_COUNTED).all():
             raise ValueError(
-                f"{where} counts {state['count'].max()} roundings, and float32 counts to {MOST_COUNTED}. Was it added "
-                "up? A layer used twice needs quaver.jax.state.share, micro-batches quaver.jax.state.merge"
+                f"{where} counts {state['count'].max()} roundings, but float32 can only count to {MOST_COUNTED}. "
+                "Was it summed? A layer used twice needs quaver.jax.state.share, micro-batches "
+                "quaver.jax.state.merge"
             )
         if recipe.delayed is None:
             continue
@@ -352,10 +355,10 @@ def check(states: Any, recipe: str | Recipe) -> None:
         factor = np.asarray(_used(history, np.asarray(state["factor"]).reshape(-1, 3), recipe))
         if not np.isfinite(factor).all() or not np.isfinite(history).all():
             raise ValueError(
-                f"{where} is not what a step under recipe {recipe.name!r} returns: its factors do not follow from "
-                "its history. Was it added up (a layer used twice needs quaver.jax.state.share, micro-batches "
-                "quaver.jax.state.merge), clipped, given to an optimizer, or written under other options? "
-                "quaver.jax.state.init(recipe) begins afresh"
+                f"{where} cannot be the result of a step under recipe {recipe.name!r}: its factors do not follow "
+                "from its history. Was it summed (a layer used twice needs quaver.jax.state.share, micro-batches "
+                "quaver.jax.state.merge), clipped, passed to an optimizer, or written under other options? "
+                "quaver.jax.state.init(recipe) creates a new one"
             )
 
 
@@ -373,8 +376,8 @@ def fitting(state: State, recipe: Recipe, where: str) -> None:
         return
     if "history" not in state or "factor" not in state:
         raise ValueError(
-            f"{where}: recipe {recipe.name!r} scales by a history and got none; pass "
-            "state=quaver.jax.state.init(recipe), use a module, which keeps it, or the recipe 'tensorwise'"
+            f"{where}: recipe {recipe.name!r} uses an amax history but got none; pass "
+            "state=quaver.jax.state.init(recipe), use a module, which stores it, or use the recipe 'tensorwise'"
         )
     _fits(state, {"history": (recipe.delayed.length, 3), "factor": (3,)}, recipe, where)
 
@@ -384,5 +387,5 @@ def _fits(state: State, wanted: dict[str, tuple[int, ...]], recipe: Recipe, wher
         if state[key].shape[-len(shape) :] != shape or state[key].dtype != jnp.float32:
             raise ValueError(
                 f"{where}: {key} is {state[key].dtype}{list(state[key].shape)} and recipe {recipe.name!r} needs "
-                f"float32{list(shape)}; begin with quaver.jax.state.init(recipe), and keep casts away from it"
+                f"float32{list(shape)}; create it with quaver.jax.state.init(recipe), and do not cast it"
             )

@@ -291,7 +291,7 @@ class _ModuleConverter:
         total = sum(size for size, _ in sizes)
         self.report.chosen_parameters += left
         self.report.unreached_parameters += total - left
-        why = "left out by name" if left == total else f"{type(module).__name__} reads it in a forward of its own"
+        why = "left out by name" if left == total else f"{type(module).__name__} overrides forward and reads it there"
         self.report.rows.append(ReportRow(name, type(module).__name__, None, "", total, 2.0 * total, 0.0, why))
 
 
@@ -316,14 +316,14 @@ def _warn(model: nn.Module, choice: ConversionRules, walk: _ModuleConverter, rep
     if walk.lost:
         others = f", and that of {len(walk.lost) - 1} other layers" if len(walk.lost) > 1 else ""
         warnings.warn(
-            f"convert gives {walk.lost[0] or '(root)'} another recipe, and what the one before has recorded is dropped"
-            f"{others}: histories and counts start fresh",
+            f"convert changes the recipe of {walk.lost[0] or '(root)'} and drops the state of the previous "
+            f"one{others}: histories and counts start fresh",
             stacklevel=3,
         )
     names = [*(name for name, _ in model.named_modules(remove_duplicate=False)), *dict(model.named_parameters())]
     unknown = choice.unknown(names)
     if unknown:
-        warnings.warn(f"no layer has a name that fits {', '.join(map(repr, unknown))}", stacklevel=3)
+        warnings.warn(f"no layer has a name that matches {', '.join(map(repr, unknown))}", stacklevel=3)
     if not report.converted and not report.attention and not any(row.block for row in report.blocks):
         warnings.warn(f"convert changed nothing:\n{report}", stacklevel=3)
     elif report.other_attention and not report.attention:

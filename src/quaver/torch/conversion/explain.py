@@ -118,7 +118,7 @@ def explain(layer: Any, x: Tensor, *rest: Tensor, **options: Any) -> Any:
     if layer is grouped_matmul:
         return _grouped(x, *rest, **options)
     if rest or options:
-        raise ValueError(f"explain takes a {type(layer).__name__} and its input x, and nothing else")
+        raise ValueError(f"explain takes only a {type(layer).__name__} and its input x, no other arguments")
     if isinstance(layer, GroupedLinear):
         return _grouped_layer(layer, x)
     return _linear(layer, x) if isinstance(layer, Linear) else _module(layer, x)
@@ -254,7 +254,9 @@ def _laid(like: Tensor, spec: QuantSpec, rows: int, offsets: GroupOffsets) -> Gr
 
 def _attention(core: DotProductAttention, *qkv: Tensor, mask_type: str | None = None, **given: Any) -> Any:
     if len(qkv) != 3:
-        raise ValueError(f"a DotProductAttention takes q, k and v, and got {len(qkv)}; only their shapes matter")
+        raise ValueError(
+            f"a DotProductAttention takes q, k and v, but got {len(qkv)} tensors; only their shapes matter"
+        )
     q, k, v = qkv
     return explain_attention(q, k, v, **given, **core.options(q, k, v, mask_type))
 
@@ -264,8 +266,8 @@ def _module(module: nn.Module, x: Tensor) -> Explanations:
     if not parts:
         kind = type(module).__name__
         raise ValueError(
-            f"explain takes a quaver.torch.Linear, a DotProductAttention or a module that holds some, not {kind}; "
-            "convert the model first"
+            "explain takes a quaver.torch.Linear, a DotProductAttention or a module that contains some, not "
+            f"{kind}; convert the model first"
         )
     if not x.is_floating_point():
         # Token ids of a whole model: its layers receive as many rows, in the dtype of the weights.

@@ -66,8 +66,8 @@ def check(spec: QuantSpec) -> None:
     held = spec.format.name in FLOAT8 and not spec.hadamard and not spec.two_level
     if not held or not (spec.per_tensor or (rows == 1 and spec.rounding == "nearest") or (rows == k)):
         raise Untranslatable(
-            f"an operand in {spec} has no counterpart in ONNX's float8 operators: export under a recipe with E4M3 or "
-            "E5M2 in scales of tensors, rows or blocks (tensorwise, delayed, rowwise, blockwise, mxfp8)"
+            f"an operand in {spec} cannot be expressed with ONNX's float8 operators: export under a recipe with "
+            "E4M3 or E5M2 and scales per tensor, row or block (tensorwise, delayed, rowwise, blockwise, mxfp8)"
         )
 
 
@@ -248,10 +248,10 @@ def onnx_export(
         sentence = f"ONNX is written by {missing[0]}, which is not installed: pip install 'quaver[onnx]'"
         raise ModuleNotFoundError(sentence, name=missing[0])
     if opset < OPSET:
-        raise ValueError(f"opset is {opset}; float8 in blocks is there from {OPSET} on")
+        raise ValueError(f"opset is {opset}; float8 with block scales requires {OPSET} or later")
     file = Path(file)
     if not file.parent.is_dir():
-        raise ValueError(f"{file.parent} is no folder; make it, or write the file elsewhere")
+        raise ValueError(f"{file.parent} is not a folder; create it, or write the file elsewhere")
     layers = _layers(model)
     wrapped, given = _OnnxForward(model, inputs), _tensors(inputs)
     # torch's exporter warns about its own internals; users cannot act on these warnings.
@@ -261,7 +261,7 @@ def onnx_export(
         with traced_plainly(but=KEPT):
             program = torch.export.export(wrapped, given, dynamic_shapes=(shapes,), strict=False)
         for name in _unknown(program):
-            raise ValueError(f"the model runs {name}, which has no counterpart in ONNX: export without what needs it")
+            raise ValueError(f"the model runs {name}, which ONNX cannot express: remove the option that needs it")
         result = torch.onnx.export(
             program,
             given,
@@ -326,8 +326,8 @@ def _layers(model: nn.Module) -> list[StoredOperand]:
             continue
         if not isinstance(module, Linear) or "weight" not in module._parameters:
             raise ValueError(
-                f"{name or 'the model'} ({type(module).__name__}) has products that ONNX is not given here: leave it "
-                f"in high precision, convert(model, {{{name!r}: None, '*': ...}})"
+                f"{name or 'the model'} ({type(module).__name__}) has GEMMs that this export does not support: "
+                f"leave it in high precision, convert(model, {{{name!r}: None, '*': ...}})"
             )
         for spec in (recipe.fprop.a, recipe.fprop.b):
             assert spec is not None
@@ -335,7 +335,8 @@ def _layers(model: nn.Module) -> list[StoredOperand]:
             width = spec.block[1] or 1
             if module.in_features % width:
                 raise ValueError(
-                    f"{name} has rows of {module.in_features}, which end within a block of {width}: leave it out"
+                    f"{name} has rows of {module.in_features} values, which end within a block of {width}: leave "
+                    "it in high precision"
                 )
         held.append(StoredOperand(f"{name}.weight".lstrip("."), module, recipe))
     if not held:

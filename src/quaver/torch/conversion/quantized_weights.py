@@ -104,8 +104,8 @@ def quantize_weights(
         layer = modules[name]
         if not isinstance(layer, Linear | GroupedLinear):
             saved.skipped[name] = (
-                f"{type(layer).__name__} computes in eight bits, and only weights of nn.Linear and GroupedLinear are "
-                "kept so"
+                f"{type(layer).__name__} computes quantized, but only weights of nn.Linear and GroupedLinear can "
+                "be stored so"
             )
             continue
         why = _unsupported(layer, chosen, owners, read) or (MERGES if layer in merging else "")
@@ -125,7 +125,7 @@ def quantize_weights(
 
 
 MERGES = (
-    "an adapter of PEFT would add its weights to codes; quantize before get_peft_model(model, "
+    "a PEFT adapter would merge its weights into codes; quantize before get_peft_model(model, "
     "quaver.integrations.peft.over_codes(config))"
 )
 
@@ -173,7 +173,7 @@ def _layer(weight: Tensor | nn.Module) -> nn.Module:
     layer = store_weight.owner(weight)
     if layer is None:
         raise ValueError(
-            "this tensor is no weight of a layer made under quantized_init; give its parameter, or the layer"
+            "this tensor is not the weight of a layer created under quantized_init; give its parameter, or the layer"
         )
     return layer
 
@@ -232,7 +232,7 @@ class frozen(ContextDecorator):
 
     def __init__(self, module: nn.Module) -> None:
         if not is_tracing() and not isinstance(module, nn.Module):
-            raise TypeError(f"frozen holds the weights of a module still, and was given a {type(module).__name__}")
+            raise TypeError(f"frozen takes a module, not a {type(module).__name__}")
         self.module = module
         self._entered: list[list[Quantizable]] = []
 
@@ -290,8 +290,9 @@ def _refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             if p.grad is not None and id(p) in held:
                 layer = held[id(p)]
                 raise ValueError(
-                    f"{type(optimizer).__name__} would step the weight of {_described(layer)}, which "
-                    "quaver.torch.frozen holds still; step outside of it, or hold only the modules that do not train"
+                    f"{type(optimizer).__name__} would step the weight of {_described(layer)}, which is inside "
+                    "quaver.torch.frozen; step outside of the context, or freeze only the modules that do not "
+                    "train"
                 )
 
 
@@ -393,8 +394,8 @@ def load_scaling_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
     if unknown:
         others = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         raise ValueError(
-            f"this model has no layer for {unknown[0]!r}{others}, or that is no scaling state; give what "
-            "scaling_state_dict gave for a model of the same layers, and load weights by model.load_state_dict"
+            f"this model has no layer for {unknown[0]!r}{others}, or it is not scaling state; give the result of "
+            "scaling_state_dict for a model with the same layers, and load weights with model.load_state_dict"
         )
     if state and not any(isinstance(module, Quantizable) for module in model.modules()):
         raise ValueError("no layer of this model is converted; call quaver.torch.convert(model, recipe) before loading")

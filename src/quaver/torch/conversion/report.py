@@ -47,15 +47,15 @@ class Check:
 
     def __str__(self) -> str:
         if self:
-            return "every converted layer was called, and nothing else read its weight"
+            return "every converted layer was called, and no other code read its weight"
         lines = [f"converted and not called in this run: {name or '(root)'}" for name in self.never_called]
         lines += [
             f"read in high precision by {', '.join(functions)}, outside of the layer: the weight of {name or '(root)'}"
             for name, functions in self.read_behind.items()
         ]
         lines += [
-            f"no longer converted: {name or '(root)'} is a {kind} now; another library has replaced it, and one of the "
-            "two can quantize a layer"
+            f"no longer converted: {name or '(root)'} is now a {kind}: another library has replaced it, and only "
+            "one of the two can quantize a layer"
             for name, kind in self.gone.items()
         ]
         return "\n".join(lines)
@@ -194,7 +194,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 #: Number of input tokens for which the saved bytes are counted.
 TOKENS = 4096
-HEADER = ("layer", "recipe", "implementation", "parameters", "FLOPs", "bytes saved a token", "left alone because")
+HEADER = ("layer", "recipe", "implementation", "parameters", "FLOPs", "bytes saved per token", "left alone because")
 
 
 @dataclass(frozen=True)
@@ -268,7 +268,8 @@ class Report(conversion.Report):
         lines = super()._done()
         if any(row.recipe is not None for row in self.rows):
             lines.append(
-                f"  {self.flops_share:.0%} of the FLOPs of GEMMs; backward keeps {self.saved:,.0f} bytes a token less"
+                f"  {self.flops_share:.0%} of the FLOPs of GEMMs; {self.saved:,.0f} fewer bytes per token saved "
+                "for backward"
             )
         placed = Counter((row.kind, row.block, row.why) for row in self.blocks)
         for (kind, block, why), count in placed.items():

@@ -61,16 +61,18 @@ class weight_gradients:
     def __enter__(self) -> "weight_gradients":
         if is_tracing():
             # Without fullgraph, the error makes torch.compile run the calling function in eager mode.
-            raise NotImplementedError("weight_gradients is not compiled: leave it out, or run what is in it uncompiled")
+            raise NotImplementedError(
+                "weight_gradients cannot be compiled: leave it out, or do not compile the code inside"
+            )
         if active_context.split is not None and not active_context.takes_weights:
             raise ValueError(
-                "weight_gradients is for layers whose backward is whole, and a pipeline's schedule splits it here: "
-                "leave one of the two out"
+                "weight_gradients cannot be combined with a pipeline schedule that splits the backward: leave one "
+                "of them out"
             )
         if active_wrapper() is not None:
             raise ValueError(
-                "DistributedDataParallel reduces gradients that autograd gives, and weight_gradients keeps weights' "
-                "own: run the module itself, and all-reduce weight.main_grad"
+                "DistributedDataParallel reduces the gradients of autograd, but weight_gradients bypasses "
+                "autograd: run the module without it, and all-reduce weight.main_grad"
             )
         self._before.append((active_context.split, active_context.takes_weights, active_context.compiled))
         active_context.split, active_context.takes_weights, active_context.compiled = self._instead_of, True, False
@@ -82,8 +84,8 @@ class weight_gradients:
         active_context.compiled = before or compiled
         if compiled and kind is None:
             raise ValueError(
-                "a compiled layer ran in weight_gradients, and compiled backwards give gradients to autograd: run it "
-                "uncompiled, or leave weight_gradients out"
+                "a compiled layer ran in weight_gradients, but compiled backwards return gradients to autograd: "
+                "do not compile it, or leave weight_gradients out"
             )
 
     def compute(self) -> None:
@@ -96,8 +98,8 @@ class weight_gradients:
             weight, gives = self._waiting.pop(0)
             if not weight.untyped_storage().nbytes() and weight.numel() and not weight.is_meta:
                 raise ValueError(
-                    "the gradient of a weight was to be computed later, and fully_shard has freed the weight: leave "
-                    "later=True out there"
+                    "the gradient of a weight was deferred, but fully_shard has freed the weight: leave out "
+                    "later=True there"
                 )
             with torch.no_grad(), ops.without_autocast(ops.autocast_device(weight)):
                 g = None if self._adds(weight) else gives()

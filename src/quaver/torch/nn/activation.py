@@ -242,13 +242,15 @@ def activate(name: str, *x: Tensor, **options: float) -> Tensor:
             f"activation {name!r} takes {'gate and value of one shape' if row.gated else 'one tensor'}, got {shapes}"
         )
     if row.gated and len(x) == 1 and x[0].shape[-1] % 2:
-        raise ValueError(f"activation {name!r} takes gate and value side by side, an even width; got {x[0].shape[-1]}")
+        raise ValueError(
+            f"activation {name!r} takes gate and value concatenated, which needs an even width; got {x[0].shape[-1]}"
+        )
     return ActivationInputOp(name, option_values(name, options))(*x)
 
 
 SENTENCE = (
-    "this activation has no derivative beyond its own backward, which is written by hand (no second derivative, no "
-    "torch.func): use torch's own operations there"
+    "this activation supports first derivatives only (no second derivative, no torch.func), because its backward "
+    "is written by hand: use torch's own operations there"
 )
 
 

@@ -272,8 +272,8 @@ def linear_cross_entropy(
         weight = _weight_of(head)
     elif getattr(weight, "device_mesh", None) is not None:
         raise ValueError(
-            "the head's weight lies in parts on ranks: give the layer in its place, linear_cross_entropy(x, head, "
-            "targets), with ColwiseParallel() as its style, or the embedding that is the head as well, with "
+            "the head's weight is sharded across ranks: pass the layer instead, linear_cross_entropy(x, head, "
+            "targets), with ColwiseParallel() as its style, or the embedding that is also the head, with "
             "VocabParallel()"
         )
     rule = LossConfig(ignore_index, label_smoothing, z_loss, 0.0 if soft_cap is None else soft_cap)
@@ -283,8 +283,9 @@ def linear_cross_entropy(
     capped = soft_cap is None or 0 < soft_cap < math.inf
     if not (0 <= rule.label_smoothing <= 1 and 0 <= rule.z_loss < math.inf and capped):
         raise ValueError(
-            f"label_smoothing is {rule.label_smoothing}, z_loss {rule.z_loss}, soft_cap {soft_cap}; the first lies in "
-            "0 … 1, the second is finite and not negative, the third finite and above 0, or None"
+            f"label_smoothing is {rule.label_smoothing}, z_loss {rule.z_loss}, soft_cap {soft_cap}; "
+            "label_smoothing must be in 0 … 1, z_loss finite and not negative, soft_cap finite and above 0, or "
+            "None"
         )
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; give the number of tokens, 1 or more, or None")

@@ -303,8 +303,8 @@ def normalized_projections(
 
 
 SENTENCE = (
-    "this normalization has no derivative beyond its own backward, which is written by hand (no second derivative, no "
-    "torch.func): use torch.nn.LayerNorm or RMSNorm there"
+    "this normalization supports first derivatives only (no second derivative, no torch.func), because its "
+    "backward is written by hand: use torch.nn.LayerNorm or RMSNorm there"
 )
 
 

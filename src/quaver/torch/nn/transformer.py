@@ -224,7 +224,7 @@ class TransformerLayer(ComposedBlock):
             others = {name: value for name, value in others.items() if value is not None}
             if isinstance(parts["attention"], LatentAttention):
                 raise ValueError(
-                    f"latent attention takes no {', '.join(others)} for one call: give them when it is made"
+                    f"latent attention cannot override {', '.join(others)} for one call: give them to the constructor"
                 )
             of_attention |= others
         of_memory = {"mask": memory_mask, "mask_type": of_cross}
@@ -318,16 +318,17 @@ def _check(options: TransformerArguments) -> None:
     if parallel not in (False, True, "two_norms"):
         raise ValueError(f"parallel is {parallel!r}; give False, True (one norm) or 'two_norms'")
     if parallel and (norm_position != "pre" or options.cross_attention):
-        raise ValueError("a parallel TransformerLayer normalizes before its parts and has no cross attention")
+        raise ValueError("a parallel TransformerLayer requires norm_position 'pre' and no cross attention")
     if norm_position != "pre" or options.one_norm:
         check_normalization(options.normalization)
     if options.residual_from_norm and (norm_position != "pre" or parallel or options.latent is not None):
         raise ValueError(
-            "residual_from_norm goes on from the norm before each part: leave norm_position, parallel and latent out"
+            "residual_from_norm uses the norm before each part as the residual: leave norm_position, parallel and "
+            "latent out"
         )
     if options.residual_from_norm and options.mixture is not None:
         raise ValueError(
-            "residual_from_norm goes on from an MLP's norm, and a mixture of experts gives none: leave one of them out"
+            "residual_from_norm needs the MLP's norm, which a mixture of experts does not return: leave one of them out"
         )
     if options.latent is not None:
         others = {f.name for f in fields(AttentionOptions)} - LATENT - {"fused"}
@@ -337,11 +338,11 @@ def _check(options: TransformerArguments) -> None:
             said = ", ".join(given) or "cross_attention"
             raise ValueError(f"latent attention has no {said}: leave it out, or leave out latent")
     if options.cross_attention and options.layout == "thd":
-        raise ValueError("cross attention takes sequences of one length: layout 'bshd' or 'sbhd', not 'thd'")
+        raise ValueError("cross attention requires sequences of equal length: layout 'bshd' or 'sbhd', not 'thd'")
     if recompute not in RECOMPUTE:
         raise ValueError(f"recompute is {recompute!r}; give None, 'mlp' or 'full'")
     for name, value in (("dropout", options.dropout), ("drop_path", options.drop_path)):
         if not 0 <= value < 1:
             raise ValueError(f"{name} is {value}; give a probability in [0, 1)")
     if options.drop_path and options.layout == "thd":
-        raise ValueError("drop_path leaves out whole samples, and layout 'thd' has no axis of samples; use dropout")
+        raise ValueError("drop_path drops whole samples, but layout 'thd' has no batch axis; use dropout")

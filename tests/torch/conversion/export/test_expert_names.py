@@ -140,7 +140,7 @@ def test_experts_that_no_server_reads_are_refused_by_name_and_go_out_in_high_pre
 ) -> None:
     trained = tiny(family)
     qt.convert(trained, "rowwise")
-    sentence = "codes for a layer of this kind" if family == "dbrx" else f"{family}, and no server is known that reads"
+    sentence = "codes for a layer of this kind" if family == "dbrx" else f"{family}, and no known server reads"
     with pytest.raises(ValueError, match=rf"{sentence}.*high_precision=\["):
         qt.export(trained, tmp_path / "out")
     patterns = ["*.input_linear", "*.output_linear"] if family == "jetmoe" else ["*.experts"]

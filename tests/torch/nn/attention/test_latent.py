@@ -104,7 +104,7 @@ def test_norms_that_write_their_layers_input_have_the_bits_of_norms_called_by_th
 
 def test_bad_input_is_a_sentence() -> None:
     for options, sentence in (
-        ({"groups": 2}, "each head of latent attention has keys of its own"),
+        ({"groups": 2}, "each head of latent attention has its own keys"),
         ({"rope": qt.RotaryEmbedding(8)}, "rope turns 8 features, and latent.rope_dim is 16"),
     ):
         with pytest.raises(ValueError, match=sentence):

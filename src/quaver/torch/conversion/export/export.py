@@ -87,7 +87,7 @@ class Writing:
     def add(self, name: str, tensor: Tensor) -> None:
         """Add a tensor; writes a file when the size limit is reached."""
         if name in self.where:
-            raise ValueError(f"two tensors of this model have the name {name!r} in its checkpoint")
+            raise ValueError(f"two tensors of this model have the same name {name!r} in its checkpoint")
         size = tensor.numel() * tensor.element_size()
         if self.held and self.bytes + size > self.limit:
             self._flush()
@@ -144,7 +144,9 @@ def writing(folder: Path, limit: int) -> Iterator[Writing]:
         result.close()
         os.replace(partial, folder)
     except OSError as error:
-        raise ValueError(f"{folder} could not be written ({error.strerror}); make room, or give another") from error
+        raise ValueError(
+            f"{folder} could not be written ({error.strerror}); free some space, or give another folder"
+        ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -157,9 +159,9 @@ def check_place(folder: Path) -> None:
     """
     if folder.is_dir():
         if any(folder.iterdir()):
-            raise ValueError(f"{folder} is there and not empty; give a new folder, or remove that one first")
+            raise ValueError(f"{folder} already exists and is not empty; give a new folder, or remove that one first")
     elif folder.exists() or folder.is_symlink():
-        raise ValueError(f"{folder} is there and is no folder; give a new one")
+        raise ValueError(f"{folder} exists and is not a folder; give a new folder")
 
 
 # ---- export ----
@@ -278,17 +280,17 @@ def _scheme(kind: FileFormat, one: StoredOperand, known: Inputs) -> Scheme:
 
 def _fit(kind: FileFormat, one: StoredOperand, known: Inputs) -> Scheme:
     if kind.stacked != bool(one.stack):
-        holds = "stacks of experts as one tensor alone" if kind.stacked else "no stack of experts as one tensor"
-        raise Unfit(f"it holds {holds}")
+        holds = "only stacks of experts as one tensor" if kind.stacked else "no stack of experts as one tensor"
+        raise Unfit(f"it stores {holds}")
     return kind.scheme(layout_of(one.spec), one.spec, known)
 
 
 def _refused(kind: FileFormat, one: StoredOperand, known: Inputs, error: Unfit) -> ValueError:
     others = [other.name for other in FORMATS.values() if other is not kind and _holds(other, one, known)]
-    way = f"use format={' or '.join(map(repr, others))}" if others else "no format of another name holds it either"
+    way = f"use format={' or '.join(map(repr, others))}" if others else "no other format can store it either"
     layer = one.module_name
     return ValueError(
-        f"{kind.name!r} cannot hold the codes of {layer}: {error}; {way}, or write it in high precision with "
+        f"{kind.name!r} cannot store the codes of {layer}: {error}; {way}, or write it in high precision with "
         f"high_precision=[{layer!r}]"
     )
 
@@ -317,8 +319,9 @@ def _fused(plan: Sequence[Written], matrices: Sequence[str]) -> list[list[Writte
         if len(schemes) > 1:
             each = [f"{n} ({by_name[n][1].name if n in by_name else 'high precision'})" for n in sorted(names)]
             raise ValueError(
-                f"vLLM and SGLang fuse these layers into one weight, which has one scheme: {', '.join(each)}. Give all "
-                f"one recipe, or write all in high precision with high_precision={sorted(set(names) & set(by_name))}"
+                f"vLLM and SGLang fuse these layers into one weight with one scheme: {', '.join(each)}. Use one "
+                "recipe for all of them, or write all in high precision with "
+                f"high_precision={sorted(set(names) & set(by_name))}"
             )
         # A weight with several pieces, such as stacked gate and up, is written only once.
         written = list({id(by_name[n]): by_name[n] for n in names if n in by_name}.values())
@@ -341,8 +344,8 @@ def _write_fused(files: Writing, kind: FileFormat, plan: Sequence[Written]) -> i
         if shared is None:
             names = sorted(one.name.removesuffix(".weight") for one, _, _ in plan)
             raise ValueError(
-                f"a server fuses {', '.join(names)} and reads them with one scale of the tensor, and their magnitudes "
-                f"lie too far apart for one: write them in high precision with high_precision={names}"
+                f"a server fuses {', '.join(names)} and reads them with one tensor scale, but their magnitudes "
+                f"differ too much for that: write them in high precision with high_precision={names}"
             )
         operands = shared
     return sum(_write(files, kind, *each, q) for each, q in zip(plan, operands, strict=True))
@@ -351,7 +354,9 @@ def _write_fused(files: Writing, kind: FileFormat, plan: Sequence[Written]) -> i
 def _write(files: Writing, kind: FileFormat, one: StoredOperand, scheme: Scheme, known: Inputs, q: Quantized) -> int:
     """Verify and write the pieces of a weight; return the bytes that it has in the model's dtype."""
     if not bool(q.scales().isfinite().all()):
-        raise ValueError(f"{one.name} holds infinities or NaN: what is served would be NaN; export an earlier state")
+        raise ValueError(
+            f"{one.name} contains infinities or NaN, so a server would compute NaN: export an earlier checkpoint"
+        )
     for piece in one.pieces:
         try:
             part = cut(q, piece.start, piece.stop)
@@ -372,9 +377,9 @@ def _prove(name: str, q: Quantized, tensors: Mapping[str, Tensor], kind: FileFor
     wrong = int((read.view(torch.int32) != q.dequantize().cpu().contiguous().view(torch.int32)).sum())
     if wrong:
         raise ValueError(
-            f"{name}weight in {kind.name!r} would be read as other numbers in {wrong} of {read.numel()} places: its "
-            "scales are out of the range in which the format's products are exact; write it in high precision with "
-            f"high_precision=[{name.rstrip('.')!r}]"
+            f"{name}weight in {kind.name!r} would decode to different numbers in {wrong} of {read.numel()} places, "
+            "because its scales are outside the range in which the format's products are exact; write it in high "
+            f"precision with high_precision=[{name.rstrip('.')!r}]"
         )
 
 

@@ -143,7 +143,7 @@ def check_width(q: Quantized, layout: Layout) -> None:
     width = WIDTHS[layout]
     if q.shape[1] % width:
         raise Unfit(
-            f"its rows of {q.shape[1]} values end within a block of {width}, which readers take for a whole one"
+            f"its rows of {q.shape[1]} values end within a block of {width}, and readers assume complete blocks"
         )
 
 
@@ -193,7 +193,7 @@ def cut(q: Quantized, start: int, stop: int) -> Quantized:
     scale = q.scale
     if isinstance(scale, Tensor) and height is not None:
         if start % height:
-            raise Unfit(f"the checkpoint cuts it at row {start}, within a block of {height} rows")
+            raise Unfit(f"the checkpoint splits it at row {start}, within a block of {height} rows")
         scale = scale[start // height : -(-stop // height)]
     return Quantized(q.data[start:stop], scale, q.spec, (stop - start, q.shape[1]), False, q.tensor_factor)
 
@@ -349,7 +349,7 @@ READS = QuantSpec(E4M3, (1, SIZE), "fp32")
 
 def _scheme_deepseek(layout: Layout, spec: QuantSpec, inputs: Inputs) -> Scheme:
     if layout not in ("block", "tensor"):
-        raise Unfit(f"its blocks of {SIZE} by {SIZE} have one float32 scale each, and {spec} has others")
+        raise Unfit(f"its blocks of {SIZE} by {SIZE} have one float32 scale each, but this weight is {spec}")
     if inputs.spec is None:
         raise Unfit("its readers quantize inputs, and this recipe leaves them in high precision")
     return Scheme(name="fp8", layout=layout, weight=spec, input=READS)
@@ -386,8 +386,8 @@ def _scheme_modelopt(layout: Layout, spec: QuantSpec, inputs: Inputs) -> Scheme:
     if layout == "nv":
         if spec.scale == "two_level_fp32":
             raise Unfit(
-                "it stores the reciprocal of the tensor's factor, which is exact for powers of two alone; "
-                "train with nvfp4(power_of_two=True)"
+                "it stores the reciprocal of the tensor's factor, which is only exact for powers of two; train "
+                "with nvfp4(power_of_two=True)"
             )
         static = inputs.spec is not None and inputs.amax is not None
         reads = QuantSpec(E2M1, (1, 16), "two_level_fp32") if static else None
@@ -398,8 +398,8 @@ def _scheme_modelopt(layout: Layout, spec: QuantSpec, inputs: Inputs) -> Scheme:
     if layout == "tensor":
         if inputs.static_scale is None:
             raise Unfit(
-                "it holds the scale of a layer's inputs, and none is known: give calibrate=inputs, which tells those "
-                "of linear layers, not of stacked experts"
+                "it stores the scale of a layer's inputs, which is unknown: give calibrate=inputs, which measures "
+                "it for linear layers, but not for stacked experts"
             )
         return Scheme(name="FP8", layout=layout, weight=spec, input=QuantSpec(E4M3, (None, None), "fp32"), static=True)
     if layout == "channel":
@@ -407,7 +407,7 @@ def _scheme_modelopt(layout: Layout, spec: QuantSpec, inputs: Inputs) -> Scheme:
         return Scheme(name="FP8_PER_CHANNEL_PER_TOKEN", layout=layout, weight=spec, input=reads)
     if layout == "mx" and spec.format is E4M3:
         return Scheme(name="MXFP8", layout=layout, weight=spec, input=QuantSpec(E4M3, (1, 32), "e8m0"))
-    raise Unfit(f"none of its algorithms has weights in {spec}")
+    raise Unfit(f"none of its algorithms supports weights in {spec}")
 
 
 def _tensors_modelopt(q: Quantized, scheme: Scheme, inputs: Inputs) -> dict[str, Tensor]:

@@ -164,8 +164,8 @@ def take_apart(model: nn.Module, high_precision: Sequence[str]) -> DisassembledM
     used: set[str] = set()
     if any(wrappers(model)):
         raise ValueError(
-            "this model has adapters of PEFT, which no format holds beside codes: merge them first, "
-            "model.merge_and_unload(), and export what that returns"
+            "this model has PEFT adapters, which no format can store beside codes: merge them first, "
+            "model.merge_and_unload(), and export the result"
         )
     for name, module in _named(model):
         if not isinstance(module, Quantizable):
@@ -182,7 +182,7 @@ def take_apart(model: nn.Module, high_precision: Sequence[str]) -> DisassembledM
             held += _of(module, name, recipe)
     unused = [pattern for pattern in high_precision if pattern not in used]
     if unused:
-        raise ValueError(f"no quantized layer has a name that fits {', '.join(map(repr, unused))} (high_precision)")
+        raise ValueError(f"no quantized layer has a name that matches {', '.join(map(repr, unused))} (high_precision)")
     if not held:
         raise ValueError(
             "no layer of this model is quantized: call quaver.torch.convert(model, recipe), or export inside the "
@@ -239,7 +239,7 @@ def _of(module: Quantizable, name: str, recipe: Recipe | None) -> list[StoredOpe
         raise _unsupported(name, module, "no format has codes for a layer of this kind")
     if "weight" not in module._parameters:
         raise ValueError(
-            f"the weight of {name or 'the model'} is made by a parametrization: remove it first, "
+            f"the weight of {name or 'the model'} is computed by a parametrization: remove it first, "
             "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')"
         )
     key = f"{name}.weight".lstrip(".")
@@ -256,17 +256,17 @@ def _stacks(module: nn.Module) -> Sequence[str]:
 
 def _unsupported(name: str, module: nn.Module, why: str) -> ValueError:
     return ValueError(
-        f"{name or 'the model'} ({type(module).__name__}) trains quantized, and {why}: write it in high precision with "
-        f"high_precision=[{name!r}]; what is served then differs from what is trained there"
+        f"{name or 'the model'} ({type(module).__name__}) trains quantized, but {why}: write it in high precision "
+        f"with high_precision=[{name!r}]; the served model then differs from the trained one there"
     )
 
 
 def _check(name: str, weight: Tensor) -> None:
     if getattr(weight, "device_mesh", None) is not None or is_given(weight):
         raise ValueError(
-            f"{name} lies in parts on the ranks of a mesh: gather the model on one rank first (a checkpoint of "
-            "torch.distributed.checkpoint.state_dict with full_state_dict=True, loaded into a model that is converted "
-            "the same way), and export that"
+            f"{name} is sharded across the ranks of a mesh: gather the model on one rank first (a checkpoint of "
+            "torch.distributed.checkpoint.state_dict with full_state_dict=True, loaded into a model that is "
+            "converted the same way), and export that"
         )
     if weight.is_meta:
         raise ValueError(f"{name} is on meta and has no values: load a checkpoint before exporting")
@@ -351,8 +351,8 @@ def _renamed(model: nn.Module, parts: DisassembledModel, stacks: Mapping[str, nn
             whole = part.dim() == 2 and bool((flat.diff() == 1).all()) and first // rows == last // rows
             if not whole or not key.endswith("weight"):
                 raise ValueError(
-                    f"{name} becomes {key} in the model's checkpoint, which holds no rows of one matrix: write it in "
-                    f"high precision with high_precision=[{each[0].module_name!r}]"
+                    f"{name} becomes {key} in the model's checkpoint, which is not a range of rows of one matrix: "
+                    f"write it in high precision with high_precision=[{each[0].module_name!r}]"
                 )
             piece = Piece(key.removesuffix("weight"), first % rows, last % rows + 1)
             each[first // rows].pieces.append(piece)
@@ -387,10 +387,10 @@ def _of_stack(each: list[StoredOperand], key: str, family: str) -> list[StoredOp
     layers = expert_layers(family, key)
     if not layers:
         raise ValueError(
-            f"{one.module_name} ({type(one.layer).__name__}) trains quantized, its experts are one tensor {key} in "
-            f"checkpoints of {family or 'this model'}, and no server is known that reads codes of it: write it in high "
-            f"precision with high_precision=[{one.module_name!r}]; what is served then differs from what is trained "
-            "there"
+            f"{one.module_name} ({type(one.layer).__name__}) trains quantized, but its experts are one tensor "
+            f"{key} in checkpoints of {family or 'this model'}, and no known server reads quantized experts of it: "
+            f"write it in high precision with high_precision=[{one.module_name!r}]; the served model then differs "
+            "from the trained one there"
         )
     part = one.rows // len(layers)
     for expert, matrix in enumerate(each):

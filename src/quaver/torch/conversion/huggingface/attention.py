@@ -163,7 +163,7 @@ def _heads(around: LayerArguments, linears: Mapping[str, Any]) -> HeadShape:
     groups, rest = divmod(rows, dim or 1)
     if left or rest or not groups or heads % groups:
         raise ValueError(
-            f"matrices of {width} and {rows} rows are no {heads} heads of one width with keys of their own"
+            f"matrices of {width} and {rows} rows do not divide into {heads} heads of one size with keys of their own"
         )
     return HeadShape(heads, groups, dim)
 

@@ -143,7 +143,7 @@ def from_huggingface(
 
 def _state_space(layer: nn.Module, fused: bool | None, mask_type: str | None) -> Mamba2Layer | Mamba2:
     if mask_type not in (None, "causal"):
-        raise ValueError(f"{type(layer).__name__} is a state space, which sees what came before: leave out mask_type")
+        raise ValueError(f"{type(layer).__name__} is a state-space layer, which is always causal: leave out mask_type")
     with autocast(enabled=False):
         # The formula of the mixer is found by comparing gradients, so this runs without no_grad.
         formula = formula_in(layer)
@@ -172,22 +172,25 @@ def _read(
 def _check(layer: nn.Module, mask_type: str | None, dropout: float | None, attention_dropout: float | None) -> None:
     parameter = next(layer.parameters(), None)
     if parameter is None or parameter.is_meta or parameter.dtype not in BOUNDS:
-        raise ValueError(f"{type(layer).__name__} has no values to compare outputs by; load its parameters first")
+        raise ValueError(
+            f"{type(layer).__name__} has no parameter values, so its outputs cannot be compared; load its parameters "
+            "first"
+        )
     if any(isinstance(module, Quantizable) for module in layer.modules()):
         raise ValueError(
-            f"{type(layer).__name__} was converted; call quaver.torch.revert first, and convert what comes out"
+            f"{type(layer).__name__} is already converted; call quaver.torch.revert first, and convert the new layer"
         )
     if mask_type is not None:
         check_name("mask type", mask_type, MASKS)
         if mask_type == "arbitrary":
             raise ValueError(
-                "mask_type 'arbitrary' does not say whether the layer is causal; make the layer, then set it"
+                "mask_type 'arbitrary' does not determine if the layer is causal; create the layer first, then set it"
             )
     rates = {name: rate for name, rate in _dropouts(layer).items() if rate}
     if rates and (dropout is None or attention_dropout is None):
         said = ", ".join(f"{name} = {rate}" for name, rate in rates.items())
         raise ValueError(
-            f"{type(layer).__name__} drops at random ({said}): say dropout= (of each part's output) and "
+            f"{type(layer).__name__} has dropout ({said}): pass dropout= (of each part's output) and "
             "attention_dropout= (of probabilities), 0.0 for none"
         )
     # A dropout rate that is used functionally in forward, as BART's, can only be recognized by its attribute name.
@@ -201,8 +204,8 @@ def _refuse_inside(layer: nn.Module, rates: Mapping[str, float], dropout: float 
     for name, rate in rates.items():
         if rate and dropout:
             raise ValueError(
-                f"{type(layer).__name__} drops between the matrices of its MLP ({name} = {rate}), where a "
-                "TransformerLayer does not: set that to 0.0 first, or say dropout=0.0 to have none"
+                f"{type(layer).__name__} has dropout between the matrices of its MLP ({name} = {rate}), which a "
+                "TransformerLayer does not support: set it to 0.0 first, or pass dropout=0.0"
             )
 
 
@@ -222,8 +225,8 @@ def _input(layer: nn.Module, roles: Mapping[str, str]) -> Tensor:
     """Return a random input [B, S, dim] for the layer."""
     if "o" not in roles or not {"qkv", "q", "q_down"} & set(roles) or not {"up", "gate_up", "mixture"} & set(roles):
         raise ValueError(
-            f"{type(layer).__name__} has no attention and MLP by any known names of their matrices; make a "
-            "TransformerLayer by hand, as docs/blocks/transformer.md shows"
+            f"{type(layer).__name__} has no attention and MLP with known names of their matrices; create a "
+            "TransformerLayer yourself, as docs/blocks/transformer.md shows"
         )
     weight = linear_of(layer.get_submodule(roles["o"]))[0]
     generator = torch.Generator("cpu").manual_seed(0)
@@ -244,7 +247,7 @@ def _same(
     `off`.
     """
     x, expected = seen.input_of(begin), seen.output_of(end)
-    says = f"the layer's {part} gives other outputs than ours does with any options"
+    says = f"the layer's {part} has other outputs than Quaver's with any options"
     taken: tuple[dict[str, Any], Any]
     # Some mixtures return tokens [B * S, dim] without a sequence axis.
     expected = expected.reshape(*x.shape[:-1], -1)
@@ -323,7 +326,10 @@ def _placed(
     """Build the layer with the norm placement that reproduces the output."""
     order, x = seen.order(), seen.input
     if order not in PLACES:
-        raise ValueError(f"norms (n), attention (a) and MLP (m) run as {order!r}; {', '.join(PLACES)} are known")
+        raise ValueError(
+            f"norms (n), attention (a) and MLP (m) run in the order {order!r}, but only {', '.join(PLACES)} are "
+            "supported"
+        )
     norms = [norm_of(event.module, event.input, choices) for event in seen.stream_norms()]
     attention.core.dropout = options["attention_dropout"]
     scale = float(attribute(layer, "residual_multiplier", 1.0))
@@ -339,7 +345,7 @@ def _placed(
                 ours.get_submodule(name.rpartition(".")[0]).register_module(name.rpartition(".")[2], norm)
             yield ours.eval()
 
-    says = "attention, MLP and norms are ours, and with the norms in any place the layer gives other outputs"
+    says = "attention, MLP and norms match, but the layer has other outputs for every placement of the norms"
     off = distance_of_most if isinstance(mlp, MoE) else distance
     taken: TransformerLayer = choices.first(candidates(), lambda ours: off(ours(x), seen.output), x.dtype, says)
     return taken

@@ -70,8 +70,8 @@ def read_mixer(layer: nn.Module, formula: MixerFormula, fused: bool | None, choi
     others = [ran for ran in parts if ran not in norms and ran.module is not mixer]
     if len(norms) != 1 + len(others) or len(others) > 1:
         raise ValueError(
-            f"{type(layer).__name__} runs {len(norms)} norms and {len(others)} parts beside its mixer; a Mamba2Layer "
-            "has one norm before the mixer, and one before an MLP"
+            f"{type(layer).__name__} runs {len(norms)} norms and {len(others)} other parts besides its mixer; a "
+            "Mamba2Layer has one norm before the mixer, and one before an MLP"
         )
     given: dict[str, Any] = _options(mixer, formula)
     mlp = _mlp(others[0], fused) if others else None
@@ -98,9 +98,9 @@ def formula_in(layer: nn.Module) -> MixerFormula:
     mixer = next(module for module in (layer, *layer.children()) if is_mamba2(module))
     formula, why = formula_of(mixer)
     if FACTORS in mixer._buffers:
-        formula, why = None, f"it multiplies what in_proj gives by {FACTORS}"
+        formula, why = None, f"it multiplies the output of in_proj by {FACTORS}"
     if formula is None:
-        raise ValueError(f"{type(mixer).__name__} computes nothing that a Mamba2 does: {why}")
+        raise ValueError(f"Mamba2 cannot compute {type(mixer).__name__}: {why}")
     return formula
 
 
@@ -138,9 +138,9 @@ def _block(mixer: Any, formula: MixerFormula) -> Mamba2:
 
 
 def _mlp(ran: ObservedMixer, fused: bool | None) -> MLP:
-    formula, why = mlps.formula_of(ran.module, False) if mlps.is_mlp(ran.module) else (None, "it is no MLP")
+    formula, why = mlps.formula_of(ran.module, False) if mlps.is_mlp(ran.module) else (None, "it is not an MLP")
     if formula is None or formula.after or formula.inner:
-        raise ValueError(f"{type(ran.module).__name__} is none of our MLPs: {why or 'it drops at random'}")
+        raise ValueError(f"Quaver's MLP cannot compute {type(ran.module).__name__}: {why or 'it has dropout'}")
     parts: Any = ran.module._modules
     entrance, down = [linear_of(parts[name]) for name in formula.entrance], linear_of(parts[formula.down])
     joined = len(entrance) == 1 if fused is None else fused
@@ -190,7 +190,7 @@ def _same(ours: Any, off: float, dtype: torch.dtype, layer: nn.Module, choices: 
     def one() -> Iterator[Any]:
         yield ours
 
-    says = f"{type(layer).__name__} gives other outputs than ours does of the same parts"
+    says = f"{type(layer).__name__} has other outputs than Quaver's layer with the same parts"
     return choices.first(one(), lambda _: off, dtype, says)
 
 

@@ -52,13 +52,15 @@ def surroundings(layer: nn.Module, config: Any, causal: bool | None) -> LayerArg
     config = attribute(layer, "config") if config is None else config
     if config is None or not hasattr(config, "num_attention_heads"):
         raise ValueError(
-            f"{type(layer).__name__} holds no configuration of transformers; give a decoder or encoder layer of one of "
-            "its models, such as model.model.layers[0], and config=model.config"
+            f"{type(layer).__name__} has no transformers configuration; give a decoder or encoder layer of a "
+            "transformers model, such as model.model.layers[0], and config=model.config"
         )
     index = attribute(layer, "layer_idx") or 0
     causal = attribute(layer, "is_causal") if causal is None else causal
     if causal is None:
-        raise ValueError(f"{type(layer).__name__} does not say whether it is causal: give mask_type='causal' or 'none'")
+        raise ValueError(
+            f"{type(layer).__name__} has no attribute that says if it is causal: give mask_type='causal' or 'none'"
+        )
     types = getattr(config, "layer_types", None)
     if types:
         kind = types[index]
@@ -67,14 +69,16 @@ def surroundings(layer: nn.Module, config: Any, causal: bool | None) -> LayerArg
     else:
         kind = "full_attention"
     if kind not in ("full_attention", "sliding_attention", "chunked_attention"):
-        raise ValueError(f"layer {index} is of kind {kind!r}, which is no attention that a TransformerLayer has")
+        raise ValueError(f"layer {index} has attention of kind {kind!r}, which a TransformerLayer does not support")
     if kind != "full_attention" and not causal:
         raise ValueError(
-            f"layer {index} is of kind {kind!r} and not causal; make a TransformerLayer with a window by hand"
+            f"layer {index} has attention of kind {kind!r} and is not causal; create a TransformerLayer with a "
+            "window yourself"
         )
     if getattr(config, "alibi", False):
         raise ValueError(
-            f"{type(layer).__name__} is handed ALiBi's bias, scaled by its own rule; a TransformerLayer has none"
+            f"{type(layer).__name__} receives ALiBi's bias with its own scale, which a TransformerLayer does not "
+            "support"
         )
     clip = attribute(layer, "clip_qkv", getattr(config, "clip_qkv", None))
     if clip is not None:
@@ -115,7 +119,7 @@ def arguments(layer: nn.Module, around: LayerArguments, x: Tensor) -> dict[str, 
             given[name] = build(around.config.num_attention_heads, x.shape[1], device=x.device)
             given["attention_mask"] = _mask(around, x, boolean=True)
         elif parameter.default is inspect.Parameter.empty and parameter.kind is not inspect.Parameter.VAR_KEYWORD:
-            raise ValueError(f"{type(layer).__name__}.forward asks for {name!r}, which is not known here")
+            raise ValueError(f"{type(layer).__name__}.forward requires the argument {name!r}, which is unknown")
     return given
 
 
@@ -147,8 +151,8 @@ def _of_its_file(layer: nn.Module, name: str) -> Any:
     function = getattr(sys.modules[type(layer).__module__], name, None)
     if function is None:
         raise ValueError(
-            f"{type(layer).__name__}.forward asks for a bias of positions, and its file has no {name}; "
-            "make a TransformerLayer with alibi=True by hand"
+            f"{type(layer).__name__}.forward requires a position bias, but its file has no {name}; create a "
+            "TransformerLayer with alibi=True yourself"
         )
     return function
 
@@ -267,7 +271,9 @@ def watched(layer: nn.Module, roles: Mapping[str, str], x: Tensor, arguments: Ma
         output = layer(x, **arguments)
     missing = [name for name, role in names.items() if all(event.role != role for event in events)]
     if missing:
-        raise ValueError(f"a call of {type(layer).__name__} runs no {', '.join(missing)}: another path computes it")
+        raise ValueError(
+            f"a call of {type(layer).__name__} does not run {', '.join(missing)}, so another code path computes it"
+        )
     return ObservedCall(x, first_of(output), tuple(events))
 
 

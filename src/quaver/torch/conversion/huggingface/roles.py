@@ -131,7 +131,7 @@ def linear_of(module: nn.Module) -> tuple[nn.Parameter, nn.Parameter | None]:
     """Return weight [out, in] and bias: the module's own parameters, or a transposed copy of a Conv1D's weight."""
     weight, bias = module._parameters["weight"], module._parameters.get("bias")
     if weight is None:
-        raise ValueError(f"{type(module).__name__} has no weight of its own")
+        raise ValueError(f"{type(module).__name__} has no parameter named weight")
     return (_parameter(weight.detach().t().contiguous(), weight) if is_transposed(module) else weight), bias
 
 
@@ -147,7 +147,7 @@ def fill(linear: Any, parts: Sequence[tuple[nn.Parameter, nn.Parameter | None]],
     """
     weights, biases = zip(*parts, strict=True)
     if len({bias is None for bias in biases}) > 1:
-        raise ValueError("some of the matrices that would be one have a bias and some have none; give fused=False")
+        raise ValueError("only some of the matrices to join have a bias; give fused=False")
     linear._parameters["weight"] = _joined(weights, rows)
     linear._parameters["bias"] = None if biases[0] is None else _joined(biases, rows)
 
@@ -168,7 +168,8 @@ def norm_of(module: nn.Module, x: Tensor, choices: Choices) -> nn.Module:
     kind = type(module).__name__
     if eps is None or not set(parameters) <= {"weight", "bias"}:
         raise ValueError(
-            f"{kind} has no eps by a known name, or other parameters than weight and bias; it is none of our norms"
+            f"{kind} has no eps with a known name, or parameters other than weight and bias, so it matches no "
+            "Quaver norm"
         )
     tried = _inputs(x)
     theirs = [module(y) for y in tried]
@@ -176,7 +177,7 @@ def norm_of(module: nn.Module, x: Tensor, choices: Choices) -> nn.Module:
     def off(ours: nn.Module) -> float:
         return max(distance(ours(y), z) for y, z in zip(tried, theirs, strict=True))
 
-    says = f"{kind} gives other outputs than LayerNorm, RMSNorm and L2 with its parameters"
+    says = f"{kind} has other outputs than LayerNorm, RMSNorm and L2 with its parameters"
     return choices.first(_norms(float(eps), x.shape[-1], weight, bias), off, x.dtype, says)
 
 
@@ -279,7 +280,9 @@ def roles_of(layer: nn.Module) -> dict[str, str]:
     mixture = next((name for name, child in layer.named_children() if MLPS.match(name) and _has_experts(child)), None)
     for name, module in layer.named_modules():
         if CROSS.search(name):
-            raise ValueError(f"{name} attends to a memory, which is not read yet; make a TransformerLayer by hand")
+            raise ValueError(
+                f"{name} is cross attention, which is not supported yet; create a TransformerLayer yourself"
+            )
         if mixture is not None and f"{name}.".startswith(f"{mixture}."):
             continue
         if not isinstance(module, nn.Linear) and not is_transposed(module):
@@ -289,7 +292,7 @@ def roles_of(layer: nn.Module) -> dict[str, str]:
             continue
         if role in roles:
             raise ValueError(
-                f"{roles[role]} and {name} both look like a layer's {role!r}; make a TransformerLayer by hand"
+                f"{roles[role]} and {name} both look like the layer's {role!r}; create a TransformerLayer yourself"
             )
         roles[role] = name
     return roles if mixture is None else roles | {"mixture": mixture}

@@ -148,7 +148,7 @@ def is_stack(module: nn.Module) -> bool:
 def reason_unsupported(module: nn.Module) -> str:
     """Return why an experts module cannot be converted, or ""."""
     if not isinstance(module, Experts) and not hasattr(type(module).forward, "__wrapped__"):
-        return f"{type(module).__name__} has a forward of its own"
+        return f"{type(module).__name__} overrides forward"
     return ""
 
 

@@ -49,7 +49,7 @@ class Packed(Quantizable, nn.MultiheadAttention):
                 query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
             )
         if is_causal and attn_mask is None:
-            raise ValueError("is_causal=True is a hint at what attn_mask holds, and attn_mask is None; give both")
+            raise ValueError("is_causal=True only describes attn_mask, and attn_mask is None; give both")
         batched, first = query.dim() == 3, self.batch_first and query.dim() == 3
         q, k, v = _same_objects(query, key, value, lambda x: x if batched else x.unsqueeze(1))
         q, k, v = _same_objects(q, k, v, lambda x: x.transpose(0, 1) if first else x)
@@ -131,7 +131,7 @@ class Packed(Quantizable, nn.MultiheadAttention):
 def reason_unsupported(module: nn.MultiheadAttention) -> str:
     """Return why an nn.MultiheadAttention cannot be converted, or ""."""
     if not isinstance(module, Packed) and type(module).forward is not nn.MultiheadAttention.forward:
-        return f"{type(module).__name__} has a forward of its own"
+        return f"{type(module).__name__} overrides forward"
     return ""
 
 
@@ -215,7 +215,7 @@ def reason_unsupported_transposed(module: nn.Module) -> str:
     """Return why a Conv1D cannot be converted, or ""."""
     kind = _conv1d(module)
     if not isinstance(module, Transposed) and type(module).forward is not kind.forward:  # type: ignore[union-attr]
-        return f"{type(module).__name__} has a forward of its own"
+        return f"{type(module).__name__} overrides forward"
     return ""
 
 
@@ -291,8 +291,8 @@ def _linear_why_not(module: nn.Linear) -> str:
     if isinstance(module, Linear) or computes_a_linear(module):
         return ""
     if hasattr(module._parameters.get("weight"), "device_mesh"):
-        return "its weight lies in parts already: call convert before parallelize_module"
-    return f"{type(module).__name__} has a forward of its own"
+        return "its weight is already sharded: call convert before parallelize_module"
+    return f"{type(module).__name__} overrides forward"
 
 
 def _own(module: nn.Module, *names: str) -> list[nn.Parameter]:
@@ -410,7 +410,7 @@ def reason_unsupported_kinds(module: nn.Module, kind: LinearMatcher) -> str:
         return why
     taken = [name for name in STATE if name in module._buffers]
     if taken and not isinstance(module, Quantizable):
-        return f"it has a buffer {taken[0]!r} of its own"
+        return f"it already has a buffer named {taken[0]!r}"
     for weight in (module._parameters.get("weight"), *kind.weights(module)):
         if weight is not None and nn.parameter.is_lazy(weight):
             return "its weight has no shape yet; run one forward first"

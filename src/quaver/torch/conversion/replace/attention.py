@@ -222,7 +222,7 @@ def formula_of(module: Any) -> tuple[AttentionFormula | None, str]:
     if implementation is None:
         return None, "its configuration does not say how to attend"
     if implementation not in (SDPA, EAGER):
-        return None, f"its configuration asks for {implementation}, and ours takes the place of {SDPA}"
+        return None, f"its configuration asks for {implementation}, but only {SDPA} can be replaced"
     kind: Any = original(unconverted_class(module)) or unconverted_class(module)
     forward = kind.forward
     held = forward.__globals__
@@ -231,7 +231,7 @@ def formula_of(module: Any) -> tuple[AttentionFormula | None, str]:
     name = turns[0] if rope is not None else ""
     attends = held[REGISTRY].get_interface(SDPA, None) if implementation == SDPA else None
     if attends is None and rope is None:
-        return None, f"its configuration asks for {EAGER} attention, and ours takes the place of {SDPA}"
+        return None, f"its configuration asks for {EAGER} attention, but only {SDPA} can be replaced"
     formula = AttentionFormula(name, held.get(name), rope, implementation, attends)
     # Find the output projection by trial: usually the last matrix, Phi-3's first, in some modules none.
     outs = [*reversed(_matrices(module)), None]
@@ -358,7 +358,7 @@ def small(module: Any, dtype: torch.dtype, out: str | None) -> nn.Module:
                 drawn((n,), dtype, 2 * i + 1, scale=0.3) if bias else None,
             )
         elif part is None or part._modules or any(b.is_meta for b in part.buffers()):
-            raise NotImplementedError(f"it holds a {type(part).__name__}")
+            raise NotImplementedError(f"it contains a {type(part).__name__}")
         else:
             values = {n: drawn(p.shape, dtype, i, 0.5, 0.2) for n, p in part._parameters.items() if p is not None}
             bare = unconverted_class(part)

@@ -63,7 +63,7 @@ def untold(attributes: Mapping[str, Any]) -> str:
     """Return why a module with mutable attributes cannot be replaced, or "": a write to one could not be detected."""
     for name, value in attributes.items():
         if name not in OF_ALL and name not in NOTES and isinstance(value, Tensor | list | dict | set):
-            return f"its {name} is a {type(value).__name__}, and nothing would tell that it was written to"
+            return f"its {name} is a {type(value).__name__}, and a write to it could not be detected"
     return ""
 
 

@@ -199,7 +199,7 @@ def _formula_of(model: Any) -> tuple[LossFormula | None, str]:
     output = _small(model, torch.float32)(input_ids=IDS, labels=IDS)
     fields = [field.name for field in dataclasses.fields(output)] if dataclasses.is_dataclass(output) else []
     if "loss" not in fields or "logits" not in fields:
-        return None, "its outputs are of a class of their own"
+        return None, "its outputs have an unknown class"
     others = tuple(name for name in fields if name not in ("loss", "logits"))
     parameters = inspect.signature(model._modules[names[0]].forward).parameters
     any_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -212,11 +212,11 @@ def _formula_of(model: Any) -> tuple[LossFormula | None, str]:
     if own[first].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
         return None, "its forward names no input"
     if not _hands_on(model, frozenset(own)):
-        return None, "its body is given other tensors than its forward"
+        return None, "its forward passes other tensors to its body than it receives"
     of_loss = inspect.signature(model.loss_function).parameters
     others_ask = frozenset({*own, *of_loss}) - {*parameters, "self", "kwargs", "logits", "vocab_size"} - KNOWN
     of_config = fixed({name: value for name, value in model.config.__dict__.items() if "logit" in name})
-    why = "no scale and no soft cap of its logits gives its loss"
+    why = "no scale or soft cap of its logits reproduces its loss"
     for scale, cap in _numbers(model):
         formula = LossFormula(
             *names, first, takes, model.loss_function, type(output), others, scale, cap, others_ask, of_config=of_config

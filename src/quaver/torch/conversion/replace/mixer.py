@@ -418,7 +418,7 @@ def in_the_way(module: nn.Module, formula: MixerFormula) -> str:
 def hooked(module: nn.Module, formula: MixerFormula) -> str:
     """Return a note that a hook on a child makes the module's own forward run, or ""."""
     part = in_the_way(module, formula)
-    return f"a hook on {part}: while it stands the module's own forward runs" if part else ""
+    return f"a hook on {part}: while it is registered, the module's own forward runs" if part else ""
 
 
 def is_mamba2(module: nn.Module) -> bool:
@@ -436,7 +436,7 @@ def formula_of(module: Any) -> tuple[MixerFormula | None, str]:
         return None, why
     for name in module._buffers:
         if name != FACTORS:
-            return None, f"it has a buffer {name!r}, and nothing would tell that it was written to"
+            return None, f"it has a buffer {name!r}, and a write to it could not be detected"
     forward = original_class(module).forward
     plain = with_functions(forward, _plain_functions(forward), False)
     reasons = []

@@ -115,9 +115,12 @@ def hooked(module: nn.Module, formula: MLPFormula) -> str:
     part = in_the_way(module, formula)
     if part:
         more = kept_more(module, formula)
-        return f"a hook on {part}: while it stands the module's own forward runs and keeps {more:,} bytes a token more"
+        return (
+            f"a hook on {part}: while it is registered, the module's own forward runs and saves {more:,} more bytes "
+            "per token"
+        )
     if not is_bare(module._modules[formula.down]):  # type: ignore[arg-type]
-        return f"a hook on {formula.down}: while it stands that layer's input is kept and not made again"
+        return f"a hook on {formula.down}: while it is registered, that layer's input is saved instead of recomputed"
     return ""
 
 
@@ -220,7 +223,7 @@ def formula_of(module: nn.Module, eight_bits: bool) -> tuple[MLPFormula | None, 
     traced, why = _traced(module)
     if traced is None:
         return None, why
-    why = "no activation of ours gives its outputs"
+    why = "no activation of Quaver reproduces its outputs"
     for formula in _candidates(module, traced):
         copied = small(module, torch.float32).eval()
         x = _inputs(module, torch.float32, formula.residual)

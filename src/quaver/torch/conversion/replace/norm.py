@@ -115,7 +115,7 @@ def formula_of(module: nn.Module) -> tuple[NormFormula | None, str]:
     def inputs(dtype: torch.dtype) -> Iterator[tuple[Tensor, ...]]:
         return ((x,) for x in rows(width, dtype))
 
-    why = "no normalization of ours gives its outputs"
+    why = "no normalization of Quaver reproduces its outputs"
     try:
         probe = next(rows(width, torch.float32))
         copied = of_dtype(torch.float32).eval()

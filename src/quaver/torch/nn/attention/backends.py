@@ -40,7 +40,10 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> str:
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"flash-attn computes in float16 and bfloat16, not {q.dtype}"
     if v.shape[-1] != q.shape[-1] or q.shape[-1] > 256:
-        return f"flash-attn wants q, k and v equally wide, at most 256; these are {q.shape[-1]} and {v.shape[-1]}"
+        return (
+            f"flash-attn requires the same head size for q, k and v, at most 256; these are {q.shape[-1]} and "
+            f"{v.shape[-1]}"
+        )
     others = ("bias", call.bias), ("sinks", call.sinks), ("chunks", call.chunk)
     for name, given in (("mask of tokens or pairs", call.mask), *others):
         if given is not None:
@@ -109,9 +112,10 @@ def reason_flex(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> str:
     """Return why FlexAttention cannot run this call here, or ""."""
     if not q.is_cuda:
         return (
-            "FlexAttention on a CPU has no backward, and not compiled it computes every score, as the reference does"
+            "FlexAttention on a CPU has no backward, and without compilation it computes every score, as the "
+            "reference does"
             if q.is_cpu
-            else f"FlexAttention was not tried on {q.device.type!r}"
+            else f"FlexAttention was not tested on {q.device.type!r}"
         )
     return unsupported_flex(q, k, v, call)
 
@@ -121,13 +125,13 @@ def unsupported_flex(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> st
     if call.dropout:
         return "FlexAttention has no dropout"
     if q.dtype is torch.float64:
-        return "FlexAttention computes in float32 at most"
+        return "FlexAttention does not support float64"
     if min(q.shape[-1], v.shape[-1]) < NARROWEST:
-        return f"FlexAttention wants heads of at least {NARROWEST} features"
+        return f"FlexAttention requires heads of at least {NARROWEST} features"
     if not min(q.shape[0], q.shape[2], k.shape[2]):
         return "there is no query or no key"
     if any(x is not None and x.requires_grad for x in (call.bias, call.alibi_slopes)):
-        return "no gradient of a bias or of slopes is taken through FlexAttention"
+        return "FlexAttention here has no gradient of a bias or of ALiBi's slopes"
     return ""
 
 

@@ -64,7 +64,10 @@ def reason_unsupported(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: flo
     if not traced and not fits(q, k, causal):
         return f"tiles are for {QUERIES} to {LONGEST} tokens, {SMALLEST:,} scores or more, and one of torch's threads"
     if q.shape[-1] % STEP or q.shape[-1] > WIDEST or v.shape[-1] != q.shape[-1]:
-        return f"tiles are for heads of {STEP} to {WIDEST} features, a multiple of {STEP}, of q, k and v alike"
+        return (
+            f"tiles are for heads of {STEP} to {WIDEST} features, a multiple of {STEP}, with the same size for q, k "
+            "and v"
+        )
     if not scale > 0:
         return "tiles are for a scale above 0"
     if not gemm.available():
@@ -72,9 +75,9 @@ def reason_unsupported(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: flo
     if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is not torch.bfloat16:
         return "torch.autocast asks for another dtype"
     if traced and not _REACHED:
-        return "torch's own kernel, for lengths that do not fit, goes by other names"
+        return "this version of torch lacks the kernel for other lengths"
     if traced and torch.compiler.is_exporting():
-        return "an exported program holds torch's own operations alone"
+        return "an exported program may only contain torch's own operations"
     plain = traced or (_own(q) and _own(k) and _own(v))
     if plain and not transforms_active() and forward_level() < 0:
         return ""
@@ -105,7 +108,7 @@ def attended(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Ten
 
 
 NO_DOUBLE_BACKWARD = (
-    "attention of bfloat16 on a CPU has no second derivative, as torch's own has none there; compute the part that is "
+    "attention of bfloat16 on a CPU has no second derivative, as in torch; compute the part that is "
     "differentiated twice in float32 with quaver.torch.only('reference')"
 )
 

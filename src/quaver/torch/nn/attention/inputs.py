@@ -115,7 +115,7 @@ def ragged_of(layout: str, cu_seqlens: CuSeqlens | None, queries: int, keys: int
     """Validate cumulative lengths; the values only in eager mode, where those on a GPU cost a synchronization."""
     if layout != "thd":
         if cu_seqlens is not None:
-            raise ValueError(f"cu_seqlens goes with layout 'thd'; {layout!r} has a batch axis and takes a padding mask")
+            raise ValueError(f"cu_seqlens requires layout 'thd'; {layout!r} has a batch axis and takes a padding mask")
         return None
     if cu_seqlens is None:
         raise ValueError("layout 'thd' needs cu_seqlens: int [sequences + 1], from 0 to the number of tokens")
@@ -370,7 +370,7 @@ def check_mask(
     """Raise ValueError if mask, mask type, window and shape do not fit."""
     if ragged and mask_type in MASKS and mask_type.startswith("padding"):
         plain = mask_type.removeprefix("padding").removeprefix("_") or "none"
-        raise ValueError(f"ragged tokens have no padding: cu_seqlens says where sequences end; give {plain!r}")
+        raise ValueError(f"concatenated sequences have no padding: cu_seqlens gives their ends; give {plain!r}")
     check_type(mask_type, mask is not None)
     check_window(mask_type, window)
     for part in mask if isinstance(mask, tuple) else () if mask is None else (mask,):

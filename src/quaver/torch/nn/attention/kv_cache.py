@@ -22,7 +22,7 @@ class KVCache:
 
     def __init__(self, layers: int, capacity: int) -> None:
         if layers < 1 or capacity < 1:
-            raise ValueError(f"a cache for {layers} layers of {capacity} tokens holds nothing; give numbers above 0")
+            raise ValueError(f"a cache needs positive numbers of layers and tokens, not {layers} and {capacity}")
         self.capacity = capacity
         self._counts = [0] * layers
         self._keys: list[Tensor | None] = [None] * layers
@@ -82,8 +82,8 @@ class KVCache:
         """
         if mask_type.startswith("padding") and mask is not None:
             raise ValueError(
-                "a KVCache holds sequences of one length, without padding; give prompts of different lengths to a "
-                "PagedKVCache, or each its own KVCache"
+                "the sequences of a KVCache have the same length, without padding; use a PagedKVCache for prompts "
+                "of different lengths, or one KVCache for each"
             )
         if mask is not None and mask_type != "arbitrary":
             raise ValueError(f"mask_type {mask_type!r} takes no mask; make the layer with 'arbitrary'")
@@ -145,7 +145,7 @@ class KVCache:
             ValueError: there are fewer tokens.
         """
         if not 0 <= length <= self.length:
-            raise ValueError(f"the cache holds {self.length} tokens; it cannot be cut to {length}")
+            raise ValueError(f"the cache holds {self.length} tokens; it cannot be truncated to {length}")
         self._counts = [length] * self.layers
 
     def reorder(self, indices: Tensor) -> None:
@@ -179,7 +179,7 @@ def check_new(k: Tensor, v: Tensor, layer: int, layers: int) -> None:
     if k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:
         raise ValueError(f"keys have shape {tuple(k.shape)} and values {tuple(v.shape)}; both are [B, S, G, D or Dv]")
     if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
-        raise ValueError("a cache passes no gradients on to earlier tokens; decode under torch.no_grad()")
+        raise ValueError("a cache does not support gradients of earlier tokens; decode under torch.no_grad()")
 
 
 def check_even(counts: list[int], layer: int) -> None:
@@ -187,7 +187,7 @@ def check_even(counts: list[int], layer: int) -> None:
     if counts[layer] > min(counts):
         raise ValueError(
             f"layer {layer} holds {counts[layer]} tokens and layer {counts.index(min(counts))} of the cache "
-            f"{min(counts)}: a forward broke off between them, or the cache was made for more layers than the model "
+            f"{min(counts)}: a forward failed between them, or the cache was made for more layers than the model "
             f"has; truncate() it to {min(counts)}, or make another"
         )
 
@@ -195,7 +195,9 @@ def check_even(counts: list[int], layer: int) -> None:
 def check_indices(indices: list[int], batch: int) -> None:
     """Raise ValueError unless all indices are rows of the batch."""
     if any(not 0 <= i < batch for i in indices):
-        raise ValueError(f"the indices {indices} are not all rows of the {batch} held; give 0 to {batch - 1}")
+        raise ValueError(
+            f"the indices {indices} are not all rows of the {batch} cached sequences; give 0 to {batch - 1}"
+        )
 
 
 def same(held: Tensor, new: Tensor, axes: tuple[int, ...] = (0, 2, 3)) -> bool:
@@ -208,7 +210,7 @@ def check_same(held: Tensor, new: Tensor, what: str, axes: tuple[int, ...] = (0,
     """Raise ValueError unless new tokens match the cache as in `same`."""
     if not same(held, new, axes):
         raise ValueError(
-            f"the cache holds {what} {tuple(held.shape)} in {held.dtype} on {held.device}, and was given "
+            f"the cache holds {what} {tuple(held.shape)} in {held.dtype} on {held.device}, but got "
             f"{tuple(new.shape)} in {new.dtype} on {new.device}; reset() it, or use another"
         )
 
@@ -235,8 +237,8 @@ class PagedKVCache:
     def __init__(self, layers: int, pages: int, page_size: int = 16) -> None:
         if min(layers, pages, page_size) < 1:
             raise ValueError(
-                f"a cache for {layers} layers with {pages} pages of {page_size} tokens holds nothing; "
-                "give numbers above 0"
+                f"a cache needs positive numbers of layers, pages and tokens per page, not {layers}, {pages} and "
+                f"{page_size}"
             )
         self.layers, self.pages, self.page_size = layers, pages, page_size
         self._serial = 0
@@ -407,7 +409,7 @@ class PagedKVCache:
         rows = self.sequences
         held = [min(self._counts[s]) for s in rows]
         if len(lengths) != len(rows) or any(not 0 <= n <= h for n, h in zip(lengths, held, strict=False)):
-            raise ValueError(f"the sequences hold {held} tokens; they cannot be cut to {list(lengths)}")
+            raise ValueError(f"the sequences hold {held} tokens; they cannot be truncated to {list(lengths)}")
         self._last = None
         for sequence, length in zip(rows, lengths, strict=True):
             self._counts[sequence] = [length] * self.layers
@@ -459,7 +461,7 @@ class PagedKVCache:
     def _check_known(self, sequences: list[int]) -> None:
         for sequence in sequences:
             if sequence not in self._table:
-                raise ValueError(f"there is no sequence {sequence}; those held are {list(self._table)}")
+                raise ValueError(f"there is no sequence {sequence}; the cache has {list(self._table)}")
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)

@@ -37,7 +37,7 @@ class LatentConfig:
         sizes = {name: size for name, size in vars(self).items() if size is not None}
         wrong = {name: size for name, size in sizes.items() if not isinstance(size, int) or size < 1}
         if wrong:
-            raise ValueError(f"LatentConfig takes numbers of features above 0, and got {wrong}")
+            raise ValueError(f"LatentConfig takes positive numbers of features, but got {wrong}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +94,10 @@ class LatentAttention(ComposedBlock):
         wide = latent.plain_dim + latent.rope_dim
         if options.groups not in (None, heads):
             raise ValueError(
-                f"groups is {options.groups}; each head of latent attention has keys of its own: leave it out"
+                f"groups is {options.groups}, but each head of latent attention has its own keys: leave it out"
             )
         if options.rope is not None and options.rope.head_dim != latent.rope_dim:
-            raise ValueError(f"rope turns {options.rope.head_dim} features, and latent.rope_dim is {latent.rope_dim}")
+            raise ValueError(f"rope rotates {options.rope.head_dim} features, but latent.rope_dim is {latent.rope_dim}")
         self.core = DotProductAttention(heads, (wide, latent.value_dim), **pick(CoreOptions, options))
         self.dim, self.latent, self.layout = dim, latent, options.layout
         self.register_module("rope", options.rope)

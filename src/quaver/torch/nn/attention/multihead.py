@@ -176,7 +176,7 @@ class MultiheadAttention(ComposedBlock):
             raise ValueError(f"the memory has shape {tuple(memory.shape)}; its last axis must be {self.memory_dim}")
         if cache is not None:
             if self.cross:
-                raise ValueError("a cache holds keys and values of x itself, and this attention has a memory")
+                raise ValueError("a cache cannot be used with a memory")
             check_cached(self.core, self.layout, x, mask, cache, mask_type, window)
         elif not (mask is None and bias is None and cu_seqlens is None and mask_type is None and window is None):
             where = 1 if self.layout == "bshd" else 0
@@ -273,14 +273,16 @@ def _check(options: AttentionArguments, heads: int, wide: int) -> None:
     """Raise ValueError for options that do not fit each other."""
     rope, bias, temperature = options.rope, options.position_bias, options.temperature
     if rope is not None and rope.head_dim != wide:
-        raise ValueError(f"rope turns heads of {rope.head_dim} features, and these have {wide}")
+        raise ValueError(f"rope rotates heads of {rope.head_dim} features, but these have {wide}")
     if options.fused and options.key_bias not in (None, options.bias):
-        raise ValueError(f"key_bias={options.key_bias} beside bias={options.bias} wants matrices apart: fused=False")
+        raise ValueError(
+            f"key_bias={options.key_bias} with bias={options.bias} requires separate matrices: fused=False"
+        )
     check_name("qk_norm_scope", options.qk_norm_scope, QK_NORM_SCOPES)
     if options.qk_norm_scope != "head" and options.qk_norm is None:
         raise ValueError(f"qk_norm_scope={options.qk_norm_scope!r} without a norm: give qk_norm, such as 'RMSNorm'")
     if options.qk_norm_scope == "each_head" and options.qk_norm == "L2":
-        raise ValueError("qk_norm 'L2' has no gamma that each head could have; give qk_norm_scope='head'")
+        raise ValueError("qk_norm 'L2' has no gamma, so it cannot have one per head; give qk_norm_scope='head'")
     pair = isinstance(temperature, tuple) and len(temperature) == 2
     if temperature is not None and (not pair or not temperature[1] > 0):
         raise ValueError(f"temperature is {temperature}; give (gain, length), a length in tokens above 0")
@@ -311,12 +313,12 @@ def check_cached(
 ) -> None:
     """Raise ValueError for options that a cache does not support, before the cache is modified."""
     if layout != "bshd":
-        raise ValueError("a cache holds keys and values of x itself in layout 'bshd'")
+        raise ValueError("a cache requires layout 'bshd'")
     mask_type, window = mask_type or core.mask_type, core.window if window is None else window
     if "causal" not in mask_type and (window is not None or core.chunk is not None or core.alibi):
         raise ValueError(
-            "with a cache queries stand at the last keys, and a window, chunks or ALiBi with mask_type "
-            f"{mask_type!r} count from the first; make the layer with mask_type='causal'"
+            "with a cache, queries are aligned with the last keys, but a window, chunks or ALiBi with mask_type "
+            f"{mask_type!r} count from the first key; make the layer with mask_type='causal'"
         )
     cache.check_mask(mask, mask_type, (x.shape[0], x.shape[1]))
 
@@ -330,7 +332,7 @@ def head_sizes(dim: int, heads: int, head_dim: int | tuple[int, int] | None) -> 
     if head_dim is None:
         if heads < 1 or dim % heads:
             raise ValueError(
-                f"{dim} features do not divide among {heads} heads; give head_dim, or a dim that is a multiple"
+                f"{dim} features do not divide by {heads} heads; give head_dim, or a dim that is a multiple"
             )
         head_dim = dim // heads
     return head_dim, head_dim

@@ -95,7 +95,7 @@ def relative_position_buckets(before: Tensor, buckets: int, max_distance: int, b
 def _check(heads: int, buckets: int, max_distance: int, bidirectional: bool) -> None:
     near = (buckets // 2 if bidirectional else buckets) // 2
     if heads < 1:
-        raise ValueError(f"a bias of {heads} heads holds nothing; give a number above 0")
+        raise ValueError(f"a bias needs a positive number of heads, not {heads}")
     if near < 1 or (bidirectional and buckets % 2):
         least = 4 if bidirectional else 2
         raise ValueError(f"{buckets} buckets are too few or odd; give {least} or more, an even number if bidirectional")

@@ -79,7 +79,9 @@ def _ragged(x: Tensor, positions: Tensor | None, offset: int | Tensor, cu_seqlen
     several = isinstance(offset, Tensor) and offset.dim() == 1
     if cu_seqlens is None:
         if positions is None or several:
-            raise ValueError("layout 'thd' needs cu_seqlens, where each sequence begins; or positions of every token")
+            raise ValueError(
+                "layout 'thd' needs cu_seqlens with the start of each sequence, or positions of every token"
+            )
         return positions + offset
     _check_lengths(cu_seqlens, tokens)
     counted = torch.arange(tokens, dtype=torch.int64, device=x.device)
@@ -445,8 +447,8 @@ class RotaryEmbedding(nn.Module):
         check_name("layout", layout, LAYOUTS)
         if x.dim() != LAYOUTS[layout] or x.shape[-1] != self.head_dim:
             raise ValueError(
-                f"rope with layout {layout!r} takes {', '.join(layout.upper())} with D = {self.head_dim}, "
-                f"and got a tensor of shape {tuple(x.shape)}"
+                f"rope with layout {layout!r} takes {', '.join(layout.upper())} with D = {self.head_dim}, but got "
+                f"a tensor of shape {tuple(x.shape)}"
             )
 
     def reset_parameters(self) -> None:

@@ -126,7 +126,7 @@ def frequencies(
     if rope_type == "dynamic" and max_positions is None:
         max_positions = given.get(ORIGINAL)
     if not 0 < fraction <= 1:
-        raise ValueError(f"fraction is {fraction}; give the part of the features that turns, above 0 and up to 1")
+        raise ValueError(f"fraction is {fraction}; give the share of the features that rotates, above 0 and up to 1")
     if not theta > 0:
         raise ValueError(f"theta is {theta}; the base of the frequencies is above 0, 10000 for example")
     _check_keys(rope_type, kind, given, max_positions)
@@ -134,12 +134,16 @@ def frequencies(
         given["partial_rotary_factor"] = fraction
     dim = head_dim if kind.whole else int(head_dim * fraction)
     if dim % 2 or dim == 0:
-        raise ValueError(f"rope turns pairs of features, and {fraction} of {head_dim} is {dim}; make it an even number")
+        raise ValueError(
+            f"rope rotates pairs of features, and {fraction} of {head_dim} is {dim}; make it an even number"
+        )
     if rope_type == "dynamic" and dim < 4:
-        raise ValueError(f"rope_type 'dynamic' keeps one frequency and stretches others; {dim} features have only one")
+        raise ValueError(
+            f"rope_type 'dynamic' keeps one frequency and stretches the others, but {dim} features have only one"
+        )
     for key in ("short_factor", "long_factor"):
         if key in given and len(given[key]) != dim // 2:
-            raise ValueError(f"{key} has {len(given[key])} numbers; {dim} features that turn need {dim // 2}")
+            raise ValueError(f"{key} has {len(given[key])} numbers; {dim} rotated features need {dim // 2}")
     options = tuple(sorted((k, tuple(v) if isinstance(v, list) else v) for k, v in given.items()))
     return Frequencies(dim=dim, theta=float(theta), rope_type=rope_type, options=options, max_positions=max_positions)
 
@@ -157,7 +161,7 @@ def _check_keys(rope_type: str, kind: RopeScalingKind, given: dict[str, Any], ma
     if rope_type == "dynamic" and max_positions is None:
         raise ValueError("rope_type 'dynamic' stretches beyond max_positions; give it")
     if not isinstance(given.get("factor", 1), int | float) or not given.get("factor", 1) > 0:
-        raise ValueError(f"factor is {given['factor']!r}; say how many times longer sequences become, above 0")
+        raise ValueError(f"factor is {given['factor']!r}; give the factor by which sequences become longer, above 0")
     if given.get("high_freq_factor", math.inf) <= given.get("low_freq_factor", 0):
         raise ValueError(
             f"high_freq_factor is {given['high_freq_factor']} and low_freq_factor {given['low_freq_factor']}; "

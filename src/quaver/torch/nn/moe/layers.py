@@ -80,7 +80,9 @@ class Experts(ComposedBlock):
         check_permute((0, 1), True, options.experts, options.pad, None)
         gated = get_activation(options.activation).gated
         if options.interleaved and not gated:
-            raise ValueError(f"activation {options.activation!r} has no gate to be interleaved; leave interleaved out")
+            raise ValueError(
+                f"activation {options.activation!r} has no gate, so it cannot be interleaved; leave interleaved out"
+            )
         self.dim, self.hidden, self.activation = options.dim, options.hidden, options.activation
         self.pad, self.codes_alone = options.pad, options.codes_alone
         values = option_values(options.activation, options.activation_options or {})
@@ -145,8 +147,8 @@ class Experts(ComposedBlock):
         check_permute(tuple(indices.shape), integers, experts, self.pad, capacity)
         if x.dim() != 2 or x.shape[1] != self.dim or x.shape[0] != indices.shape[0]:
             raise ValueError(
-                f"experts of {self.dim} features got tokens {tuple(x.shape)} and indices {tuple(indices.shape)}; give "
-                f"[T, {self.dim}] and [T, k] of the same tokens"
+                f"experts of {self.dim} features got tokens of shape {tuple(x.shape)} and indices "
+                f"{tuple(indices.shape)}; give [T, {self.dim}] and [T, k] of the same tokens"
             )
         device = ops.autocast_device(x)
         if torch.is_autocast_enabled(device) and x.dtype in ops.DTYPES:
@@ -157,9 +159,9 @@ class Experts(ComposedBlock):
             stored_weight.check_uncast(down, down.weight)
             if x.dtype is not own:
                 raise ValueError(
-                    f"experts have weights in codes of {own} and got {x.dtype} tokens; convert the tokens, enter "
-                    f"torch.autocast, or call model.to({x.dtype}) before it is sharded: a MixedPrecisionPolicy casts "
-                    "no codes"
+                    f"experts have weights stored as codes of {own} and got {x.dtype} tokens; convert the tokens, "
+                    f"enter torch.autocast, or call model.to({x.dtype}) before it is sharded: a "
+                    "MixedPrecisionPolicy does not cast codes"
                 )
         if x.dtype is not own:
             raise ValueError(
@@ -220,13 +222,13 @@ class MixtureConfig(RoutingConfig):
         super().check()
         if self.shared < 0 or (self.shared_gate and not self.shared):
             raise ValueError(
-                f"shared is {self.shared}, the hidden features of an MLP that every token goes through: give some, or "
-                "0 and no shared_gate"
+                f"shared is {self.shared}, the hidden features of the shared expert: give a positive number, or 0 "
+                "and no shared_gate"
             )
         if self.capacity is not None and not (math.isfinite(self.capacity) and self.capacity > 0):
             raise ValueError(
-                f"capacity is {self.capacity}, which drops every token: an expert takes that many times an even share; "
-                "give more than 0, such as 1.25, or None"
+                f"capacity is {self.capacity}, which drops every token: it is a multiple of an even share of the "
+                "choices; give more than 0, such as 1.25, or None"
             )
 
     def capacity_of(self, tokens: int) -> int | None:

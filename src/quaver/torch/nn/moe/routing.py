@@ -187,7 +187,9 @@ def balance_loss(
     (tokens, k), experts = indices.shape, probabilities.shape[1]
     _check(tokens, sequences, mask)
     if counts is not None and (sequences != 1 or tuple(counts.shape) != (experts,)):
-        raise ValueError(f"counts are of a whole batch: give [{experts}] with sequences=1, not {tuple(counts.shape)}")
+        raise ValueError(
+            f"counts apply to the whole batch: give [{experts}] with sequences=1, not {tuple(counts.shape)}"
+        )
     each = tokens // sequences
     kept = torch.ones_like(probabilities[:, 0]) if mask is None else mask.to(probabilities.dtype)
     if mask is not None:
@@ -239,7 +241,7 @@ def update_bias(bias: Tensor, counts: Tensor, rate: float = 1e-3) -> None:
     if bias.shape != counts.shape or bias.dim() != 1:
         raise ValueError(f"bias and counts are of the same experts; these are {tuple(bias.shape)} and {counts.shape}")
     if bias.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"bias is {bias.dtype}, in which steps of {rate} vanish: keep it in float32")
+        raise ValueError(f"bias is {bias.dtype}, in which steps of {rate} vanish: use float32")
     # Compare integers: a float32 mean of large counts is inexact.
     bias += rate * torch.sign(counts.sum() - counts * counts.shape[0]).to(bias.dtype)
 
@@ -348,7 +350,7 @@ class Router(nn.Module):
             ValueError: the router has no balance; construct it with balance_bias=True.
         """
         if self.balance is None:
-            raise ValueError("this router has no balance to move: make it with balance_bias=True")
+            raise ValueError("this router has no balance to update: make it with balance_bias=True")
         update_bias(self.balance, counts, rate)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

@@ -23,8 +23,8 @@ from quaver.torch.operations.operation import Implementation, Operation
 # ---- convolution ----
 
 SENTENCE = (
-    "this convolution has no derivative beyond its own backward, which is written by hand (no second derivative, no "
-    "torch.func): use torch.nn.functional.conv1d there"
+    "this convolution supports first derivatives only (no second derivative, no torch.func), because its backward "
+    "is written by hand: use torch.nn.functional.conv1d there"
 )
 
 
@@ -54,7 +54,9 @@ def causal_conv1d(
     it.
     """
     if get_activation(activation).gated:
-        raise ValueError(f"activation {activation!r} takes two tensors; give one of a single tensor, such as 'silu'")
+        raise ValueError(
+            f"activation {activation!r} takes two tensors; give one that takes a single tensor, such as 'silu'"
+        )
     dims = 3 if cu_seqlens is None else 2
     if x.dim() != dims or weight.dim() != 2 or weight.shape[0] != x.shape[-1] or not weight.shape[1]:
         raise ValueError(

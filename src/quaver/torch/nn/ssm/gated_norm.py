@@ -25,8 +25,8 @@ from quaver.torch.operations import ops
 from quaver.torch.operations.operation import Implementation, Operation
 
 SENTENCE = (
-    "this normalization has no derivative beyond its own backward, which is written by hand (no second derivative, no "
-    "torch.func): write it by torch's own operations there"
+    "this normalization supports first derivatives only (no second derivative, no torch.func), because its "
+    "backward is written by hand: use torch's own operations there"
 )
 
 

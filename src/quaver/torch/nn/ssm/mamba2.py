@@ -46,7 +46,7 @@ class StateCache:
 
     def __init__(self, layers: int) -> None:
         if layers < 1:
-            raise ValueError(f"a cache for {layers} layers holds nothing; give a number above 0")
+            raise ValueError(f"a cache needs a positive number of layers, not {layers}")
         self._counts = [0] * layers
         #: [B, taps - 1, channels] in the tokens' dtype, and [B, H, P, N] in float32 or float64, per layer.
         self._tokens: list[Tensor | None] = [None] * layers
@@ -85,7 +85,7 @@ class StateCache:
         if not 0 <= layer < self.layers:
             raise ValueError(f"layer {layer} of a cache for {self.layers}; make it for more layers, or count from 0")
         if torch.is_grad_enabled() and x.requires_grad:
-            raise ValueError("a cache passes no gradients on to earlier tokens; decode under torch.no_grad()")
+            raise ValueError("a cache does not support gradients of earlier tokens; decode under torch.no_grad()")
         check_even(self._counts, layer)
         if not self._counts[layer]:
             return None, None
@@ -93,7 +93,7 @@ class StateCache:
         assert tokens is not None and state is not None
         if tokens.shape[0] != x.shape[0]:
             raise ValueError(
-                f"the cache holds {tokens.shape[0]} sequences and was given {x.shape[0]}; reset() it, or use another"
+                f"the cache holds {tokens.shape[0]} sequences, but got {x.shape[0]}; reset() it, or use another"
             )
         return tokens, state
 
@@ -138,8 +138,8 @@ class StateCache:
             self.reset()
         elif length != self.length or len(set(self._counts)) > 1:
             raise ValueError(
-                f"the cache has seen {self.length} tokens and a state cannot be cut to {length}: keep a copy.deepcopy "
-                "of the cache to come back to, or reset() it"
+                f"the cache has seen {self.length} tokens and a state cannot be truncated to {length}: keep a "
+                "copy.deepcopy of the cache to return to, or reset() it"
             )
 
     def reorder(self, indices: Tensor) -> None:
@@ -316,8 +316,8 @@ class Mamba2(nn.Module):
         parted = self.inner, self.sizes.channels, self.heads
         if projected.shape[-1] != sum(parted):
             raise ValueError(
-                f"in_proj gives {projected.shape[-1]} features in place of {sum(parted)}: a Mamba2 is not divided "
-                "among ranks; leave its layers out of the plan"
+                f"in_proj gives {projected.shape[-1]} features instead of {sum(parted)}: a Mamba2 cannot be "
+                "sharded across ranks; leave its layers out of the plan"
             )
         z, mixed, dt = projected.split(parted, -1)
         if mask is not None:
@@ -401,7 +401,9 @@ def _check_input(
             f"cu_seqlens [tokens, {block.dim}]"
         )
     if cache is not None and cu_seqlens is not None:
-        raise ValueError("a cache goes on with sequences of one length; give each its own call, or leave out the cache")
+        raise ValueError(
+            "a cache cannot be combined with cu_seqlens; run each sequence in its own call, or leave out the cache"
+        )
     if mask is not None and (mask.shape != x.shape[:-1] or mask.dtype is not torch.bool):
         raise ValueError(
             f"mask is {mask.dtype} {tuple(mask.shape)}; give bool {tuple(x.shape[:-1])}, True where a token is padding"

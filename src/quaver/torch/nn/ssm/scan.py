@@ -43,7 +43,7 @@ def reason(name: str, x: Tensor, *others: Any) -> str:
     if not x.is_cuda:
         return f"{said} runs on GPUs, and this is {x.device.type!r}"
     if name == "mamba_ssm" and others[7] is not None and others[6] is not None:
-        return "mamba-ssm takes no initial states of sequences laid end to end"
+        return "mamba-ssm does not support initial states of concatenated sequences"
     if x.dtype not in WITHIN:
         return f"{said} computes in {', '.join(map(str, WITHIN))}, not in {x.dtype}"
     return _differs(name, x.device, x.dtype)
@@ -139,8 +139,8 @@ SCAN_CHUNK, SMALL_CHUNK, LARGE_STATE = 64, 32, 4096
 LARGEST = 256
 
 SENTENCE = (
-    "the scan has no derivative beyond its own backward, which is written by hand (no second derivative, no "
-    "torch.func): use quaver.torch.nn.ssm.chunked_scan.recurrence there"
+    "the scan supports first derivatives only (no second derivative, no torch.func), because its backward is "
+    "written by hand: use quaver.torch.nn.ssm.chunked_scan.recurrence there"
 )
 
 
@@ -194,7 +194,9 @@ def ssd(
         lengths_of(cu_seqlens, x.shape[0])  # type: ignore[arg-type]
         x, dt, B, C = (t.unsqueeze(0) for t in (x, dt, B, C))
     elif x.dim() != 4:
-        raise ValueError(f"x is {list(x.shape)}, of sequences laid end to end: give cu_seqlens, where each begins")
+        raise ValueError(
+            f"x is {list(x.shape)}, which is for concatenated sequences: give cu_seqlens with their boundaries"
+        )
     sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     state = (sequences, *x.shape[2:], B.shape[-1])
     if initial_states is not None and initial_states.shape != state:
