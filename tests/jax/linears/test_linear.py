@@ -326,7 +326,7 @@ def test_a_state_summed_by_a_scan_is_seen_in_the_next_loss() -> None:
 
     summed = jax.jit(jax.grad(loss, argnums=(0, 1)))(w, qj.state.init("delayed"))[1]
     assert jnp.isnan(jax.jit(loss)(w, summed))
-    with pytest.raises(ValueError, match=r"\['layer'\] is not what a step"):
+    with pytest.raises(ValueError, match=r"\['layer'\] cannot be the result of a step"):
         qj.state.check({"layer": summed}, "delayed")
 
 

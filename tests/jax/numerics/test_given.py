@@ -167,7 +167,7 @@ def test_a_count_that_does_not_fit_is_told() -> None:
 
 
 def test_trees_of_states_that_do_not_fit_are_told() -> None:
-    with pytest.raises(ValueError, match=r"holds a float at \['w'\].*split"):
+    with pytest.raises(ValueError, match=r"contains a float at \['w'\].*split"):
         states.merge({"w": 1.0, "state": STATE})
     with pytest.raises(ValueError, match="differ in their layers"):
         states.merge(STATE, states.init("nvfp4"))

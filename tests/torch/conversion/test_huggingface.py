@@ -320,13 +320,13 @@ def changed(method: str, of: Callable[[Any], Any], what: Callable[[Tensor], Tens
 
 def test_what_computes_something_else_is_refused_by_the_part_that_does() -> None:
     for of, says in (
-        (lambda layer: layer.input_layernorm, "LlamaRMSNorm gives other outputs than LayerNorm, RMSNorm and L2"),
+        (lambda layer: layer.input_layernorm, "LlamaRMSNorm has other outputs than LayerNorm, RMSNorm and L2"),
         (
             lambda layer: layer.self_attn.k_proj,
-            "the layer's attention gives other outputs than ours does with any options",
+            "the layer's attention has other outputs than Quaver's with any options",
         ),
-        (lambda layer: layer.mlp.act_fn, "the layer's MLP gives other outputs"),
-        (lambda layer: layer, "with the norms in any place the layer gives other outputs: they differ by 9.9e-03"),
+        (lambda layer: layer.mlp.act_fn, "the layer's MLP has other outputs"),
+        (lambda layer: layer, "the layer has other outputs for every placement of the norms: they differ by 9.9e-03"),
     ):
         with pytest.raises(ValueError, match=says):
             qt.from_huggingface(changed("forward", of, lambda y: y * 1.01))
@@ -353,7 +353,7 @@ def test_bad_input_is_a_sentence() -> None:
         transformers.FalconConfig(**FALCON, alibi=True), 0
     )
     for layer, options, says in (
-        (nn.Linear(4, 4), {}, "Linear holds no configuration of transformers"),
+        (nn.Linear(4, 4), {}, "Linear has no transformers configuration"),
         (layer_of("mpt")[0], {"mask_type": "causal", "dropout": 0.0, "attention_dropout": 0.0}, "config=model.config"),
         (
             layer_of("mpt")[0],

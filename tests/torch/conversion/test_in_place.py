@@ -160,8 +160,9 @@ def test_a_hook_on_an_activation_runs_and_the_report_says_so() -> None:
     rows = {row.name: row for row in report.blocks}
     assert "act_fn" in rows["model.layers.0.mlp"].why and not rows["model.layers.1.mlp"].why
     # Two tensors of 96 features in float32: the activation's output, and its input once more.
-    assert "a hook on act_fn: while it stands the module's own forward runs and keeps 384 bytes a token more" in str(
-        report
+    assert (
+        "a hook on act_fn: while it is registered, the module's own forward runs and saves 384 more bytes per token"
+        in str(report)
     )
     expected = step(plain)
     got = step(model)

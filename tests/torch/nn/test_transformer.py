@@ -248,7 +248,7 @@ def test_bad_input_is_a_sentence() -> None:
         make("decoder with memory")(torch.randn(2, 5, 64))
     with pytest.raises(ValueError, match="give no memory"):
         make("GPT")(torch.randn(2, 5, 64), torch.randn(2, 5, 64))
-    with pytest.raises(ValueError, match="latent attention takes no window for one call"):
+    with pytest.raises(ValueError, match="latent attention cannot override window for one call"):
         make("DeepSeek-V3")(torch.randn(2, 5, 64), window=(1, 0))
 
 

@@ -59,7 +59,7 @@ def test_what_a_format_cannot_hold_is_refused_with_those_that_can(recipe: str, f
     if recipe in HELD[format]:
         return
     can = [other for other in HELD if recipe in HELD[other]]
-    with pytest.raises(ValueError, match=re.escape(f"{format!r} cannot hold the codes of 1")) as error:
+    with pytest.raises(ValueError, match=re.escape(f"{format!r} cannot store the codes of 1")) as error:
         qt.export(model(recipe), tmp_path / "out", format=format, calibrate=tokens())
     assert f"use format={' or '.join(map(repr, can))}" in str(error.value)
     assert not list(tmp_path.iterdir())
@@ -145,7 +145,7 @@ def test_layers_left_by_name_and_their_trained_values(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     assert_bitwise(tensors["4.weight"], trained[4].weight.detach())
     assert result.left == {"4": "asked for by name"} and "4 (asked for by name)" in str(result)
-    with pytest.raises(ValueError, match="no quantized layer has a name that fits 'x'"):
+    with pytest.raises(ValueError, match="no quantized layer has a name that matches 'x'"):
         qt.export(trained, tmp_path / "other", high_precision=["x"])
 
 
@@ -225,7 +225,7 @@ def broken(kind: str) -> tuple[nn.Module, dict[str, Any]]:
     ("kind", "sentence"),
     [
         ("no recipe", "no layer of this model is quantized: call quaver.torch.convert"),
-        ("nan", "3.weight holds infinities or NaN"),
+        ("nan", "3.weight contains infinities or NaN"),
         ("meta", "0.weight is on meta and has no values"),
         ("ends within a block", "rows of 40 values end within a block of 32"),
         ("parametrization", "computed by a parametrization: remove it first"),

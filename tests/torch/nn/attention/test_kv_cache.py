@@ -241,7 +241,7 @@ def test_what_does_not_fit_is_a_sentence(kind: str) -> None:
 def test_what_a_paged_cache_does_not_know_is_a_sentence() -> None:
     cache = qt.PagedKVCache(1, pages=4, page_size=2)
     one = cache.add()
-    with pytest.raises(ValueError, match=r"there is no sequence 7; those held are \[0\]"):
+    with pytest.raises(ValueError, match=r"there is no sequence 7; the cache has \[0\]"):
         cache.free(7)
     with pytest.raises(ValueError, match="name one twice"):
         cache.use([one, one])

@@ -267,7 +267,7 @@ def test_bad_input_is_a_sentence() -> None:
         qt.MultiheadAttention(64, 4, head_dim=(8,))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="cannot share 3 heads"):
         qt.MultiheadAttention(64, 4, groups=3)
-    with pytest.raises(ValueError, match="rope turns heads of 8 features, and these have 16"):
+    with pytest.raises(ValueError, match="rope rotates heads of 8 features, but these have 16"):
         qt.MultiheadAttention(64, 4, rope=qt.RotaryEmbedding(8))
     for options, sentence in (
         ({"qk_norm": "RMSNorm", "qk_norm_scope": "heads"}, "no qk_norm_scope 'heads'"),

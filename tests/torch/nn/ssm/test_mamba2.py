@@ -143,7 +143,7 @@ def test_a_call_that_is_refused_leaves_the_cache_as_it_was() -> None:
     before = cache.read(0, torch.empty(2, 1))[1].clone()  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="does not support gradients"):
         block(torch.randn(2, 1, 32, requires_grad=True), cache=cache)
-    with torch.no_grad(), pytest.raises(ValueError, match="holds 2 sequences and was given 3"):
+    with torch.no_grad(), pytest.raises(ValueError, match="holds 2 sequences, but got 3"):
         block(torch.randn(3, 1, 32), cache=cache)
     assert_bitwise(cache.read(0, torch.empty(2, 1))[1], before)
     assert cache.length == 5
