@@ -216,7 +216,7 @@ def test_noise_on_the_input_is_refused_by_jax_alone() -> None:
     recipe = Recipe("noisy", GemmSpec(NOISY, LINE), GemmSpec(LINE, LINE), GemmSpec(LINE, NOISY))
     x = np.ones((4, 32), np.float32)
     qt.Linear(32, 8, recipe=recipe)(torch.from_numpy(x)).sum().backward()
-    with pytest.raises(ValueError, match="rounds the input at random"):
+    with pytest.raises(ValueError, match="rounds the input stochastically"):
         qj.linear(jnp.asarray(x), jnp.ones((32, 8)), recipe=recipe)
 
 

@@ -172,5 +172,5 @@ def test_a_version_that_has_torchao_convert_elsewhere_is_refused(monkeypatch: py
 
 def test_another_library_that_accelerate_would_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "MSAMP")
-    with pytest.raises(ValueError, match=r"would have MSAMP run in eight bits; leave its recipe out"):
+    with pytest.raises(ValueError, match=r"would use MSAMP for FP8; leave its recipe out"):
         accelerator_of("fp8")

@@ -185,7 +185,7 @@ def test_a_config_that_no_folder_keeps_is_a_sentence() -> None:
         QuaverConfig("delayed", options={"histories": 4})
     with pytest.raises(ValueError, match=r"options \['history'\] are of one recipe"):
         QuaverConfig({"*": "delayed"}, options={"history": 4})
-    with pytest.raises(ValueError, match="a folder keeps no options of blocks"):
+    with pytest.raises(ValueError, match="a folder cannot store the options of Blocks"):
         QuaverConfig("mxfp8", blocks=qt.Blocks(loss=True))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="weights is 'eight'"):
         QuaverConfig("mxfp8", weights="eight")
@@ -262,7 +262,7 @@ def test_the_state_of_another_run_is_refused(tmp_path: Path) -> None:
         (folder / "checkpoint-3").mkdir(parents=True)
         ScalingCallback().on_save(Arguments(folder), state, None, model)
     fresh = copy.deepcopy(other)
-    with pytest.raises(ValueError, match=r"is of other weights in 1 of 2 .*another run, give ScalingCallback"):
+    with pytest.raises(ValueError, match=r"was saved with other weights in 1 of 2 .*another run, give ScalingCallback"):
         ScalingCallback().on_train_begin(Arguments(tmp_path / "own"), state, None, fresh)
     assert_same(fresh, other)
     given = str(tmp_path / "other/checkpoint-3")
@@ -291,11 +291,11 @@ def test_saturation_is_counted_in_steps_that_are_logged(
 
 @pytest.mark.filterwarnings("ignore:convert changed nothing")
 def test_a_model_that_nothing_of_was_converted_is_refused(plain: Path) -> None:
-    with pytest.raises(ValueError, match=r"converted nothing of LlamaForCausalLM \(.*load it without device_map"):
+    with pytest.raises(ValueError, match=r"converted nothing in LlamaForCausalLM \(.*load it without device_map"):
         AutoModelForCausalLM.from_pretrained(plain, quantization_config=QuaverConfig("mxfp8", skip=["*"]))
     # As accelerate's hooks leave a layer.
     net = nn.Sequential(nn.Linear(32, 32))
     layer: Any = net[0]
     layer.forward = layer.forward
-    with pytest.raises(ValueError, match=r"converted nothing of Sequential \(0: .*whose hooks replace forwards"):
+    with pytest.raises(ValueError, match=r"converted nothing in Sequential \(0: .*whose hooks replace forwards"):
         QuaverQuantizer(QuaverConfig("mxfp8"))._convert(net)

@@ -275,7 +275,7 @@ def test_over_codes_and_weights_in_high_precision_warn_of_nothing() -> None:
 
 
 def test_methods_and_starting_values_that_read_the_weight_are_refused() -> None:
-    with pytest.raises(TypeError, match="IA3Config has no seam"):
+    with pytest.raises(TypeError, match="IA3Config does not support"):
         over_codes(IA3Config())
     with pytest.raises(ValueError, match="init_lora_weights='olora' starts from the base's weight"):
         adapted(stored("mxfp8"), init_lora_weights="olora")

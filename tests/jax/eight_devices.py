@@ -209,12 +209,12 @@ def check_sentences(_: Recipe) -> None:
         return qj.linear(x, w, recipe="mxfp8", **options)
 
     row = (P(None, BOTH), P(BOTH, None))
-    fails("cut the operand into shards of 12", lambda x, w: lax.psum(layer(x, w), BOTH), row, P(), x, w)
+    fails("divide the operand into shards of 12", lambda x, w: lax.psum(layer(x, w), BOTH), row, P(), x, w)
     biased = partial(qj.linear, bias=jnp.ones(32), recipe="mxfp8")
     fails("add it after jax.lax.psum", lambda x, w: lax.psum(biased(x, w), BOTH), row, P(), x, w)
-    fails("with check_vma left at True", layer, (P(BOTH), P()), P(BOTH), x, w, check_vma=False)
+    fails("with check_vma=True", layer, (P(BOTH), P()), P(BOTH), x, w, check_vma=False)
     for gather, sentence in (
-        (qj.ShardedOperand("model", P("data", None)), "the spec says nothing of that axis"),
+        (qj.ShardedOperand("model", P("data", None)), "the spec does not name that axis"),
         (qj.ShardedOperand("model", P("model", None)), "does not vary over that mesh axis"),
     ):
         fails(sentence, partial(layer, gather_weight=gather), (P("data"), P()), P("data"), x, w)

@@ -172,7 +172,7 @@ def test_what_rounds_has_no_derivative_of_its_own() -> None:
     straight_through = jax.grad(lambda x: (x + qj.quantize(lax.stop_gradient(x), spec).dequantize()).sum())(X)
     assert (straight_through == 1).all()
     q = qj.quantize(X, spec)
-    with pytest.raises(NotImplementedError, match="quantized have no derivative"):
+    with pytest.raises(NotImplementedError, match="quantized operands have no derivative"):
         jax.grad(lambda q: qj.matmul(q, q).sum())(q)
     assert (jax.grad(lambda b: qj.matmul(q, q, bias=b).sum())(jnp.zeros(8)) == 8).all()
 
@@ -183,5 +183,5 @@ def test_the_gradient_of_a_quantized_operand_is_refused(what: str) -> None:
     given: dict[str, Any] = {"x": X, "w": W} | {
         what: qj.quantize(X, fprop.a) if what == "x" else qj.quantize(W.T, fprop.b)  # type: ignore[arg-type]
     }
-    with pytest.raises(ValueError, match=f"the gradient of {what} is asked for, and {what} is a Quantized"):
+    with pytest.raises(ValueError, match=f"the gradient of {what} is requested, but {what} is a Quantized"):
         jax.grad(lambda q: qj.linear(**given | {what: q}, recipe="tensorwise").sum())(given[what])

@@ -1,1 +1,1 @@
-"""What other libraries ask of a model, each in a room that imports its library; nothing else imports these rooms."""
+"""Integrations with transformers, accelerate, Lightning, PEFT and torchtitan; each module imports its own library."""

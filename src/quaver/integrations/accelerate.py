@@ -1,8 +1,8 @@
-"""accelerate's seam: an `Accelerator` whose `mixed_precision="fp8"` is a recipe of ours.
+"""accelerate integration: an `Accelerator` whose `mixed_precision="fp8"` converts models with a Quaver recipe.
 
-accelerate knows three libraries for eight bits by name, and prepares a model by one method each. The one of torchao is
-left empty here, and the public `prepare` converts before anything is wrapped or sharded. All private names of
-accelerate are in this file.
+accelerate supports three FP8 libraries by name and prepares a model with one private method for each. Here torchao's
+method is overridden to do nothing, and the public `prepare` converts models before they are wrapped or sharded. All
+private names of accelerate are in this file.
 """
 
 import inspect
@@ -29,7 +29,7 @@ from quaver.torch.parallel import sync_amax_histories
 
 __all__ = ["QuaverAccelerator"]
 
-#: What accelerate 1.15 calls to have torchao convert models: `prepare` gives it all that was to be prepared.
+#: Method that accelerate 1.15 calls to convert models with torchao; `prepare` passes it everything to prepare.
 SEAM = "_prepare_ao"
 INSTEAD = (
     "call quaver.torch.convert(model, recipe) and prepare it with an accelerate.Accelerator(mixed_precision='bf16')"
@@ -37,19 +37,19 @@ INSTEAD = (
 
 
 class QuaverAccelerator(accelerate.Accelerator):
-    """accelerate's `Accelerator`, whose `mixed_precision="fp8"` converts each model that it prepares by `convert`.
+    """accelerate's `Accelerator`, whose `mixed_precision="fp8"` converts each model that it prepares with `convert`.
 
-    It needs torchao to be installed, since accelerate asks for it before it takes "fp8"; nothing of it runs. What is
-    not a linear layer runs in bfloat16 by torch.autocast, as accelerate has it. With another `mixed_precision` nothing
-    is converted.
+    torchao must be installed, since accelerate requires it for "fp8", but it is not used. Everything except linear
+    layers runs in bfloat16 under torch.autocast, as usual in accelerate. With another `mixed_precision` nothing is
+    converted.
 
     Args:
-        *args, **kwargs: accelerate's.
-        recipe: as of `quaver.torch.convert`. A model of which a layer is converted already is left as it is.
-        skip, head, seed, blocks: as of `quaver.torch.convert`.
+        *args, **kwargs: as for accelerate's `Accelerator`.
+        recipe: as for `quaver.torch.convert`. A model with an already converted layer is left as it is.
+        skip, head, seed, blocks: as for `quaver.torch.convert`.
     Raises:
-        ValueError: an unknown recipe; another library's recipe among kwargs_handlers; a version of accelerate that has
-            no such seam, before a step is spent, with what to do instead.
+        ValueError: an unknown recipe; another library's recipe in kwargs_handlers; or a version of accelerate without
+            the overridden method. The message says what to do instead.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class QuaverAccelerator(accelerate.Accelerator):
         backend = getattr(self.fp8_backend, "value", self.fp8_backend)
         if self._is_fp8 and backend != "AO":
             raise ValueError(
-                f"accelerate would have {backend} run in eight bits; leave its recipe out of kwargs_handlers and "
+                f"accelerate would use {backend} for FP8; leave its recipe out of kwargs_handlers and "
                 f"ACCELERATE_FP8_BACKEND unset, with torchao installed (pip install torchao), or {INSTEAD}"
             )
 
@@ -78,7 +78,7 @@ class QuaverAccelerator(accelerate.Accelerator):
         return bool(self.mixed_precision == "fp8")
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """accelerate's, after the models among `args` were converted."""
+        """Convert the models among `args`, then call accelerate's `prepare`."""
         models = [arg for arg in args if isinstance(arg, nn.Module)]
         for model in models:
             self._convert(model)
@@ -88,13 +88,13 @@ class QuaverAccelerator(accelerate.Accelerator):
         return prepared
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """accelerate's, after the model was converted."""
+        """Convert the model, then call accelerate's `prepare_model`."""
         self._convert(model)
         prepared: nn.Module = super().prepare_model(model, *args, **kwargs)
         return prepared
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """accelerate's, after ranks have agreed on what delayed scaling has recorded: one of them writes it for all."""
+        """Synchronize amax histories across ranks, then call accelerate's `save_state`: one rank writes for all."""
         for model in self._models:
             sync_amax_histories(model)
         return super().save_state(*args, **kwargs)
@@ -108,7 +108,7 @@ class QuaverAccelerator(accelerate.Accelerator):
 
     @staticmethod
     def _check(models: list[nn.Module], before: list[int]) -> None:
-        """accelerate may have another way to torchao by now."""
+        """Raise if accelerate has replaced converted layers, as a version with another hook for torchao might."""
         for model, count in zip(models, before, strict=True):
             if _converted(model) != count:
                 kind = type(model).__name__
@@ -116,17 +116,17 @@ class QuaverAccelerator(accelerate.Accelerator):
 
 
 def check_seam(kind: type) -> None:
-    """Refuse a class of accelerate that has no seam of the known form.
+    """Raise if a class of accelerate lacks the overridden method or its known signature.
 
     Raises:
-        ValueError: with what to do.
+        ValueError: the message says what to do.
     """
     seam = getattr(kind, SEAM, None)
     kinds = [] if seam is None else [p.kind for p in inspect.signature(seam).parameters.values()]
     if kinds != [inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.VAR_POSITIONAL]:
         raise ValueError(
-            f"accelerate {accelerate.__version__} has no {SEAM}(*args), by which it hands models to torchao (1.15 "
-            f"has): {INSTEAD}"
+            f"accelerate {accelerate.__version__} has no {SEAM}(*args), which it calls to convert models with "
+            f"torchao (1.15 has): {INSTEAD}"
         )
 
 

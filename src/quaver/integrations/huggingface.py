@@ -1,4 +1,4 @@
-"""transformers' own seams: a quantization config, a quantizer and a Trainer's callback; no model of transformers."""
+"""transformers integration: `QuaverConfig` and its quantizer for `from_pretrained`, and a Trainer callback."""
 
 import json
 import os
@@ -29,36 +29,34 @@ from quaver.torch.linear.linear import Quantizable
 from quaver.torch.parallel import sync_amax_histories
 from quaver.torch.state.counters import Counters, count
 
-# ---- callback --------------------------------------------------------------------------------------------
-# What a Trainer of transformers calls while it trains a converted model: saturation logged, scaling state kept.
+# ---- Trainer callback: logs saturation and saves the scaling state ----
 #
-# A Trainer's checkpoint is a folder of weights. What recipes add to them goes into a file beside them, so that a
-# resumed run goes on with the bits of one that was not interrupted. Each rank has a file of its own, since a rank may
-# have recorded what others have not: a run resumes on as many processes as it was saved by. Histories that all of them
-# have are agreed on before.
+# A Trainer's checkpoint is a folder of weights. The recipes' state is saved in a file next to them, so that a resumed
+# run gives the same bits as an uninterrupted one. Each rank has its own file, since it may have recorded other amaxes,
+# so a run must resume on the same number of processes. Histories shared by all ranks are synchronized first.
 
-#: The file in each checkpoint's folder of a run of one process.
+#: File name in a checkpoint folder, for a run with one process.
 FILE = "quaver_scaling.safetensors"
-#: The operands whose counts are logged; each with those of its copy for another GEMM.
+#: Operands whose counts are logged, including their transposes for other GEMMs.
 OPERANDS = ("input", "weight", "grad_output")
-#: Bytes of a parameter, evenly spaced, whose places its digest tells.
+#: Number of evenly spaced bytes of a parameter that its digest samples by position.
 SAMPLED = 1 << 14
 
 
 class ScalingCallback(TrainerCallback):
-    """Keeps a converted model's scaling state with a Trainer's checkpoints, and logs what saturates.
+    """Trainer callback that saves a converted model's scaling state with checkpoints, and logs saturation.
 
-    Each process keeps a file of its own: `quaver_scaling.safetensors`, or one with its rank and their number.
+    Each process writes its own file: `quaver_scaling.safetensors`, or one with its rank and the number of ranks.
 
     Args:
-        saturation: True counts in each step that is logged, which takes some times its time (`quaver.torch.count`).
-            `saturated_input`, `flushed_input` and so on are shares of the elements of all layers; they stand in the
-            Trainer's `log_history`, and reach callbacks that come after this one.
-        resume_from: the folder to resume from, if it is neither the path in the arguments' `resume_from_checkpoint` nor
-            in the Trainer's own output folder.
+        saturation: True counts saturated elements in each logged step, which then takes several times as long
+            (`quaver.torch.count`). `saturated_input`, `flushed_input` and so on are shares of the elements of all
+            layers. They appear in the Trainer's `log_history` and are passed to later callbacks.
+        resume_from: folder to resume from, if it is neither the path in the arguments' `resume_from_checkpoint` nor in
+            the Trainer's output folder.
     Raises:
-        ValueError: when training resumes from a checkpoint without the process's file, or with one of another step or
-            of other weights, before a step is spent on it.
+        ValueError: training resumes from a checkpoint without this process's file, or with a file of another step or
+            other weights; raised before the first step.
     """
 
     def __init__(self, *, saturation: bool = True, resume_from: str | os.PathLike[str] | None = None) -> None:
@@ -85,7 +83,7 @@ class ScalingCallback(TrainerCallback):
         folder = _folder(args, state.global_step)
         if args.world_size > 1:
             sync_amax_histories(model)
-            # The rank that writes the weights may not have come to make it yet.
+            # The rank that writes the weights may not have created the folder yet.
             folder.mkdir(parents=True, exist_ok=True)
         if folder.is_dir():
             save(model, folder, file_of(args.process_index, args.world_size), step=state.global_step)
@@ -113,13 +111,13 @@ class ScalingCallback(TrainerCallback):
 
 
 def file_of(rank: int, ranks: int) -> str:
-    """The name of a process's file: `FILE` of one process, or with the rank and their number in it."""
+    """Return the name of a process's file: `FILE` for one process, else with its rank and the number of ranks."""
     path = Path(FILE)
     return FILE if ranks == 1 else f"{path.stem}-{rank:05d}-of-{ranks:05d}{path.suffix}"
 
 
 def save(model: nn.Module, folder: str | os.PathLike[str], file: str = FILE, *, step: int | None = None) -> None:
-    """Write a model's scaling state into a folder, whole or not at all; an empty one too."""
+    """Write a model's scaling state, possibly empty, into a folder atomically."""
     state = {name: value.contiguous().clone() for name, value in scaling_state_dict(model).items()}
     path = Path(folder) / file
     partial = path.with_suffix(".partial")
@@ -128,12 +126,14 @@ def save(model: nn.Module, folder: str | os.PathLike[str], file: str = FILE, *, 
 
 
 def load(model: nn.Module, folder: str | os.PathLike[str], file: str = FILE, *, step: int | None = None) -> bool:
-    """Load what `save` wrote; False where a folder has no such file.
+    """Load the result of `save`; return False if the folder has no such file.
 
     Args:
-        step: if given, that of the file, whose weights the model then has.
+        model: a model converted in the same way.
+        folder, file: location of the file.
+        step: if passed, the step that the file must be of; the model's weights must then match too.
     Raises:
-        ValueError: a file of another step or of other weights, before anything is loaded.
+        ValueError: the file is of another step or of other weights; raised before anything is loaded.
     """
     path = Path(folder) / file
     if not path.is_file():
@@ -156,24 +156,26 @@ _OTHER_RUN = (
 
 
 def digests(model: nn.Module) -> dict[str, str]:
-    """A digest of each parameter by its name: of all its bits, and of a sample that tells where they lie."""
+    """Return a digest of each parameter by name: the sum of all its bits, and a checksum of a sample for their
+    order.
+    """
     return {name: _digest(p) for name, p in model.named_parameters() if not p.is_meta}
 
 
 def _digest(p: Any) -> str:
     local = p.detach().to_local() if hasattr(p, "to_local") else p.detach()
     flat = local.contiguous().reshape(-1).view(torch.uint8)
-    # Four bytes at a time where they divide it: a sum without a copy, exact whatever its order.
+    # Sum int32 words if the size allows: no copy, and exact in any order.
     words = flat.view(torch.int32) if flat.numel() % 4 == 0 and flat.data_ptr() % 4 == 0 else flat
     sample = flat[:: max(1, flat.numel() // SAMPLED)].contiguous().cpu()
     return f"{int(words.sum(dtype=torch.int64)) & (1 << 64) - 1:016x}{zlib.crc32(sample.numpy()):08x}"
 
 
 def _check_weights(model: nn.Module, saved: dict[str, str], step: int, path: Path) -> None:
-    """Check that each parameter has the bits that it had when `path` was written.
+    """Check that each parameter has the same bits as when `path` was written.
 
     Raises:
-        ValueError: another run's file, or parameters that were not loaded from the checkpoint.
+        ValueError: the file belongs to another run, or parameters were not loaded from the checkpoint.
     """
     own = digests(model)
     others = [name for name in own if saved.get(name, own[name]) != own[name]]
@@ -181,15 +183,15 @@ def _check_weights(model: nn.Module, saved: dict[str, str], step: int, path: Pat
         return
     names = ", ".join(others[:4]) + (f" and {len(others) - 4} more" if len(others) > 4 else "")
     raise ValueError(
-        f"training resumes at step {step}, and {path} is of other weights in {len(others)} of {len(own)} parameters: "
-        f"{names}. If it belongs to another run, give ScalingCallback(resume_from=the folder that you resume from). If "
-        "the Trainer did not load them, as it does not load stacked experts, make the model with "
+        f"training resumes at step {step}, and {path} was saved with other weights in {len(others)} of {len(own)} "
+        f"parameters: {names}. If it belongs to another run, give ScalingCallback(resume_from=the folder that you "
+        "resume from). If the Trainer did not load them, as it does not load stacked experts, make the model with "
         f"from_pretrained({str(path.parent)!r}), convert it, and resume with that"
     )
 
 
 def saturation(counters: Counters) -> dict[str, float]:
-    """Shares of the elements of each operand that saturated, became zero, or were not finite."""
+    """Return the shares of each operand's elements that saturated, became zero, or were not finite."""
     shares: dict[str, float] = {}
     for operand in OPERANDS:
         counts = [c for table in counters.table.values() for key, c in table.items() if key.split(".")[0] == operand]
@@ -202,14 +204,14 @@ def saturation(counters: Counters) -> dict[str, float]:
 
 
 def _logs(args: Any, state: Any, batches: Any) -> bool:
-    """Whether the step that begins is one that the Trainer's strategy logs after."""
+    """Return True if the Trainer will log after the step that begins now."""
     step = state.global_step + 1
     if step == 1 and args.logging_first_step:
         return True
     if args.logging_strategy == IntervalStrategy.STEPS:
         return bool(state.logging_steps) and step % state.logging_steps == 0
     if args.logging_strategy == IntervalStrategy.EPOCH:
-        # A data set without a length does not say where an epoch ends.
+        # The end of an epoch is unknown for a dataset without length.
         epoch = -(-len(batches) // args.gradient_accumulation_steps) if isinstance(batches, Sized) else 0
         return step == state.max_steps or (bool(epoch) and step % epoch == 0)
     return False
@@ -220,35 +222,35 @@ def _folder(args: Any, step: int) -> Path:
 
 
 def _given_folder(args: Any) -> str | None:
-    """What the arguments say to resume from, where that is a folder."""
+    """Return the arguments' `resume_from_checkpoint` if it is a folder, else None."""
     given = args.resume_from_checkpoint
     return given if isinstance(given, str) and os.path.isdir(given) else None
 
 
-# ---- config ----------------------------------------------------------------------------------------------
-# What `from_pretrained(..., quantization_config=)` is given, and what a folder's config.json says of its recipe.
+# ---- quantization config: the argument of `from_pretrained`, and the recipe in a folder's config.json ----
 
-#: The name of the method. transformers shows it where it does not know it, so it says what to import.
+#: Name of the quantization method. transformers prints it if it does not know it, so it says what to import.
 METHOD = "quaver, by import quaver.integrations.huggingface"
-#: How weights are kept.
+#: Values of `weights`: high precision, or stored as codes.
 WEIGHTS = ("high", "stored")
 
 
 @register_quantization_config(METHOD)
 class QuaverConfig(QuantizationConfigMixin):
-    """A recipe for a model of transformers, as a quantization config.
+    """A recipe for a transformers model as a quantization config.
 
     Args:
-        recipe: the name of a recipe, or rules {pattern: name or None}, the first match wins.
-        options: of the recipe function, such as {"history": 16}; only with a name.
-        skip: patterns of names to leave alone, as of `quaver.torch.convert`.
-        head: True converts output heads too.
-        seed: of stochastic rounding.
-        blocks: True has our blocks compute norms and MLPs in place, as of `quaver.torch.convert`.
-        weights: "high" keeps them as they are, to train; "stored" turns them into codes, as `quantize_weights` does.
+        recipe: name of a recipe, or rules {pattern: name or None}; the first match wins.
+        options: arguments of the recipe function, such as {"history": 16}; only with a name.
+        skip: name patterns to leave alone, as for `quaver.torch.convert`.
+        head: True also converts output heads.
+        seed: seed of stochastic rounding.
+        blocks: True replaces norms and MLPs by Quaver's blocks, as for `quaver.torch.convert`.
+        weights: "high" keeps weights in high precision, for training; "stored" stores them as codes, as
+            `quantize_weights`.
         quant_method: written into folders; leave it out.
     Raises:
-        ValueError: an unknown recipe or option, a `Recipe` in place of a name, another way to keep weights.
+        ValueError: an unknown recipe or option, a `Recipe` instead of a name, or an unknown value of weights.
     """
 
     def __init__(
@@ -264,20 +266,20 @@ class QuaverConfig(QuantizationConfigMixin):
         quant_method: str = METHOD,
     ) -> None:
         if weights not in WEIGHTS:
-            raise ValueError(f"weights is {weights!r}; give 'high' to train them, or 'stored' to keep codes alone")
+            raise ValueError(f"weights is {weights!r}; give 'high' to train them, or 'stored' to keep only codes")
         if not isinstance(blocks, bool):
-            raise ValueError(f"blocks is {blocks!r}; give True or False: a folder keeps no options of blocks")
+            raise ValueError(f"blocks is {blocks!r}; give True or False: a folder cannot store the options of Blocks")
         if isinstance(skip, str):
             raise ValueError(f"skip is {skip!r}; give a list of patterns, such as [{skip!r}]")
         self.quant_method: Any = quant_method
-        # A folder's JSON has its names sorted, and the order of rules counts: they are a list.
+        # A list, because JSON in folders has sorted keys and the order of rules matters.
         self.recipe = recipe if isinstance(recipe, str) else [list(rule) for rule in _pairs(recipe)]
         self.options = dict(options or {})
         self.skip, self.head, self.seed, self.blocks, self.weights = list(skip), head, seed, blocks, weights
         self.rules()
 
     def rules(self) -> Recipe | Rules:
-        """What `quaver.torch.convert` takes."""
+        """Return the recipe or rules for `quaver.torch.convert`."""
         if isinstance(self.recipe, str):
             return recipes.get(self.recipe, **self.options)
         if self.options:
@@ -290,8 +292,8 @@ class QuaverConfig(QuantizationConfigMixin):
 def _pairs(recipe: Any) -> list[Any]:
     if isinstance(recipe, Recipe):
         raise ValueError(
-            f"a folder keeps a recipe by name and options, not the Recipe: give QuaverConfig({recipe.name!r}, "
-            "options={...})"
+            "a folder stores a recipe by name and options, and this is a Recipe: give "
+            f"QuaverConfig({recipe.name!r}, options={{...}})"
         )
     pairs = list(recipe.items() if isinstance(recipe, Mapping) else recipe)
     for _, name in pairs:
@@ -300,19 +302,19 @@ def _pairs(recipe: Any) -> list[Any]:
     return pairs
 
 
-# ---- quantizer -------------------------------------------------------------------------------------------
-# What transformers calls around the loading and the saving of a model whose config is a `QuaverConfig`.
+# ---- quantizer: called by transformers around loading and saving of a model with a `QuaverConfig` ----
 #
-# A folder holds the state dict. Codes lie in it as bytes [N, K, 1] under the weight's own name: a class that does not
-# know them refuses the shape, where it would have taken codes for weights.
+# A folder contains the state dict. Codes are stored as bytes [N, K, 1] under the weight's own name. Code that does not
+# know them rejects this shape; with [N, K] it would have used codes as weights.
 
 
 @register_quantizer(METHOD)
 class QuaverQuantizer(HfQuantizer):
-    """Converts the model that `from_pretrained` makes, and gives `save_pretrained` all of its state.
+    """transformers quantizer that converts the model in `from_pretrained`, and lets `save_pretrained` write its full
+    state.
 
-    A folder of the unconverted model is loaded and then converted. One that was saved from here has histories, counts
-    and codes, which come back bit for bit.
+    A folder of the unconverted model is loaded and then converted. A folder saved by this quantizer contains histories,
+    counts and codes, which are restored bit for bit.
     """
 
     requires_calibration = False
@@ -343,9 +345,9 @@ class QuaverQuantizer(HfQuantizer):
         if not report.converted and not report.attention and not any(row.block for row in report.blocks):
             why = next((f" ({row.name}: {row.why})" for row in report.rows if row.why), "")
             raise ValueError(
-                f"QuaverConfig converted nothing of {type(model).__name__}{why}, and its folder would say that it did: "
-                "load it without device_map, whose hooks replace forwards, and move it by model.to(device), or give a "
-                "recipe and a skip that name its layers"
+                f"QuaverConfig converted nothing in {type(model).__name__}{why}, although its folder would say so: "
+                "load it without device_map, whose hooks replace forwards, and move it by model.to(device), or "
+                "give a recipe and a skip that match its layers"
             )
 
     def _dequantize(self, model: Any, dtype: Any = None) -> Any:
@@ -369,7 +371,7 @@ class QuaverQuantizer(HfQuantizer):
 
 
 def _as_bytes(model: nn.Module) -> dict[Quantizable, nn.Parameter]:
-    """Give stored weights the form that they have in a folder. Returns those that they had, of no values yet."""
+    """Replace stored weights by empty parameters in the folder's layout; return the original ones."""
     held: dict[Quantizable, nn.Parameter] = {}
     for layer in model.modules():
         if isinstance(layer, Quantizable) and layer.weight_spec is not None:
@@ -382,7 +384,7 @@ def _as_bytes(model: nn.Module) -> dict[Quantizable, nn.Parameter]:
 
 
 def _as_codes(held: dict[Quantizable, nn.Parameter]) -> None:
-    """Make parameters of codes of what was loaded."""
+    """Convert the loaded bytes back to parameters of codes."""
     for layer, weight in held.items():
         codes = layer._parameters["weight"].detach().squeeze(-1).view(weight.dtype)  # type: ignore[union-attr]
         layer._parameters["weight"] = nn.Parameter(codes, requires_grad=weight.requires_grad)
@@ -390,14 +392,12 @@ def _as_codes(held: dict[Quantizable, nn.Parameter]) -> None:
 
 
 def _column_by_column(model: nn.Module) -> None:
-    """Lay histories out as layers make them."""
+    """Convert histories to the memory layout in which layers create them."""
     for layer in model.modules():
         history = layer._buffers.get("history") if isinstance(layer, Quantizable) else None
         if history is not None:
             layer._buffers["history"] = history.mT.contiguous().mT
 
-
-# ---- huggingface -----------------------------------------------------------------------------------------
 
 if find_spec("transformers") is None:
     sentence = f"{__name__} needs transformers, which is not installed: pip install transformers"

@@ -1,8 +1,8 @@
-"""Lightning's seam: a `Precision` plugin that converts the LightningModule and ends its steps of delayed scaling.
+"""Lightning integration: a `Precision` plugin that converts the LightningModule and ends steps of delayed scaling.
 
-Lightning calls `training_step`, not the module's forward, and loads a checkpoint before plugins convert. So the plugin
-ends a step where a training step begins, and keeps what recipes record in its own part of the checkpoint: the module's
-part has the names of the unconverted one.
+Lightning calls `training_step` instead of the module's forward, and loads a checkpoint before plugins convert. So the
+plugin ends a step of delayed scaling when a training step begins. It saves the recipes' state in its own part of the
+checkpoint, and the module's part has the names of the unconverted module.
 """
 
 import weakref
@@ -33,24 +33,24 @@ from quaver.torch.state.buffers import STATE
 
 __all__ = ["QuaverPrecision"]
 
-#: What is computed in high precision, and in what.
+#: Supported precisions of everything that is not quantized.
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 
 
 class QuaverPrecision(MixedPrecision):
-    """Trains a LightningModule under a recipe.
+    """Precision plugin that trains a LightningModule under a recipe.
 
     Args:
-        recipe: as of `quaver.torch.convert`. A module of which a layer is converted already is left as it is.
-        precision: "32-true"; "bf16-mixed" or "16-mixed", which run it under torch.autocast, "16-mixed" with a
-            GradScaler.
-        device: the kind of device for torch.autocast; "cuda" where there is one, else "cpu".
-        skip, head, seed, blocks: as of `quaver.torch.convert`.
-    Losses are those of a plain loop that converts the LightningModule and calls it once a batch, bit for bit; a resumed
-    run's are those of one that was not interrupted. A training step that runs the module several times is one step of
-    delayed scaling, until a backward has run in it.
+        recipe: as for `quaver.torch.convert`. A module with an already converted layer is left as it is.
+        precision: "32-true"; or "bf16-mixed" or "16-mixed", which use torch.autocast, "16-mixed" with a GradScaler.
+        device: device type for torch.autocast; None is "cuda" if available, else "cpu".
+        skip, head, seed, blocks: as for `quaver.torch.convert`.
     Raises:
         ValueError: an unknown recipe or precision.
+
+    Losses equal, bit for bit, those of a plain loop that converts the LightningModule and calls it once per batch. A
+    resumed run gives those of an uninterrupted one. A training step that runs the module several times is one step of
+    delayed scaling, until a backward has run in it.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class QuaverPrecision(MixedPrecision):
         if not isinstance(recipe, Rules | Mapping):
             recipe = recipes.get(recipe)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        # Its mixed precisions are two; what it does for bfloat16 but for autocast is what float32 needs.
+        # MixedPrecision only knows two modes; apart from autocast, its bfloat16 mode does what float32 needs.
         super().__init__("16-mixed" if precision == "16-mixed" else "bf16-mixed", device)
         self.precision: Any = precision
         self.recipe = recipe
@@ -89,7 +89,7 @@ class QuaverPrecision(MixedPrecision):
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        """torch.autocast, but for "32-true"."""
+        """Enter torch.autocast, except for "32-true"."""
         if self.precision == "32-true":
             yield
             return
@@ -98,23 +98,25 @@ class QuaverPrecision(MixedPrecision):
 
     @contextmanager
     def train_step_context(self) -> Iterator[None]:
-        """A step of delayed scaling begins with a training step, and not where that calls the module's own forward."""
+        """End the previous step of delayed scaling when a training step begins, but not when it calls the module's
+        forward.
+        """
         module = None if self._module is None else self._module()
         with nullcontext() if module is None else one_step(module), self.forward_context():
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """The GradScaler's state, and what recipes have recorded; all ranks call it together."""
+        """Return the GradScaler's state and the recipes' state; all ranks must call it."""
         state: dict[str, Any] = super().state_dict()
         module = None if self._module is None else self._module()
         if module is not None:
-            # One rank writes the file: it has every rank's maxima.
+            # One rank writes the file, so synchronize the maxima of all ranks.
             sync_amax_histories(module)
             state[SCALING] = {name: value.detach().contiguous().clone() for name, value in _state(module)}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What `state_dict` gave, into a module of the same recipe."""
+        """Load the result of `state_dict` into a module converted with the same recipe."""
         state = dict(state_dict)
         scaling = state.pop(SCALING, None)
         super().load_state_dict(state)
@@ -123,12 +125,12 @@ class QuaverPrecision(MixedPrecision):
             load_scaling_state_dict(module, scaling)
 
 
-#: The plugin's name for it in a checkpoint.
+#: Key of the recipes' state in a checkpoint.
 SCALING = "quaver_scaling"
 
 
 def _state(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """What recipes record, by the names that it has in a state dict."""
+    """Yield the recipes' state with its state-dict keys."""
     for name, part in module.named_modules(prefix=prefix, remove_duplicate=False):
         if isinstance(part, Quantizable):
             for buffer in STATE:
@@ -138,6 +140,6 @@ def _state(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def _plain(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """A hook after which a module's state dict has no state of recipes, which the plugin keeps."""
+    """State-dict hook that removes the recipes' state, which the plugin saves."""
     for name, _ in _state(module, prefix.removesuffix(".")):
         state.pop(name, None)

@@ -1,8 +1,8 @@
-"""PEFT's seam: LoRA over weights that exist only as codes. Over weights in high precision PEFT needs nothing of ours.
+"""PEFT integration: LoRA over weights that are stored only as codes. With high-precision weights PEFT works unchanged.
 
-PEFT gives an adapter the dtype of its base's weight, and merges into that weight as it lies. Both are wrong for codes:
-here adapters have the dtype that the weight had, and merging decodes it first. All private names of PEFT are in this
-file; `over_codes` refuses a version that lacks one.
+PEFT gives an adapter the dtype of the base's weight and merges into that weight directly. Both would be wrong for
+codes. Here adapters have the weight's original dtype, and merging dequantizes it first. All private names of PEFT are
+in this file; `over_codes` raises for a version that lacks one.
 """
 
 from importlib.util import find_spec
@@ -24,33 +24,34 @@ from quaver.torch.linear.stored_weight import SCALES
 
 __all__ = ["LoraOverCodes", "over_codes"]
 
-#: By which a config is told of layers (PEFT calls it experimental), and what a layer is asked for its adapters' dtype.
+#: PEFT's config method that registers layer classes (experimental), and layer method that returns device and dtype of
+#: adapters.
 REGISTER, DTYPE = "_register_custom_module", "_get_base_layer_device_and_dtype"
-#: Starting values that PEFT makes of the base's weight, or writes into it.
+#: Values of init_lora_weights that do not read or write the base's weight.
 FROM_NOTHING = (True, False, "gaussian", "eva")
 
 
 class LoraOverCodes(lora.Linear):
-    """PEFT's LoRA of a linear layer, over a `quaver.torch.Linear` whose weight may exist only as codes.
+    """PEFT's LoRA layer over a `quaver.torch.Linear` whose weight may be stored only as codes.
 
-    Merging gives the base a weight in high precision, in the dtype that it had before it was quantized, adds the
-    adapter in float32 and takes the base's recipe away: codes of the sum, in which decoded codes are the middles of
-    their intervals, would lose most of an adapter, whether they are kept or made in each forward. `unmerge` gives the
-    very codes and the recipe back. `quaver.torch.quantize_weights(merged, recipe)` makes codes again.
+    Merging replaces the base's codes by a weight in its original dtype, adds the adapter in float32 and removes the
+    base's recipe. Quantizing the sum again, now or in each forward, would lose most of the adapter, since dequantized
+    values are the centres of their rounding intervals. `unmerge` restores the identical codes and the recipe.
+    `quaver.torch.quantize_weights(merged, recipe)` quantizes the merged weight.
     """
 
-    #: What `quaver.torch.quantize_weights` asks before it makes codes of the base.
+    #: Checked by `quaver.torch.quantize_weights` before it quantizes the base.
     merges_codes = True
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, *args: Any, **kwargs: Any) -> None:
         if _is_stored(base_layer):
             _refuse(config)
         super().__init__(base_layer, adapter_name, config, *args, **kwargs)
-        #: What the base held before the first adapter was merged: its weight, scales, and attributes with its recipe.
+        #: The base's state before the first merge: its weight, scales, and attributes with its recipe; else None.
         self._codes: tuple[nn.Parameter, dict[str, Tensor], dict[str, Any]] | None = None
 
     def update_layer(self, *args: Any, **kwargs: Any) -> None:
-        """PEFT's, by which a further adapter is added too."""
+        """Add or update an adapter as PEFT does, after checking its config."""
         if _is_stored(self.get_base_layer()):
             for config in (value for value in (*args, *kwargs.values()) if isinstance(value, LoraConfig)):
                 _refuse(config)
@@ -62,7 +63,7 @@ class LoraOverCodes(lora.Linear):
         return base_layer.weight.device, base_layer.weight_dtype
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """As PEFT's, into a decoded weight where the base has codes."""
+        """Merge adapters as PEFT does, into a dequantized weight if the base has codes."""
         base: Any = self.get_base_layer()
         if not _is_stored(base):
             super().merge(safe_merge, adapter_names)
@@ -78,7 +79,7 @@ class LoraOverCodes(lora.Linear):
                 self._give_back()
 
     def unmerge(self) -> None:
-        """As PEFT's; codes that were merged into are what they were, bit for bit."""
+        """Unmerge adapters as PEFT does; codes are restored bit for bit."""
         if self._codes is None:
             super().unmerge()
             return
@@ -94,7 +95,7 @@ class LoraOverCodes(lora.Linear):
         base: Any = self.get_base_layer()
         weight, scales, attributes = self._codes
         self._codes = None
-        # The module may have been moved or cast since.
+        # The module may have been moved or cast in the meantime.
         device, dtype = base.weight.device, base.weight.dtype
         if weight.device != device:
             codes = weight.detach().view(torch.uint8).to(device).view(weight.dtype)
@@ -106,7 +107,9 @@ class LoraOverCodes(lora.Linear):
         store_weight.settle(base)
 
     def get_delta_weight(self, adapter: str) -> Tensor:
-        """PEFT's, in float32: one rounding, to the weight's dtype, remains, two with `safe_merge`."""
+        """Return the adapter's weight update in float32; rounding to the weight's dtype then happens once (twice
+        with `safe_merge`).
+        """
         down: Any = self.lora_A[adapter]
         up: Any = self.lora_B[adapter]
         delta: Tensor = (up.weight.float() @ down.weight.float()) * self.scaling[adapter]
@@ -114,21 +117,25 @@ class LoraOverCodes(lora.Linear):
 
 
 def over_codes(config: LoraConfig) -> LoraConfig:
-    """Have a LoRA config make `LoraOverCodes` of the layers that `quaver.torch.quantize_weights` made codes of.
+    """Make a LoRA config use `LoraOverCodes` for the layers whose weights `quaver.torch.quantize_weights` has
+    quantized.
 
-    Call it before `get_peft_model`, and give a loaded adapter's config to `PeftModel.from_pretrained(..., config=)`
-    after it. Layers whose weights are in high precision may be among them; what is no `quaver.torch.Linear` is PEFT's.
+    Call it before `get_peft_model`. To load an adapter, pass its config through this function to
+    `PeftModel.from_pretrained(..., config=)`. Layers with high-precision weights are allowed too; PEFT handles layers
+    that are not `quaver.torch.Linear`.
 
+    Args:
+        config: a LoRA config.
     Returns:
-        The config, which is changed: PEFT writes nothing of that into its files.
+        The same config, modified; PEFT does not write the change into its files.
     Raises:
-        TypeError: a config of another method than LoRA, which knows nothing of codes.
-        ValueError: a version of PEFT without the seam.
+        TypeError: a config of another method than LoRA, which does not support codes.
+        ValueError: a version of PEFT without the required methods.
     """
     if not isinstance(config, LoraConfig):
         raise TypeError(
-            f"{type(config).__name__} has no seam for weights that are codes; give a peft.LoraConfig, or call "
-            "quaver.torch.dequantize_weights(model) before get_peft_model"
+            f"{type(config).__name__} does not support weights that are stored as codes; give a peft.LoraConfig, "
+            "or call quaver.torch.dequantize_weights(model) before get_peft_model"
         )
     register = getattr(config, REGISTER, None)
     if register is None or not hasattr(lora.Linear, DTYPE):
@@ -151,15 +158,16 @@ def _taken(base: Any) -> tuple[nn.Parameter, dict[str, Tensor], dict[str, Any]]:
 
 
 def _refuse(config: LoraConfig) -> None:
-    """Refuse what reads or writes the base's weight while it is made.
+    """Raise if a config reads or writes the base's weight during initialization.
 
     Raises:
-        ValueError: with what to give instead.
+        ValueError: the message says what to use instead.
     """
     if config.init_lora_weights not in FROM_NOTHING:
         raise ValueError(
-            f"init_lora_weights={config.init_lora_weights!r} starts from the base's weight, which exists only as codes "
-            "here; give True or 'gaussian', or quantize the weights after the adapter was made and saved"
+            f"init_lora_weights={config.init_lora_weights!r} starts from the base's weight, which exists only as "
+            "codes here; give True or 'gaussian', or quantize the weights after the adapter has been created and "
+            "saved"
         )
     if getattr(config, "use_dora", False):
         raise ValueError(

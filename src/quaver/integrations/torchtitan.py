@@ -1,11 +1,11 @@
-"""torchtitan's seam: a `QuantizationConverter` that a model's registry is given, as torchtitan's own are.
+"""torchtitan integration: a `QuantizationConverter` for a model's registry, like torchtitan's own converters.
 
     model_spec = model_registry("8B", converters=[QuaverConverter.Config(recipe_name="mxfp8", filter_fqns=["lm_head"])])
 
-torchtitan describes a model by a tree of configurations before it makes one. The converter puts configurations of our
-layer in the place of those of its `Linear`, and above the root's own one that converts what it builds: names for noise,
-one step for all histories, weights that fully_shard gathers as codes. torchtitan makes the model on meta, shards it,
-gives it memory and initializes it then.
+torchtitan describes a model by a tree of configs before it builds it. The converter replaces the configs of its
+`Linear`, and wraps the root's config with one that converts the built model: it names noise streams, synchronizes
+histories per step and sets up quantized all-gathers for fully_shard. torchtitan then builds the model on meta, shards
+it, allocates memory and initializes it.
 """
 
 from dataclasses import dataclass, field, fields, replace
@@ -29,8 +29,9 @@ try:
     from torchtitan.protocols.module import Module
 except ImportError as error:
     raise ImportError(
-        f"{__name__} needs the quantization converters of torchtitan 0.3, and this version lacks them or what they "
-        f"import ({error}): pip install torchtitan==0.3.0, or call quaver.torch.convert where the model is made on meta"
+        f"{__name__} needs the quantization converters of torchtitan 0.3, and this version lacks them or one of "
+        f"their imports ({error}): pip install torchtitan==0.3.0, or call quaver.torch.convert where the model is "
+        "made on meta"
     ) from error
 from torchtitan.tools.logging import logger
 
@@ -45,30 +46,30 @@ from quaver.torch.state.buffers import STATE
 
 __all__ = ["QuaverConverter", "QuaverLinear"]
 
-#: torchao's recipes that are ours under another name.
+#: Recipes of torchao that Quaver has under another name.
 OTHER_NAMES = {"rowwise_with_gw_hp": "rowwise_bf16_wgrad"}
-#: Among `filter_fqns`, what is no part of a name.
+#: Special entry of `filter_fqns` that is not part of a name.
 SMALL_KN = "auto_filter_small_kn"
 
 
 class QuaverLinear(qt.Linear, Module):
-    """`quaver.torch.Linear` as torchtitan builds and initializes layers."""
+    """`quaver.torch.Linear` in the form in which torchtitan builds and initializes layers."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
-        """A layer and its recipe."""
+        """Config of a linear layer and its recipe."""
 
-        #: One of `quaver.recipes`.
+        #: Name of a recipe in `quaver.recipes`.
         recipe_name: str
-        #: Of stochastic rounding.
+        #: Seed of stochastic rounding.
         seed: int = 0
 
         def build(self, **kwargs: Any) -> Any:
-            """The layer."""
+            """Build the layer."""
             given: Any = self
             sharding = given.sharding_config
             if sharding is not None:
-                # What recipes remember lies whole on every rank, and torchtitan wants to be told of each buffer.
+                # The recipes' state is replicated on every rank, and torchtitan requires a placement for each buffer.
                 whole = dense_param_placement(tp=spmd_types.R)
                 states = {**dict.fromkeys(STATE, whole), **sharding.state_shardings}
                 given = replace(given, sharding_config=replace(sharding, state_shardings=states))
@@ -81,36 +82,36 @@ class QuaverLinear(qt.Linear, Module):
 
 
 class QuaverConverter(QuantizationConverter):
-    """Converts a model's linear layers where torchtitan describes it.
+    """Converts the linear layers in a torchtitan model config.
 
     Args:
         config: a `QuaverConverter.Config`.
     Raises:
-        ValueError: an unknown recipe; an option that the recipe or this machine does not have; in `convert`, names of
-            `filter_fqns` that no layer has, or nothing to convert; where torchtitan joins the model with the job,
-            tensor or pipeline parallelism, the backend full_dtensor, CUDA graphs, or compiled layers whose weights
-            travel as codes.
-    Exact: what `quaver.torch.convert` gives on the same model, bit for bit; with weights gathered as codes, too.
+        ValueError: an unknown recipe, or an option that the recipe or this machine does not support. In `convert`:
+            names in `filter_fqns` that match no layer, or nothing to convert. When torchtitan combines the model with
+            the job: tensor or pipeline parallelism, the backend full_dtensor, CUDA graphs, or compiled layers with
+            quantized all-gathers.
+    Exact: the result of `quaver.torch.convert` on the same model, bit for bit, also with quantized all-gathers.
     Source: options and their names are those of torchtitan's Float8LinearConverter and of its earlier float8 section.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(QuantizationConverter.Config):
-        """What is converted, and how."""
+        """Options of the conversion."""
 
-        #: One of `quaver.recipes`, or torchao's "rowwise_with_gw_hp".
+        #: Name of a recipe in `quaver.recipes`, or torchao's "rowwise_with_gw_hp".
         recipe_name: str = "tensorwise"
-        #: Parts of names of layers to leave alone; "auto_filter_small_kn" among them leaves alone what torchao's filter
-        #: of this name does. Features that are no multiple of 16 are left alone anyway.
+        #: Parts of names of layers to leave alone; "auto_filter_small_kn" leaves alone the same layers as torchao's
+        #: filter of this name. Layers whose features are not multiples of 16 are always left alone.
         filter_fqns: list[str] = field(default_factory=list)
-        #: Whether fully_shard gathers weights as codes (`quaver.torch.parallel.gather_quantized`).
+        #: True if fully_shard all-gathers quantized weights (`quaver.torch.parallel.gather_quantized`).
         enable_fsdp_float8_all_gather: bool = False
-        #: Whether ranks agree on the weights' amaxes in one all-reduce a step, which they do anyway: it is asked for
-        #: with weights that are gathered as codes and have one scale each, measured in every step.
+        #: True requires that ranks reduce the weights' amaxes in one all-reduce per step. They always do; the option is
+        #: accepted only with quantized all-gathers and weights with one scale each that is measured in every step.
         precompute_float8_dynamic_scale_for_fsdp: bool = False
-        #: Whether GEMMs may be emulated that this machine does not have.
+        #: True allows GEMMs that this machine must emulate.
         emulate: bool = False
-        #: Of stochastic rounding.
+        #: Seed of stochastic rounding.
         seed: int = 0
 
     def __init__(self, config: Any) -> None:
@@ -121,7 +122,7 @@ class QuaverConverter(QuantizationConverter):
         _check(config, self.recipe)
 
     def convert(self, model_config: Any) -> Any:
-        """Put our configurations in the place of torchtitan's; returns the root's."""
+        """Replace torchtitan's configs of linear layers and return the root's config."""
         given = self.config
         patterns = [pattern for pattern in given.filter_fqns if pattern != SMALL_KN]
         layers = list(model_config.traverse(Linear.Config))
@@ -148,24 +149,24 @@ class QuaverConverter(QuantizationConverter):
 
 @dataclass(frozen=True)
 class _Whole:
-    """What is done to the whole model."""
+    """Options that apply to the whole model."""
 
     seed: int
     gathers: bool
 
 
 def _check(config: Any, recipe: Recipe) -> None:
-    """Raise the ValueError of options that contradict one another, the recipe or the machine."""
+    """Raise ValueError for options that contradict each other, the recipe or the machine."""
     weight, precompute = recipe.fprop.b, "precompute_float8_dynamic_scale_for_fsdp"
     if getattr(config, precompute):
         if not config.enable_fsdp_float8_all_gather:
             raise ValueError(
-                f"{precompute} is of weights that are gathered as codes: set enable_fsdp_float8_all_gather"
+                f"{precompute} requires weights that are all-gathered as codes: set enable_fsdp_float8_all_gather"
             )
         if weight is None or not weight.per_tensor or recipe.delayed is not None:
             raise ValueError(
-                f"{precompute} is of weights with one scale each, measured in every step, which {recipe} has not: "
-                "leave it out; what ranks must agree on travels in one all-reduce a step anyway"
+                f"{precompute} requires weights with one scale each that is measured in every step, and {recipe} "
+                "does not have that: leave it out; amaxes are reduced in one all-reduce per step anyway"
             )
     if config.enable_fsdp_float8_all_gather and config.model_compile_enabled:
         raise ValueError(_COMPILED)
@@ -175,13 +176,13 @@ def _check(config: Any, recipe: Recipe) -> None:
 
 
 _COMPILED = (
-    "torchtitan compiles blocks as one graph each (fullgraph=True), and no graph holds a layer whose weight travels as "
-    "codes: leave out enable_fsdp_float8_all_gather, or compile without the model"
+    "torchtitan compiles each block as one graph (fullgraph=True), and a graph cannot contain a layer whose "
+    "weight is all-gathered as codes: leave out enable_fsdp_float8_all_gather, or leave the model out of compile"
 )
 
 
 def _why_emulated(recipe: Recipe) -> str:
-    """Why one of a recipe's GEMMs has no native form here, or ""; without trying any."""
+    """Return why this machine has to emulate one of a recipe's GEMMs, or "", without running any."""
     gemms = [(gemm.a, gemm.b) for gemm in recipe.gemms.values() if gemm.a is not None and gemm.b is not None]
     if not gemms:
         return ""
@@ -196,7 +197,7 @@ def _why_emulated(recipe: Recipe) -> str:
     return next(filter(None, (scaled_mm.why_not_native(a, b, here) for a, b in gemms)), "")
 
 
-# Which layers.
+# ---- which layers are converted ----
 
 
 def _refuse_unknown(patterns: list[str], names: list[str]) -> None:
@@ -207,12 +208,12 @@ def _refuse_unknown(patterns: list[str], names: list[str]) -> None:
 
 
 def _why_not(name: str, layer: Any, patterns: list[str], small_kn: SkipFilter | None, recipe: Recipe) -> str:
-    """Why a layer is left alone, or ""."""
+    """Return why a layer is left alone, or ""."""
     k, n = layer.in_features, layer.out_features
     if isinstance(layer, QuaverLinear.Config):
         return f"an earlier converter gave it {layer.recipe_name}"
     if type(layer) is not Linear.Config:
-        return f"{type(layer).__qualname__} is a layer of its own"
+        return f"{type(layer).__qualname__} is not torchtitan's plain Linear"
     pattern = next((pattern for pattern in patterns if pattern in name), None)
     if pattern is not None:
         return f"filter_fqns has {pattern!r}"
@@ -221,17 +222,17 @@ def _why_not(name: str, layer: Any, patterns: list[str], small_kn: SkipFilter | 
     return "" if small_kn is None else small_kn(name, k, n, recipe)
 
 
-# The whole model.
+# ---- the whole model ----
 
 
 def _rooted(config: Any, whole: _Whole) -> Any:
-    """A root's configuration that converts what it builds."""
+    """Wrap the root's config in one that converts the model it builds."""
     before: _Whole | None = getattr(config, "quaver", None)
     if before is not None:
         if before != whole:
             raise ValueError(
-                f"two QuaverConverters of one model differ in what is the whole model's: {before} and {whole}; give "
-                "both the same seed and enable_fsdp_float8_all_gather"
+                f"two QuaverConverters of one model differ in options of the whole model: {before} and {whole}; "
+                "give both the same seed and enable_fsdp_float8_all_gather"
             )
         return config
     of: Any = type(config)
@@ -248,7 +249,7 @@ def _values(config: Any) -> dict[str, Any]:
 
 @cache
 def _root_class(base: Any) -> Any:
-    """A class of configurations that build what those of another class do, converted."""
+    """Return a config class that builds what `base` builds, converted."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(base):
@@ -268,32 +269,32 @@ def _root_class(base: Any) -> Any:
 
 
 def _refuse_job(job: Any, whole: _Whole) -> None:
-    """Raise the ValueError of a job whose parts do not go together with ours, before the model is made."""
+    """Raise ValueError for job options that QuaverConverter does not support, before the model is built."""
     degrees = job.parallelism
     for kind, option in (("tensor", "tensor_parallel_degree"), ("pipeline", "pipeline_parallel_degree")):
         degree = getattr(degrees, option)
         if degree > 1:
             raise ValueError(
-                f"parallelism.{option} is {degree}, and QuaverConverter's layers go with data parallelism alone: set "
-                f"it to 1, or lay {kind} parallelism out by quaver.torch.parallel in a loop of your own"
+                f"parallelism.{option} is {degree}, and QuaverConverter supports data parallelism only: set it to "
+                f"1, or apply {kind} parallelism with quaver.torch.parallel in your own training loop"
             )
     if degrees.spmd_backend == "full_dtensor":
         raise ValueError(
-            "parallelism.spmd_backend is full_dtensor, which hands layers DTensors, and QuaverConverter's take plain "
-            "ones: set partial_dtensor"
+            "parallelism.spmd_backend is full_dtensor, which passes DTensors to layers, and QuaverConverter's "
+            "layers need plain tensors: set partial_dtensor"
         )
     training, compiling = getattr(job, "training", None), getattr(job, "compile", None)
     if training is not None and not training.disable_cuda_graphs:
         raise ValueError(
-            "torchtitan records forward and backward as a CUDA graph, and quantized layers want a rehearsal of their "
-            "own before that: set training.disable_cuda_graphs"
+            "torchtitan records forward and backward as a CUDA graph, and quantized layers need a warm-up before "
+            "that: set training.disable_cuda_graphs"
         )
     if whole.gathers and compiling is not None and compiling.enable and "model" in compiling.components:
         raise ValueError(_COMPILED)
 
 
 def _finish(model: nn.Module, whole: _Whole) -> None:
-    """What the layers of a model need that know nothing of one another."""
+    """Convert a built model as a whole: names, histories and quantized all-gathers."""
     chosen = [
         ModuleRule(pattern=name, recipe=module.recipe)
         for name, module in model.named_modules()

@@ -1,4 +1,6 @@
-"""The JAX front end: the recipes of `quaver.recipes` for arrays, functions, Flax linen and NNX modules; no torch."""
+"""JAX front end: quantized functions of arrays, Flax linen and NNX modules under the recipes of `quaver.recipes`; no
+torch.
+"""
 
 from importlib.util import find_spec
 
@@ -44,5 +46,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """The public names alone."""
+    """Return only the public names."""
     return sorted(__all__)

@@ -178,7 +178,7 @@ def test_bf16_stays_bf16_with_scores_in_float32() -> None:
         ({"mask_type": "padding", "mask": jnp.zeros((B, SK), bool)}, r"of the queries has shape \(2, 7\), expected"),
         ({"mask_type": "causal", "window": (2, 1)}, r"window \(2, 1\) looks ahead"),
         ({"window": (2, -2)}, r"give \(left, right\)"),
-        ({"dropout": 0.1}, "there is no key for it"),
+        ({"dropout": 0.1}, "no dropout_key was passed"),
         ({"bias": jnp.zeros((3, SQ, SK))}, r"bias has shape \(3, 5, 7\), which does not broadcast"),
     ],
 )

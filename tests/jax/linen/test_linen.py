@@ -148,7 +148,9 @@ def test_missing_and_foreign_state_is_a_sentence() -> None:
         assert jax.eval_shape(model.apply, variables, X).shape == (2, 4, 8)
     with (
         qj.autocast(quaver.recipes.delayed(history=5)),
-        pytest.raises(ValueError, match=r"has a history of shape \(3, 3\) and needs \(5, 3\): it is another recipe's"),
+        pytest.raises(
+            ValueError, match=r"has a history of shape \(3, 3\) and needs \(5, 3\): it belongs to another recipe"
+        ),
     ):
         model.apply(variables, X)
 

@@ -77,7 +77,7 @@ def test_branches_of_a_cond_take_the_state_as_an_operand() -> None:
         return lax.cond(taken, lambda x, s: 2 * linear(x, w, s), lambda x, s: linear(x, w, s), X, state).sum()
 
     state = after_a_step()
-    with pytest.raises(ValueError, match=r"branches of jax.lax.cond, hand the state to the branches as an operand"):
+    with pytest.raises(ValueError, match=r"branches of jax.lax.cond, pass the state to the branches as an operand"):
         jax.eval_shape(jax.grad(closing_over, argnums=(0, 1)), W, state, jnp.bool_(True))
     step = jax.jit(jax.grad(of_operands, argnums=(0, 1)))
     without = jax.jit(jax.grad(lambda w, s, times: (times * linear(X, w, s)).sum(), argnums=(0, 1)))
@@ -94,7 +94,7 @@ def test_a_state_that_a_traced_function_is_called_with_twice_is_seen_in_the_next
 
     summed = jax.jit(jax.grad(loss, argnums=(0, 1)))(W, after_a_step())[1]
     assert jnp.isnan(jax.jit(loss)(W, summed))
-    with pytest.raises(ValueError, match="is not what a step"):
+    with pytest.raises(ValueError, match="cannot be the result of a step"):
         qj.state.check(summed, RECIPE)
 
 

@@ -241,7 +241,7 @@ def test_optax_and_clipping_see_no_state() -> None:
     assert float(parameters["first"]["state"]["history"][-1, 0]) == np.abs(x).max()
     # The mistake that this keeps from happening: the state's gradient is clipped like any other.
     clipped = jax.tree.map(lambda leaf: np.asarray(leaf) * np.float32(0.3), qj.state.split(parameters)[1])
-    with pytest.raises(ValueError, match="clipped, given to an optimizer"):
+    with pytest.raises(ValueError, match="clipped, passed to an optimizer"):
         qj.state.check(clipped, recipes.delayed(history=4))
 
 
@@ -264,12 +264,15 @@ CURRENT = recipes.delayed(history=4)
     ("misuse", "sentence"),
     [
         (lambda state, n: jax.jit(lambda s: states.check(s, CURRENT))(state), "call it outside jit"),
-        (lambda state, n: jax.jit(states.share)(state, n), "n is a Python int, known when jit traces"),
+        (lambda state, n: jax.jit(states.share)(state, n), "n must be a Python int that is known when jit traces"),
         (
             lambda state, n: jax.jit(lambda x, n: qj.quantize(x, CURRENT.fprop.a, seed=n))(jnp.ones((4, 4)), n),
-            "seed is",
+            "seed must be",
         ),
-        (lambda state, n: jax.jit(lambda x, n: qj.linear(x, x, seed=n))(jnp.ones((4, 4)), n), "seed is a Python int"),
+        (
+            lambda state, n: jax.jit(lambda x, n: qj.linear(x, x, seed=n))(jnp.ones((4, 4)), n),
+            "seed must be a Python int",
+        ),
     ],
 )
 def test_what_must_be_known_when_a_program_is_traced_is_told(misuse: Any, sentence: str) -> None:

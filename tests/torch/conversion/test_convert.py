@@ -254,10 +254,10 @@ def test_subclasses_with_a_forward_of_their_own_are_left_alone_and_reported() ->
     x = torch.randn(3, 16)
     y = model[0](x)
     report = qt.convert(model, "mxfp8")
-    assert report.skipped == {"0": "Doubling has a forward of its own"}
+    assert report.skipped == {"0": "Doubling overrides forward"}
     assert type(model[0]) is Doubling
     assert_bitwise(model[0](x), y)
-    assert "left alone: 0 (Doubling has a forward of its own)" in str(report)
+    assert "left alone: 0 (Doubling overrides forward)" in str(report)
 
 
 def test_each_layer_left_alone_has_its_reason() -> None:
@@ -287,7 +287,9 @@ def test_each_layer_left_alone_has_its_reason() -> None:
             ModuleRule(pattern="lazy", recipe="mxfp8"),
         ]
     )
-    little, unknown = (pytest.warns(UserWarning, match=m) for m in ("reached less than half", "name that fits 'tail'"))
+    little, unknown = (
+        pytest.warns(UserWarning, match=m) for m in ("reached less than half", "name that matches 'tail'")
+    )
     with little, unknown:
         report = qt.convert(model, rules, skip=["head", "tail"])
     assert list(report.converted) == ["good"]
@@ -361,7 +363,7 @@ def test_rules_choose_recipes_by_name_and_size_and_unused_ones_are_reported() ->
             ModuleRule(recipe="rowwise", multiple_of=32),
         ]
     )
-    with pytest.warns(UserWarning, match=r"no layer has a name that fits '\*\.k_porj'"):
+    with pytest.warns(UserWarning, match=r"no layer has a name that matches '\*\.k_porj'"):
         report = qt.convert(model, rules)
     assert {name: str(r) for name, r in report.converted.items()} == {
         "layers_0.k_proj": "bf16",
@@ -412,7 +414,7 @@ def test_converting_twice_changes_the_recipe_and_only_then_forgets_the_state() -
     qt.convert(model, "delayed")
     assert factor.all() and torch.equal(model[0].factor, factor)
     with pytest.warns(
-        UserWarning, match="gives 0 another recipe, and what the one before has recorded is dropped, and"
+        UserWarning, match="changes the recipe of 0 and drops the state of the previous one, and that of 1 other layers"
     ):
         qt.convert(model, recipes.delayed(format="e4m3"))
     assert not model[0].factor.any()

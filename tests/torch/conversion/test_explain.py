@@ -130,7 +130,7 @@ def test_attention_is_explained_with_its_options_and_recipe(capsys: pytest.Captu
     assert "causal_bottom_right" in qt.explain(core, q, k, v, mask_type="causal_bottom_right").how
     with qt.autocast(recipes.mxfp8(attention=True)):
         assert qt.explain(core, q, k, v).runs == "fp8"
-    with pytest.raises(ValueError, match="takes q, k and v, and got 1"):
+    with pytest.raises(ValueError, match="takes q, k and v, but got 1"):
         qt.explain(core, q)
     with pytest.raises(ValueError, match="with 2 heads of 8 features"):
         qt.explain(core, q, q, q)
@@ -168,7 +168,7 @@ def test_a_whole_model_is_explained_by_its_tokens(dtype: torch.dtype) -> None:
 
 
 def test_what_holds_nothing_to_explain_is_refused_with_a_sentence() -> None:
-    with pytest.raises(ValueError, match=r"a module that holds some, not Linear; convert the model first"):
+    with pytest.raises(ValueError, match=r"a module that contains some, not Linear; convert the model first"):
         qt.explain(nn.Linear(4, 4), torch.randn(2, 4))
-    with pytest.raises(ValueError, match="a Linear and its input x, and nothing else"):
+    with pytest.raises(ValueError, match="a Linear and its input x, no other arguments"):
         qt.explain(qt.Linear(4, 4), torch.randn(2, 4), torch.randn(2, 4))  # type: ignore[call-overload]

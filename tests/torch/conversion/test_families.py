@@ -13,7 +13,7 @@ from tests.torch.conversion.coverage import PAGE, covered, written
 from tests.torch.conversion.families import FAMILIES, tiny, tokens
 
 #: What is left besides the head: routers, which are no nn.Linear's forward, and layers whose weight is read uncalled.
-LEFT = ("output head", "Router has a forward of its own", "multiplies by its weight without calling it")
+LEFT = ("output head", "Router overrides forward", "multiplies by its weight without calling it")
 #: Experts that no token of a small batch may visit.
 MAY_REST = {"switch_transformers": "expert_"}
 #: The smallest share of the parameters of GEMMs, heads apart.

@@ -226,7 +226,7 @@ def test_a_copy_of_a_held_layer_is_not_held() -> None:
 
 
 def test_only_a_module_can_be_held() -> None:
-    with pytest.raises(TypeError, match="given a Parameter"):
+    with pytest.raises(TypeError, match="not a Parameter"):
         qt.frozen(qt.Linear(K, N).weight)  # type: ignore[arg-type]
 
 

@@ -320,13 +320,13 @@ def changed(method: str, of: Callable[[Any], Any], what: Callable[[Tensor], Tens
 
 def test_what_computes_something_else_is_refused_by_the_part_that_does() -> None:
     for of, says in (
-        (lambda layer: layer.input_layernorm, "LlamaRMSNorm gives other outputs than LayerNorm, RMSNorm and L2"),
+        (lambda layer: layer.input_layernorm, "LlamaRMSNorm has other outputs than LayerNorm, RMSNorm and L2"),
         (
             lambda layer: layer.self_attn.k_proj,
-            "the layer's attention gives other outputs than ours does with any options",
+            "the layer's attention has other outputs than Quaver's with any options",
         ),
-        (lambda layer: layer.mlp.act_fn, "the layer's MLP gives other outputs"),
-        (lambda layer: layer, "with the norms in any place the layer gives other outputs: they differ by 9.9e-03"),
+        (lambda layer: layer.mlp.act_fn, "the layer's MLP has other outputs"),
+        (lambda layer: layer, "the layer has other outputs for every placement of the norms: they differ by 9.9e-03"),
     ):
         with pytest.raises(ValueError, match=says):
             qt.from_huggingface(changed("forward", of, lambda y: y * 1.01))
@@ -353,18 +353,18 @@ def test_bad_input_is_a_sentence() -> None:
         transformers.FalconConfig(**FALCON, alibi=True), 0
     )
     for layer, options, says in (
-        (nn.Linear(4, 4), {}, "Linear holds no configuration of transformers"),
+        (nn.Linear(4, 4), {}, "Linear has no transformers configuration"),
         (layer_of("mpt")[0], {"mask_type": "causal", "dropout": 0.0, "attention_dropout": 0.0}, "config=model.config"),
         (
             layer_of("mpt")[0],
             {"config": layer_of("mpt")[1]["config"]},
-            "does not say whether it is causal: give mask_type=",
+            "has no attribute that says if it is causal: give mask_type=",
         ),
-        (copy.deepcopy(llama).to("meta"), {}, "has no values to compare outputs by"),
-        (converted, {}, "was converted; call quaver.torch.revert first"),
-        (bert, {}, r"drops at random \(attention.self.dropout = 0.1.*say dropout="),
-        (decoder, {"dropout": 0.0, "attention_dropout": 0.0}, "EncDecAttention attends to a memory"),
-        (falcon, {"dropout": 0.0, "attention_dropout": 0.0}, "is handed ALiBi's bias"),
+        (copy.deepcopy(llama).to("meta"), {}, "has no parameter values, so its outputs cannot be compared"),
+        (converted, {}, "is already converted; call quaver.torch.revert first"),
+        (bert, {}, r"has dropout \(attention.self.dropout = 0.1.*pass dropout="),
+        (decoder, {"dropout": 0.0, "attention_dropout": 0.0}, "EncDecAttention is cross attention"),
+        (falcon, {"dropout": 0.0, "attention_dropout": 0.0}, "receives ALiBi's bias"),
         (clipped, {"mask_type": "causal", "config": layer_of("mpt")[1]["config"]}, r"clamps .* to ±8 \(clip_qkv\)"),
         (inside, {"dropout": 0.1, "attention_dropout": 0.0}, r"between the matrices of its MLP \(activation_dropout"),
         (
@@ -372,12 +372,16 @@ def test_bad_input_is_a_sentence() -> None:
             {"dropout": 0.1, "attention_dropout": 0.0},
             r"between the matrices of its MLP \(activation_fn\.1 = 0\.1",
         ),
-        (no_bias, layer_of("mpt")[1], "its file has no build_mpt_alibi_tensor; make a TransformerLayer"),
+        (no_bias, layer_of("mpt")[1], "its file has no build_mpt_alibi_tensor; create a TransformerLayer"),
         (t5, {"dropout": 0.1, "attention_dropout": 0.0}, r"between the matrices of its MLP \(layer.1.DenseRelu"),
         (llama, {"mask_type": "casual"}, "did you mean 'causal'"),
-        (llama, {"mask_type": "arbitrary"}, "does not say whether the layer is causal"),
-        (layer_of("whisper")[0], {"dropout": 0.0, "attention_dropout": 0.0, "fused": True}, "apart: fused=False"),
-        (llama.self_attn, {}, "has no attention and MLP by any known names"),
+        (llama, {"mask_type": "arbitrary"}, "does not determine if the layer is causal"),
+        (
+            layer_of("whisper")[0],
+            {"dropout": 0.0, "attention_dropout": 0.0, "fused": True},
+            "requires separate matrices: fused=False",
+        ),
+        (llama.self_attn, {}, "has no attention and MLP with known names"),
     ):
         with pytest.raises(ValueError, match=says):
             qt.from_huggingface(layer, **options)

@@ -160,8 +160,9 @@ def test_a_hook_on_an_activation_runs_and_the_report_says_so() -> None:
     rows = {row.name: row for row in report.blocks}
     assert "act_fn" in rows["model.layers.0.mlp"].why and not rows["model.layers.1.mlp"].why
     # Two tensors of 96 features in float32: the activation's output, and its input once more.
-    assert "a hook on act_fn: while it stands the module's own forward runs and keeps 384 bytes a token more" in str(
-        report
+    assert (
+        "a hook on act_fn: while it is registered, the module's own forward runs and saves 384 more bytes per token"
+        in str(report)
     )
     expected = step(plain)
     got = step(model)
@@ -388,7 +389,7 @@ def test_an_unknown_activation_is_left_alone_and_said() -> None:
     model = tiny("llama", hidden_act="mish")
     report = qt.convert(model, "bf16", blocks=True)
     whys = {row.why for row in report.blocks if row.kind == "LlamaMLP"}
-    assert whys == {"no activation of ours gives its outputs"} and next(iter(whys)) in str(report)
+    assert whys == {"no activation of Quaver reproduces its outputs"} and next(iter(whys)) in str(report)
 
 
 def test_skip_leaves_a_module_alone() -> None:

@@ -178,7 +178,7 @@ def test_what_reads_a_container_that_may_be_written_to_is_left_alone(value: Any,
     (part.function if where == "its activation" else part).factor = value
     model = nn.Sequential(part, nn.Linear(DIM, DIM))
     (row,) = (row for row in qt.convert(model, "bf16", blocks=True).blocks if row.name == "0")
-    assert row.why == f"its factor is a {type(value).__name__}, and nothing would tell that it was written to"
+    assert row.why == f"its factor is a {type(value).__name__}, and a write to it could not be detected"
     assert not row.block
 
 
@@ -269,7 +269,7 @@ def test_a_loss_whose_body_is_given_other_tensors_is_left_alone() -> None:
     model.__class__ = Shifted
     report = qt.convert(model, "bf16", blocks=qt.Blocks(loss=True))
     whys = {row.why for row in report.blocks if row.kind == "Shifted"}
-    assert whys == {"its body is given other tensors than its forward"}
+    assert whys == {"its forward passes other tensors to its body than it receives"}
 
 
 def test_a_forward_that_takes_no_options_of_the_loss_is_left_alone() -> None:

@@ -371,12 +371,12 @@ def test_a_layer_that_is_none_of_ours_is_a_sentence() -> None:
     with pytest.raises(ValueError, match="a Mamba2Layer has one norm before the mixer"):
         qt.from_huggingface(layer)
     layer.mixer.register_buffer("scales", torch.ones(3))
-    with pytest.raises(ValueError, match="computes nothing that a Mamba2 does: it has a buffer 'scales'"):
+    with pytest.raises(ValueError, match=r"Mamba2 cannot compute .*: it has a buffer 'scales'"):
         qt.from_huggingface(layer.mixer)
     falcon = tiny("falcon_h1").model.layers[0]
     for part in (falcon, falcon.mamba):
-        with pytest.raises(ValueError, match="multiplies what in_proj gives by mup_vector"):
+        with pytest.raises(ValueError, match="multiplies the output of in_proj by mup_vector"):
             qt.from_huggingface(part)
     qt.convert(model, "mxfp8")
-    with pytest.raises(ValueError, match=r"was converted; call quaver\.torch\.revert first"):
+    with pytest.raises(ValueError, match=r"is already converted; call quaver\.torch\.revert first"):
         qt.from_huggingface(layer.mixer)

@@ -391,7 +391,7 @@ def test_initial_values_are_dropped_for_a_whole_model_and_asked_of_strangers_in_
     assert all(qt.initial_value(one) is not None for one in net)
     qt.drop_initial_value(net)
     assert all(qt.initial_value(one) is None for one in net)
-    with pytest.raises(ValueError, match="no weight of a layer"):
+    with pytest.raises(ValueError, match="not the weight of a layer"):
         qt.initial_value(torch.zeros(2))
 
 

@@ -195,7 +195,7 @@ def test_state_of_other_layers_is_refused_before_anything_is_loaded() -> None:
         qt.load_scaling_state_dict(other, {"0.history": torch.ones(16, 3), "7.history": state["0.history"], "x.y": 0})
     assert_same(other.state_dict(), before)
     whole = {name: torch.zeros_like(value) for name, value in before.items()}
-    with pytest.raises(ValueError, match=r"'0.weight' and 3 more, or that is no scaling state.*model.load_state_dict"):
+    with pytest.raises(ValueError, match=r"'0.weight' and 3 more, or it is not scaling state.*model.load_state_dict"):
         qt.load_scaling_state_dict(other, whole)
     assert_same(other.state_dict(), before)
     with pytest.raises(ValueError, match=r"call quaver\.torch\.convert"):

@@ -190,7 +190,7 @@ def test_4_a_class_whose_forward_changes_is_asked_again() -> None:
 
     assert qt.convert(Own(64, 64), "mxfp8").converted
     Own.forward = lambda self, x: 2 * F.linear(x, self.weight, self.bias)  # type: ignore[method-assign]
-    with pytest.warns(UserWarning, match="Own has a forward of its own"):
+    with pytest.warns(UserWarning, match="Own overrides forward"):
         qt.convert(Own(64, 64), "mxfp8")
 
 
@@ -201,7 +201,7 @@ def test_4_a_subclass_of_another_forward_is_never_replaced() -> None:
 
     module, x = Adapted(64, 64), torch.randn(3, 64)
     before = module(x)
-    with pytest.warns(UserWarning, match="Adapted has a forward of its own"):
+    with pytest.warns(UserWarning, match="Adapted overrides forward"):
         qt.convert(module, "mxfp8")
     assert_bitwise(module(x), before)
 

@@ -232,7 +232,7 @@ def refused() -> list[tuple[str, Callable[[], object]]]:
     return [
         ("changes nothing: give main_grad=True", lambda: qt.weight_gradients()),
         ("a compiled layer ran in weight_gradients", compiled),
-        ("a pipeline's schedule splits it here", in_a_stage),
+        ("a pipeline schedule that splits the backward", in_a_stage),
         ("all-reduce weight.main_grad", wrapped),
         ("fully_shard has freed the weight", freed),
     ]

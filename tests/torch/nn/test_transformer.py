@@ -237,8 +237,8 @@ def test_bad_input_is_a_sentence() -> None:
         ({"parallel": True, "cross_attention": True}, "has no cross attention"),
         ({"recompute": "all"}, "give None, 'mlp' or 'full'"),
         ({"dropout": 1.5}, "dropout is 1.5"),
-        ({"drop_path": 0.1, "layout": "thd"}, "no axis of samples"),
-        ({"cross_attention": True, "layout": "thd"}, "sequences of one length"),
+        ({"drop_path": 0.1, "layout": "thd"}, "no batch axis"),
+        ({"cross_attention": True, "layout": "thd"}, "sequences of equal length"),
         ({"normalization": "RMS"}, "no normalization 'RMS'"),
         ({"residual_from_norm": True, "parallel": True}, "leave norm_position, parallel and latent out"),
     ):
@@ -248,7 +248,7 @@ def test_bad_input_is_a_sentence() -> None:
         make("decoder with memory")(torch.randn(2, 5, 64))
     with pytest.raises(ValueError, match="give no memory"):
         make("GPT")(torch.randn(2, 5, 64), torch.randn(2, 5, 64))
-    with pytest.raises(ValueError, match="latent attention takes no window for one call"):
+    with pytest.raises(ValueError, match="latent attention cannot override window for one call"):
         make("DeepSeek-V3")(torch.randn(2, 5, 64), window=(1, 0))
 
 

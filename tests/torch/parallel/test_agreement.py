@@ -126,7 +126,7 @@ def other_styles_and_losses(rank: int) -> None:
     refused("rank 1: no reduction 'unknown'", lambda: cross_entropy(x, tokens, mesh, reduction=unknown))
     assert targets.numel() and cross_entropy(x, tokens, mesh).isfinite()
     late: Any = parallelize_module(nn.Sequential(nn.Linear(64, 64)), mesh, {"0": ColwiseParallel()})
-    with pytest.warns(UserWarning, match="0 .its weight lies in parts already: call convert before parallelize_module"):
+    with pytest.warns(UserWarning, match="0 .its weight is already sharded: call convert before parallelize_module"):
         qt.convert(late, "mxfp8")
 
 

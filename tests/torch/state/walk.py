@@ -287,7 +287,7 @@ class Walk:
         try:
             step()
         except ValueError as error:
-            assert refused and "holds still" in str(error), error
+            assert refused and "which is inside quaver.torch.frozen" in str(error), error
         else:
             assert not refused, "a step inside frozen"
 

@@ -76,7 +76,7 @@ def test_bad_input_is_a_sentence(trained: Path, make_config: MakeConfig, tmp_pat
         ((trained, "--out", tmp_path / "a"), "under bf16, which quantizes no weight"),
         ((of_codes, "--out", tmp_path / "a", "--format", "vllm"), "no format of exported files 'vllm'"),
         ((tmp_path, "--out", tmp_path / "a"), "holds no run"),
-        ((of_codes, "--out", of_codes), "is there and not empty"),
+        ((of_codes, "--out", of_codes), "already exists and is not empty"),
     ):
         result = quaver("export", *arguments)
         assert result.exit_code == 1 and sentence in result.stderr.replace("\n", " "), result.output

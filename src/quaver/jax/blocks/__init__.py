@@ -1,1 +1,1 @@
-"""The parts of a Transformer as functions of arrays, for linen, NNX and plain pytrees; no module."""
+"""The parts of a Transformer as functions of arrays, shared by the linen and NNX modules."""

@@ -1,6 +1,6 @@
-"""softmax(q kᵀ scale) v in high precision, with the masks that models use. **True in a mask means masked out.**
+"""Attention in high precision with masks, rope and position biases, as functions. **True in a mask means masked out.**
 
-Plain array code: XLA fuses it. Scores and softmax are float32 whatever q, k and v are.
+Plain array code that XLA fuses. Scores and softmax are float32 for any dtype of q, k and v.
 """
 
 import math
@@ -21,7 +21,7 @@ from quaver.options import pick
 from quaver.recipes.spec import Recipe
 from quaver.reference.attention import MASKS, check_heads, check_type, check_window
 
-# ---- dot product -----------------------------------------------------------------------------------------
+# ---- dot-product attention ----
 
 Mask = Array | tuple[Array, Array]
 
@@ -41,27 +41,27 @@ def attention(
     dropout_key: Array | None = None,
     recipe: str | Recipe | None = None,
 ) -> Array:
-    """Attention of [B, Sq, H, D] on [B, Sk, G, D], each of G heads serving H / G query heads (MQA, GQA).
+    """Compute attention of [B, Sq, H, D] on [B, Sk, G, D]; each of G key heads serves H / G query heads (MQA, GQA).
 
     Args:
         q: [B, Sq, H, D].
         k: [B, Sk, G, D].
         v: [B, Sk, G, Dv].
-        mask_type: a name from `MASKS`. "causal" hides key j from query i if j > i; with "_bottom_right" the last
-            query sees the last key: if j > i + (keys - queries), padding not counted. "padding" takes a mask of
-            tokens, "arbitrary" one of pairs.
-        mask: True where masked out. Padding: [B, Sk] that serves queries and keys, or ([B, Sq], [B, Sk]).
-            Arbitrary: broadcastable to [B, H, Sq, Sk].
-        window: (left, right): a query sees that many keys before and after its own position, -1 for all.
-            The position is the one that the mask type aligns by.
-        bias: added to the scores; broadcastable to [B, H, Sq, Sk]. One of -inf hides, as a mask does.
-        scale: of the scores; None is 1 / sqrt(D).
+        mask_type: a name from `MASKS`. "causal" hides key j from query i if j > i; with "_bottom_right" the last query
+            sees the last key: if j > i + (keys - queries), without padding. "padding" takes a mask of tokens,
+            "arbitrary" one of pairs.
+        mask: True where masked out. Padding: [B, Sk] for both queries and keys, or ([B, Sq], [B, Sk]). Arbitrary:
+            broadcastable to [B, H, Sq, Sk].
+        window: (left, right): a query sees that many keys before and after its own position, -1 for all. Positions are
+            aligned as the mask type says.
+        bias: added to the scores; broadcastable to [B, H, Sq, Sk]. -inf hides, as a mask does.
+        scale: factor of the scores; None is 1 / sqrt(D).
         soft_cap: scores become cap tanh(scores / cap), before bias and mask (Gemma-2).
-        dropout: probability of dropping a probability; the others grow by 1 / (1 - dropout).
-        dropout_key: jax.random key; needed where dropout is not 0.
-        recipe: the caller's own; None takes the ambient one. One with attention=True is refused, not ignored.
+        dropout: probability of dropping an attention weight; the others are scaled by 1 / (1 - dropout).
+        dropout_key: jax.random key; required if dropout is not 0.
+        recipe: the caller's own recipe; None uses the ambient one. A recipe with attention=True raises an error.
     Returns:
-        [B, Sq, H, Dv] in q's dtype. A query that sees no key gets 0, and so do its gradients.
+        [B, Sq, H, Dv] in q's dtype. A query that sees no key gets 0 and zero gradients.
     Raises:
         ValueError: shapes, heads or masks that do not fit, or a recipe that quantizes attention.
     Bounded: relative RMS 1e-6 of float64 in float32, without dropout. Statistical with it.
@@ -72,7 +72,7 @@ def attention(
     batch, queries, heads, dim = q.shape
     keys, groups = k.shape[1:3]
     if dropout and dropout_key is None:
-        raise ValueError(f"dropout is {dropout} and there is no key for it; give dropout_key=jax.random.key(...)")
+        raise ValueError(f"dropout is {dropout} and no dropout_key was passed; give dropout_key=jax.random.key(...)")
     shared = heads // groups
     grouped = q.reshape(batch, queries, groups, shared, dim)
     scores = jnp.einsum("bqgsd,bkgd->bgsqk", grouped, k, preferred_element_type=jnp.float32)
@@ -95,7 +95,7 @@ def attention(
 
 
 def refuse_quantized(own: str | Recipe | None = None) -> None:
-    """Raise a ValueError if the recipe in force quantizes attention, which JAX's attention cannot."""
+    """Raise ValueError if the recipe in force quantizes attention, which quaver.jax does not support."""
     recipe = recipe_in_force(own)
     if recipe is not None and recipe.attention is not None:
         raise ValueError(
@@ -105,7 +105,9 @@ def refuse_quantized(own: str | Recipe | None = None) -> None:
 
 
 def hidden(mask_type: str, mask: Mask | None, window: tuple[int, int] | None, shape: tuple[int, ...]) -> Array | None:
-    """True where a query may not see a key: broadcastable to the scores' [B, H, Sq, Sk], or None for nowhere."""
+    """Return the mask, True where a query may not see a key, broadcastable to [B, H, Sq, Sk]; None if nothing is
+    hidden.
+    """
     batch, _, queries, keys = shape
     takes_mask, causal = MASKS[mask_type]
     parts: list[Array] = []
@@ -137,12 +139,12 @@ def hidden(mask_type: str, mask: Mask | None, window: tuple[int, int] | None, sh
 
 
 def _softmax(scores: Array, where_hidden: Array | None) -> Array:
-    """Softmax over the last axis; 0 in rows that are hidden throughout."""
+    """Softmax over the last axis; 0 in rows that are hidden completely."""
     if where_hidden is None:
         return jax.nn.softmax(scores, axis=-1)
     scores = jnp.where(where_hidden, -jnp.inf, scores)
     highest = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
-    # exp(-inf - -inf) would be NaN, in the gradient too.
+    # exp(-inf - -inf) would be NaN, also in the gradient.
     weights = jnp.exp(scores - jnp.where(highest == -jnp.inf, 0, highest))
     total = weights.sum(-1, keepdims=True)
     return weights / jnp.where(total == 0, 1, total)
@@ -167,17 +169,16 @@ def _check(q: Array, k: Array, v: Array, mask_type: str, mask: Mask | None, wind
     if mask_type == "arbitrary" and isinstance(mask, tuple):
         raise ValueError("an arbitrary mask is one array, broadcastable to [B, H, Sq, Sk]; a pair is for padding")
     if any(m is not None and m.dtype != jnp.bool_ for m in parts):
-        raise ValueError("a mask is boolean, True where masked out; an additive one is given as `bias`")
+        raise ValueError("a mask is boolean, True where masked out; pass an additive mask as `bias`")
 
 
-# ---- rotary ----------------------------------------------------------------------------------------------
-# Rotary positions: pairs of a head's features turn by an angle that grows with the position.
+# ---- rotary position embedding (rope): rotates pairs of features by angles that grow with the position ----
 #
-# Source: Su et al. 2021, arXiv:2104.09864; turning only the first features is GPT-NeoX's.
+# Source: Su et al. 2021, arXiv:2104.09864; rotating only the first features is GPT-NeoX's.
 
 
 def angles(positions: Array, dim: int, theta: float = 10_000.0) -> Array:
-    """positions theta^(-2i / dim) for i < dim / 2: float32 [..., dim / 2] from positions [...]."""
+    """Return positions * theta^(-2i / dim) for i < dim / 2: float32 [..., dim / 2] from positions [...]."""
     half = dim // 2
     frequency = theta ** -(jnp.arange(half, dtype=jnp.float32) / half)
     return positions.astype(jnp.float32)[..., None] * frequency
@@ -192,30 +193,30 @@ def rope(
     fraction: float = 1.0,
     interleaved: bool = False,
 ) -> Array:
-    """Turn the features of queries or keys by their positions.
+    """Rotate the features of queries or keys by their positions.
 
     Args:
         x: [B, S, H, D].
         positions: [S] or [B, S]; None counts 0, 1, 2 ...
-        offset: added to the positions, a number or [B]: how many tokens stand before, in a cache for example.
+        offset: added to the positions, a number or [B], such as the number of cached tokens.
         theta: base of the frequencies.
-        fraction: of the D features that turn, the first ones; the rest stay.
-        interleaved: pairs are neighbours (0, 1), (2, 3) ...; else feature i goes with i + half.
+        fraction: share of the D features that rotates, the first ones; the rest is unchanged.
+        interleaved: True pairs neighbours (0, 1), (2, 3) ...; False pairs feature i with i + half.
     Returns:
         [B, S, H, D] in x's dtype, rounded once.
     Raises:
-        ValueError: an odd number of features would turn, or shapes that do not fit.
-    Bounded: relative RMS 1e-6 of float64 in float32, for positions whose angles float32 holds.
+        ValueError: an odd number of rotated features, or shapes that do not fit.
+    Bounded: relative RMS 1e-6 of float64 in float32, for positions whose angles float32 can represent.
     """
     x = array("rope", "x", x)
     if x.ndim != 4:
         raise ValueError(f"rope takes [batch, tokens, heads, features], and got an array of shape {x.shape}")
     if not 0 < fraction <= 1:
-        raise ValueError(f"fraction is {fraction}; give the part of the features that turns, above 0 and up to 1")
+        raise ValueError(f"fraction is {fraction}; give the share of the features that rotates, above 0 and up to 1")
     turning = int(x.shape[-1] * fraction)
     if turning % 2 or turning == 0:
         raise ValueError(
-            f"rope turns pairs of features, and {fraction} of {x.shape[-1]} is {turning}; make it an even number"
+            f"rope rotates pairs of features, and {fraction} of {x.shape[-1]} is {turning}; make it an even number"
         )
     if positions is None:
         positions = jnp.arange(x.shape[1])
@@ -237,8 +238,7 @@ def _turn(x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
-# ---- heads -----------------------------------------------------------------------------------------------
-# What attention with heads is made of, in either flavour of Flax: projections, and what comes between and after.
+# ---- parts of multi-head attention that linen and NNX share: projections, and what precedes and follows attention ----
 
 
 def prepare(
@@ -249,7 +249,7 @@ def prepare(
     offset: int | Array,
     norm_after_rope: bool,
 ) -> Array:
-    """Queries or keys, normalized and turned, where a layer does either."""
+    """Apply the optional norm and rope to queries or keys."""
     if norm is not None and not norm_after_rope:
         x = norm(x)
     if options is not None:
@@ -258,9 +258,9 @@ def prepare(
 
 
 def split_fused(fused: Array, *parts: int) -> tuple[Array, ...]:
-    """[B, S, G, sum of parts, D] to one [B, S, G * part, D] for each: a group's heads stand together.
+    """Split [B, S, G, sum of parts, D] into one [B, S, G * part, D] per part, with the heads of a group adjacent.
 
-    A mesh axis can split the groups without parting a group's queries from its keys and values.
+    This layout lets a mesh axis shard the groups without separating a group's queries from its keys and values.
     """
     out, start = [], 0
     for part in parts:
@@ -271,7 +271,7 @@ def split_fused(fused: Array, *parts: int) -> tuple[Array, ...]:
 
 
 def projections(heads: int, groups: int, dim: int, fused: bool, cross: bool) -> dict[str, KernelMatrix]:
-    """The matrices before attention, by the name of their layer; those of keys and values read a memory (cross)."""
+    """Return the projection matrices by layer name; with `cross`, keys and values are projected from a memory."""
     query = KernelMatrix((heads, dim), ("embed", "heads", "head_dim"))
     if not fused:
         return {"query": query} | dict.fromkeys(("key", "value"), KernelMatrix((groups, dim), query.axes))
@@ -284,7 +284,14 @@ def projections(heads: int, groups: int, dim: int, fused: bool, cross: bool) -> 
 def project(
     x: Array, memory: Array | None, layers: Mapping[str, Callable[[Array], Array]], shared: int
 ) -> tuple[Array, ...]:
-    """Queries, keys and values [B, S, H or G, D] by the layers of `projections`; `shared` query heads have one key."""
+    """Return queries, keys and values [B, S, H or G, D].
+
+    Args:
+        x: input of the layer.
+        memory: input of keys and values, or None for x.
+        layers: the layers named by `projections`.
+        shared: number of query heads per key head.
+    """
     memory = x if memory is None else memory
     if "qkv" in layers:
         return split_fused(layers["qkv"](x), shared, 1, 1)
@@ -297,7 +304,7 @@ def project(
 def attend(
     layer: Any, q: Array, k: Array, v: Array, mask: Mask | None, bias: Array | None, dropout_key: Array | None
 ) -> Array:
-    """`attention` with a layer's options; it drops nothing without a key."""
+    """Call `attention` with a layer's options; without a key there is no dropout."""
     options = pick(CoreOptions, layer)
     if dropout_key is None:
         options["dropout"] = 0.0
@@ -305,10 +312,10 @@ def attend(
 
 
 def count_heads(features: int, heads: int, groups: int | None, head_dim: int | None) -> tuple[int, int, int]:
-    """heads, groups and head_dim with their defaults: groups = heads, head_dim = features / heads.
+    """Return heads, groups and head_dim with defaults groups = heads and head_dim = features / heads.
 
     Raises:
-        ValueError: what does not divide.
+        ValueError: numbers that do not divide.
     """
     groups = heads if groups is None else groups
     check_heads(heads, groups)
@@ -317,8 +324,7 @@ def count_heads(features: int, heads: int, groups: int | None, head_dim: int | N
     return heads, groups, features // heads if head_dim is None else head_dim
 
 
-# ---- position --------------------------------------------------------------------------------------------
-# Relative position biases: a learnt number a head for each bucket of distances, added to attention's scores.
+# ---- relative position bias: a learned number per head and bucket of distances, added to attention's scores ----
 #
 # Source: Raffel et al. 2019 (T5), arXiv:1910.10683, and its public code's rule for the buckets.
 
@@ -326,18 +332,17 @@ def count_heads(features: int, heads: int, groups: int | None, head_dim: int | N
 def relative_position_buckets(
     queries: int, keys: int, *, buckets: int = 32, max_distance: int = 128, bidirectional: bool = True
 ) -> Array:
-    """The bucket of each pair: near distances have one each, far ones share it on a logarithmic scale.
+    """Return the bucket of each pair: one per small distance, logarithmically shared by large ones.
 
     Args:
-        queries, keys: how many positions there are of either.
-        buckets: how many in all; half of them for keys that come later, if bidirectional.
-        max_distance: from here on everything is in the last bucket.
+        queries, keys: numbers of positions.
+        buckets: number of buckets; half of them are for later keys if bidirectional.
+        max_distance: distances from here on share the last bucket.
         bidirectional: False puts every later key into bucket 0.
     Returns:
         int32 [queries, keys].
     Raises:
-        ValueError: too few buckets, or a distance that they all reach one by one.
-    Exact.
+        ValueError: too few buckets, or a max_distance that single-distance buckets already reach. Exact.
     """
     side = buckets // 2 if bidirectional else buckets
     near = side // 2
@@ -353,7 +358,7 @@ def relative_position_buckets(
         distance = jnp.abs(distance)
     else:
         distance = jnp.maximum(distance, 0)
-    # The bound of each shared bucket, from integers: a logarithm would round differently from machine to machine.
+    # Integer bounds of each shared bucket: a logarithm of the distance would round differently across machines.
     shared = side - near
     bounds = [math.ceil(near * (max_distance / near) ** (i / shared) - 1e-9) for i in range(1, shared)]
     far = near + sum((distance >= bound).astype(jnp.int32) for bound in bounds) if bounds else near
@@ -363,7 +368,7 @@ def relative_position_buckets(
 def relative_position_bias(
     table: Array, queries: int, keys: int, *, max_distance: int = 128, bidirectional: bool = True
 ) -> Array:
-    """The bias to hand to `attention`: [1, H, queries, keys] from a table [H, buckets]."""
+    """Return the bias for `attention`: [1, H, queries, keys] from a table [H, buckets]."""
     bucket = relative_position_buckets(
         queries, keys, buckets=table.shape[1], max_distance=max_distance, bidirectional=bidirectional
     )

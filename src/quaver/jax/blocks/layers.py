@@ -1,8 +1,4 @@
-"""The activations that an MLP applies between its two matrices, as a table: a new activation is a new row.
-
-A gated one takes two arrays, the gate that passes through the nonlinearity and the value that it multiplies.
-Source of the gated ones: Shazeer 2020, arXiv:2002.05202.
-"""
+"""Activations, norms, the MLP and the residual stream as functions of arrays."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +12,11 @@ from quaver.jax.linears.dot_general import KernelMatrix
 from quaver.jax.numerics.quantized import array
 from quaver.recipes.text import check_name
 
-# ---- activation ------------------------------------------------------------------------------------------
+# ---- activations: add a row to the table for a new one ----
+#
+# A gated activation takes two arrays: the gate, which passes through the nonlinearity, and the value that it
+# multiplies.
+# Source of the gated ones: Shazeer 2020, arXiv:2002.05202.
 
 
 @dataclass(frozen=True)
@@ -28,22 +28,22 @@ class Activation:
 
     @property
     def inputs(self) -> int:
-        """How many arrays it takes, each as wide as its result."""
+        """Number of input arrays, each as wide as the result."""
         return 2 if self.gated else 1
 
 
 def quick_gelu(x: Array) -> Array:
-    """x sigmoid(1.702 x): CLIP's approximation of gelu."""
+    """Compute x sigmoid(1.702 x), CLIP's approximation of gelu."""
     return x * jax.nn.sigmoid(1.702 * x)
 
 
 def squared_relu(x: Array) -> Array:
-    """max(x, 0)², of Primer (arXiv:2109.08668)."""
+    """Compute max(x, 0)², of Primer (arXiv:2109.08668)."""
     return jnp.square(jax.nn.relu(x))
 
 
 def clamped_swiglu(gate: Array, value: Array, limit: float = 7.0, alpha: float = 1.702) -> Array:
-    """gpt-oss's: gate held below `limit`, value within ±limit; gate sigmoid(alpha gate) (value + 1)."""
+    """Compute gpt-oss's activation: gate sigmoid(alpha gate) (value + 1), gate clamped to ≤ limit, value to ±limit."""
     gate = jnp.minimum(gate, limit)
     value = jnp.clip(value, -limit, limit)
     return gate * jax.nn.sigmoid(alpha * gate) * (value + 1)
@@ -57,7 +57,7 @@ def _gelu_exact(x: Array) -> Array:
     return jax.nn.gelu(x, approximate=False)
 
 
-#: "gelu" is the tanh form, as it is in JAX and Flax; "gelu_exact" is the error function's.
+#: "gelu" is the tanh approximation, as in JAX and Flax; "gelu_exact" uses the error function.
 ACTIVATIONS: dict[str, Activation] = {
     "linear": Activation(lambda x: x),
     "gelu": Activation(jax.nn.gelu),
@@ -78,10 +78,10 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def get_activation(name: str) -> Activation:
-    """The row of this name.
+    """Return the activation of this name.
 
     Raises:
-        ValueError: there is none; the message names the nearest.
+        ValueError: unknown name; the message names the closest match.
     """
     check_name("activation", name, ACTIVATIONS)
     return ACTIVATIONS[name]
@@ -91,13 +91,13 @@ def activate(name: str, *x: Array, **options: Any) -> Array:
     """Apply an activation in float32.
 
     Args:
-        name: a row of `ACTIVATIONS`.
-        x: one array, or gate and value of one shape for a gated activation.
-        options: of the function, such as clamped_swiglu's `limit`.
+        name: a name in `ACTIVATIONS`.
+        x: one array, or gate and value of the same shape for a gated activation.
+        options: options of the activation, such as clamped_swiglu's `limit`.
     Returns:
         An array of the shape and dtype of x.
     Raises:
-        ValueError: unknown name, or another number of arrays than it takes.
+        ValueError: unknown name, or a wrong number of arrays.
     Bounded: relative RMS 1e-6 of float64 in float32. NaN gives NaN.
     """
     row = get_activation(name)
@@ -107,8 +107,7 @@ def activate(name: str, *x: Array, **options: Any) -> Array:
     return row.function(*(a.astype(jnp.float32) for a in x), **options).astype(x[0].dtype)
 
 
-# ---- norm ------------------------------------------------------------------------------------------------
-# LayerNorm and RMSNorm over the last axis, computed in float32 whatever the operands are.
+# ---- LayerNorm and RMSNorm over the last axis, computed in float32 for every dtype ----
 
 T = TypeVar("T")
 
@@ -116,14 +115,14 @@ T = TypeVar("T")
 def layer_norm(
     x: Array, scale: Array | None = None, bias: Array | None = None, *, eps: float = 1e-6, zero_centered: bool = False
 ) -> Array:
-    """(x - mean) / sqrt(variance + eps) * scale + bias.
+    """Layer normalization: (x - mean) / sqrt(variance + eps) * scale + bias.
 
     Args:
         x: [..., d].
         scale: [d], also called gamma; None multiplies by one.
         bias: [d], also called beta; None adds nothing.
         eps: added to the variance.
-        zero_centered: multiply by 1 + scale, so that a scale of 0 does nothing.
+        zero_centered: multiply by 1 + scale, so that a scale of 0 has no effect.
     Returns:
         [..., d] in x's dtype, rounded once.
     Raises:
@@ -141,7 +140,7 @@ def layer_norm(
 def rms_norm(
     x: Array, scale: Array | None = None, bias: Array | None = None, *, eps: float = 1e-6, zero_centered: bool = False
 ) -> Array:
-    """x / sqrt(mean(x²) + eps) * scale; arguments and result as those of `layer_norm`.
+    """RMS normalization: x / sqrt(mean(x²) + eps) * scale; arguments and result as for `layer_norm`.
 
     Bounded: relative RMS 1e-6 of float64 in float32.
     Source: Zhang and Sennrich 2019, arXiv:1910.07467; the zero-centred scale is Gemma's.
@@ -151,7 +150,7 @@ def rms_norm(
     return _finish(x, x.astype(jnp.float32), scale, bias, eps, zero_centered)
 
 
-#: The kinds of normalization by the name that modules take.
+#: Normalization functions by the name that modules take.
 NORMALIZATIONS = {"LayerNorm": layer_norm, "RMSNorm": rms_norm}
 
 
@@ -164,15 +163,15 @@ def normalize(
     eps: float = 1e-6,
     zero_centered: bool = False,
 ) -> Array:
-    """The normalization of this name."""
+    """Apply the normalization of this name."""
     return named(normalization, NORMALIZATIONS)(x, scale, bias, eps=eps, zero_centered=zero_centered)
 
 
 def named(normalization: str, kinds: Mapping[str, T]) -> T:
-    """The function, or the module, of a normalization of this name.
+    """Return the function or module of a normalization by its name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: unknown name.
     """
     if normalization not in kinds:
         raise ValueError(f"normalization is {normalization!r}; give one of {', '.join(map(repr, kinds))}")
@@ -196,27 +195,26 @@ def _check(x: Array, **vectors: Array | None) -> None:
             raise ValueError(f"the norm's {name} has shape {vector.shape}, and x {x.shape} needs {x.shape[-1:]}")
 
 
-# ---- feed forward ----------------------------------------------------------------------------------------
-# The MLP of a Transformer: a matrix, an activation, a matrix; with a norm before it, if wanted.
+# ---- MLP of a Transformer: linear layer, activation, linear layer ----
 #
-# A gated activation's gate and value come out of one GEMM, interleaved: wi is [d, hidden, 2], so that a mesh axis can
-# split `hidden` without parting a pair.
+# Gate and value of a gated activation come from one GEMM, interleaved: wi is [d, hidden, 2], so that a mesh axis can
+# shard `hidden` without separating a pair.
 
 
 def hidden_features(activation: str, hidden: int) -> tuple[int, ...]:
-    """The features of wi: (hidden,), or (hidden, 2) for a gated activation."""
+    """Return the output features of wi: (hidden,), or (hidden, 2) for a gated activation."""
     return (hidden, 2) if get_activation(activation).gated else (hidden,)
 
 
 def matrices(activation: str, hidden: int, out: int) -> dict[str, KernelMatrix]:
-    """The two of a layer, by the name of theirs."""
+    """Return the matrices wi and wo of an MLP by name."""
     features = hidden_features(activation, hidden)
     inner: tuple[str | None, ...] = ("mlp", None)[: len(features)]
     return {"wi": KernelMatrix(features, ("embed", *inner)), "wo": KernelMatrix((out,), ("mlp", "embed"))}
 
 
 def activate_fused(activation: str, h: Array, features: int = 1, **options: Any) -> Array:
-    """Apply an activation to what wi gave: [..., hidden], or [..., hidden, 2] for a gated one (features 2)."""
+    """Apply an activation to the output of wi: [..., hidden], or [..., hidden, 2] for a gated one (features=2)."""
     gated = get_activation(activation).gated
     if features != 1 + gated:
         wanted = "[d, hidden, 2], gate and value," if gated else "[d, hidden]"
@@ -224,8 +222,7 @@ def activate_fused(activation: str, h: Array, features: int = 1, **options: Any)
     return activate(activation, h[..., 0], h[..., 1], **options) if gated else activate(activation, h, **options)
 
 
-# ---- residuals -------------------------------------------------------------------------------------------
-# How a Transformer layer adds its parts to the residual stream, and how it drops them.
+# ---- residual stream of a Transformer layer, and drop path ----
 
 Part = Callable[[Array], Array]
 
@@ -239,15 +236,15 @@ def residual(
     post_norm: bool = False,
     parallel: bool = False,
 ) -> Array:
-    """Add each part's output to x, in turn or at once.
+    """Add each part's output to x, one after the other or in parallel.
 
     Args:
         x: [B, S, d].
         parts: attention, cross attention, MLP: functions of [B, S, d].
-        norms: one for each part; a single one if parallel.
-        drop: applied to a part's output before it is added.
-        post_norm: norm(x + part(x)) as in Vaswani et al. 2017; else x + part(norm(x)).
-        parallel: x + sum of part(norm(x)), as in GPT-J and Falcon.
+        norms: one per part; a single one if parallel.
+        drop: function applied to a part's output before it is added.
+        post_norm: True for norm(x + part(x)) as in Vaswani et al. 2017; False for x + part(norm(x)).
+        parallel: True for x + sum of part(norm(x)), as in GPT-J and Falcon.
     """
     if parallel:
         h = norms[0](x)
@@ -258,13 +255,12 @@ def residual(
 
 
 def drop_path(x: Array, rate: float, key: Array) -> Array:
-    """Leave a part's output out for whole samples, and scale what stays by 1 / (1 - rate).
+    """Drop a part's output for whole samples, and scale the rest by 1 / (1 - rate).
 
     Args:
         x: [B, ...].
-        rate: probability of leaving a sample out.
-        key: jax.random key.
-    Statistical. Source: Huang et al. 2016, arXiv:1603.09382.
+        rate: probability of dropping a sample.
+        key: jax.random key. Statistical. Source: Huang et al. 2016, arXiv:1603.09382.
     """
     kept = jax.random.bernoulli(key, 1 - rate, (x.shape[0], *(1,) * (x.ndim - 1)))
     return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)

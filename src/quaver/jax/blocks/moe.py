@@ -1,9 +1,9 @@
-"""Rows of tokens laid expert by expert, and summed again: `quaver.torch.permute` and `unpermute` for arrays of JAX.
+"""Mixture of experts: permute tokens by expert, sum the outputs back, and route tokens; `quaver.torch` for JAX arrays.
 
     permute      rows[places[t k + j]] = x[t]                          for each token t and each of its k choices j
-    unpermute    y[t] = Σ_j weights[t, j] · rows[places[t k + j]]      added from j = 0 on, in float32
+    unpermute    y[t] = Σ_j weights[t, j] · rows[places[t k + j]]      added in the order of j, in float32
 
-Shapes do not depend on who goes where, so that both are traced once.
+Shapes do not depend on the routing, so each function is traced once.
 """
 
 from collections.abc import Callable
@@ -20,40 +20,41 @@ from quaver.jax.numerics.quantized import Quantized, array
 from quaver.jax.operations.ops import quantize
 from quaver.reference.moe import TINY, check_permute, check_route, check_unpermute, rows_of, why_not_rows
 
-# ---- permutation -----------------------------------------------------------------------------------------
+# ---- permute and unpermute ----
 
 
 class Permuted(NamedTuple):
     """Tokens in the order of their experts."""
 
-    #: [rows, H] as x, or `Quantized`: those of expert 0 first, of an expert in the order of tokens; zeros up to the
-    #: next multiple of `pad`, and after those of the last expert.
+    #: [rows, H], of x's dtype or `Quantized`. Expert 0's rows come first; within an expert they follow the token order.
+    #: Rows of padding and rows after the last expert's are zero.
     rows: Any
-    #: int32 [experts]: how many rows each expert has, its padding included, as `grouped_dot` takes them.
+    #: int32 [experts]: number of rows of each expert, including padding, as `grouped_dot` takes them.
     group_sizes: Array
-    #: int32 [T × k], in the order of tokens and of the choices of each: its row, -1 if it was dropped.
+    #: int32 [T * k], by token and choice: the row of each choice, -1 if it was dropped.
     places: Array
 
 
 def permute(
     x: Array | Quantized, indices: Array, experts: int, *, pad: int = 1, capacity: int | None = None
 ) -> Permuted:
-    """Copy each token's row to those of each expert that it chose.
+    """Copy each token's row to each expert that it chose.
 
     Args:
-        x: [T, H], differentiable; or `Quantized` in blocks of a row or with one scale for all, whose codes and scales
-            are copied as bytes: the same as quantizing what was permuted.
-        indices: integers [T, k], as `route` gives them. A number outside of [0, experts) is a choice of no expert here.
-        experts: how many there are.
-        pad: each expert's rows are filled with zeros up to a multiple of it.
-        capacity: how many choices an expert takes, those of the first tokens; all others are dropped. None drops none.
+        x: [T, H], differentiable; or `Quantized` with blocks within a row or one scale per tensor, whose codes and
+            scales are copied as bytes. That equals quantizing the permuted rows.
+        indices: integers [T, k], from `route`. A number outside [0, experts) is a choice of an expert on another
+            device.
+        experts: number of experts.
+        pad: each expert's rows are padded with zeros to a multiple of it.
+        capacity: maximum number of choices per expert; the first tokens have priority, the rest is dropped. None drops
+            none.
     Returns:
-        T k + min(T k, experts) (pad - 1) rows, rounded down to a multiple of pad; with a capacity no more than all
-        experts take.
+        T k + min(T k, experts) (pad - 1) rows, rounded down to a multiple of pad; with a capacity at most the capacity
+        of all experts.
     Raises:
-        ValueError: shapes that do not fit, a capacity or a pad of less than one, an operand whose scales are of
-            several rows and not of all.
-        TypeError: what is no array.
+        ValueError: shapes that do not fit, a capacity or pad below one, or an operand with blocks of several rows.
+        TypeError: an argument is not an array.
     Exact: the rows of `quaver.torch.permute`, and the gradient of x.
     """
     indices = array("permute", "indices", indices)
@@ -73,18 +74,18 @@ def permute(
 
 
 def unpermute(rows: Array, places: Array, k: int, weights: Array | None = None) -> Array:
-    """Sum what came of each token's k rows, each times its weight.
+    """Sum each token's k rows, each multiplied by its weight.
 
     Args:
         rows: [rows, H], differentiable.
-        places: [T × k] of `permute`.
-        k: choices of each token.
-        weights: [T, k], differentiable; None is 1 for each. They multiply in float32.
+        places: [T * k] from `permute`.
+        k: choices per token.
+        weights: [T, k], differentiable; None is 1 for each. The products are computed in float32.
     Returns:
         [T, H] in rows' dtype. A dropped choice adds nothing.
     Raises:
         ValueError: shapes that do not fit.
-        TypeError: what is no array.
+        TypeError: an argument is not an array.
     Exact: the sums of `quaver.torch.unpermute`, and the gradient of rows. Bounded: the gradient of weights, relative
         RMS 1e-6 of float64.
     """
@@ -96,7 +97,7 @@ def unpermute(rows: Array, places: Array, k: int, weights: Array | None = None) 
 
 
 def _order(indices: Array, experts: int, pad: int, capacity: int | None) -> tuple[Array, Array, Array]:
-    """Where rows lie: sizes and places as `Permuted` has them, and the choice that each row is of, -1 for none."""
+    """Compute the permutation: sizes and places as in `Permuted`, and the choice of each row, -1 for an empty row."""
     flat = indices.reshape(-1).astype(jnp.int32)
     count = flat.shape[0]
     numbers = jnp.arange(experts, dtype=jnp.int32)
@@ -119,14 +120,14 @@ def _order(indices: Array, experts: int, pad: int, capacity: int | None) -> tupl
 
 
 def _inverse(places: Array, count: int) -> Array:
-    """The choice that each of so many rows is of, -1 for none."""
+    """Return the choice of each row, -1 for an empty row."""
     numbers = jnp.arange(places.shape[0], dtype=jnp.int32)
     rows = jnp.where(places < 0, count, places)
     return jnp.full(count, -1, jnp.int32).at[rows].set(numbers, mode="drop")
 
 
 def _taken(x: Array, at: Array) -> Array:
-    """Rows of x; zeros where a number is negative."""
+    """Gather rows of x; zeros where the index is negative."""
     return jnp.take(x, jnp.where(at < 0, x.shape[0], at), axis=0, mode="fill", fill_value=0)
 
 
@@ -136,7 +137,7 @@ def _wide(x: Array) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gather(k: int, x: Array, sources: Array, places: Array) -> Array:
-    """Rows of tokens; its derivative sums them up."""
+    """Gather token rows; the derivative sums them per token."""
     return _taken(x, jnp.where(sources < 0, -1, sources // k))
 
 
@@ -153,7 +154,7 @@ _gather.defvjp(_gather_forward, _gather_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _combine(k: int, rows: Array, places: Array, weights: Array | None) -> Array:
-    """Weighted sums of rows; its derivatives are rows of tokens, and products of two rows."""
+    """Compute the weighted sum of each token's rows; the derivatives are gathered rows and products of two rows."""
     each = places.reshape(-1, k)
     total: Any = None
     for choice in range(k):
@@ -161,15 +162,15 @@ def _combine(k: int, rows: Array, places: Array, weights: Array | None) -> Array
         part = _wide(_taken(rows, each[:, choice]))
         if weights is not None:
             part = part * jnp.where(at < 0, 0, weights[:, choice, None].astype(part.dtype))
-        # Compilers make one instruction, rounded once, of a product and a sum, and no barrier keeps XLA from it: let
-        # that be a product by 1, which they cannot know.
+        # Prevent FMA contraction of the product and the sum, which no barrier does: multiply by 1 in a way that the
+        # compiler cannot see.
         part = part * jnp.where(at < -1, 2, 1).astype(part.dtype)
         total = part if total is None else total + part
     return total.astype(rows.dtype)
 
 
 def _combine_forward(k: int, rows: Array, places: Array, weights: Array | None) -> tuple[Array, Any]:
-    # Of rows that nothing multiplies, how many there are.
+    # Without weights only the number of rows is needed.
     kept = rows if weights is not None else jnp.zeros((rows.shape[0], 0), rows.dtype)
     return _combine(k, rows, places, weights), (kept, places, weights)
 
@@ -191,7 +192,7 @@ _combine.defvjp(_combine_forward, _combine_backward)
 
 
 def _take_quantized(q: Quantized, sources: Array, k: int) -> Quantized:
-    """Codes and scales by the choice that each row is of; a row of none is what zeros are quantized to."""
+    """Gather codes and scales by the choice of each row; an empty row has the codes of zeros."""
     token = jnp.where(sources < 0, q.shape[0], sources // k)
     zeros = quantize(jnp.zeros((1, q.shape[1]), jnp.float32), q.spec)
 
@@ -205,23 +206,22 @@ def _take_quantized(q: Quantized, sources: Array, k: int) -> Quantized:
     return replace(q, data=moved(q.data, zeros.data), scale=scale, shape=(sources.shape[0], q.shape[1]))
 
 
-# ---- routing ---------------------------------------------------------------------------------------------
-# Which experts a token goes to, and how much each counts: `quaver.torch.route` for arrays of JAX.
+# ---- routing: `quaver.torch.route` for JAX arrays ----
 
-#: Below it softplus(z) is exp(z) in float32, and the derivative of its root is still a number.
+#: Logit below which softplus(z) equals exp(z) in float32; above it the derivative of its root is finite.
 FAR = -40.0
 
 
 class Routing(NamedTuple):
-    """What `route` decides for T tokens, E experts and k choices."""
+    """Result of `route` for T tokens, E experts and k choices."""
 
-    #: int32 [T, k], the best first.
+    #: int32 [T, k], best expert first.
     indices: Array
-    #: [T, k], float32, or float64 of such logits; differentiable.
+    #: [T, k], float32, or float64 for float64 logits; differentiable.
     weights: Array
-    #: [T, E], of the weights' dtype: scores that add up to 1 for each token; differentiable.
+    #: [T, E], dtype of the weights: scores normalized to sum 1 per token; differentiable.
     probabilities: Array
-    #: [T, E], of the weights' dtype: what was given.
+    #: [T, E], dtype of the weights: the input logits.
     logits: Array
 
 
@@ -230,14 +230,14 @@ def _root_of_softplus(z: Array) -> Array:
     return jnp.where(z < FAR, jnp.exp(z / 2), near)
 
 
-#: Logits to scores, each of them monotone.
+#: Score functions of logits, all monotone.
 SCORES: dict[str, Callable[[Array], Array]] = {
     "softmax": lambda z: jax.nn.softmax(z, -1),
     "sigmoid": jax.nn.sigmoid,
     "sqrtsoftplus": _root_of_softplus,
 }
 
-#: Logits to the logarithms of their scores.
+#: Logarithms of the score functions, up to a constant per token.
 LOG_SCORES: dict[str, Callable[[Array], Array]] = {
     "softmax": lambda z: z,
     "sigmoid": jax.nn.log_sigmoid,
@@ -258,23 +258,24 @@ def route(
     scale: float = 1.0,
     normalize: bool | None = None,
 ) -> Routing:
-    """Choose k of E experts for each token by their scores, and give each a weight.
+    """Choose k of E experts per token by their scores, and compute a weight for each.
 
     Args:
-        logits: [T, E], floating; computed with in float32 or float64.
-        k: experts a token.
-        scores: a row of `SCORES`.
-        softmax_first: take the softmax over all experts and then choose; False takes it over the chosen logits alone.
-        groups, top_groups: into how many groups of E / groups experts, and how many of them a token may choose from.
-        best_of_group: how many scores of a group are summed; None is k / top_groups, rounded down, at least 1.
-        bias: [E], added to scores where experts are chosen and not where they are weighted; gets no gradient.
-        scale: multiplies the weights.
-        normalize: divide the chosen scores by their sum; None does of sigmoid and sqrtsoftplus where k is more than 1.
+        logits: [T, E], floating-point; computed in float32 or float64.
+        k: experts per token.
+        scores: a name in `SCORES`.
+        softmax_first: True takes the softmax over all experts before choosing; False over the chosen logits only.
+        groups: number of groups of E / groups experts.
+        top_groups: number of groups that a token may choose from.
+        best_of_group: number of scores per group that are summed; None is k / top_groups, rounded down, at least 1.
+        bias: [E], added to scores for the choice but not for the weights; gets no gradient.
+        scale: factor of the weights.
+        normalize: divide the chosen scores by their sum; None does so for sigmoid and sqrtsoftplus if k > 1.
     Returns:
-        Ties and NaN as in `quaver.torch.route`.
+        The routing. Ties and NaN are resolved as in `quaver.torch.route`.
     Raises:
-        ValueError: options that do not fit one another or the logits.
-        TypeError: what is no array.
+        ValueError: options that do not fit each other or the logits.
+        TypeError: an argument is not an array.
     Exact: the choice without bias and groups, that of `quaver.torch.route`. Bounded: scores, weights and their
         gradients, relative RMS 1e-6 of float64 in float32.
     """
@@ -294,28 +295,28 @@ def route(
         chosen = jax.nn.softmax(chosen, -1)
     elif normalize or (normalize is None and scores != "softmax" and k > 1):
         chosen = chosen / (chosen.sum(-1, keepdims=True) + TINY)
-    # From logarithms: at logits near -60 the sum of all scores is below any floor that a division could have.
+    # Computed from log scores: at logits near -60 the sum of the scores underflows any epsilon of a division.
     lowest = jnp.finfo(z.dtype).min / 2
     probabilities = jax.nn.softmax(jnp.maximum(LOG_SCORES[scores](z), lowest), -1)
     return Routing(indices, chosen if scale == 1.0 else chosen * scale, probabilities, z)
 
 
 def best(x: Array, k: int) -> Array:
-    """The places of the k largest of each row of x [T, E], int32 [T, k], in descending order.
+    """Return the indices of the k largest values of each row of x [T, E], int32 [T, k], in descending order.
 
-    Of equal numbers the first comes first; NaN is more than infinity, and -0 equals 0. Exact: compared as float32.
+    Of equal values the first comes first; NaN is larger than infinity, and -0 equals 0. Exact: compared as float32.
     """
     narrow = x.astype(jnp.float32)
     bits = lax.bitcast_convert_type(narrow, jnp.int32)
     bits = jnp.where(bits == jnp.int32(-(1 << 31)), 0, bits)
     bits = jnp.where(jnp.isnan(narrow), jnp.int32(0x7FC00000), bits)
-    # Negative numbers descend as their bits ascend.
+    # The bits of negative floats sort in reverse order.
     order = bits ^ ((bits >> 31) & jnp.int32(0x7FFFFFFF))
     return lax.top_k(order, k)[1]
 
 
 def _within_groups(by: Array, groups: int, top: int, count: int) -> Array:
-    """[T, E] with -inf for the experts of all but the best groups."""
+    """Return [T, E] with -inf for the experts outside of the best groups."""
     each = by.reshape(by.shape[0], groups, -1)
     taken = best(lax.top_k(each, count)[0].sum(-1), top)
     keep = (taken[:, None, :] == jnp.arange(groups, dtype=taken.dtype)[None, :, None]).any(-1)

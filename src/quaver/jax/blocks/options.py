@@ -1,7 +1,7 @@
-"""The options of Flax's modules, the same in linen and NNX: each is written here, with its default.
+"""Options of the Flax modules with their defaults, shared by linen and NNX.
 
-A linen module inherits them as its attributes; it may not change, and so they are not frozen here. The constructor of
-an NNX module takes them.
+A linen module inherits them as attributes and may not change, so they are not frozen here. An NNX module's constructor
+takes them.
 """
 
 from collections.abc import Callable
@@ -22,25 +22,25 @@ KERNEL_INIT: Initializer = jax.nn.initializers.lecun_normal()
 
 @dataclass(kw_only=True)
 class DenseOptions:
-    """Of every linear layer in a module."""
+    """Options of every linear layer in a module."""
 
     use_bias: bool = True
-    # Of the computation; None promotes the input's and the kernel's.
+    # Dtype of the computation; None promotes the input's and the kernel's.
     dtype: DTypeLike | None = None
-    # Of the parameters.
+    # Dtype of the parameters.
     param_dtype: DTypeLike = jnp.float32
-    # They see a kernel as a matrix, so that fan-in is what it is.
+    # Initializers; they see a kernel as a matrix, so that fan-in is correct.
     kernel_init: Initializer = KERNEL_INIT
     bias_init: Initializer = jax.nn.initializers.zeros
-    # Name or Recipe that a layer always uses; None takes the ambient one.
+    # Name or Recipe that the layer always uses; None uses the ambient one.
     recipe: str | Recipe | None = None
-    # Of stochastic rounding.
+    # Seed of stochastic rounding.
     seed: int = 0
 
 
 @dataclass(kw_only=True)
 class PartOptions(DenseOptions):
-    """Of a module made of several linear layers."""
+    """Options of a module with several linear layers."""
 
     # Name the kernels' axes, for sharding by logical names.
     partition: bool = False
@@ -48,15 +48,15 @@ class PartOptions(DenseOptions):
 
 @dataclass(kw_only=True)
 class MLPOptions(PartOptions):
-    """Of two linear layers with an activation between them."""
+    """Options of an MLP: two linear layers with an activation between them."""
 
-    # Features of the output; None keeps the input's.
+    # Features of the output; None uses the input's.
     out: int | None = None
 
 
 @dataclass(kw_only=True)
 class NormOptions:
-    """Of the normalization before a layer."""
+    """Options of the normalization in front of a layer."""
 
     # "LayerNorm" or "RMSNorm".
     normalization: str = "LayerNorm"
@@ -68,73 +68,73 @@ class NormOptions:
 
 @dataclass(kw_only=True)
 class CoreOptions:
-    """Of `quaver.jax.blocks.attention.attention`."""
+    """Options of `quaver.jax.blocks.attention.attention`."""
 
     mask_type: str = "none"
     window: tuple[int, int] | None = None
     scale: float | None = None
     soft_cap: float | None = None
-    # Of the probabilities.
+    # Dropout of the attention probabilities.
     dropout: float = 0.0
     recipe: str | Recipe | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """The options of `rope` that a layer keeps."""
+    """Options of a layer's rotary embedding; see `rope`."""
 
     # Base of the frequencies.
     theta: float = 10_000.0
-    # Of each head's features that turn, the first ones.
+    # Share of each head's features that rotates, the first ones.
     fraction: float = 1.0
-    # Pairs are neighbours; else feature i goes with i + half.
+    # True pairs neighbours; False pairs feature i with i + half.
     interleaved: bool = False
 
 
 @dataclass(kw_only=True)
 class AttentionOptions(CoreOptions, PartOptions):
-    """Of attention with its projections."""
+    """Options of attention and its projections."""
 
-    # Heads of keys and values, each shared by heads / groups query heads; None gives each its own.
+    # Number of key/value heads, each shared by heads / groups query heads; None for one per query head.
     groups: int | None = None
-    # Features of a head; None divides the input's among the heads.
+    # Features of a head; None divides the input's by the heads.
     head_dim: int | None = None
-    # One projection `qkv` (with a memory: `query` and `kv`); else `query`, `key` and `value`.
+    # True for one projection `qkv` (with a memory: `query` and `kv`); False for `query`, `key` and `value`.
     fused: bool = True
-    # Rotary positions of queries and keys; None has none.
+    # Rotary embedding of queries and keys, or None.
     rope: Rope | None = None
-    # "RMSNorm" or "LayerNorm" over each head's features of queries and keys; None has none.
+    # "RMSNorm" or "LayerNorm" over each head's features of queries and keys, or None.
     qk_norm: str | None = None
-    # Turn first.
+    # Apply these norms after rope.
     qk_norm_after_rope: bool = False
 
 
 @dataclass(kw_only=True)
 class TransformerOptions(AttentionOptions, NormOptions):
-    """Of a whole layer."""
+    """Options of a Transformer layer."""
 
-    # Of the MLP: a row of `quaver.jax.blocks.layers.ACTIVATIONS`.
+    # Activation of the MLP: a name in `quaver.jax.blocks.layers.ACTIVATIONS`.
     activation: str = "gelu"
-    # Normalize after adding, else before each part.
+    # True normalizes after adding, False before each part.
     post_norm: bool = False
-    # Attention and MLP read the same normalized input and are added at once.
+    # Attention and MLP read the same normalized input, and both outputs are added.
     parallel: bool = False
     mask_type: str = "causal"
-    # Of the attention to a memory.
+    # Mask type of the cross attention.
     cross_mask_type: str = "none"
-    # Of each part's output; attention_dropout is that of the probabilities.
+    # Dropout of each part's output, and of the attention probabilities.
     dropout: float = 0.0
     attention_dropout: float = 0.0
-    # Probability of leaving a part out of a sample.
+    # Probability of dropping a part's output for a sample.
     drop_path: float = 0.0
 
 
 def of_self_attention(layer: Any) -> dict[str, Any]:
-    """What a Transformer layer's attention takes of its options."""
+    """Return the options of a Transformer layer's self attention."""
     return pick(AttentionOptions, layer) | {"dropout": layer.attention_dropout}
 
 
 def of_cross_attention(layer: Any) -> dict[str, Any]:
-    """What its attention to a memory takes, where positions, distances and norms of heads have no part."""
+    """Return the options of a Transformer layer's cross attention, without positions, distances and head norms."""
     plain = {name: getattr(AttentionOptions, name) for name in ("window", "rope", "qk_norm", "qk_norm_after_rope")}
     return of_self_attention(layer) | plain | {"mask_type": layer.cross_mask_type}

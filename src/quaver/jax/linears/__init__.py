@@ -1,1 +1,3 @@
-"""The three GEMMs of a linear layer, their derivative, and the functions made of them; no module."""
+"""The three GEMMs of a linear layer, their derivative, and the functions built on them: linear, dot_general,
+grouped_dot.
+"""

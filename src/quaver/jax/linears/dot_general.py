@@ -1,4 +1,4 @@
-"""`lax.dot_general` under a recipe: what goes where a library takes a `dot_general` to call in place of JAX's own."""
+"""`dot_general` and `dense`: quantized replacements of `lax.dot_general` and DenseGeneral's contraction."""
 
 import math
 import operator
@@ -18,7 +18,7 @@ from quaver.jax.state.buffers import State
 from quaver.jax.state.context import recipe_in_force
 from quaver.recipes.spec import Recipe
 
-# ---- contraction -----------------------------------------------------------------------------------------
+# ---- dot_general ----
 
 DimensionNumbers = tuple[tuple[Any, Any], tuple[Any, Any]]
 
@@ -36,18 +36,18 @@ def dot_general(
     seed: int = 0,
     out_sharding: Any = None,
 ) -> Array:
-    """`jax.lax.dot_general` with the operands quantized: lhs as the input of a linear layer, rhs as its weight.
+    """`jax.lax.dot_general` with quantized operands: lhs as the input of a linear layer, rhs as its weight.
 
     Args:
-        lhs, rhs, dimension_numbers: as `jax.lax.dot_general`. Batch axes make one GEMM a slice, each with its own
-            scales; a state is shared by the slices.
-        precision: of what is not quantized.
-        preferred_element_type: dtype of the output; None takes the promotion of lhs and rhs.
-        recipe, state, name, seed: as `quaver.jax.linear`.
-        out_sharding: as `jax.lax.dot_general`, where nothing is quantized.
+        lhs, rhs, dimension_numbers: as for `jax.lax.dot_general`. Batch axes give one GEMM per slice, each with its own
+            scales; the slices share a state.
+        precision: precision if nothing is quantized.
+        preferred_element_type: dtype of the output; None promotes those of lhs and rhs.
+        recipe, state, name, seed: as for `quaver.jax.linear`.
+        out_sharding: as for `jax.lax.dot_general`, if nothing is quantized.
     Raises:
         ValueError, TypeError: as `quaver.jax.linear` and `jax.lax.dot_general`.
-    Exact and Bounded as `quaver.jax.linear`.
+    Exact and bounded: as `quaver.jax.linear`.
     """
     in_force = recipe_in_force(recipe)
     if in_force is None or not in_force.quantizes:
@@ -76,7 +76,7 @@ def dot_general(
 
 
 def _dimensions(name: str, lhs: Array, rhs: Array, numbers: Any) -> list[list[tuple[int, ...]]]:
-    """The dimension numbers as tuples, if `jax.lax.dot_general` takes them."""
+    """Validate the dimension numbers as `jax.lax.dot_general` does, and return them as tuples."""
     try:
         if not all(_may_be_axes(leaf) for leaf in jax.tree.leaves(numbers)):
             raise TypeError
@@ -93,7 +93,7 @@ def _dimensions(name: str, lhs: Array, rhs: Array, numbers: Any) -> list[list[tu
 
 
 def _may_be_axes(leaf: object) -> bool:
-    """JAX asserts, where it traces, that what iterates over an array or asks for its index has integers."""
+    """Return False for arrays that are not integers; JAX raises an AssertionError for those while tracing."""
     return not isinstance(leaf, jax.Array) or jnp.issubdtype(leaf.dtype, jnp.integer)
 
 
@@ -105,21 +105,20 @@ def _rest(ndim: int, *used: tuple[int, ...]) -> list[int]:
     return [i for i in range(ndim) if not any(i in axes for axes in used)]
 
 
-# ---- general ---------------------------------------------------------------------------------------------
-# `linear` over any axes: what DenseGeneral computes, in either flavour of Flax.
+# ---- dense: `linear` over any axes, as DenseGeneral computes it ----
 
 
 @dataclass(frozen=True)
 class KernelMatrix:
-    """A kernel inside of a layer."""
+    """Shape of a kernel in a layer."""
 
-    # How many outputs; several make several axes.
+    # Output features; several make several axes.
     features: tuple[int, ...]
     # Names of the kernel's axes, for sharding by logical names.
     axes: tuple[str | None, ...]
 
     def named(self, partition: bool) -> dict[str, Any]:
-        """DenseGeneral's arguments that name the axes, or none."""
+        """Return DenseGeneral's arguments that name the axes, or none."""
         if not partition:
             return {}
         return {"kernel_axes": self.axes, "bias_axes": self.axes[-len(self.features) :]}
@@ -137,21 +136,21 @@ def dense(
     name: str = "linear",
     seed: int = 0,
 ) -> Array:
-    """Contract the axes of x with the first axes of the kernel.
+    """Contract axes of x with the first axes of the kernel, under a recipe.
 
     Args:
-        x: array with the axes `axis` among others.
-        kernel: [*sizes of those axes in their order in x, *features].
+        x: input.
+        kernel: [*sizes of the contracted axes in their order in x, *features].
         bias: [*features].
         axis: one or more axes of x.
-        dtype: x is cast to it and the result has it; None promotes x's and the kernel's.
-            A quantized kernel is quantized from the dtype that it is stored in.
-        recipe, state, name, seed: as `linear` takes them.
+        dtype: x is cast to it, and the result has it; None promotes x's and the kernel's. The kernel is quantized from
+            its own dtype.
+        recipe, state, name, seed: as for `linear`.
     Returns:
         [*the other axes of x, *features].
     Raises:
         ValueError: sizes that do not fit.
-    Exact, bounded: as `linear`.
+    Exact and bounded: as `linear`.
     """
     where = name or "dense"
     x, kernel = array(where, "x", x), array(where, "kernel", kernel)
@@ -182,7 +181,7 @@ def dense(
 
 
 def normalize_axes(axis: int | Sequence[int], ndim: int) -> tuple[int, ...]:
-    """Axes counted from 0, ascending."""
+    """Return non-negative axes in ascending order."""
     axes = (axis,) if isinstance(axis, int) else tuple(axis)
     if any(not -ndim <= a < ndim for a in axes) or len({a % ndim for a in axes}) != len(axes) or not axes:
         raise ValueError(f"axis {axis} does not name different axes of an array with {ndim} of them")

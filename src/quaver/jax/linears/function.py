@@ -1,7 +1,7 @@
-"""y = x @ w + bias, every operand of its three GEMMs quantized as a recipe says: a function of arrays.
+"""`linear`: x @ w + bias with the operands of its three GEMMs quantized as a recipe says, as a differentiable function.
 
-`quaver.jax.linears.gemms`, tied to autodiff. One custom derivative serves every recipe: it keeps what the GEMM
-consumed, one byte an element or half of one, and returns the layer's next state as the gradient of its state.
+One custom_vjp around `quaver.jax.linears.gemms` serves every recipe. It saves the operands that the GEMMs consumed, at
+one byte or half a byte per element, and returns the layer's next state as the gradient of its state.
 """
 
 import math
@@ -43,16 +43,14 @@ from quaver.jax.state.context import recipe_in_force, uses_of
 from quaver.recipes.spec import Recipe
 from quaver.recipes.text import instance
 
-# ---- differentiation -------------------------------------------------------------------------------------
-# What JAX may ask of a quantized layer's derivative, and what is refused with a sentence.
+# ---- which derivatives are supported; others raise an error ----
 #
-# A forward rule is told which of its arguments are differentiated. A quantized layer has one derivative, written by
-# hand; rounding has none that a second one could follow, and the programs that round would pass for constants in
-# places.
+# A forward rule knows which arguments are differentiated. A quantized layer has one hand-written derivative. Rounding
+# has no derivative, so a second derivative would silently treat the rounded values as constants.
 
 
 def unwrapped(*parts: Any) -> tuple[list[Any], list[bool]]:
-    """A forward rule's arguments as plain arrays, and which of them are differentiated."""
+    """Return a forward rule's arguments as plain arrays, and which of them are differentiated."""
     perturbed = [any(p.perturbed for p in jax.tree.leaves(part, is_leaf=_is_primal)) for part in parts]
     return [jax.tree.map(lambda p: p.value, part, is_leaf=_is_primal) for part in parts], perturbed
 
@@ -62,20 +60,22 @@ def _is_primal(node: Any) -> bool:
 
 
 def differentiated_once(call: LinearContext, x: Any, w: Any, bias: Any, state: State, perturbed: list[bool]) -> Any:
-    """x, w, bias and state in a forward rule, if their gradients may be asked for as they are.
+    """Validate the requested gradients in a forward rule; return x, w, bias and state.
 
     Args:
-        perturbed: whose gradients are.
+        call: the call's context.
+        x, w, bias, state: arguments of the layer.
+        perturbed: which of these four are differentiated.
     Raises:
-        ValueError: the gradient of an operand that was given quantized, or one that leaves out the state, or adds up
-            several.
-        NotImplementedError: later, where what is returned is differentiated.
+        ValueError: the gradient of a `Quantized` operand is requested, or the state is not differentiated, or several
+            calls read the same state.
+        NotImplementedError: raised later, if the returned arrays are differentiated again.
     """
     for what, operand, asked in (("x", x, perturbed[0]), ("w", w, perturbed[1])):
         if asked and isinstance(operand, Quantized):
             raise ValueError(
-                f"{call.where}: the gradient of {what} is asked for, and {what} is a Quantized, whose codes have none; "
-                f"give {what} as an array, or differentiate with respect to the other arguments alone"
+                f"{call.where}: the gradient of {what} is requested, but {what} is a Quantized, whose codes have "
+                f"no gradient; give {what} as an array, or differentiate with respect to the other arguments only"
             )
     if call.recipe.stochastic:
         _refuse_repeated_noise(call, state, perturbed)
@@ -84,7 +84,7 @@ def differentiated_once(call: LinearContext, x: Any, w: Any, bias: Any, state: S
     return without_derivative(call.where, (x, w, bias, state))
 
 
-#: How Flax's modules, which have the state, are differentiated.
+#: Advice on differentiating Flax modules with state, for error messages.
 FLAX = (
     "In Flax NNX call quaver.jax.nnx.value_and_grad(loss)(model, ...) instead of nnx.value_and_grad; in Flax Linen "
     "differentiate with respect to all variables, as TrainState.create(params=variables, ...).apply_gradients takes "
@@ -95,16 +95,16 @@ FLAX = (
 def _refuse_repeated_noise(call: LinearContext, state: State, perturbed: list[bool]) -> None:
     if "count" not in state:
         raise ValueError(
-            f"{call.where}: recipe {call.recipe.name!r} rounds gradients at random and got no state, so every step "
-            "would draw the same noise; pass state=quaver.jax.state.init(recipe) and differentiate with respect to it, "
-            f"or take the recipe with stochastic_rounding=False. {FLAX}"
+            f"{call.where}: recipe {call.recipe.name!r} rounds gradients stochastically and got no state, so every "
+            "step would use the same noise; pass state=quaver.jax.state.init(recipe) and differentiate with "
+            f"respect to it, or take the recipe with stochastic_rounding=False. {FLAX}"
         )
     if not any(perturbed[1:]):
         raise ValueError(
-            f"{call.where}: the gradient of x alone is taken under recipe {call.recipe.name!r}, which rounds at random "
-            "and counts its noise in the state, so every step would draw the same; differentiate with respect to x and "
-            "the state, jax.grad(loss, argnums=(0, 1))(x, state), whose gradient is its next value, or take the recipe "
-            "with stochastic_rounding=False"
+            f"{call.where}: only the gradient of x is computed under recipe {call.recipe.name!r}, which rounds "
+            "stochastically and counts its noise in the state, so every step would use the same noise; "
+            "differentiate with respect to x and the state, jax.grad(loss, argnums=(0, 1))(x, state), where the "
+            "state's gradient is its next value, or use the recipe with stochastic_rounding=False"
         )
 
 
@@ -120,16 +120,17 @@ def _refuse_forgotten(call: LinearContext, perturbed: list[bool]) -> None:
         )
     if perturbed[3] and call.uses.count > 1:
         raise ValueError(
-            f"{call.where}: {call.uses.count} calls read the same state in one step, and autodiff would add up what "
-            f"they return for it; give each a slice of quaver.jax.state.share(state, {call.uses.count}). If only one "
-            "of them runs, as of branches of jax.lax.cond, hand the state to the branches as an operand; a call that "
-            "is only to read it takes jax.lax.stop_gradient of its weights, its bias and its state"
+            f"{call.where}: {call.uses.count} calls read the same state in one step, and autodiff would sum the "
+            f"states that they return; give each call a slice of quaver.jax.state.share(state, {call.uses.count}). "
+            "If only one of them runs, as with branches of jax.lax.cond, pass the state to the branches as an "
+            "operand. A call that only reads the state takes jax.lax.stop_gradient of its weights, its bias and "
+            "its state"
         )
 
 
-# ---- function --------------------------------------------------------------------------------------------
+# ---- linear ----
 
-#: The name of kept operands, for `jax.checkpoint_policies.save_only_these_names`.
+#: Checkpoint name of saved operands, for `jax.checkpoint_policies.save_only_these_names`.
 KEPT = "quaver.quantized"
 
 
@@ -147,27 +148,27 @@ def linear(
     gather_input: ShardedOperand | None = None,
     gather_weight: ShardedOperand | None = None,
 ) -> Array:
-    """x @ w + bias under a recipe: the one given, else the innermost `autocast`'s, else none.
+    """Compute x @ w + bias under a recipe: the argument, else the innermost `autocast`'s, else none.
 
     Args:
-        x: [..., K] in float32, bfloat16 or float16, or a `Quantized` [T, K] of the spec that fprop wants.
-        w: [K, N]; its gradient has its dtype. Or a `Quantized` [N, K] of the spec that fprop wants.
+        x: [..., K] in float32, bfloat16 or float16, or a `Quantized` [T, K] with the spec of fprop's input.
+        w: [K, N]; its gradient has its dtype. Or a `Quantized` [N, K] with the spec of fprop's weight.
         bias: [N], added in float32.
         recipe: a name or Recipe.
-        state: of this layer, from `quaver.jax.state.init`; its gradient is its next value. None for recipes that
-            remember nothing, and where no gradients are taken under recipes that round at random.
-        dtype: that x is cast to and the output has; None takes the promotion of x and w.
-        name: of the layer. Random rounding draws from the streams crc32("name.grad_output") and
-            crc32("name.grad_output.T"), so layers should differ in it.
-        seed: of random rounding.
-        axes: the mesh axes that cut the GEMMs, inside shard_map; None reads them off the types
+        state: state of this layer, from `quaver.jax.state.init`; its gradient is its next value. None for recipes
+            without state, and for stochastic rounding if no gradients are taken.
+        dtype: x is cast to it, and the output has it; None promotes x's and w's.
+        name: name of the layer. Stochastic rounding uses the streams crc32("name.grad_output") and
+            crc32("name.grad_output.T"), so names should be unique.
+        seed: seed of stochastic rounding.
+        axes: the mesh axes that shard the GEMMs, inside shard_map; None derives them from the array types
             (`quaver.jax.operations.sharding`).
-        gather_input, gather_weight: gather x or w in eight bits, as it is quantized (`quaver.jax.ShardedOperand`).
+        gather_input, gather_weight: all-gather x or w in quantized form (`quaver.jax.ShardedOperand`).
     Returns:
-        [..., N]. Without a recipe, in dtype's own precision; float64 is never quantized, with a warning.
+        [..., N]. Without a recipe it is computed in dtype's own precision; float64 is never quantized, with a warning.
     Raises:
-        ValueError: shapes or dtypes that do not fit, a missing state, or gradients that leave out the state.
-        TypeError: a list, or what else is no array.
+        ValueError: shapes or dtypes that do not fit, a missing state, or gradients that do not include the state.
+        TypeError: an argument is not an array.
     Exact: all codes, scales and states. Bounded: outputs and gradients, relative RMS 1e-6 in float32 of the same
         products in float64.
     """
@@ -201,7 +202,7 @@ def linear(
 
 
 def high_precision(x: Any, w: Any, bias: Array | None, dtype: Any) -> Array:
-    """x [..., K] @ w [K, N] + bias unquantized, as Flax's Dense computes it."""
+    """Compute x [..., K] @ w [K, N] + bias unquantized, as Flax's Dense does."""
     x = x.dequantize() if isinstance(x, Quantized) else x
     w = w.dequantize().T if isinstance(w, Quantized) else w
     y = lax.dot_general(x.astype(dtype), w.astype(dtype), (((x.ndim - 1,), (0,)), ((), ())))
@@ -210,14 +211,14 @@ def high_precision(x: Any, w: Any, bias: Array | None, dtype: Any) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _linear(call: LinearContext, x: Any, w: Any, bias: Array | None, state: State) -> Array:
-    """x [T, K] and w [K, N] to [T, N]."""
+    """Differentiable core of `linear`: x [T, K] and w [K, N] to [T, N]."""
     return gemms.fprop(call, x, w, bias, buffers.ready(state, call.recipe), _axes(call, x, w, state))[0]
 
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class _GemmSharding:
-    """How the GEMMs are cut; backward needs it, and no array holds it."""
+    """Mesh axes of the GEMMs as static data for backward."""
 
     axes: GemmMeshAxes
 
@@ -240,8 +241,8 @@ def _forward(call: LinearContext, x: Any, w: Any, bias: Any, state: Any) -> tupl
     needs = _NeedsGrad(*perturbed[:3])
     ready = buffers.ready(state, call.recipe)
     y, xq, wq = gemms.fprop(call, x, w, bias, ready, axes)
-    # JAX may trace one call forward for several needs before it runs their backwards, and remembers one pytree for all:
-    # what is kept has the same structure whatever is needed, and its shapes say what was.
+    # JAX may trace one forward for several sets of needed gradients and caches a single pytree structure. So the
+    # residuals have the same structure for every set, and their shapes encode what was needed.
     of_wgrad, of_dgrad = gemms.serves_wgrad(call.recipe), gemms.serves_dgrad(call.recipe)
     kept_x = _kept(needs.weight, x, given_x, of_wgrad, lambda: gemms.kept_input(call, x, xq, ready, axes))
     kept_w = _kept(needs.input, w, given_w, of_dgrad, lambda: gemms.kept_weight(call, w, wq))
@@ -249,22 +250,23 @@ def _forward(call: LinearContext, x: Any, w: Any, bias: Any, state: Any) -> tupl
     if call.recipe.delayed is not None:
         assert xq is not None and wq is not None
         amaxes = xq.amax, wq.amax
-    # Gradients have their dtypes; an array without elements carries one, and its type under shard_map.
+    # Gradients have the parameters' dtypes; an empty array carries the dtype, and its type under shard_map.
     likes = [None if isinstance(p, Quantized) or p is None else without_elements(p) for p in (x, w, bias)]
     return y, (jnp.zeros((*needs, 0), jnp.bool_), _GemmSharding(axes), kept_x, kept_w, likes, amaxes, ready)
 
 
 def _kept(needed: bool, operand: Any, given: Any, serves: bool, make: Callable[[], Any]) -> Any:
-    """An operand for backward, without its elements where no backward needs it.
+    """Return an operand to save for backward, or a slice without elements if backward does not need it.
 
-    The latter is a slice of the operand: under vmap it is mapped where the operand is. None where an operand that was
-    given quantized serves fprop alone.
+    The empty slice is batched under vmap like the operand. The result is None for an operand that was passed quantized
+    and whose codes only fprop can use.
 
     Args:
-        operand: as fprop took it.
-        given: the same, as the forward rule took it. What is kept as it was given JAX neither copies nor stacks.
-        serves: whether fprop's codes are what backward needs.
-        make: what backward needs of the operand.
+        needed: True if backward needs the operand.
+        operand: the operand as fprop used it.
+        given: the same as the forward rule received it. JAX neither copies nor stacks a residual that is an argument.
+        serves: True if backward can use fprop's codes.
+        make: function that returns what backward needs of the operand.
     """
     if not needed:
         unsupported = isinstance(operand, Quantized) and not serves
@@ -296,7 +298,7 @@ def _backward(call: LinearContext, kept: Any, g: Any) -> tuple[Any, Any, Any, An
 
 
 def next_state(call: LinearContext, state: State, amaxes: Any, gq: Any, gt: Any) -> State:
-    """The state's gradient."""
+    """Return the gradient of the state, which is the layer's next state."""
     after = dict(state)
     if call.recipe.delayed is not None:
         seen = buffers.amaxes_of(state, *amaxes, None if gq is None else gq.amax)
@@ -322,13 +324,15 @@ def _refuse_repeated_bias(call: LinearContext, x: Any, w: Any, bias: Array | Non
     cut = () if bias is None else tuple(axis for axis in _axes(call, x, w, state).inputs if axis not in varying(bias))
     if cut:
         raise ValueError(
-            f"{call.where}: mesh axes {cut} cut K, so each shard computes a part of the sum, and the bias would be "
-            "added on every one; add it after jax.lax.psum, or give axes= if they do not cut K"
+            f"{call.where}: mesh axes {cut} shard K, so each shard computes a part of the sum, and the bias would "
+            "be added on every shard; add it after jax.lax.psum, or give axes= if they do not shard K"
         )
 
 
 def _mapped_alike(call: LinearContext, state: State, *operands: Any) -> State:
-    """The state, refused under a vmap that maps the operands and not the state: autodiff would add up the slices."""
+    """Return the state; raise under a vmap that maps the operands but not the state, whose gradients would be
+    summed.
+    """
 
     @custom_vmap
     def same(state: State, operands: Any) -> State:
@@ -338,8 +342,8 @@ def _mapped_alike(call: LinearContext, state: State, *operands: Any) -> State:
     def rule(axis_size: int, mapped: Any, state: State, operands: Any) -> tuple[State, Any]:
         if any(jax.tree.leaves(mapped[1])) and not all(jax.tree.leaves(mapped[0])):
             raise ValueError(
-                f"{call.where}: a vmap over {axis_size} slices shares one state, and autodiff would add up what they "
-                f"return for it; map quaver.jax.state.share(state, {axis_size}) along with them"
+                f"{call.where}: a vmap over {axis_size} slices shares one state, and autodiff would sum the states "
+                f"that they return; also map quaver.jax.state.share(state, {axis_size})"
             )
         return state, mapped[0]
 
@@ -347,7 +351,7 @@ def _mapped_alike(call: LinearContext, state: State, *operands: Any) -> State:
 
 
 def _fitting(x: Any, w: Any, bias: Any, name: str, weight: ShardPlacement | None) -> tuple[int, ...]:
-    """The shape of x, if everything fits it."""
+    """Return the shape of x after checking that all shapes fit."""
     shape = tuple(x.shape)
     if len(w.shape) != 2:
         raise ValueError(f"{name}: w has shape {tuple(w.shape)}; give a matrix [K, N], or use quaver.jax.dot_general")

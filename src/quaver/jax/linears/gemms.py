@@ -1,10 +1,10 @@
-"""The three GEMMs of a linear layer as plain functions of arrays, which hold no derivative.
+"""The three GEMMs of a linear layer as plain functions of arrays, without derivatives.
 
     fprop   output      [T, N] = input         [T, K] @ weight   [N, K].T
     dgrad   grad_input  [T, K] = grad_output   [T, N] @ weight.T [K, N].T
     wgrad   grad_weight [N, K] = grad_output.T [N, T] @ input.T  [K, T].T
 
-w [K, N] lies as JAX has it: it is weight.T, and wgrad is computed with its operands exchanged.
+w is [K, N] as usual in JAX, which is weight.T; wgrad is computed with its operands swapped.
 """
 
 import zlib
@@ -24,19 +24,19 @@ from quaver.recipes.spec import QuantSpec, Recipe
 
 @dataclass(frozen=True)
 class LinearContext:
-    """The decisions of one call of a layer, made before anything is computed."""
+    """Static context of one call of a layer."""
 
     recipe: Recipe
-    #: The dtype of the activations.
+    #: Dtype of the activations.
     dtype: Any
     name: str
     seed: int
-    #: The mesh axes that cut its GEMMs; None reads them off the types.
+    #: Mesh axes that shard its GEMMs; None derives them from the array types.
     axes: GemmMeshAxes | None
-    #: How shards of x [T, K] and of w [K, N] are gathered; None where they are multiplied as they lie.
+    #: Placement of the shards of x [T, K] and of w [K, N] for a gather; None for no gather.
     input: ShardPlacement | None
     weight: ShardPlacement | None
-    #: How many calls have read this state.
+    #: Counter of the calls that read this state.
     uses: StateReads
 
     def __post_init__(self) -> None:
@@ -44,13 +44,14 @@ class LinearContext:
             spec = self.recipe.operands()[label]
             if spec is not None and spec.rounding != "nearest":
                 raise ValueError(
-                    f"{self.where}: recipe {self.recipe.name!r} rounds the input at random ({label} is {spec}), and "
-                    "quaver.jax counts the draws of gradients alone; round the input to nearest, or use quaver.torch"
+                    f"{self.where}: recipe {self.recipe.name!r} rounds the input stochastically ({label} is "
+                    f"{spec}), and quaver.jax supports that only for gradients; round the input to nearest, or use "
+                    "quaver.torch"
                 )
 
     @property
     def where(self) -> str:
-        """The layer in an error's words: the root of a model has no name."""
+        """Name of the layer for error messages; the root of a model has no name."""
         return self.name or "this layer"
 
     def tensor_id(self, operand: str) -> int:
@@ -65,7 +66,9 @@ def fprop(
     state: State,
     axes: GemmMeshAxes,
 ) -> tuple[Array, Quantized | None, Quantized | None]:
-    """The output [T, N], and the operands input [T, K] and weight [N, K], not gathered, if they were quantized."""
+    """Return the output [T, N] and, if they were quantized, the operands input [T, K] and weight [N, K] before any
+    gather.
+    """
     gemm = call.recipe.fprop
     transposed = None if call.weight is None else call.weight.T
     if gemm.a is None or gemm.b is None:
@@ -81,8 +84,10 @@ def fprop(
 def kept_input(
     call: LinearContext, x: Array | Quantized, xq: Quantized | None, state: State, axes: GemmMeshAxes
 ) -> Array | Quantized:
-    """What wgrad needs of the input, not gathered: fprop's operand where wgrad can use it, else input.T [K, T], else
-    the input."""
+    """Return what wgrad needs of the input, not gathered.
+
+    It is fprop's operand if wgrad can use it, else input.T [K, T] quantized for wgrad, else the input.
+    """
     spec = call.recipe.wgrad.b
     if call.recipe.plan.input:
         assert xq is not None
@@ -98,7 +103,7 @@ def kept_input(
 
 
 def kept_weight(call: LinearContext, w: Array | Quantized, wq: Quantized | None) -> Array | Quantized:
-    """What dgrad needs of the weight: fprop's operand where dgrad can use it, else the parameter, which lives on."""
+    """Return what dgrad needs of the weight: fprop's operand if dgrad can use it, else the parameter itself."""
     if serves_dgrad(call.recipe):
         assert wq is not None
         return wq
@@ -106,19 +111,21 @@ def kept_weight(call: LinearContext, w: Array | Quantized, wq: Quantized | None)
 
 
 def serves_wgrad(recipe: Recipe) -> bool:
-    """Whether what fprop consumed of the input is what wgrad needs: as it is, or its values."""
+    """Return True if wgrad can use fprop's quantized input, as codes or dequantized."""
     return recipe.plan.input or (recipe.dequantized_backward and recipe.wgrad.b is None)
 
 
 def serves_dgrad(recipe: Recipe) -> bool:
-    """Whether what fprop consumed of the weight is what dgrad needs: as it is, or its values."""
+    """Return True if dgrad can use fprop's quantized weight, as codes or dequantized."""
     return recipe.plan.weight or (recipe.dequantized_backward and recipe.dgrad.b is None)
 
 
 def quantized_gradient(
     call: LinearContext, g: Array, state: State, axes: GemmMeshAxes, need_input: bool, need_weight: bool
 ) -> tuple[Quantized | None, Quantized | None]:
-    """grad_output [T, N] for dgrad and grad_output.T [N, T] for wgrad, as far as they are needed and quantized."""
+    """Quantize grad_output [T, N] for dgrad and grad_output.T [N, T] for wgrad, each if needed and quantized, else
+    None.
+    """
     recipe = call.recipe
     shared = recipe.plan.grad_output
     forward = transposed = None
@@ -159,7 +166,7 @@ def dgrad(
     axes: GemmMeshAxes,
     dtype: Any,
 ) -> Array:
-    """grad_input [T, K] from what `kept_weight` kept."""
+    """Return grad_input [T, K], from the result of `kept_weight`."""
     gemm = call.recipe.dgrad
     if gemm.b is None and isinstance(weight, Quantized):
         held = whole(weight, None if call.weight is None else call.weight.T)
@@ -176,7 +183,7 @@ def dgrad(
 
 
 def wgrad(call: LinearContext, g: Array, gq: Quantized | None, kept: Array | Quantized, dtype: Any) -> Array:
-    """The gradient of w, grad_weight.T [K, N], from what `kept_input` kept."""
+    """Return the gradient of w, grad_weight.T [K, N], from the result of `kept_input`."""
     gemm = call.recipe.wgrad
     if gemm.b is None:
         values = whole(kept, call.input)
@@ -191,7 +198,7 @@ def wgrad(call: LinearContext, g: Array, gq: Quantized | None, kept: Array | Qua
 
 
 def product(a: Array, b: Array, dtype: Any, bias: Array | None = None) -> Array:
-    """a [m, k] @ b [n, k].T + bias [n] of operands that a recipe leaves alone, summed in float32."""
+    """Compute a [m, k] @ b [n, k].T + bias [n] for unquantized operands, accumulated in float32."""
     wide = jnp.promote_types(a.dtype, b.dtype)
     contract = (((1,), (1,)), ((), ()))
     y = lax.dot_general(a.astype(wide), b.astype(wide), contract, preferred_element_type=jnp.float32)
@@ -201,7 +208,7 @@ def product(a: Array, b: Array, dtype: Any, bias: Array | None = None) -> Array:
 def _unquantized(call: LinearContext, x: Array | Quantized) -> Array:
     if isinstance(x, Quantized):
         raise ValueError(
-            f"{call.where}: recipe {call.recipe.name!r} needs this operand also in other blocks than the {x.spec} it "
-            "was given in: give it unquantized"
+            f"{call.where}: recipe {call.recipe.name!r} needs this operand also in blocks other than those of "
+            f"{x.spec}: pass it unquantized"
         )
     return x

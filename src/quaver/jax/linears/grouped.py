@@ -1,13 +1,13 @@
-"""One GEMM an expert: rows of x that lie group by group, each group times a matrix of its own.
+"""`grouped_dot`: one quantized GEMM per expert, for rows of x that are grouped by expert.
 
     fprop   y[t]      = x[t] @ w[e]                      token t belongs to expert e
     dgrad   grad_x[t] = grad_y[t] @ w[e].T
     wgrad   grad_w[e] = sum of x[t] ⊗ grad_y[t] over its tokens
 
-The tokens of all experts are one operand, each expert's weight is one of its own. Where blocks or rotations run along
-tokens, every expert begins with a fresh one. Nothing here is native yet: decoded operands are multiplied, on a CPU tile
-by tile (a tile has one expert, and `jax.lax.ragged_dot` would multiply every token by every expert), on CUDA by
-`jax.lax.ragged_dot`.
+The tokens of all experts form one operand; each expert's weight is an operand of its own. Blocks or rotations along the
+tokens start anew for each expert. GEMMs are emulated: dequantized operands are multiplied. On a CPU this happens tile
+by tile with one expert per tile, because `jax.lax.ragged_dot` would multiply every token by every expert there. On CUDA
+it uses `jax.lax.ragged_dot`.
 """
 
 import math
@@ -32,7 +32,7 @@ from quaver.jax.state.context import recipe_in_force, uses_of
 from quaver.recipes.spec import QuantSpec, Recipe
 from quaver.recipes.text import instance
 
-#: Rows of a tile where experts have many tokens, and where they have few.
+#: Rows per tile if experts have many tokens, and if they have few.
 TILE, SMALL_TILE = 128, 32
 
 
@@ -47,18 +47,18 @@ def grouped_dot(
     name: str = "grouped",
     seed: int = 0,
 ) -> Array:
-    """y[t] = x[t] @ w[expert of t], every operand quantized as the recipe says; like `jax.lax.ragged_dot`.
+    """Compute y[t] = x[t] @ w[expert of t] with operands quantized as the recipe says, like `jax.lax.ragged_dot`.
 
     Args:
         x: [T, K], the tokens of expert 0 first, then those of expert 1, and so on.
         w: [experts, K, N]; its gradient has its dtype.
-        group_sizes: int32 [experts], the number of tokens of each; 0 is allowed. Tokens beyond their sum give zeros.
-        recipe, state, dtype, name, seed: as for `quaver.jax.linear`; one state serves all experts.
+        group_sizes: int32 [experts], number of tokens per expert; 0 is allowed. Tokens beyond their sum give zeros.
+        recipe, state, dtype, name, seed: as for `quaver.jax.linear`; all experts share one state.
     Returns:
         [T, N]. Inside shard_map each shard's tokens are an operand of their own.
     Raises:
-        ValueError: shapes that do not fit, or what `linear` refuses of a state.
-        TypeError: a list, or what else is no array.
+        ValueError: shapes that do not fit, or a state that `linear` rejects.
+        TypeError: an argument is not an array.
     Exact: codes and scales. Bounded: outputs and gradients, relative RMS 1e-6 in float32 of the same products in
         float64.
     """
@@ -77,7 +77,7 @@ def grouped_dot(
     quantizes = in_force is not None and in_force.quantizes
     if quantizes and dtype not in DTYPES:
         warn_unquantized(dtype)
-    # Of nothing there are no codes.
+    # Empty operands have no codes.
     nothing = 0 in (*x.shape, *w.shape) and not state
     if in_force is None or not quantizes or dtype not in DTYPES or nothing:
         high = x.astype(dtype), w.astype(dtype)
@@ -94,7 +94,7 @@ def _grouped(call: LinearContext, x: Array, w: Array, sizes: Array, state: State
 
 
 def _fprop(call: LinearContext, x: Array, w: Array, lay: "GroupedLayout", state: State) -> tuple[Array, Any, Any]:
-    """The output [T, N], and the operands input [T, K] and weights [experts, N, K]."""
+    """Return the output [T, N], and the operands input [T, K] and weights [experts, N, K]."""
     gemm = call.recipe.fprop
     xq = x if gemm.a is None else quantize(x, gemm.a, factor=factor_of(state, INPUT))
     wq = _experts(jnp.swapaxes(w, 1, 2), gemm.b, factor_of(state, WEIGHT))
@@ -109,12 +109,12 @@ def _forward(call: LinearContext, x: Any, w: Any, sizes: Any, state: Any) -> tup
     lay = _layout(recipe, x, sizes)
     y, xq, wq = _fprop(call, x, w, lay, state)
     if recipe.dequantized_backward:
-        # Not in codes: tokens are laid out in tiles before wgrad, and take the values with them.
+        # Dequantize here: tokens are arranged in tiles before wgrad, and codes could not be.
         x = x if recipe.wgrad.b is not None else xq.dequantize().astype(x.dtype)
         values = jnp.swapaxes(jax.vmap(lambda q: q.dequantize())(wq), 1, 2).astype(w.dtype)
         given_w = given_w if recipe.dgrad.b is not None else values
     kept_x = xq if recipe.plan.input else _along_tokens(x, recipe.wgrad.b, lay, factor=factor_of(state, INPUT))
-    # What is kept as it was given JAX neither copies nor stacks.
+    # JAX neither copies nor stacks a residual that is an argument.
     kept_w = wq if recipe.plan.weight else given_w
     amaxes = None if recipe.delayed is None else (xq.amax, wq.amax.max())
     return y, (as_bytes(kept_x), as_bytes(kept_w), lay, amaxes, state, without_elements(x), without_elements(w))
@@ -143,7 +143,7 @@ _grouped.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _noise(call: LinearContext, state: State, which: int) -> dict[str, Any]:
-    """The stream of grad_output, or of its transpose."""
+    """Return the stochastic-rounding stream of grad_output (0) or of its transpose (1)."""
     if "count" not in state:
         return {}
     operand = ("grad_output", "grad_output.T")[which]
@@ -151,26 +151,26 @@ def _noise(call: LinearContext, state: State, which: int) -> dict[str, Any]:
 
 
 def _experts(w: Array, spec: QuantSpec | None, factor: Array | None) -> Any:
-    """Every expert's weight [experts, rows, k], quantized by itself."""
+    """Quantize each expert's weight [experts, rows, k] on its own."""
     return w if spec is None else jax.vmap(lambda one: quantize(one, spec, factor=factor))(w)
 
 
 def _along_tokens(x: Array, spec: QuantSpec | None, lay: "GroupedLayout", **options: Any) -> Any:
-    """x [T, features] in tiles, as an operand [features, slots] of wgrad."""
+    """Arrange x [T, features] in tiles and quantize it as wgrad's operand [features, slots]."""
     transposed = _take(x, lay.token).T
     return transposed if spec is None else quantize(transposed, spec, **options)
 
 
 class GroupedLayout(NamedTuple):
-    """Tokens in tiles of one expert each: slots, some of which are empty."""
+    """Assignment of tokens to slots in tiles of one expert each; some slots are empty."""
 
-    #: int32 [slots]: the token of each slot, T in an empty one.
+    #: int32 [slots]: token of each slot, T for an empty one.
     token: Array
-    #: int32 [T]: the slot of each token, the number of slots for a token of no expert.
+    #: int32 [T]: slot of each token; the number of slots for a token without expert.
     slot: Array
-    #: int32 [tiles]: the expert of each tile.
+    #: int32 [tiles]: expert of each tile.
     expert: Array
-    #: int32 [experts]: slots of each.
+    #: int32 [experts]: number of slots per expert.
     sizes: Array
 
 
@@ -196,25 +196,25 @@ def _layout(recipe: Recipe, x: Array, sizes: Array) -> GroupedLayout:
 
 
 def _take(x: Array, index: Array, axis: int = 0) -> Array:
-    """Zeros where the index is beyond the end."""
+    """Gather along an axis; zeros where the index is out of range."""
     if not x.shape[axis]:
         return jnp.zeros((*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]), x.dtype)
     return jnp.take(x, index, axis=axis, mode="fill", fill_value=0)
 
 
 def _operand(q: Any) -> tuple[Array, Array]:
-    """Values [rows, k] and what their products are to be multiplied by, [rows, 1] or [1, 1]."""
+    """Return the values [rows, k] of an operand and the factor of its products, [rows, 1] or [1, 1]."""
     return decoded(q) if isinstance(q, Quantized) else (q, jnp.ones((1, 1), jnp.float32))
 
 
 def _laid_columns(q: Any, lay: GroupedLayout) -> tuple[Array, Array]:
-    """An operand [features, T] with its columns in tiles."""
+    """Return an operand [features, T] with its columns arranged in tiles, and its factor."""
     values, scale = _operand(q)
     return _take(values, lay.token, 1), scale
 
 
 def _by_rows(a: Any, b: Any, lay: GroupedLayout) -> Array:
-    """float32 [T, n]: row t of a [T, k] times the matrix [n, k] of its expert, transposed."""
+    """Multiply each row of a [T, k] by its expert's matrix [n, k] transposed: float32 [T, n]."""
     (x, s), (w, t) = _operand(a), jax.vmap(_operand)(b)
     wide = jnp.promote_types(x.dtype, w.dtype)
     tiles = lay.expert.shape[0]
@@ -226,7 +226,7 @@ def _by_rows(a: Any, b: Any, lay: GroupedLayout) -> Array:
 
 
 def _by_tokens(a: tuple[Array, Array], b: tuple[Array, Array], lay: GroupedLayout) -> Array:
-    """float32 [experts, m, n]: a [m, slots] times b [n, slots] transposed, summed over the slots of each expert."""
+    """Sum a [m, slots] times b [n, slots] transposed over each expert's slots: float32 [experts, m, n]."""
     (x, s), (g, t) = a, b
     wide = jnp.promote_types(x.dtype, g.dtype)
     y = lax.platform_dependent(x.astype(wide), g.astype(wide), lay, cuda=_tokens_ragged, default=_tokens_tiled)

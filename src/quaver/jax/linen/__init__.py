@@ -1,4 +1,4 @@
-"""Flax linen modules whose GEMMs follow their own recipe, else the innermost `autocast`'s, else none; no formula."""
+"""Flax linen modules whose GEMMs use their own recipe, else the innermost `autocast`'s, else none."""
 
 from importlib.util import find_spec
 
@@ -32,5 +32,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """The public names alone."""
+    """Return only the public names."""
     return sorted(__all__)

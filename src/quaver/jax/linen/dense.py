@@ -1,4 +1,6 @@
-"""DenseGeneral: flax.linen's, with its three GEMMs under a recipe."""
+"""DenseGeneral for linen under a recipe, the collection of its state, and operations for the slots of Flax's own
+modules.
+"""
 
 import functools
 import math
@@ -22,24 +24,23 @@ from quaver.jax.state.context import recipe_in_force
 from quaver.options import pick, suggests
 from quaver.recipes.spec import Recipe
 
-# ---- state -----------------------------------------------------------------------------------------------
-# Where a linen module keeps a recipe's state: the collection whose gradient is its next value.
+# ---- state: the collection whose gradient is its next value ----
 #
-# It is Flax's own, so that `flax.training.train_state.TrainState` and what else knows Flax's FP8 modules know it too.
-#
-# A layer that is used several times in one step needs a state for each use, as autodiff would add up what they return
-# for one. nn.scan with variable_broadcast="params" and variable_axes={COLLECTION: 0} gives each use its own history.
+# It is Flax's own collection, so `flax.training.train_state.TrainState` and other code for Flax's FP8 modules support
+# it. A layer that is used several times in one step needs a state per use, because autodiff would sum their gradients.
+# nn.scan with variable_broadcast="params" and variable_axes={COLLECTION: 0} gives each use its own history.
 
 #: "_overwrite_with_gradient".
 COLLECTION = OVERWRITE_WITH_GRADIENT
 
 
 def layer_state(module: nn.Module, own: str | Recipe | None) -> dict[str, Array] | None:
-    """The state of a module's linear layer under the recipe in force; made by `init`, None where it has none.
+    """Return the state of a module's linear layer under the recipe in force, created by `init`; None if it needs none.
 
-    A count of random roundings may be missing where no gradients are taken; `linear` sees to that.
+    The count of stochastic rounding may be missing if no gradients are taken; `linear` checks that.
+
     Raises:
-        ValueError: `apply` was not given the collection, or one of another recipe.
+        ValueError: the collection was not passed to `apply`, or belongs to another recipe.
     """
     recipe = recipe_in_force(own)
     fresh = {} if recipe is None else state.init(recipe)
@@ -51,45 +52,46 @@ def layer_state(module: nn.Module, own: str | Recipe | None) -> dict[str, Array]
     where = f"{type(module).__name__} {'.'.join(module.path) or '(root)'} under recipe {str(recipe)!r}"
     if not given:
         raise ValueError(
-            f"{where} needs its state, {' and '.join(fresh)} in the collection {COLLECTION!r}, and it was not given. "
-            "Initialize under the same recipe (with quaver.jax.autocast(recipe): variables = model.init(...)) and pass "
-            "all variables to apply, not 'params' alone; nn.scan and nn.vmap need the collection in variable_axes"
+            f"{where} needs its state, {' and '.join(fresh)} in the collection {COLLECTION!r}, but it was not "
+            "passed. Initialize under the same recipe (with quaver.jax.autocast(recipe): variables = "
+            "model.init(...)) and pass all variables to apply, not 'params' alone; nn.scan and nn.vmap need the "
+            "collection in variable_axes"
         )
     held = {key: module.variable(COLLECTION, key, lambda value=value: value).value for key, value in fresh.items()}
     for key, value in fresh.items():
         if held[key].shape != value.shape:
             raise ValueError(
-                f"{where} has a {key} of shape {held[key].shape} and needs {value.shape}: it is another recipe's; "
-                "initialize under this one, and keep the params that you have"
+                f"{where} has a {key} of shape {held[key].shape} and needs {value.shape}: it belongs to another "
+                "recipe; initialize under this one, and keep your params"
             )
     return held
 
 
 def qualified_name(module: nn.Module) -> str:
-    """The module's path with dots, as PyTorch writes it; it tells the streams of random rounding apart."""
+    """Return the module's path with dots, as in PyTorch; it selects the streams of stochastic rounding."""
     return ".".join(module.path)
 
 
-# ---- dense -----------------------------------------------------------------------------------------------
+# ---- DenseGeneral ----
 
 
 @suggests
 class DenseGeneral(nn.Module, DenseOptions):
-    """A linear layer over any axes; parameters `kernel` and `bias` as those of flax.linen.DenseGeneral.
+    """A linear layer over any axes, with parameters `kernel` and `bias` like flax.linen.DenseGeneral.
 
     Attributes:
-        features: how many outputs; several make several axes.
-        axis: of the input that are contracted.
-        use_bias: add a bias.
-        dtype: of the computation; None promotes the input's and the kernel's.
-        param_dtype: of the parameters.
-        kernel_init, bias_init: initializers; they see the kernel as a matrix, so that fan-in is what it is.
-        kernel_axes, bias_axes: logical names of the parameters' axes, for flax's sharding rules; empty names none.
-        recipe: name or Recipe that this layer always uses; None takes the ambient one.
-        seed: of stochastic rounding.
+        features: output features; several make several axes.
+        axis: axes of the input that are contracted.
+        use_bias: True for a bias.
+        dtype: dtype of the computation; None promotes the input's and the kernel's.
+        param_dtype: dtype of the parameters.
+        kernel_init, bias_init: initializers; they see the kernel as a matrix, so that fan-in is correct.
+        kernel_axes, bias_axes: logical names of the parameters' axes, for flax's sharding rules; empty for none.
+        recipe: name or Recipe that this layer always uses; None uses the ambient one.
+        seed: seed of stochastic rounding.
     Raises:
-        ValueError: the recipe's state was not given, see `quaver.jax.linen.dense`.
-    Exact, bounded: as `quaver.jax.linear`.
+        ValueError: the recipe's state was not passed, see `quaver.jax.linen.dense`.
+    Exact and bounded: as `quaver.jax.linear`.
     """
 
     features: int | Sequence[int]
@@ -122,7 +124,7 @@ class DenseGeneral(nn.Module, DenseOptions):
 
 
 def dense_of(layer: Any, name: str, matrix: KernelMatrix) -> DenseGeneral:
-    """A layer's part over the last axes, with the layer's options."""
+    """Return a DenseGeneral over the last axes with the layer's options."""
     axis = range(len(matrix.features) - len(matrix.axes), 0)
     return DenseGeneral(
         matrix.features, axis=tuple(axis), **pick(DenseOptions, layer), **matrix.named(layer.partition), name=name
@@ -130,7 +132,7 @@ def dense_of(layer: Any, name: str, matrix: KernelMatrix) -> DenseGeneral:
 
 
 def _as_matrix(init: Initializer, rows: int, names: tuple[str | None, ...]) -> Initializer:
-    """The initializer for [*rows, *columns], run on a matrix; for a vector if there are no rows."""
+    """Return an initializer for [*rows, *columns] that runs `init` on a matrix; on a vector if rows is 0."""
 
     def initialize(key: Array, shape: Sequence[int], dtype: DTypeLike) -> Any:
         flat = (math.prod(shape[:rows]),) if rows else ()
@@ -142,33 +144,35 @@ def _as_matrix(init: Initializer, rows: int, names: tuple[str | None, ...]) -> I
     return nn.with_logical_partitioning(initialize, names) if names else initialize
 
 
-# ---- inject ----------------------------------------------------------------------------------------------
-# Recipes for models made of Flax's own modules: operations that fit the slots of those modules.
+# ---- operations for the slots of Flax's own modules ----
 #
 # nn.Dense(4096, dot_general_cls=dot_general_cls("tensorwise"))
 
 
 def dot_general_cls(recipe: str | Recipe | None = None, *, seed: int = 0) -> Callable[[], "DotGeneral"]:
-    """For the slot `dot_general_cls` of flax.linen's Dense, DenseGeneral and MultiHeadDotProductAttention.
+    """Return a class for the slot `dot_general_cls` of flax.linen's Dense, DenseGeneral and
+    MultiHeadDotProductAttention.
 
     Args:
-        recipe: name or Recipe; None takes the ambient one.
-        seed: of stochastic rounding.
+        recipe: name or Recipe; None uses the ambient one.
+        seed: seed of stochastic rounding.
     Returns:
-        A class, as the slot wants it: called without arguments it makes the operation.
+        A callable without arguments that creates the operation.
     Raises:
-        ValueError: no such recipe.
+        ValueError: unknown recipe.
     """
     return functools.partial(DotGeneral, recipe=None if recipe is None else recipes.get(recipe), seed=seed)
 
 
 def einsum_cls(recipe: str | Recipe | None = None, *, seed: int = 0) -> Callable[[], "Einsum"]:
-    """The same for where a model takes an einsum, as with flax.linen.fp8_ops.Fp8Einsum."""
+    """Return a class for models that take an einsum, as with flax.linen.fp8_ops.Fp8Einsum; arguments as
+    `dot_general_cls`.
+    """
     return functools.partial(Einsum, recipe=None if recipe is None else recipes.get(recipe), seed=seed)
 
 
 class DotGeneral(nn.Module):
-    """jax.lax.dot_general of an input and a kernel under a recipe; the state of delayed scaling is the module's."""
+    """Module of jax.lax.dot_general with input and kernel under a recipe; it stores the state of delayed scaling."""
 
     recipe: str | Recipe | None = None
     seed: int = 0
@@ -179,7 +183,7 @@ class DotGeneral(nn.Module):
 
 
 class Einsum(nn.Module):
-    """jnp.einsum of an input and a kernel under a recipe; the second operand is the kernel."""
+    """Module of jnp.einsum with input and kernel under a recipe; the second operand is the kernel."""
 
     recipe: str | Recipe | None = None
     seed: int = 0
@@ -200,8 +204,8 @@ class Einsum(nn.Module):
 
 
 def _operation(module: Any) -> Callable[..., Array]:
-    """`dot_general` with a module's recipe and state."""
-    # The name of the layer that the module was put into: "layers_0.Dense_0", not "….DotGeneral_0".
+    """Return `dot_general` with a module's recipe and state."""
+    # Use the name of the layer that contains this module: "layers_0.Dense_0", not "….DotGeneral_0".
     layer = qualified_name(module).rpartition(".")[0]
     state = layer_state(module, module.recipe)
     return functools.partial(dot_general, recipe=module.recipe, state=state, name=layer, seed=module.seed)

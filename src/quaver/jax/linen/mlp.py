@@ -1,4 +1,4 @@
-"""The MLP of a Transformer, with and without a norm before it."""
+"""Norms, and the MLP of a Transformer with and without a norm in front."""
 
 from collections.abc import Sequence
 from dataclasses import field
@@ -15,13 +15,12 @@ from quaver.jax.linen.dense import DenseGeneral, dense_of
 from quaver.jax.numerics.quantized import array
 from quaver.options import pick, suggests
 
-# ---- norm ------------------------------------------------------------------------------------------------
-# LayerNorm and RMSNorm, and a linear layer behind one.
+# ---- LayerNorm and RMSNorm, and a linear layer after one ----
 
 
 @suggests
 class LayerNorm(nn.Module):
-    """`quaver.jax.blocks.layers.layer_norm` with parameters `scale` and `bias`; the result has x's dtype."""
+    """Module of `quaver.jax.blocks.layers.layer_norm` with parameters `scale` and `bias`; the result has x's dtype."""
 
     eps: float = 1e-6
     zero_centered: bool = False
@@ -37,7 +36,7 @@ class LayerNorm(nn.Module):
 
 @suggests
 class RMSNorm(nn.Module):
-    """`quaver.jax.blocks.layers.rms_norm` with a parameter `scale`; the result has x's dtype."""
+    """Module of `quaver.jax.blocks.layers.rms_norm` with a parameter `scale`; the result has x's dtype."""
 
     eps: float = 1e-6
     zero_centered: bool = False
@@ -50,21 +49,21 @@ class RMSNorm(nn.Module):
 
 
 def _scaled(norm: Any, x: Array) -> tuple[Array, Array]:
-    """The input and the parameter that it is multiplied by."""
+    """Return the input as an array, and the norm's scale parameter."""
     x = array(type(norm).__name__, "x", x)
     init = nn.initializers.zeros if norm.zero_centered else nn.initializers.ones
     return x, norm.param("scale", init, x.shape[-1:], norm.param_dtype)
 
 
-#: The norm modules by the name that other modules take.
+#: Norm modules by the name that other modules take.
 NORMS: dict[str, Any] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 
 
 def norm_of(layer: Any, name: str) -> Any:
-    """The normalization that a layer's options say.
+    """Return the normalization module that a layer's options select.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: unknown name.
     """
     kind = named(layer.normalization, NORMS)
     return kind(eps=layer.eps, zero_centered=layer.zero_centered, param_dtype=layer.param_dtype, name=name)
@@ -72,11 +71,10 @@ def norm_of(layer: Any, name: str) -> Any:
 
 @suggests
 class LayerNormDenseGeneral(nn.Module, DenseOptions, NormOptions):
-    """DenseGeneral of the normalized input: submodules `norm` and `dense`.
+    """DenseGeneral of the normalized input, with submodules `norm` and `dense`.
 
-    Attributes are those of LayerNorm or RMSNorm, and of DenseGeneral.
-    Returns:
-        The output, and the normalized input.
+    Attributes are those of LayerNorm or RMSNorm, and of DenseGeneral. A call returns the output and the normalized
+    input.
     """
 
     features: int | Sequence[int]
@@ -96,17 +94,17 @@ class LayerNormDenseGeneral(nn.Module, DenseOptions, NormOptions):
         return dense(normalized), normalized
 
 
-# ---- mlp -------------------------------------------------------------------------------------------------
+# ---- MLP ----
 
 
 @suggests
 class MLP(nn.Module, MLPOptions):
-    """Two DenseGeneral, `wi` and `wo`, and an activation between them; `wi` gives gate and value of a gated one.
+    """MLP of two DenseGeneral, `wi` and `wo`, with an activation between them; `wi` computes gate and value if gated.
 
     Attributes:
-        hidden: features between the two.
-        activation: a row of `quaver.jax.blocks.layers.ACTIVATIONS`.
-        out: features of the output; None keeps the input's.
+        hidden: hidden features.
+        activation: a name in `quaver.jax.blocks.layers.ACTIVATIONS`.
+        out: features of the output; None uses the input's.
         partition: name the kernels' axes "embed" and "mlp", for flax's logical sharding rules.
         others: those of DenseGeneral.
     """
@@ -123,10 +121,9 @@ class MLP(nn.Module, MLPOptions):
 
 @suggests
 class LayerNormMLP(nn.Module, MLPOptions, NormOptions):
-    """MLP of the normalized input: submodules `norm` and `mlp`, with their attributes.
+    """MLP of the normalized input, with submodules `norm` and `mlp` and their attributes.
 
-    Returns:
-        The output, and the normalized input.
+    A call returns the output and the normalized input.
     """
 
     hidden: int

@@ -1,4 +1,6 @@
-"""Attention modules: the core without parameters, the projections around it, and T5's bias."""
+"""Attention and Transformer layers for linen: the attention core, multi-head attention, T5's bias, and the whole
+layer.
+"""
 
 from dataclasses import KW_ONLY
 
@@ -23,13 +25,12 @@ from quaver.jax.linen.dense import dense_of
 from quaver.jax.linen.mlp import MLP, NORMS, norm_of
 from quaver.options import pick, suggests
 
-# ---- attention -------------------------------------------------------------------------------------------
+# ---- attention ----
 
 
 @suggests
 class DotProductAttention(nn.Module, CoreOptions):
-    """`quaver.jax.blocks.attention.attention` as a module without parameters; it draws from the rng
-    "dropout".
+    """Module of `quaver.jax.blocks.attention.attention` without parameters; dropout uses the rng "dropout".
 
     Attributes: as the function's arguments.
     """
@@ -50,10 +51,10 @@ class DotProductAttention(nn.Module, CoreOptions):
 
 
 def is_dropping(deterministic: bool | None, *rates: float) -> bool:
-    """True if dropout acts.
+    """Return True if dropout is active.
 
     Raises:
-        ValueError: a rate is not 0, and neither the module nor the call says whether this is training.
+        ValueError: a rate is not 0 and `deterministic` is not set.
     """
     if not any(rates):
         return False
@@ -64,18 +65,18 @@ def is_dropping(deterministic: bool | None, *rates: float) -> bool:
 
 @suggests
 class MultiHeadAttention(nn.Module, AttentionOptions):
-    """Projections, rotary positions and norms of queries and keys, attention, and the projection out.
+    """Multi-head attention: projections, rope and norms of queries and keys, attention, and output projection.
 
     Attributes:
-        heads: of the queries.
-        groups: heads of keys and values, each shared by heads / groups query heads; None gives each its own.
-        head_dim: features of a head; None divides the input's among the heads.
-        out: features of the output; None keeps the input's.
-        fused: one projection `qkv` (with a memory: `query` and `kv`); else `query`, `key` and `value`.
-        rope: options of rotary positions; None has none.
-        qk_norm: "RMSNorm" or "LayerNorm" over each head's features of queries and keys; None has none.
-        qk_norm_after_rope: turn first.
-        mask_type, window, scale, soft_cap, dropout: of `quaver.jax.blocks.attention.attention`.
+        heads: number of query heads.
+        groups: number of key/value heads, each shared by heads / groups query heads; None for one per query head.
+        head_dim: features of a head; None divides the input's by the heads.
+        out: features of the output; None uses the input's.
+        fused: True for one projection `qkv` (with a memory: `query` and `kv`); False for `query`, `key` and `value`.
+        rope: options of the rotary embedding, or None.
+        qk_norm: "RMSNorm" or "LayerNorm" over each head's features of queries and keys, or None.
+        qk_norm_after_rope: apply these norms after rope.
+        mask_type, window, scale, soft_cap, dropout: as for `quaver.jax.blocks.attention.attention`.
         partition: name the kernels' axes "embed", "heads" and "head_dim", for flax's logical sharding rules.
         others: those of DenseGeneral.
     """
@@ -99,8 +100,10 @@ class MultiHeadAttention(nn.Module, AttentionOptions):
         """Attend from x [B, S, d] to memory [B, Sm, dm], or to itself.
 
         Args:
-            mask, bias: of `quaver.jax.blocks.attention.attention`.
-            positions, offset: of `quaver.jax.blocks.attention.rope`, for queries and keys alike.
+            x: [B, S, d].
+            memory: [B, Sm, dm], or None for self-attention.
+            mask, bias: as for `quaver.jax.blocks.attention.attention`.
+            positions, offset: as for `quaver.jax.blocks.attention.rope`, for both queries and keys.
             deterministic: False applies dropout, with the rng "dropout".
         Returns:
             [B, S, out].
@@ -123,7 +126,7 @@ class MultiHeadAttention(nn.Module, AttentionOptions):
 
 @suggests
 class RelativePositionBias(nn.Module):
-    """T5's bias for `attention`: a parameter `table` [heads, buckets], shared by the layers that it is handed to.
+    """T5's bias for `attention`, with a parameter `table` [heads, buckets] that layers may share.
 
     Attributes: as the arguments of `quaver.jax.blocks.attention.relative_position_bias`.
     """
@@ -143,26 +146,26 @@ class RelativePositionBias(nn.Module):
         )
 
 
-# ---- transformer -----------------------------------------------------------------------------------------
-# A whole layer: attention, perhaps attention to a memory, and an MLP, around the residual stream.
+# ---- Transformer layer ----
 
 
 @suggests
 class TransformerLayer(nn.Module, TransformerOptions):
-    """Encoder (mask_type "none" or "padding"), decoder-only ("causal"), or decoder with cross attention.
+    """Transformer layer: encoder (mask_type "none" or "padding"), decoder-only ("causal"), or decoder with cross
+    attention.
 
     Attributes:
-        heads, hidden: query heads, and features inside the MLP.
-        cross_attention: attend to a memory too, between attention and MLP.
-        mask_type, cross_mask_type: of the two attentions.
+        heads, hidden: number of query heads, and hidden features of the MLP.
+        cross_attention: True adds attention to a memory between attention and MLP.
+        mask_type, cross_mask_type: mask types of the two attentions.
         normalization: "LayerNorm" or "RMSNorm"; with eps and zero_centered.
-        post_norm: normalize after adding, else before each part. `residual` says how.
-        parallel: attention and MLP read the same normalized input and are added at once.
-        dropout: of each part's output; attention_dropout: of the probabilities.
-        drop_path: probability of leaving a part out of a sample.
-        others: those of MultiHeadAttention and MLP.
-    Submodules: `attention`, `cross_attention`, `mlp`, and `attention_norm`, `cross_attention_norm`, `mlp_norm`
-    (parallel: `norm` alone).
+        post_norm: True normalizes after adding, False before each part; see `residual`.
+        parallel: attention and MLP read the same normalized input, and both outputs are added.
+        dropout: of each part's output.
+        attention_dropout: of the attention probabilities.
+        drop_path: probability of dropping a part's output for a sample.
+        others: those of MultiHeadAttention and MLP. Submodules: `attention`, `cross_attention`, `mlp`, and
+            `attention_norm`, `cross_attention_norm`, `mlp_norm` (parallel: only `norm`).
     """
 
     heads: int
@@ -183,14 +186,16 @@ class TransformerLayer(nn.Module, TransformerOptions):
         offset: int | Array = 0,
         deterministic: bool | None = None,
     ) -> Array:
-        """x [B, S, d] to [B, S, d].
+        """Run the layer on x [B, S, d]; returns the same shape.
 
         Args:
+            x: [B, S, d].
             memory: [B, Sm, dm], what cross attention attends to.
-            mask, bias, positions, offset: of the self attention; memory_mask of the cross attention.
+            mask, bias, positions, offset: of the self attention.
+            memory_mask: mask of the cross attention.
             deterministic: False applies dropout and drop path, with the rng "dropout".
         Raises:
-            ValueError: a memory is missing or not wanted; and as the parts.
+            ValueError: a memory is missing or unexpected, or a part rejects its arguments.
         """
         if self.cross_attention is (memory is None):
             raise ValueError(

@@ -1,7 +1,7 @@
-"""Put recipes into the layers of any NNX model, in place, and take them out again.
+"""Convert the linear layers of any NNX model to run under recipes, in place, and revert them.
 
-A layer stays what it is; only the operation in its slot `dot_general` or `einsum_op` changes. Layers of this package
-get the recipe and their name.
+A layer keeps its class; only the operation in its slot `dot_general` or `einsum_op` changes. Layers of this package get
+the recipe and their name.
 """
 
 import math
@@ -29,22 +29,22 @@ def convert(
     skip: Skip = (),
     seed: int = 0,
 ) -> Report:
-    """Give every linear layer that the rules name its recipe, in place.
+    """Set the recipe of every linear layer that the rules select, in place.
 
-    Linear layers are nnx.Linear, nnx.LinearGeneral, nnx.Einsum and this package's DenseGeneral, inside of other modules
-    too. Convert outside of transforms; layers that nnx.vmap stacked get a stacked state.
+    Linear layers are nnx.Linear, nnx.LinearGeneral, nnx.Einsum and this package's DenseGeneral, also inside other
+    modules. Convert outside of transforms; layers stacked by nnx.vmap get a stacked state.
 
     Args:
-        model: any module; itself a linear layer too.
-        recipe: a recipe or its name for all, or `Rules`, or the dict that `Rules` takes.
-            A layer that has this recipe already keeps its state.
-        skip: patterns of names to leave alone, such as "lm_head", and filters such as
-            `quaver.rules.unprofitable("h100")`: a list of them, or one filter.
-        seed: of stochastic rounding.
+        model: any module; it may itself be a linear layer.
+        recipe: a recipe or recipe name for all layers, or `Rules`, or the dict that `Rules` takes. A layer that already
+            has this recipe keeps its state.
+        skip: name patterns to leave alone, such as "lm_head", and filters such as `quaver.rules.unprofitable("h100")`:
+            a list of them, or one filter.
+        seed: seed of stochastic rounding.
     Returns:
-        What was converted, what was not and why, and the patterns that matched nothing.
+        A report: converted layers, reasons for the others, and patterns that matched nothing.
     Raises:
-        ValueError: an unknown recipe, or one that quantizes attention, before anything is changed.
+        ValueError: an unknown recipe, or one that quantizes attention; raised before anything is changed.
     """
     choice = ConversionRules(recipe, skip)
     chosen = {rule: None if rule.recipe is None else recipes.get(rule.recipe) for rule in choice.rules.rules}
@@ -70,14 +70,15 @@ def convert(
 
 
 def revert(model: nnx.Module) -> list[str]:
-    """Take out what `convert` put in; parameters stay, state of recipes goes. Returns the names."""
+    """Undo `convert`: parameters stay, the state of recipes is dropped. Return the names of the layers."""
     return [name for name, layer, kind in _layers(model) if kind.take(layer)]
 
 
 def plain_state(model: nnx.Module) -> nnx.State[Any, Any]:
-    """`nnx.state(model)` without what recipes add: the state of the unconverted model, to save or publish.
+    """Return `nnx.state(model)` without the state of recipes: that of the unconverted model, to save or publish.
 
-    `nnx.update` restores it into an unconverted model, and into a converted one, whose histories and counts it leaves.
+    `nnx.update` restores it into an unconverted model, and into a converted one, whose histories and counts stay
+    unchanged.
     """
     state: nnx.State[Any, Any] = nnx.state(model, nnx.Not(OverwriteWithGradient))
     return state
@@ -87,26 +88,26 @@ def plain_state(model: nnx.Module) -> nnx.State[Any, Any]:
 class _OperationSlot:
     """A class of layers with a slot for the operation."""
 
-    #: The attribute, and what puts a recipe into it.
+    #: Attribute name of the slot, and class of the quantized operation.
     name: str
     operation: Any
-    #: What is in it by default.
+    #: Default operation in the slot.
     default: Any
-    #: (in, out) features, and how many axes a kernel has that is not stacked.
+    #: Functions that return (in, out) features, and the number of axes of a kernel that is not stacked.
     features: Callable[[Any], tuple[int, int]]
     ndim: Callable[[Any], int]
-    #: The class whose __call__ reads the slot.
+    #: Class whose __call__ uses the slot.
     reader: type
 
     def unsupported(self, layer: Any) -> str:
-        """Why a layer cannot be converted, or ""."""
+        """Return why a layer cannot be converted, or ""."""
         if not isinstance(layer, nnx.LoRALinear) and type(layer).__call__ is not self.reader.__call__:
-            return f"{type(layer).__name__} has a __call__ of its own"
+            return f"{type(layer).__name__} overrides __call__"
         if getattr(layer, "dot_general_cls", None) is not None:
-            return "it has a dot_general_cls of its own"
+            return "it sets a custom dot_general_cls"
         inside = getattr(layer, self.name)
         if inside is not self.default and inside is not jax.lax.dot_general and not isinstance(inside, self.operation):
-            return f"it has a {self.name} of its own"
+            return f"it has a custom {self.name}"
         return ""
 
     def put(self, layer: Any, recipe: Recipe, name: str, seed: int) -> None:
@@ -125,7 +126,7 @@ class _OperationSlot:
 
 
 class _OwnDenseGeneral:
-    """This package's DenseGeneral."""
+    """Conversion of this package's DenseGeneral."""
 
     def features(self, layer: DenseGeneral) -> tuple[int, int]:
         shape = layer.kernel.shape[layer.kernel.ndim - layer.ndim :]
@@ -147,7 +148,7 @@ class _OwnDenseGeneral:
 
 
 def _einsum_features(layer: Any) -> tuple[int, int]:
-    """Labels of the kernel that the result lacks are summed over."""
+    """Return (in, out) features of an einsum: labels of the kernel that the result lacks are contracted."""
     operands, result = layer.einsum_str.split("->")
     labels = operands.split(",")[1].replace("...", "")
     sizes = dict(zip(labels, layer.kernel_shape, strict=True))
@@ -184,14 +185,14 @@ def _kind_of(module: Any) -> Any:
 
 
 def _layers(model: nnx.Module) -> Iterator[tuple[str, Any, Any]]:
-    """Each linear layer with its name and its kind."""
+    """Yield each linear layer with its name and its kind."""
     layers = [(path, module) for path, module in nnx.iter_modules(model) if _kind_of(module) is not None]
     for path, module in sorted(layers, key=lambda item: [(isinstance(p, str), p) for p in item[0]]):
         yield ".".join(map(str, path)), module, _kind_of(module)
 
 
 def _others(model: nnx.Module) -> dict[str, int]:
-    """Modules that are no linear layer and yet own a matrix, counted by class."""
+    """Count, by class, the modules that own a matrix but are not linear layers."""
     return Counter(
         type(module).__name__
         for _, module in nnx.iter_modules(model)
@@ -201,5 +202,5 @@ def _others(model: nnx.Module) -> dict[str, int]:
 
 
 def _stacked_state(recipe: Recipe, kernel: nnx.Param[Any], ndim: int) -> LayerState:
-    """A fresh state, with the leading axes that nnx.vmap gave the kernel."""
+    """Return a fresh state with the leading axes that nnx.vmap added to the kernel."""
     return LayerState(recipe, kernel.shape[: kernel.ndim - ndim])

@@ -1,4 +1,6 @@
-"""DenseGeneral: flax.nnx.LinearGeneral with its three GEMMs under a recipe."""
+"""DenseGeneral for NNX under a recipe, the Variables of its state, operations for Flax's slots, and
+`value_and_grad`.
+"""
 
 import functools
 import math
@@ -19,24 +21,23 @@ from quaver.jax.state.context import recipe_in_force
 from quaver.options import pick, takes
 from quaver.recipes.spec import Recipe
 
-# ---- variable --------------------------------------------------------------------------------------------
-# Where an NNX module keeps a recipe's state: Variables of a type whose gradient is their next value.
+# ---- state: Variables of a type whose gradient is their next value ----
 
 
 @nnx.register_variable_name(OVERWRITE_WITH_GRADIENT)
 class OverwriteWithGradient(nnx.Variable):
-    """State of a quantized layer: `value_and_grad` of this package replaces it by its gradient.
+    """Variable for the state of a quantized layer; this package's `value_and_grad` replaces it by its gradient.
 
     In a bridge to linen it is the collection "_overwrite_with_gradient".
     """
 
 
 class LayerState(nnx.Pytree):
-    """The state of one linear layer under one recipe: nothing, or Variables `history` and `factor`, or `count`.
+    """State of one linear layer under one recipe: no Variables, or `history` and `factor`, or `count`.
 
     Args:
-        recipe: whose state it is; None has none.
-        stacked: leading axes of layers that nnx.vmap made.
+        recipe: recipe that the state belongs to; None for no state.
+        stacked: leading axes of layers stacked by nnx.vmap.
     """
 
     def __init__(self, recipe: str | Recipe | None, stacked: tuple[int, ...] = ()) -> None:
@@ -45,9 +46,10 @@ class LayerState(nnx.Pytree):
             setattr(self, name, OverwriteWithGradient(jnp.broadcast_to(value, (*stacked, *value.shape))))
 
     def read(self, own: str | Recipe | None, where: str) -> dict[str, Array] | None:
-        """The state under the recipe in force; None where that needs none.
+        """Return the state under the recipe in force; None if that needs none.
 
-        A count of random roundings may be missing where no gradients are taken; `linear` sees to that.
+        The count of stochastic rounding may be missing if no gradients are taken; `linear` checks that.
+
         Raises:
             ValueError: the layer was made under another recipe.
         """
@@ -70,39 +72,39 @@ class LayerState(nnx.Pytree):
 
 
 def fresh_state(own: str | Recipe | None) -> LayerState:
-    """The state that a new layer gets: that of its own recipe, else that of the ambient one."""
+    """Return the state of a new layer: for its own recipe, else for the ambient one."""
     return LayerState(recipe_in_force(own) if own is None else own)
 
 
 def joined(*names: str) -> str:
-    """Names of modules, one inside the other, with dots."""
+    """Join the names of nested modules with dots."""
     return ".".join(name for name in names if name)
 
 
 def label(module: Any) -> str:
-    """The name of a module in a message."""
+    """Return the name of a module for error messages."""
     return f"{type(module).__name__} {module.name or '(unnamed)'}"
 
 
-# ---- dense -----------------------------------------------------------------------------------------------
+# ---- DenseGeneral ----
 
 
 @dataclass(kw_only=True)
 class Parameters:
-    """What a constructor needs that makes parameters."""
+    """Constructor arguments of modules that create parameters."""
 
-    # What else the parameters' Variables shall carry.
+    # Further metadata of the parameters' Variables.
     kernel_metadata: Mapping[str, Any] | None = None
     bias_metadata: Mapping[str, Any] | None = None
-    # With dots, tells the streams of random rounding apart.
+    # Name with dots; it selects the streams of stochastic rounding.
     name: str = ""
-    # The stream "params" is drawn from.
+    # Random streams; parameters use "params".
     rngs: nnx.Rngs
 
 
 @dataclass
 class DenseArguments(DenseOptions, Parameters):
-    """The arguments of `DenseGeneral`, which says what they are."""
+    """Constructor arguments of `DenseGeneral`; see there."""
 
     in_features: int | Sequence[int]
     features: int | Sequence[int]
@@ -113,26 +115,27 @@ class DenseArguments(DenseOptions, Parameters):
 
 
 class DenseGeneral(nnx.Module):
-    """A linear layer over any axes; `kernel` and `bias` are as those of the linen module.
+    """A linear layer over any axes, with parameters `kernel` and `bias` like the linen module.
 
     Args:
-        in_features: the size of each contracted axis, one or several.
-        features: how many outputs; several make several axes.
-        axis: of the input that are contracted; None takes the last ones.
-        use_bias: add a bias.
-        dtype: of the computation; None promotes the input's and the kernel's.
-        param_dtype: of the parameters.
-        kernel_init, bias_init: initializers; they see the kernel as a matrix, so that fan-in is what it is.
-        kernel_axes, bias_axes: names of the parameters' axes, of a mesh or logical ones, for NNX's eager sharding: make
-            the module in `jax.set_mesh(mesh)`, logical names also in `nnx.logical_axis_rules(rules)`. Empty names none.
-        kernel_metadata, bias_metadata: what else the parameters' Variables shall carry.
-        recipe: name or Recipe that this layer always uses; None takes the ambient one.
-        seed: of stochastic rounding.
-        name: with dots, tells the streams of random rounding apart; `convert` gives every layer its path.
-        rngs: the stream "params" is drawn from.
+        in_features: size of each contracted axis, one or several.
+        features: output features; several make several axes.
+        axis: axes of the input that are contracted; None uses the last ones.
+        use_bias: True for a bias.
+        dtype: dtype of the computation; None promotes the input's and the kernel's.
+        param_dtype: dtype of the parameters.
+        kernel_init, bias_init: initializers; they see the kernel as a matrix, so that fan-in is correct.
+        kernel_axes, bias_axes: names of the parameters' axes, mesh or logical names, for NNX's eager sharding:
+            construct the module in `jax.set_mesh(mesh)`, for logical names also in `nnx.logical_axis_rules(rules)`.
+            Empty for none.
+        kernel_metadata, bias_metadata: further metadata of the parameters' Variables.
+        recipe: name or Recipe that this layer always uses; None uses the ambient one.
+        seed: seed of stochastic rounding.
+        name: name with dots, which selects the streams of stochastic rounding; `convert` sets every layer's path.
+        rngs: random streams; parameters use "params".
     Raises:
         ValueError: the layer has no state for the recipe in force.
-    Exact, bounded: as `quaver.jax.linear`.
+    Exact and bounded: as `quaver.jax.linear`.
     """
 
     @takes(DenseArguments)
@@ -178,25 +181,24 @@ def _metadata(axes: tuple[str | None, ...], more: Mapping[str, Any] | None) -> d
 
 
 def dense_of(options: Any, name: str, inputs: int | tuple[int, ...], matrix: KernelMatrix) -> DenseGeneral:
-    """A layer's part over the last axes, with the layer's options."""
+    """Return a DenseGeneral over the last axes with the layer's options."""
     own = pick(DenseOptions, options) | of_part(options, name) | matrix.named(options.partition)
     return DenseGeneral(inputs, matrix.features, **own)
 
 
 def of_part(options: Any, name: str) -> dict[str, Any]:
-    """The `Parameters` of a layer's part: its name stands behind the layer's."""
+    """Return the `Parameters` of a layer's part, with its name appended to the layer's."""
     return pick(Parameters, options) | {"name": joined(options.name, name)}
 
 
-# ---- inject ----------------------------------------------------------------------------------------------
-# Recipes for models made of Flax's own modules: operations that fit the slots of those modules.
+# ---- operations for the slots of Flax's own modules ----
 #
-# nnx.Linear(512, 2048, dot_general=DotGeneral("tensorwise"), rngs=rngs)
-# nnx.Einsum("bd,df->bf", (512, 2048), einsum_op=Einsum("mxfp8"), rngs=rngs)
+# nnx.Linear(512, 2048, dot_general=DotGeneral("tensorwise"), rngs=rngs) nnx.Einsum("bd,df->bf", (512, 2048),
+# einsum_op=Einsum("mxfp8"), rngs=rngs)
 
 
 class _Operation(nnx.Module):
-    """What the operations below share: a recipe, and the state of the layer that one is put into."""
+    """Base class of the operations below: a recipe, and the state of the layer that contains it."""
 
     def __init__(self, recipe: str | Recipe | None = None, *, seed: int = 0, name: str = "") -> None:
         self.recipe = recipe
@@ -210,11 +212,11 @@ class _Operation(nnx.Module):
 
 
 class DotGeneral(_Operation):
-    """jax.lax.dot_general of an input and a kernel under a recipe, with that layer's state: one for each layer.
+    """Module of jax.lax.dot_general with input and kernel under a recipe, with state; use one per layer.
 
     Args:
-        recipe: name or Recipe; None takes the ambient one.
-        seed, name: of stochastic rounding, as DenseGeneral's.
+        recipe: name or Recipe; None uses the ambient one.
+        seed, name: for stochastic rounding, as in DenseGeneral.
     """
 
     def __call__(self, lhs: Array, rhs: Array, dimension_numbers: Any, *args: Any, **options: Any) -> Array:
@@ -222,17 +224,16 @@ class DotGeneral(_Operation):
 
 
 class Einsum(_Operation):
-    """jnp.einsum of an input and a kernel under a recipe, with that layer's state; the second operand is the kernel.
+    """Module of jnp.einsum with input and kernel under a recipe, with state; the second operand is the kernel.
 
-    Args: as DotGeneral's.
+    Arguments as for `DotGeneral`.
     """
 
     def __call__(self, equation: str, lhs: Array, rhs: Array, **options: Any) -> Array:
         return jnp.einsum(equation, lhs, rhs, _dot_general=self._operation(), **options)
 
 
-# ---- gradient --------------------------------------------------------------------------------------------
-# Gradients of a loss, with the states of quantized layers brought to their next value on the way.
+# ---- value_and_grad ----
 
 
 def value_and_grad(
@@ -242,11 +243,12 @@ def value_and_grad(
 
     Args:
         loss: a function whose arguments `argnums` are modules.
-        argnums, has_aux: as `nnx.value_and_grad` takes them.
-        wrt: filter of the parameters to differentiate by, as nnx.Optimizer takes it.
+        argnums, has_aux: as for `nnx.value_and_grad`.
+        wrt: filter of the parameters to differentiate, as for nnx.Optimizer.
     Returns:
-        A function of the loss's arguments that returns (loss, gradients); the gradients are of the parameters alone and
-        fit `nnx.Optimizer(model, tx, wrt=wrt).update(model, gradients)`. Layers that took no part keep their state.
+        A function of the loss's arguments that returns (loss, gradients). The gradients are those of the parameters
+        only, for `nnx.Optimizer(model, tx, wrt=wrt).update(model, gradients)`. Layers that were not used keep their
+        state.
     Exact: the states.
     """
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)

@@ -1,4 +1,4 @@
-"""The MLP of a Transformer, with and without a norm before it."""
+"""Norms, and the MLP of a Transformer with and without a norm in front."""
 
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -13,12 +13,11 @@ from quaver.jax.blocks.options import MLPOptions, NormOptions
 from quaver.jax.nnx.dense import DenseArguments, DenseGeneral, Parameters, dense_of, of_part
 from quaver.options import checks, pick, takes
 
-# ---- norm ------------------------------------------------------------------------------------------------
-# LayerNorm and RMSNorm, and a linear layer behind one.
+# ---- LayerNorm and RMSNorm, and a linear layer after one ----
 
 
 class LayerNorm(nnx.Module):
-    """`quaver.jax.blocks.layers.layer_norm` with parameters `scale` and `bias`; the result has x's dtype."""
+    """Module of `quaver.jax.blocks.layers.layer_norm` with parameters `scale` and `bias`; the result has x's dtype."""
 
     @checks
     def __init__(
@@ -41,7 +40,7 @@ class LayerNorm(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """`quaver.jax.blocks.layers.rms_norm` with a parameter `scale`; the result has x's dtype."""
+    """Module of `quaver.jax.blocks.layers.rms_norm` with a parameter `scale`; the result has x's dtype."""
 
     @checks
     def __init__(
@@ -60,15 +59,15 @@ class RMSNorm(nnx.Module):
         return rms_norm(x, self.scale[...], eps=self.eps, zero_centered=self.zero_centered)
 
 
-#: The norm modules by the name that other modules take.
+#: Norm modules by the name that other modules take.
 NORMS: dict[str, Any] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 
 
 def norm_of(options: Any, features: int) -> Any:
-    """The normalization that a layer's options say.
+    """Return the normalization module that a layer's options select.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: unknown name.
     """
     kind = named(options.normalization, NORMS)
     return kind(features, eps=options.eps, zero_centered=options.zero_centered, param_dtype=options.param_dtype)
@@ -76,19 +75,18 @@ def norm_of(options: Any, features: int) -> Any:
 
 @dataclass
 class LayerNormDenseArguments(DenseArguments, NormOptions):
-    """The arguments of `LayerNormDenseGeneral`."""
+    """Constructor arguments of `LayerNormDenseGeneral`; see there."""
 
     in_features: int
 
 
 class LayerNormDenseGeneral(nnx.Module):
-    """DenseGeneral of the normalized input: submodules `norm` and `dense`.
+    """DenseGeneral of the normalized input, with submodules `norm` and `dense`.
 
     Args:
         in_features, features: sizes of input and output.
         normalization, eps, zero_centered: of the norm.
-        others: those of DenseGeneral.
-    Calling it returns the output, and the normalized input.
+        others: those of DenseGeneral. A call returns the output and the normalized input.
     """
 
     @takes(LayerNormDenseArguments)
@@ -101,12 +99,12 @@ class LayerNormDenseGeneral(nnx.Module):
         return self.dense(normalized), normalized
 
 
-# ---- mlp -------------------------------------------------------------------------------------------------
+# ---- MLP ----
 
 
 @dataclass
 class MLPArguments(MLPOptions, Parameters):
-    """The arguments of `MLP`, which says what they are."""
+    """Constructor arguments of `MLP`; see there."""
 
     in_features: int
     hidden: int
@@ -115,12 +113,12 @@ class MLPArguments(MLPOptions, Parameters):
 
 
 class MLP(nnx.Module):
-    """Two DenseGeneral, `wi` and `wo`, and an activation between them; `wi` gives gate and value of a gated one.
+    """MLP of two DenseGeneral, `wi` and `wo`, with an activation between them; `wi` computes gate and value if gated.
 
     Args:
-        in_features, hidden: of the input, and between the two.
-        activation: a row of `quaver.jax.blocks.layers.ACTIVATIONS`.
-        out: features of the output; None keeps the input's.
+        in_features, hidden: features of the input, and hidden features.
+        activation: a name in `quaver.jax.blocks.layers.ACTIVATIONS`.
+        out: features of the output; None uses the input's.
         partition: name the kernels' axes "embed" and "mlp", for nnx.logical_axis_rules.
         others: those of DenseGeneral.
     """
@@ -139,13 +137,13 @@ class MLP(nnx.Module):
 
 @dataclass
 class LayerNormMLPArguments(MLPArguments, NormOptions):
-    """The arguments of `LayerNormMLP`."""
+    """Constructor arguments of `LayerNormMLP`; see there."""
 
 
 class LayerNormMLP(nnx.Module):
-    """MLP of the normalized input: submodules `norm` and `mlp`, with their arguments.
+    """MLP of the normalized input, with submodules `norm` and `mlp` and their arguments.
 
-    Calling it returns the output, and the normalized input.
+    A call returns the output and the normalized input.
     """
 
     @takes(LayerNormMLPArguments)

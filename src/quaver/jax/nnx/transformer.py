@@ -1,4 +1,6 @@
-"""Attention modules: the core without parameters, the projections around it, and T5's bias."""
+"""Attention and Transformer layers for NNX: the attention core, multi-head attention, T5's bias, and the whole
+layer.
+"""
 
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -24,21 +26,20 @@ from quaver.jax.nnx.dense import Parameters, dense_of, of_part
 from quaver.jax.nnx.mlp import MLP, NORMS, norm_of
 from quaver.options import pick, takes
 
-# ---- attention -------------------------------------------------------------------------------------------
+# ---- attention ----
 
 
 @dataclass(kw_only=True)
 class CoreArguments(CoreOptions):
-    """The arguments of `DotProductAttention`."""
+    """Constructor arguments of `DotProductAttention`; see there."""
 
     rngs: nnx.Rngs | None = None
 
 
 class DotProductAttention(nnx.Module):
-    """`quaver.jax.blocks.attention.attention` as a module without parameters; `train()` and `eval()` switch
-    its dropout.
+    """Module of `quaver.jax.blocks.attention.attention` without parameters; `train()` and `eval()` switch its dropout.
 
-    Args: as the function's; rngs, whose stream "dropout" is drawn from, is needed with dropout alone.
+    Args: as for the function; `rngs`, whose stream "dropout" is used, is only needed with dropout.
     """
 
     @takes(CoreArguments)
@@ -54,10 +55,10 @@ class DotProductAttention(nnx.Module):
 
 
 def dropout_stream(rngs: nnx.Rngs | None, *rates: float) -> Any:
-    """The stream that a module drops from, of its own; None where nothing is dropped.
+    """Return a forked random stream for a module's dropout; None if all rates are 0.
 
     Raises:
-        ValueError: there is dropout and there are no rngs.
+        ValueError: there is dropout but no rngs.
     """
     if not any(rates):
         return nnx.data(None)
@@ -68,7 +69,7 @@ def dropout_stream(rngs: nnx.Rngs | None, *rates: float) -> Any:
 
 @dataclass
 class AttentionArguments(AttentionOptions, Parameters):
-    """The arguments of `MultiHeadAttention`, which says what they are."""
+    """Constructor arguments of `MultiHeadAttention`; see there."""
 
     in_features: int
     heads: int
@@ -78,20 +79,20 @@ class AttentionArguments(AttentionOptions, Parameters):
 
 
 class MultiHeadAttention(nnx.Module):
-    """Projections, rotary positions and norms of queries and keys, attention, and the projection out.
+    """Multi-head attention: projections, rope and norms of queries and keys, attention, and output projection.
 
     Args:
-        in_features: of the input.
-        heads: of the queries.
-        groups: heads of keys and values, each shared by heads / groups query heads; None gives each its own.
-        head_dim: features of a head; None divides the input's among the heads.
-        out: features of the output; None keeps the input's.
-        memory_features: of the memory that the keys and values come from; None attends to the input itself.
-        fused: one projection `qkv` (with a memory: `query` and `kv`); else `query`, `key` and `value`.
-        rope: options of rotary positions; None has none.
-        qk_norm: "RMSNorm" or "LayerNorm" over each head's features of queries and keys; None has none.
-        qk_norm_after_rope: turn first.
-        mask_type, window, scale, soft_cap, dropout: of `quaver.jax.blocks.attention.attention`.
+        in_features: features of the input.
+        heads: number of query heads.
+        groups: number of key/value heads, each shared by heads / groups query heads; None for one per query head.
+        head_dim: features of a head; None divides the input's by the heads.
+        out: features of the output; None uses the input's.
+        memory_features: features of the memory for keys and values; None for self-attention.
+        fused: True for one projection `qkv` (with a memory: `query` and `kv`); False for `query`, `key` and `value`.
+        rope: options of the rotary embedding, or None.
+        qk_norm: "RMSNorm" or "LayerNorm" over each head's features of queries and keys, or None.
+        qk_norm_after_rope: apply these norms after rope.
+        mask_type, window, scale, soft_cap, dropout: as for `quaver.jax.blocks.attention.attention`.
         partition: name the kernels' axes "embed", "heads" and "head_dim", for nnx.logical_axis_rules.
         others: those of DenseGeneral.
     """
@@ -130,8 +131,10 @@ class MultiHeadAttention(nnx.Module):
         """Attend from x [B, S, d] to memory [B, Sm, dm], or to itself.
 
         Args:
-            mask, bias: of `quaver.jax.blocks.attention.attention`.
-            positions, offset: of `quaver.jax.blocks.attention.rope`, for queries and keys alike.
+            x: [B, S, d].
+            memory: [B, Sm, dm], or None for self-attention.
+            mask, bias: as for `quaver.jax.blocks.attention.attention`.
+            positions, offset: as for `quaver.jax.blocks.attention.rope`, for both queries and keys.
         Returns:
             [B, S, out].
         """
@@ -150,9 +153,9 @@ class MultiHeadAttention(nnx.Module):
 
 
 class RelativePositionBias(nnx.Module):
-    """T5's bias for `attention`: a parameter `table` [heads, buckets], shared by the layers that it is handed to.
+    """T5's bias for `attention`, with a parameter `table` [heads, buckets] that layers may share.
 
-    Args: as those of `quaver.jax.blocks.attention.relative_position_bias`.
+    Args: as for `quaver.jax.blocks.attention.relative_position_bias`.
     """
 
     def __init__(
@@ -176,13 +179,12 @@ class RelativePositionBias(nnx.Module):
         )
 
 
-# ---- transformer -----------------------------------------------------------------------------------------
-# A whole layer: attention, perhaps attention to a memory, and an MLP, around the residual stream.
+# ---- Transformer layer ----
 
 
 @dataclass
 class TransformerArguments(TransformerOptions, Parameters):
-    """The arguments of `TransformerLayer`, which says what they are."""
+    """Constructor arguments of `TransformerLayer`; see there."""
 
     features: int
     heads: int
@@ -192,21 +194,22 @@ class TransformerArguments(TransformerOptions, Parameters):
 
 
 class TransformerLayer(nnx.Module):
-    """Encoder (mask_type "none" or "padding"), decoder-only ("causal"), or decoder with cross attention.
+    """Transformer layer: encoder (mask_type "none" or "padding"), decoder-only ("causal"), or decoder with cross
+    attention.
 
     Args:
-        features: of the residual stream.
-        heads, hidden: query heads, and features inside the MLP.
-        memory_features: of a memory to attend to as well, between attention and MLP; None has no cross attention.
-        mask_type, cross_mask_type: of the two attentions.
+        features: features of the residual stream.
+        heads, hidden: number of query heads, and hidden features of the MLP.
+        memory_features: features of a memory, which adds cross attention between attention and MLP; None for none.
+        mask_type, cross_mask_type: mask types of the two attentions.
         normalization: "LayerNorm" or "RMSNorm"; with eps and zero_centered.
-        post_norm: normalize after adding, else before each part. `residual` says how.
-        parallel: attention and MLP read the same normalized input and are added at once.
-        dropout: of each part's output; attention_dropout: of the probabilities.
-        drop_path: probability of leaving a part out of a sample.
-        others: those of MultiHeadAttention and MLP.
-    Submodules: `attention`, `cross_attention`, `mlp`, and `attention_norm`, `cross_attention_norm`, `mlp_norm`
-    (parallel: `norm` alone).
+        post_norm: True normalizes after adding, False before each part; see `residual`.
+        parallel: attention and MLP read the same normalized input, and both outputs are added.
+        dropout: of each part's output.
+        attention_dropout: of the attention probabilities.
+        drop_path: probability of dropping a part's output for a sample.
+        others: those of MultiHeadAttention and MLP. Submodules: `attention`, `cross_attention`, `mlp`, and
+            `attention_norm`, `cross_attention_norm`, `mlp_norm` (parallel: only `norm`).
     """
 
     @takes(TransformerArguments)
@@ -247,13 +250,15 @@ class TransformerLayer(nnx.Module):
         positions: Array | None = None,
         offset: int | Array = 0,
     ) -> Array:
-        """x [B, S, d] to [B, S, d].
+        """Run the layer on x [B, S, d]; returns the same shape.
 
         Args:
+            x: [B, S, d].
             memory: [B, Sm, dm], what cross attention attends to.
-            mask, bias, positions, offset: of the self attention; memory_mask of the cross attention.
+            mask, bias, positions, offset: of the self attention.
+            memory_mask: mask of the cross attention.
         Raises:
-            ValueError: a memory is missing or not wanted; and as the parts.
+            ValueError: a memory is missing or unexpected, or a part rejects its arguments.
         """
         cross = self.cross_attention
         if (cross is None) is not (memory is None):

@@ -1,1 +1,1 @@
-"""What a quantized operand and a state are in JAX arrays, and what a user's input must be; no operation on it."""
+"""Quantized operands in JAX arrays, and the numerics of rounding, scaling and optimizer states."""

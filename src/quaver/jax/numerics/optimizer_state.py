@@ -1,8 +1,8 @@
-"""Optimizer states written and read in JAX arrays: the twin of `quaver.reference.optim`.
+"""Encode and decode 8-bit optimizer states in JAX arrays; bit-compatible with `quaver.reference.optim`.
 
-XLA on a CPU flushes subnormals, and a state is full of them: scales, products with them and comparisons with zero are
-taken on bits. What a code is worth is looked up. Products that enter a sum are exact, so that fusing them changes
-nothing, and what XLA would rewrite stands behind a barrier.
+XLA on a CPU flushes subnormals, which states contain often. So scales, products with them and comparisons with zero are
+computed on the bits, and code values are looked up in tables. Products that enter a sum are exact, so that fusing them
+changes nothing. Barriers keep XLA from rewriting the rest.
 """
 
 from functools import cache
@@ -25,15 +25,16 @@ SCALE_DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32, "power_of_two"
 def encode(
     x: Array, spec: StateSpec, noise: Array | None = None, amax: Array | None = None
 ) -> tuple[Array, Array | None]:
-    """A state's codes and scales; see `quaver.reference.optim.encode`.
+    """Encode a state as codes and scales; see `quaver.reference.optim.encode`.
 
     Args:
-        x: float32 [..., K]; not negative where the code has no sign.
+        x: float32 [..., K]; not negative if the code is unsigned.
+        spec: how to encode.
         noise: int32 below 2**15 of x's shape, if the spec is stochastic.
-        amax: float32 [], the largest magnitude of the tensor that x is a piece of; of one scale in all.
+        amax: float32 [], amax of the whole tensor of which x is a part; only for one scale per tensor.
     Returns:
-        codes of x's shape (uint8, int8, or the dtype that the code names), and scales; None without.
-    Exact; of expanded codes bounded: in float32, so that one code of a thousand differs by one.
+        Codes of x's shape (uint8, int8, or the dtype that the code names), and scales or None. Exact. Bounded for
+        expanded codes: in float32, so that one code in a thousand differs by one.
     """
     code = spec.of
     if code.kind == "float32":
@@ -60,7 +61,7 @@ def encode(
 
 
 def decode(codes: Array, scale: Array | None, spec: StateSpec) -> Array:
-    """Values of codes: float32 of their shape. Exact; of expanded codes within 1e-4 of each."""
+    """Decode codes to float32 values of their shape. Exact; expanded codes within 1e-4 of each value."""
     code = spec.of
     if scale is None or not code.scaled:
         return widen(codes)
@@ -77,7 +78,7 @@ def decode(codes: Array, scale: Array | None, spec: StateSpec) -> Array:
 
 
 def scale_bits(amax: Array, spec: StateSpec) -> Array:
-    """The bits of each amax's scale, from the bits of amax: int32; those of NaN where it is not finite. Exact."""
+    """Return the bits of the scale for each amax's bits: int32; those of NaN if the amax is not finite. Exact."""
     finite = amax < INFINITY_BITS
     largest = lax.optimization_barrier(jnp.full(amax.shape, spec.of.largest, jnp.float32))
     ratio = lax.div(_float(jnp.where(finite, amax, W(0))), largest)
@@ -86,14 +87,16 @@ def scale_bits(amax: Array, spec: StateSpec) -> Array:
         bits = (bits + W(0xFFFF)) & W(~0xFFFF)
     elif spec.scale == "power_of_two":
         bits = (bits + W(0x7FFFFF)) & W(~0x7FFFFF)
-    # A ratio that was flushed may have been one that rounds up to the smallest scale.
+    # A flushed ratio may be one that rounds up to the smallest scale.
     bits = jnp.clip(bits, SMALLEST_NORMAL_BITS, LARGEST_SCALE_BITS)
     bits = jnp.where(amax < W(_smallest_amax(spec)), W(0), bits)
     return jnp.where(finite, bits, W(0x7FC00000))
 
 
 def in_blocks(x: Array, block: int | None) -> Array:
-    """[..., K] as [..., ceil(K / block), block], the last one filled with zeros; x itself of one in all."""
+    """Reshape [..., K] to [..., ceil(K / block), block], zero-padded; returns x itself if there is one scale per
+    tensor.
+    """
     if block is None:
         return x
     x = x if x.ndim else x.reshape(1)
@@ -112,7 +115,7 @@ def out_of_blocks(x: Array, shape: tuple[int, ...]) -> Array:
 
 @cache
 def _smallest_amax(spec: StateSpec) -> int:
-    """The bits of the smallest amax that has a scale: a block below it counts as zeros."""
+    """Return the bits of the smallest amax with a nonzero scale; a block with a smaller one is encoded as zeros."""
     low, high = 0, int(INFINITY_BITS) - 1
     while low < high:
         middle = (low + high) // 2
@@ -123,24 +126,25 @@ def _smallest_amax(spec: StateSpec) -> int:
 
 @cache
 def _values(code: StateCode) -> np.ndarray:
-    """What each byte is worth: float32 [256]."""
+    """Return the value of each byte: float32 [256]."""
     every = np.arange(256).astype(np.uint8)
     signed = code.signed and code.kind in INTEGERS
     return optim.table_values(every.view(np.int8) if signed else every, code).astype(F)
 
 
 def _largest(blocks: Array, block: int | None) -> Array:
-    """The bits of the largest magnitude of each block: int32; those of NaN are above those of infinity."""
+    """Return the bits of each block's amax: int32; NaN's are larger than infinity's."""
     return magnitude_bits(blocks).max(None if block is None else -1, initial=W(0))
 
 
 def _product(x: Array, inverse: Array) -> Array:
-    """|x| × inverse for a normal inverse: float32, where a subnormal product is the smallest normal number.
+    """Return |x| × inverse for a normal inverse: float32, with subnormal products replaced by the smallest normal
+    number.
 
-    No code tells those apart: all are far below half a step, and above zero.
+    This changes no code: all these products are far below half a step, and above zero.
     """
     bits = magnitude_bits(x)
-    # A subnormal is its bits times 2**-149, which is a number that no machine flushes.
+    # A subnormal equals its bits times 2**-149; as a float the bits are normal, so they are not flushed.
     small = bits < SMALLEST_NORMAL_BITS
     factor = jnp.where(small, lax.bitcast_convert_type(bits.astype(jnp.float32), jnp.int32), bits)
     binade = _binade(factor) - jnp.where(small, W(149), W(0))
@@ -159,27 +163,27 @@ def _binade(bits: Array) -> Array:
 
 
 def _mantissa(bits: Array) -> Array:
-    """From 1 up to 2, where the number is normal."""
+    """Return the mantissa in [1, 2) of a normal number."""
     return _float((bits & W(0x7FFFFF)) | W(0x3F800000))
 
 
 def _scaled(t: Array, scale: Array) -> Array:
-    """t × scale, of normal numbers or zeros, subnormal products included."""
+    """Return t × scale for normal numbers or zeros, including subnormal products."""
     whole = t * scale
     bits_t, bits_s = (lax.bitcast_convert_type(one, jnp.int32) for one in jnp.broadcast_arrays(t, scale))
     e = _binade(bits_t) + _binade(bits_s)
-    # The 48 bits of the product of both mantissas, of which the lowest 21 are joined to one.
+    # 48-bit product of both mantissas, with the lowest 21 bits collapsed to one sticky bit.
     (a1, a0), (b1, b0) = (_halves(bits) for bits in (bits_t, bits_s))
     middle = a1 * b0 + a0 * b1
     low = a0 * b0 + ((middle & W(0xFFF)) << W(12))
     high = a1 * b1 + (middle >> W(12)) + (low >> W(24))
     joined = (low & W(0x1FFFFF)) != W(0)
     q = (high << W(3)) | ((low & W(0xFFFFFF)) >> W(21)) | joined.astype(jnp.int32)
-    # In steps of 2**-149.
+    # Round in steps of 2**-149.
     n = jnp.clip(W(-103 - 21) - e, W(2), W(30))
     count, rest, half = q >> n, q & ((W(1) << n) - W(1)), W(1) << (n - W(1))
     count = count + ((rest > half) | ((rest == half) & ((count & W(1)) == W(1)))).astype(jnp.int32)
-    # Up to there a number's bits are how many steps it has.
+    # A subnormal's bits are its number of steps.
     tiny = (e <= W(-127)) & (magnitude_bits(t) != W(0)) & (bits_s != W(0))
     return jnp.where(tiny, _float(count | (bits_t & W(-0x80000000))), whole)
 
@@ -240,7 +244,7 @@ def _mitchell(y: Array, halvings: int, u: Array | None) -> Array:
     bits = (lax.bitcast_convert_type(y, jnp.int32) >> W(halvings)) + W(32 * (halvings + 1) << 23)
     c = _float(bits)
     if halvings == 1:
-        # A straight line from code 0 to 1, and from 1 to 2.
+        # Linear from code 0 to 1, and from 1 to 2.
         twice = y * F(2)
         c = jnp.minimum(c, jnp.minimum(twice, (twice + F(2)) * optim.THIRD))
     if u is not None:
@@ -284,8 +288,9 @@ def _bfloat16(x: Array, noise: Array | None) -> Array:
 
 
 def _expanded(blocks: Array) -> tuple[Array, Array]:
-    """Codes of blocks, and their k, c and S; see `quaver.reference.optimizer_state`. Logarithms are taken of
-    mantissas.
+    """Return codes of blocks in expanded format, and their k, c and S; see `quaver.reference.optimizer_state`.
+
+    Logarithms are computed on the mantissas.
     """
     bits = magnitude_bits(blocks)
     counted = bits >= SMALLEST_NORMAL_BITS
@@ -297,7 +302,7 @@ def _expanded(blocks: Array) -> tuple[Array, Array]:
     spread = jnp.maximum(_log2_ratio(largest, smallest), F(optimizer_state.REACH / optimizer_state.MOST))
     k = jnp.floor(F(optimizer_state.PARTS * optimizer_state.REACH) / spread) * F(1 / optimizer_state.PARTS)
     k = jnp.maximum(k, F(optimizer_state.LEAST))
-    # c = √(largest smallest): the exponent of the product is halved with its last bit left to the mantissa.
+    # c = √(largest × smallest): halve the exponent of the product, and leave its lowest bit to the mantissa.
     e = _binade(largest) + _binade(smallest)
     c = jnp.sqrt(_mantissa(largest) * _mantissa(smallest) * two_to_the(e & W(1))) * two_to_the(e >> W(1))
     of_c = lax.bitcast_convert_type(c, jnp.int32)
@@ -312,7 +317,7 @@ def _expanded(blocks: Array) -> tuple[Array, Array]:
 
 
 def _log2_ratio(a: Array, b: Array) -> Array:
-    """log2 of the quotient of two numbers by their bits: as exact where it is large as where it is near 0."""
+    """Return log2 of a ratio from the bits of both numbers, accurate for large and small ratios."""
     return jnp.log2(_mantissa(a) / _mantissa(b)) + (_binade(a) - _binade(b)).astype(jnp.float32)
 
 

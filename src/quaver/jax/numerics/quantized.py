@@ -1,4 +1,4 @@
-"""The one container of quantized data, a pytree, and how its bytes are laid out."""
+"""`Quantized`, the pytree of a quantized operand, with packing, block helpers and argument validation."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -15,20 +15,20 @@ from quaver.recipes.spec import Block, QuantSpec
 from quaver.reference import numerics
 from quaver.reference.numerics import NAN_CODE
 
-# ---- elementwise -----------------------------------------------------------------------------------------
-# Operations on all elements that `jax.lax` lacks, made of its primitives alone.
+# ---- elementwise operations written in `jax.lax` primitives ----
 #
-# A function of jax.numpy, and so an operator between two arrays, is a program within the program: of a shape that is
-# new it takes four times as long to trace as a primitive of `jax.lax`, and twice as long to lower. What every operand
-# passes through is written in primitives; they ask for operands of one dtype, and of one rank unless one of them is a
-# number. A number is numpy's, of that dtype: Python's has 64 bits where `jax_enable_x64` is set.
+# A jax.numpy function, including operators between arrays, is a program of its own. For a new shape it takes four times
+# as long to trace as a primitive and twice as long to lower. Code on every operand's path therefore uses primitives.
+# These require operands of one dtype, and of one rank unless one is a scalar. Scalars are numpy's of that dtype,
+# because Python's have 64 bits under `jax_enable_x64`.
 
 
 def where(condition: Array, x: Array | float, y: Array | float) -> Array:
-    """x where the condition holds, else y: numbers, or arrays of the result's shape, one at least. Exact.
+    """Return x where the condition is True, else y. Exact.
 
     Args:
-        condition: bool, of the result's rank, or one for all; axes of length one are repeated.
+        condition: bool, of the result's rank, or a scalar; axes of length one are broadcast.
+        x, y: scalars, or arrays of the result's shape; at least one array.
     """
     like = x if _is_array(x) else y
     assert isinstance(like, Array)
@@ -43,37 +43,37 @@ def _is_array(x: object) -> bool:
 
 
 def isnan(x: Array) -> Array:
-    """True for each NaN. Exact."""
+    """Return True for each NaN. Exact."""
     return lax.ne(x, x)
 
 
 def copysign(magnitude: Array, y: Array) -> Array:
-    """float32 magnitudes, which are no negative numbers, with the signs of float32 y. Exact."""
+    """Return non-negative float32 magnitudes with the signs of float32 y. Exact."""
     bits = lax.bitcast_convert_type(magnitude, np.uint32)
     sign = lax.bitwise_and(lax.bitcast_convert_type(y, np.uint32), np.uint32(0x80000000))
     return lax.bitcast_convert_type(lax.bitwise_or(bits, sign), np.float32)
 
 
 def largest(x: Array, axes: tuple[int, ...]) -> Array:
-    """The largest int32, at least 0, over these axes, which stay with length one. Exact."""
+    """Return the maximum of int32 x and 0 over these axes, which stay with length one. Exact."""
     kept = tuple(1 if axis in axes else size for axis, size in enumerate(x.shape))
     return lax.reshape(lax.max(lax.reduce_max(x, axes), np.int32(0)), kept)
 
 
 def padded(x: Array, *after: int) -> Array:
-    """x with so many zeros after the end of each axis. Exact."""
+    """Append this many zeros to each axis. Exact."""
     return lax.pad(x, np.zeros((), x.dtype), [(0, more, 0) for more in after]) if any(after) else x
 
 
 def without_elements(x: Array) -> Array:
-    """x with a last axis of length zero: what knows its dtype and its place on a mesh."""
+    """Return x with a last axis of length zero, which carries only its dtype and sharding type."""
     return lax.slice_in_dim(x, 0, 0, axis=-1)
 
 
-# ---- quantized -------------------------------------------------------------------------------------------
+# ---- Quantized ----
 
-#: Formats that codes are cast to. Those of others are bytes; two E2M1 codes share one, the lower nibble being the even
-#: index of k.
+#: Formats with a float8 dtype. Other formats store uint8 codes; two E2M1 codes share a byte, the even k in the lower
+#: nibble.
 FLOAT8: dict[str, Any] = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 
 
@@ -84,20 +84,19 @@ FLOAT8: dict[str, Any] = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 )
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """A GEMM operand [rows, k] in eight or four bits: original ≈ data × scale.
+    """A GEMM operand [rows, k] in 8 or 4 bits: original ≈ data × scale.
 
-    Always: rows and k count codes, the Hadamard's padding included; an infinity or NaN in the original makes its scale
-    NaN.
+    Invariants: rows and k include the Hadamard's padding; an infinity or NaN in the original makes its scale NaN.
     """
 
-    #: [rows, k] in a float8 dtype, uint8 [rows, ceil(k / 2)] for E2M1, or uint8 [rows, k] for other formats.
+    #: Codes [rows, k] in a float8 dtype, uint8 [rows, ceil(k / 2)] for E2M1, or uint8 [rows, k] for other formats.
     data: Array
-    #: Decode scales [blocks of rows, blocks of k]: float32, or uint8 exponents (E8M0), or uint8 E4M3 codes (two-level).
+    #: Decode scales [row blocks, k blocks]: float32, or uint8 exponents (E8M0), or uint8 E4M3 codes (two-level).
     scale: Array
-    #: Two-level only: what the blocks' scales are divided by, float32 [1, 1], NaN for a tensor that is not finite. The
-    #: quotient is one rounding, a stored reciprocal would make it two.
+    #: Two-level only: tensor factor by which block scales are divided, float32 [1, 1], NaN for a non-finite tensor.
+    #: Dividing rounds once; a stored reciprocal would round twice.
     tensor_factor: Array | None
-    #: Largest magnitude measured, float32 [1, 1], where one scale serves the whole tensor: what a history records.
+    #: Amax of the tensor, float32 [1, 1], if it has one scale; recorded by a history.
     amax: Array | None
     spec: QuantSpec = field(metadata={"static": True})
     #: (rows, k).
@@ -105,12 +104,12 @@ class Quantized:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the data and scales."""
+        """Bytes of data and scales."""
         return sum(x.size * x.dtype.itemsize for x in (self.data, self.scale, self.tensor_factor) if x is not None)
 
     @property
     def T(self) -> "Quantized":
-        """The transpose [k, rows]; only specs whose blocks are square have one."""
+        """The transpose [k, rows]; only for specs with square blocks."""
         if not self.spec.transposable:
             raise ValueError(f"{self.spec} has no transpose, its blocks are not square; quantize the transpose instead")
         rows, k = self.shape
@@ -118,54 +117,56 @@ class Quantized:
         return Quantized(data, self.scale.T, self.tensor_factor, self.amax, self.spec, (k, rows))
 
     def codes(self) -> Array:
-        """uint8 [rows, k], one code an element, every NaN as 0x7F."""
+        """Return one uint8 code per element [rows, k], with every NaN as 0x7F."""
         fmt = self.spec.format
         if fmt.packed:
             return unpack(self.data, self.shape[1])
         if fmt.name not in FLOAT8:
             return self.data
         codes = lax.bitcast_convert_type(self.data, jnp.uint8)
-        # Above infinity's code, or where E4M3 has none at 0x7F itself.
+        # NaN codes are those above infinity's; E4M3 has no infinity, and its NaN is 0x7F.
         last = (fmt.emax + fmt.bias << fmt.mantissa_bits) + (fmt.max_mantissa >> 23 - fmt.mantissa_bits)
         nan = lax.gt(lax.bitwise_and(codes, np.uint8(0x7F)), np.uint8(last if fmt.name == "e4m3" else last + 1))
         return where(nan, NAN_CODE, codes)
 
     def scales(self) -> Array:
-        """float32 decode scales [blocks of rows, blocks of k], both levels multiplied."""
+        """Return float32 decode scales [row blocks, k blocks], with both levels multiplied."""
         if self.spec.scale == "e8m0":
             bits = self.scale.astype(jnp.int32)
-            # Code 0 is 2**-127, whose float32 is subnormal: its mantissa holds the one bit. Code 255 is NaN.
+            # Code 0 is 2**-127, a float32 subnormal with one mantissa bit set. Code 255 is NaN.
             wide = where(lax.eq(bits, np.int32(255)), 0x7FC00000, lax.shift_left(bits, np.int32(23)))
             wide = where(lax.eq(bits, np.int32(0)), 0x00400000, wide)
             return lax.bitcast_convert_type(wide, jnp.float32)
         if self.spec.two_level:
             assert self.tensor_factor is not None
             blocks = lax.bitcast_convert_type(self.scale, jnp.float8_e4m3fn).astype(jnp.float32)
-            # Divided by one number for each: XLA would multiply by the reciprocal of a broadcast scalar.
+            # Broadcast the divisor behind a barrier: XLA would multiply by the reciprocal of a scalar.
             factor = lax.broadcast_in_dim(self.tensor_factor, blocks.shape, (0, 1))
             return lax.div(blocks, lax.optimization_barrier(factor))
         return self.scale
 
     def values(self, dtype: Any = jnp.float32) -> Array:
-        """[rows, k]: the data without the scales."""
+        """Return the data [rows, k] without the scales."""
         fmt = self.spec.format
-        # Without the barrier XLA on a GPU deletes a cast to FP8 and back, and the rounding with it; and wherever
-        # packing meets unpacking in one program, it computes every code again for each of its uses.
+        # Without the barrier, XLA on a GPU removes a cast to FP8 and back, and with it the rounding. Where packing and
+        # unpacking are in one program, it would recompute every code for each use.
         data = lax.optimization_barrier(self.data)
         if fmt.packed:
             return e2m1_values(unpack(data, self.shape[1]), dtype)
         return data.astype(dtype) if fmt.name in FLOAT8 else values_of(data, fmt, dtype)
 
     def dequantize(self) -> Array:
-        """float32 [rows, k]: data × scale. After a Hadamard these are the rotated values, as the GEMM sees them."""
+        """Return float32 [rows, k]: data × scale. After a Hadamard these are the rotated values, as the GEMM sees
+        them.
+        """
         return over_blocks(self.values(), self.scales(), self.spec.block)
 
 
 def as_bytes(kept: Any) -> Any:
-    """A pytree of operands as it lies between forward and backward: codes of eight bits as uint8.
+    """Convert the float8 codes in a pytree to uint8, for saving between forward and backward.
 
-    `jax.checkpoint` rounds a float that it keeps to its own type, by a rule of IEEE formats: E4M3's 256 to 448 would
-    become infinity.
+    `jax.checkpoint` rounds saved floats to their own type by IEEE rules, which would turn E4M3's 256 to 448 into
+    infinity.
     """
 
     def one(leaf: Any) -> Any:
@@ -175,7 +176,7 @@ def as_bytes(kept: Any) -> Any:
 
 
 def as_codes(kept: Any) -> Any:
-    """The operands that `as_bytes` was given."""
+    """Undo `as_bytes`."""
 
     def one(node: Any) -> Any:
         if not isinstance(node, Quantized) or node.spec.format.name not in FLOAT8:
@@ -189,7 +190,7 @@ _FLOAT8 = tuple(FLOAT8.values())
 
 
 def over_blocks(x: Array, factor: Array, block: Block) -> Array:
-    """x [rows, k] with the elements of each block multiplied by the block's factor."""
+    """Multiply the elements of each block of x [rows, k] by the block's factor."""
     rows, k = x.shape
     if x.size == 0:
         return x
@@ -201,7 +202,7 @@ def over_blocks(x: Array, factor: Array, block: Block) -> Array:
 
 
 def blocked(x: Array, block: Block) -> Array:
-    """A matrix that is not empty as [blocks of rows, rows, blocks of k, k], ragged edges padded with zeros."""
+    """Reshape a non-empty matrix to [row blocks, rows, k blocks, k], zero-padded."""
     rows, k = x.shape
     br, bk = _within(block[0], rows), _within(block[1], k)
     nr, nk = -(-rows // br), -(-k // bk)
@@ -209,19 +210,19 @@ def blocked(x: Array, block: Block) -> Array:
 
 
 def _within(block: int | None, length: Any) -> Any:
-    """The length of a block on an axis. An axis of symbolic length (`jax.export`) is padded to whole blocks."""
+    """Return the length of a block on an axis. An axis of symbolic length (`jax.export`) is padded to whole blocks."""
     if block is None:
         return length
     return min(block, length) if isinstance(length, int) else block
 
 
 def cut(x: Array, rows: int, k: int) -> Array:
-    """The first rows and columns of a matrix."""
+    """Return the first rows and columns of a matrix."""
     return x if x.shape == (rows, k) else lax.slice(x, (0, 0), (rows, k))
 
 
 def pack(codes: Array) -> Array:
-    """Two four-bit codes to a byte: uint8 [rows, k] to [rows, ceil(k / 2)]."""
+    """Pack two 4-bit codes per byte: uint8 [rows, k] to [rows, ceil(k / 2)]."""
     rows, k = codes.shape
     pairs = padded(codes, 0, k % 2).reshape(rows, (k + 1) // 2, 2)
     low, high = (lax.index_in_dim(pairs, i, 2, keepdims=False) for i in (0, 1))
@@ -229,7 +230,7 @@ def pack(codes: Array) -> Array:
 
 
 def unpack(packed: Array, k: int) -> Array:
-    """uint8 [rows, ceil(k / 2)] to one code an element, [rows, k]."""
+    """Unpack uint8 [rows, ceil(k / 2)] to one code per element, [rows, k]."""
     rows, half = packed.shape
     pairs = lax.broadcast_in_dim(packed, (rows, half, 2), (0, 1))
     shifts = lax.broadcast_in_dim(np.array([0, 4], np.uint8), (rows, half, 2), (2,))
@@ -238,10 +239,10 @@ def unpack(packed: Array, k: int) -> Array:
 
 
 def e2m1_values(codes: Array, dtype: Any) -> Array:
-    """E2M1 codes to their values: the bits of a bfloat16 are put together."""
+    """Return the values of E2M1 codes, built from bfloat16 bits."""
     code = codes.astype(jnp.uint16)
     magnitude = lax.bitwise_and(code, np.uint16(7))
-    # 1/2 is a subnormal of the format; the others are normal numbers with one bit of mantissa.
+    # 1/2 is a subnormal of the format; the others are normal numbers with one mantissa bit.
     normal = lax.add(lax.shift_left(magnitude, np.uint16(6)), np.uint16(0x3F00))
     bits = where(lax.eq(magnitude, np.uint16(1)), 0x3F00, normal)
     bits = where(lax.eq(magnitude, np.uint16(0)), 0, bits)
@@ -250,16 +251,15 @@ def e2m1_values(codes: Array, dtype: Any) -> Array:
 
 
 def values_of(codes: Array, fmt: Format, dtype: Any) -> Array:
-    """The values of a format's codes, one a byte, looked up."""
+    """Look up the values of a format's codes, one per byte."""
     return jnp.asarray(numerics.values(fmt)).astype(dtype)[codes.astype(jnp.int32)]
 
 
-# ---- given -----------------------------------------------------------------------------------------------
-# What users hand to a function, looked at before JAX does: what does not fit is told in a sentence.
+# ---- validation of user arguments, before JAX raises its own errors ----
 
 
 def array(where: str, argument: str, value: Any) -> Array:
-    """An array of real numbers, also from numpy or a Variable of NNX.
+    """Return value as an array of real numbers; accepts numpy arrays and NNX Variables.
 
     Raises:
         TypeError: it is something else.
@@ -277,7 +277,7 @@ def array(where: str, argument: str, value: Any) -> Array:
 
 
 def floating(where: str, dtype: Any) -> Any:
-    """A floating dtype. Raises: ValueError where it is none."""
+    """Return a floating-point dtype. Raises: ValueError if it is not one."""
     try:
         own = None if isinstance(dtype, (jax.Array, np.ndarray)) else jnp.dtype(dtype)
     except (TypeError, ValueError):
@@ -289,7 +289,7 @@ def floating(where: str, dtype: Any) -> Any:
 
 
 def state_of(where: str, state: Any) -> dict[str, Any]:
-    """A layer's state as a dict of its own; {} for None. Raises: TypeError where it is none."""
+    """Return a layer's state as a new dict; {} for None. Raises: TypeError if it is not a dict of arrays."""
     if state is None:
         return {}
     if not isinstance(state, Mapping) or not all(hasattr(leaf, "dtype") for leaf in state.values()):

@@ -1,7 +1,7 @@
-"""From a block's largest magnitude to its factor and scale, on the bits: the twin of `quaver.reference.numerics`.
+"""Encode factors and scales from block amaxes, computed on the bits; bit-compatible with `quaver.reference.numerics`.
 
-XLA rewrites divisions and products of constants, on a GPU it divides approximately, on a CPU it flushes subnormals:
-integers survive all of that, and what must be a float stands behind a barrier.
+XLA rewrites divisions and products with constants, divides approximately on a GPU, and flushes subnormals on a CPU.
+Integer operations are unaffected; barriers protect the floating-point ones.
 """
 
 import jax.numpy as jnp
@@ -16,9 +16,9 @@ from quaver.reference.numerics import FACTOR_EXPONENTS, FLT_MAX, TENSOR_EXPONENT
 
 
 def block_bits(x: Array, spec: QuantSpec) -> Array:
-    """Bits of the largest magnitude of each block of float32 x [rows, k]: int32 in the shape of the scales.
+    """Return the bits of each block's amax in float32 x [rows, k]: int32 in the shape of the scales.
 
-    Those of subnormals count as 0.
+    Subnormal amaxes count as 0.
     """
     shape = spec.blocks(*x.shape)
     if x.size == 0:
@@ -37,13 +37,13 @@ def _normal(bits: Array) -> Array:
 
 
 def given_bits(amax: Array | float, shape: tuple[int, int]) -> Array:
-    """The bits of an amax that was given, in the shape of the scales."""
+    """Return the bits of a provided amax, in the shape of the scales."""
     a = jnp.asarray(amax, jnp.float32)
     return _normal(magnitude_bits(jnp.broadcast_to(a.reshape(()), shape) if a.size == 1 else a.reshape(shape)))
 
 
 def factors(x: Array, spec: QuantSpec, amax: Array | float | None, factor: Array | float | None) -> "Factors":
-    """Encode factors and stored scales of the blocks of float32 x; see `quaver.reference.factors`."""
+    """Return encode factors and stored scales of the blocks of float32 x; see `quaver.reference.factors`."""
     shape = spec.blocks(*x.shape)
     if spec.scale == "unit":
         one = jnp.ones(shape, jnp.float32)
@@ -69,7 +69,7 @@ def factors(x: Array, spec: QuantSpec, amax: Array | float | None, factor: Array
     return e, scale, None, _float(measured) if spec.per_tensor else None
 
 
-#: Encode factors and stored scales, [blocks of rows, blocks of k]; a two-level tensor's factor and the amax, [1, 1].
+#: (encode factors, stored scales), [row blocks, k blocks]; (tensor factor of two-level scales, amax), [1, 1] or None.
 Factors = tuple[Array, Array, Array | None, Array | None]
 
 
@@ -85,13 +85,13 @@ def _two_level(blocks: Array, spec: QuantSpec, amax: Array | float | None) -> Fa
     small = where(lax.gt(wanted, np.float32(E4M3.max)), E4M3.max, wanted).astype(jnp.float8_e4m3fn)
     small = lax.optimization_barrier(small)
     code = lax.bitcast_convert_type(small, jnp.uint8)
-    # A look-up, so that nothing divides where the factor is a power of two.
+    # A table look-up, so that nothing is divided if the tensor factor is a power of two.
     one_by = jnp.asarray(_RECIPROCALS)[code]
     if spec.scale == "two_level":
         e = lax.mul(big, one_by)
     else:
         # Transformer Engine's order: 1 / (scale × (1 / factor)). XLA on a CPU would flush the reciprocal of a factor
-        # beyond 2**126, so it is taken of a smaller one.
+        # above 2**126, so a smaller factor is inverted.
         lower = where(lax.gt(big, np.float32(2.0**100)), lax.full_like(big, 2.0**-32), 1)
         inverse = lax.optimization_barrier(lax.div(np.float32(1), lax.mul(big, lower)))
         divided = lax.optimization_barrier(lax.mul(small.astype(jnp.float32), inverse))
@@ -103,7 +103,7 @@ def _two_level(blocks: Array, spec: QuantSpec, amax: Array | float | None) -> Fa
 
 
 def _reciprocals() -> np.ndarray:
-    """1 / value of the E4M3 codes 0..127, and 0 for that of zero."""
+    """Return 1 / value of the E4M3 codes 0..127, with 0 for zero."""
     values = magnitudes(E4M3)
     return np.concatenate([[0], np.float32(1) / values[1:]]).astype(np.float32)
 
@@ -112,15 +112,15 @@ _RECIPROCALS = _reciprocals()
 
 
 def encode_factor(bits: Array, fmt: Format, power_of_two: bool) -> Array:
-    """What data are multiplied by before rounding; 1 where the amax of these bits is 0, infinite or NaN.
+    """Return the encode factors for these amax bits; 1 if the amax is 0, infinite or NaN.
 
-    Exact if a power of two, else within an ulp of fmt.max / amax.
+    Exact for powers of two, else within an ulp of fmt.max / amax.
     """
     return two_to_the(exponent(bits, fmt.max)) if power_of_two else _ratio(fmt.max, bits)
 
 
 def exponent(bits: Array, most: float, bounds: tuple[int, int] = FACTOR_EXPONENTS) -> Array:
-    """The largest p within bounds with amax × 2**p <= most, from amax's bits; 0 where amax is 0 or not finite."""
+    """Return the largest p within bounds with amax × 2**p <= most, from amax's bits; 0 if amax is 0 or not finite."""
     mantissa, e = np.frexp(np.float32(most))
     top_mantissa = int((2 * mantissa - 1) * 2**23)
     binade = lax.shift_right_arithmetic(lax.add(bits, np.int32(0x7FFFFF - top_mantissa)), np.int32(23))
@@ -129,12 +129,12 @@ def exponent(bits: Array, most: float, bounds: tuple[int, int] = FACTOR_EXPONENT
 
 
 def usable(bits: Array) -> Array:
-    """Where an amax defines a factor: finite, normal and so not zero."""
+    """Return True where an amax defines an encode factor: finite and normal, hence not zero."""
     return lax.bitwise_and(lax.ge(bits, SMALLEST_NORMAL_BITS), lax.lt(bits, INFINITY_BITS))
 
 
 def reciprocal(e: Array) -> Array:
-    """1 / e for normal e; of a power of two on its bits, for a GPU divides approximately."""
+    """Return 1 / e for normal e; powers of two are inverted on the bits, because a GPU divides approximately."""
     bits = lax.bitcast_convert_type(e, jnp.int32)
     exact = lax.bitcast_convert_type(lax.sub(np.int32(254 << 23), bits), jnp.float32)
     mantissa = lax.bitwise_and(bits, np.int32(0x7FFFFF))
@@ -145,7 +145,7 @@ def reciprocal(e: Array) -> Array:
 def _ratio(most: float, bits: Array) -> Array:
     defined = usable(bits)
     amax = _float(where(defined, bits, 0x3F800000))
-    # Behind a barrier XLA cannot cancel it against the reciprocal that follows.
+    # A barrier keeps XLA from cancelling it against the reciprocal that follows.
     e = lax.optimization_barrier(lax.div(np.float32(most), amax))
     e = lax.clamp(np.finfo(np.float32).tiny, e, np.float32(FLT_MAX))
     return where(defined, e, 1)

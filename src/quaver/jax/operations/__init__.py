@@ -1,1 +1,1 @@
-"""quantize, dequantize and matmul, their lowering, and where arrays are sharded; no derivative and no layer."""
+"""quantize, dequantize and matmul on arrays, their lowering per platform, and their sharding."""

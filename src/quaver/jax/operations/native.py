@@ -1,12 +1,12 @@
-"""How a GEMM of two quantized operands is lowered, platform by platform.
+"""Lowering of a GEMM of two quantized operands for each platform.
 
-CPU: every E4M3, E5M2 and E2M1 value is a bfloat16 value, also after multiplying by a power of two or by an E4M3 scale,
-and the product of two of them is exact in float32: so a bfloat16 GEMM with float32 sums adds up exactly the products
+CPU: every E4M3, E5M2 and E2M1 value is exact in bfloat16, also when multiplied by a power of two or an E4M3 scale. The
+product of two such values is exact in float32. So a bfloat16 GEMM with float32 accumulation sums exactly the products
 that the recipe defines.
 
-CUDA: FP8 operands go straight into `dot_general`, which XLA turns into an FP8 GEMM; a pair of casts before it would be
-deleted, and the FP8 GEMM with it. Blocks of MXFP8 and NVFP4 go into XLA's block-scaled dot, which is native from
-Blackwell on. Other blocks are emulated there as on a CPU.
+CUDA: FP8 operands are passed to `dot_general` directly, which XLA lowers to an FP8 GEMM; XLA would remove a pair of
+casts before it, and with it the FP8 GEMM. Blocks of MXFP8 and NVFP4 use XLA's block-scaled dot, which is native from
+Blackwell on. Other blocks are emulated as on a CPU.
 """
 
 import warnings
@@ -27,18 +27,18 @@ from quaver.recipes.spec import QuantSpec
 NT = (((1,), (1,)), ((), ()))
 
 NO_DERIVATIVE = (
-    "quaver.jax.matmul: operands that are quantized have no derivative. quaver.jax.linear, dot_general and grouped_dot "
-    "have gradients of their own; for a value that is to count as a constant, multiply jax.lax.stop_gradient(operand)"
+    "quaver.jax.matmul: quantized operands have no derivative. quaver.jax.linear, dot_general and grouped_dot "
+    "have gradients of their own; to treat a value as a constant, multiply jax.lax.stop_gradient(operand)"
 )
 
-#: The largest block scale of a row is folded in as 2**TOP: products stay below float32's largest, and what underflows
-#: is smaller by 2**-166.
+#: The largest block scale of a row is normalized to 2**TOP before it is applied: products stay finite in float32, and
+#: values that underflow are smaller by 2**-166.
 TOP = 40
 
 
 @partial(jax.jit, static_argnames=("dtype", "fast_accum"))
 def matmul(a: Quantized, b: Quantized, bias: Array | None, *, dtype: Any, fast_accum: bool) -> Array:
-    """a [m, k] @ b [n, k].T + bias."""
+    """Return a [m, k] @ b [n, k].T + bias."""
     a, b = constant(NO_DERIVATIVE, (a, b))
     (m, k), n = a.shape, b.shape[0]
     if m * k * n == 0:
@@ -52,7 +52,7 @@ def matmul(a: Quantized, b: Quantized, bias: Array | None, *, dtype: Any, fast_a
 
 
 def on_cuda(a: QuantSpec, b: QuantSpec) -> str:
-    """How CUDA runs a GEMM of operands with these specs: "fp8", "block-scaled" or "emulated"."""
+    """Return how CUDA runs a GEMM of operands with these specs: "fp8", "block-scaled" or "emulated"."""
     if a.format.name in FLOAT8 and b.format.name in FLOAT8 and a.block[1] is b.block[1] is None:
         return "fp8"
     return "block-scaled" if _hardware_block(a) == _hardware_block(b) != "" else "emulated"
@@ -60,11 +60,12 @@ def on_cuda(a: QuantSpec, b: QuantSpec) -> str:
 
 @cache
 def tell(kind: str, a: QuantSpec, b: QuantSpec, capability: str | None) -> None:
-    """Warn, once for each pair of specs, that a GPU multiplies them in high precision, and say why.
+    """Warn, once per pair of specs, if a GPU multiplies them in high precision, and say why.
 
     Args:
         kind: from `on_cuda`.
-        capability: of the GPU, such as "9.0"; None where it is not NVIDIA's.
+        a, b: specs of the operands.
+        capability: compute capability such as "9.0"; None for a GPU that is not NVIDIA's.
     """
     if capability is None:
         why = "FP8 GEMMs are lowered for CUDA only"
@@ -81,14 +82,14 @@ def tell(kind: str, a: QuantSpec, b: QuantSpec, capability: str | None) -> None:
 
 
 def _hardware_block(spec: QuantSpec) -> str:
-    """The block-scaled type of NVIDIA's that an operand has, or ""."""
+    """Return NVIDIA's block-scaled type of an operand, "mxfp8" or "nvfp4", or ""."""
     if spec.scale == "e8m0" and spec.format.name in FLOAT8 and spec.block[1] == 32:
         return "mxfp8"
     return "nvfp4" if spec.two_level and spec.block[1] == 16 else ""
 
 
 def _on_cuda(a: Quantized, b: Quantized, bias: Array | None, *, dtype: Any, fast_accum: bool) -> Array:
-    # Scales that are powers of two may be applied after the one rounding, which then is the GEMM's own.
+    # Power-of-two scales can be applied after the GEMM's own rounding, which is then the only one.
     exact = bias is None and all(q.spec.scale not in ("fp32", "two_level_fp32") for q in (a, b))
     out = dtype if exact and dtype == jnp.bfloat16 else jnp.float32
     y, s, t = _fp8(a, b, out, fast_accum) if on_cuda(a.spec, b.spec) == "fp8" else _block_scaled(a, b, out)
@@ -110,17 +111,17 @@ def _finish(y: Array, bias: Array | None, dtype: Any) -> Array:
 
 
 def _fp8(a: Quantized, b: Quantized, out: Any, fast_accum: bool) -> tuple[Array, Array, Array]:
-    """The product of the data, and the scale of each row of a and of each row of b."""
+    """Return the GEMM of the data, and the scales of each row of a and of b."""
     precision = lax.Precision.DEFAULT if fast_accum else lax.Precision.HIGHEST
     y = lax.dot_general(a.data, b.data, NT, precision=precision, preferred_element_type=out)
     return y, rows_of(a.scales(), a.spec, a.shape[0]), rows_of(b.scales(), b.spec, b.shape[0]).T
 
 
 def _block_scaled(a: Quantized, b: Quantized, out: Any) -> tuple[Array, Array, Array]:
-    """The product with the blocks' scales in it, and what is left: 1 / each tensor's factor."""
+    """Return the GEMM with block scales applied, and the remaining factors: 1 / tensor factor of each operand."""
     operands = [x[None] for x in (*_blocks(a), *_blocks(b))]
     product = _scaled_matmul(out)(*operands)[0]
-    # Under shard_map the result forgets over which axes of the mesh it varies.
+    # Under shard_map the result loses the mesh axes over which it varies.
     axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in operands))
     lost = tuple(sorted(axes - jax.typeof(product).manual_axis_type.varying))
     return lax.pcast(product, lost, to="varying") if lost else product, _tensor_scale(a), _tensor_scale(b)
@@ -128,8 +129,10 @@ def _block_scaled(a: Quantized, b: Quantized, out: Any) -> tuple[Array, Array, A
 
 @cache
 def _scaled_matmul(out: Any) -> Callable[..., Array]:
-    """`jax.nn.scaled_matmul` of [batch, m, k], [batch, n, k] and their scales; its own vmap takes only operands that
-    are all batched."""
+    """Return a batchable `jax.nn.scaled_matmul` of [batch, m, k], [batch, n, k] and their scales.
+
+    Its own vmap rule requires all operands to be batched.
+    """
 
     @custom_vmap
     def multiply(a: Array, s: Array, b: Array, t: Array) -> Array:
@@ -147,7 +150,7 @@ def _scaled_matmul(out: Any) -> Callable[..., Array]:
 
 
 def _blocks(q: Quantized) -> tuple[Array, Array]:
-    """Data [rows, k] and scales [rows, k / block] in the types that XLA's block-scaled dot takes."""
+    """Return data [rows, k] and scales [rows, k / block] in the dtypes of XLA's block-scaled dot."""
     (rows, k), block = q.shape, q.spec.block[1]
     assert block is not None
     padding = -k % block
@@ -167,9 +170,9 @@ def _tensor_scale(q: Quantized) -> Array:
 
 
 def decoded(q: Quantized) -> tuple[Array, Array]:
-    """The operand [rows, k] with the scales of its blocks in it, and the scale of each row, [rows, 1], or of all.
+    """Return the operand [rows, k] with block scales applied, and the scale of each row [rows, 1] or of the tensor.
 
-    In bfloat16, or in float32 where the scales of blocks are no powers of two.
+    The operand is bfloat16, or float32 if block scales are not powers of two.
     """
     spec = q.spec
     dtype = jnp.float32 if spec.scale == "fp32" and spec.block[1] is not None else jnp.bfloat16
@@ -188,7 +191,7 @@ def decoded(q: Quantized) -> tuple[Array, Array]:
 
 
 def rows_of(scale: Array, spec: QuantSpec, rows: int) -> Array:
-    """A scale for each block of rows to one for each row; a single one for the tensor stays."""
+    """Expand scales of row blocks to one per row; a single scale per tensor stays."""
     if spec.block[0] is None or spec.block[0] == 1:
         return scale
     (blocks, k), each = scale.shape, min(spec.block[0], max(rows, 1))
@@ -196,10 +199,10 @@ def rows_of(scale: Array, spec: QuantSpec, rows: int) -> Array:
 
 
 def scaled(y: Array, s: Array, t: Array) -> Array:
-    """y [m, n] × s × t in an order that leaves the range of y's dtype only if the result does.
+    """Return y [m, n] × s × t, in an order in which no intermediate overflows unless the result does.
 
     Args:
-        y: float32, or bfloat16 where both scales are powers of two; or several such, [batch, m, n].
+        y: float32, or bfloat16 if both scales are powers of two; may have a batch axis [batch, m, n].
         s: float32 [m, 1] or [1, 1], with as many axes as y.
         t: float32 [1, n] or [1, 1], likewise.
     """
@@ -211,7 +214,9 @@ def scaled(y: Array, s: Array, t: Array) -> Array:
 
 
 def _split(s: Array) -> tuple[Array, Array]:
-    """Mantissa in [1, 2) and exponent. NaN stays; a scale that is no normal number, which XLA's CPU flushes, is 0."""
+    """Return mantissa in [1, 2) and exponent. NaN stays; a zero or subnormal scale, which XLA's CPU flushes, has
+    mantissa 0.
+    """
     bits = lax.bitcast_convert_type(s, jnp.int32)
     fraction = lax.bitwise_and(bits, np.int32(0x7FFFFF))
     mantissa = lax.bitcast_convert_type(lax.bitwise_or(fraction, np.int32(0x3F800000)), jnp.float32)

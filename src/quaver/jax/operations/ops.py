@@ -1,4 +1,4 @@
-"""quantize, dequantize and matmul: the operations that every JAX layer is made of, on arrays and `Quantized`."""
+"""quantize, dequantize and matmul: the operations on arrays and `Quantized` that every JAX layer uses."""
 
 from functools import partial
 from typing import Any
@@ -17,8 +17,8 @@ from quaver.recipes.text import instance
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 NO_DERIVATIVE = (
-    "quaver.jax.quantize: rounding has no derivative. quaver.jax.linear, dot_general and grouped_dot have gradients of "
-    "their own; for a value that is to count as a constant, quantize jax.lax.stop_gradient(x)"
+    "quaver.jax.quantize: rounding has no derivative. quaver.jax.linear, dot_general and grouped_dot have "
+    "gradients of their own; to treat a value as a constant, quantize jax.lax.stop_gradient(x)"
 )
 
 
@@ -33,37 +33,36 @@ def quantize(
     count: Array | int = 0,
     place: Place | None = None,
 ) -> Quantized:
-    """Quantize one GEMM operand: data = round_to(x × e), scale = 1 / e, a factor e for each block.
+    """Quantize one GEMM operand: data = round_to(x × e), scale = 1 / e, with an encode factor e per block.
 
     Args:
-        x: [rows, k] in float32, bfloat16 or float16, the axis that the GEMM sums over last. A `Quantized` of this
-            spec is returned as it is.
-        spec: how.
-        amax: [blocks of rows, blocks of k], or the tensor's [1, 1] for two-level scales, or one number; None measures
-            it.
-        factor: the encode factor of delayed scaling, in place of the one that amax implies; 0 is unset.
-        seed: 64 bits, a Python int: the key of stochastic rounding's Philox stream.
-        tensor_id, count: of that stream.
-        place: (first row, first column, columns of the whole) where x is a piece of an operand, as under shard_map:
-            it then draws what the whole would have drawn.
+        x: [rows, k] in float32, bfloat16 or float16, with the contraction axis last. A `Quantized` with this spec is
+            returned unchanged.
+        spec: how to quantize.
+        amax: [row blocks, k blocks], or the tensor's [1, 1] for two-level scales, or one number; None measures it.
+        factor: encode factor of delayed scaling, which replaces the one that amax implies; 0 means unset.
+        seed: 64-bit Python int, the key of stochastic rounding's Philox stream.
+        tensor_id, count: further inputs of that stream.
+        place: (first row, first column, columns of the whole) if x is a shard of an operand, as under shard_map; it
+            then uses the random numbers of its part of the whole.
     Returns:
-        A block whose amax (measured or given) is infinite or NaN has scale NaN.
+        The quantized operand. A block whose amax (measured or passed) is infinite or NaN has scale NaN.
     Raises:
-        ValueError: x is no matrix, has another dtype, or is quantized by another spec.
-        NotImplementedError: its derivative is asked for: see `linear`.
-    Exact: the bits of `quaver.reference.quantize`, eager and under jit. Bounded where scales are no powers of two:
-        they are within an ulp, codes within a step, and subnormals (scales too) count as 0 on a CPU. Rotated operands
-        have an exception (`quaver.jax.numerics.rounding.rotate`).
+        ValueError: x is not a matrix, has another dtype, or is quantized with another spec.
+        NotImplementedError: its derivative is requested; see `linear`.
+    Exact: the bits of `quaver.reference.quantize`, eager and under jit. Bounded if scales are not powers of two: scales
+        within an ulp, codes within a step, and subnormals (also scales) count as 0 on a CPU. Rotated operands have an
+        exception (`quaver.jax.numerics.rounding.rotate`).
     """
     instance("quantize", "spec", spec, QuantSpec, "quaver.recipes.get('mxfp8').fprop.a")
     if isinstance(x, Quantized):
         if x.spec != spec:
-            raise ValueError(f"the operand is quantized as {x.spec} and {spec} was asked for; dequantize() it first")
+            raise ValueError(f"the operand is quantized as {x.spec}, but {spec} is required; dequantize() it first")
         return x
     own, x = getattr(x, "dtype", None), array("quantize", "x", x)
     if x.ndim != 2:
         raise ValueError(f"an operand is a matrix [rows, k]; this one has shape {x.shape}: reshape it first")
-    # An array of numpy in float64 would have become float32 by itself.
+    # A float64 numpy array would have become float32 implicitly.
     if own not in DTYPES:
         raise ValueError(f"an operand is float32, bfloat16 or float16, not {own}; convert it first")
     static("seed", seed, "let tensor_id or count differ instead")
@@ -76,9 +75,11 @@ def quantize(
 
 
 def static(what: str, number: object, instead: str) -> None:
-    """Refuse an array where a program is made for one number. Raises: ValueError."""
+    """Raise ValueError if an array is passed where a static Python int is required."""
     if not isinstance(number, int):
-        raise ValueError(f"{what} is a Python int, known when jit traces, and this is {number!r}; {instead}")
+        raise ValueError(
+            f"{what} must be a Python int that is known when jit traces, and this is {number!r}; {instead}"
+        )
 
 
 def _numbers(spec: QuantSpec, x: Array, amax: Any, factor: Any, tensor_id: Any, count: Any) -> None:
@@ -90,7 +91,7 @@ def _numbers(spec: QuantSpec, x: Array, amax: Any, factor: Any, tensor_id: Any, 
     if amax is not None and jnp.size(amax) != 1 and jnp.shape(amax) != wanted:
         raise ValueError(f"quantize: amax has shape {jnp.shape(amax)}; give one number, or {wanted}")
     if factor is not None and jnp.size(factor) != 1:
-        raise ValueError(f"quantize: factor has shape {jnp.shape(factor)}; give one number, of the whole tensor")
+        raise ValueError(f"quantize: factor has shape {jnp.shape(factor)}; give one number for the whole tensor")
 
 
 def _word(x: Array | int) -> Array:
@@ -112,7 +113,8 @@ def _quantize(
 ) -> Quantized:
     x, amax, factor = constant(NO_DERIVATIVE, (x, amax, factor))
     if spec.hadamard or spec.rounding == "stochastic":
-        # What made x (its transpose, say) is not computed again for the amax and for the data; nor are random numbers.
+        # Barrier: keep XLA from recomputing x's producer, such as a transpose, for both amax and data; likewise the
+        # noise.
         x = lax.optimization_barrier(x)
     x = rotate(x) if spec.hadamard else widen(x)
     rows, k = x.shape
@@ -129,10 +131,10 @@ def _quantize(
 
 
 def _once(packed: Array, tensor_factor: Array) -> Array:
-    """Packed codes that are computed once, though what unpacks them may be compiled with them.
+    """Return packed codes so that they are computed once, even if their unpacking is compiled into the same program.
 
-    XLA's fusions for CPUs reach through optimization barriers, and would work out each code four times. They end at a
-    conditional; a tensor's factor is never 0, but no compiler knows that.
+    XLA's CPU fusions cross optimization barriers and would compute each code four times. They stop at a conditional: a
+    tensor factor is never 0, but the compiler does not know that.
     """
 
     def fenced(packed: Array, tensor_factor: Array) -> Array:
@@ -145,7 +147,7 @@ def _once(packed: Array, tensor_factor: Array) -> Array:
 
 
 def dequantize(q: Quantized) -> Array:
-    """float32 [rows, k]: data × scale; after a Hadamard the rotated values, as the GEMM sees them. Exact."""
+    """Return float32 [rows, k]: data × scale; after a Hadamard the rotated values, as the GEMM sees them. Exact."""
     instance("dequantize", "q", q, Quantized, "quaver.jax.quantize(x, spec)")
     return q.dequantize()
 
@@ -153,16 +155,16 @@ def dequantize(q: Quantized) -> Array:
 def matmul(
     a: Quantized, b: Quantized, dtype: Any = jnp.float32, bias: Array | None = None, *, fast_accum: bool = False
 ) -> Array:
-    """a [m, k] @ b [n, k].T + bias [n], accumulated in float32, scaled, rounded once to dtype.
+    """Compute a [m, k] @ b [n, k].T + bias [n], accumulated in float32, scaled, and rounded once to dtype.
 
     Args:
-        a, b: quantized operands that share k.
+        a, b: quantized operands with the same k.
         dtype: of the output: float32, bfloat16 or float16.
         bias: added in float32.
-        fast_accum: let a GPU accumulate faster and coarser where it can.
+        fast_accum: let a GPU accumulate faster and less precisely if it can.
     Raises:
-        ValueError: the operands do not share k, or dtype is none of the three.
-    Bounded: on a CPU relative RMS below 1e-6 of float64 on the same operands for float32 output.
+        ValueError: k differs, or dtype is none of the three.
+    Bounded: on a CPU, relative RMS below 1e-6 of float64 on the same operands for float32 output.
     """
     for what, operand in (("a", a), ("b", b)):
         instance("matmul", what, operand, Quantized, "quaver.jax.quantize(x, spec)")

@@ -1,15 +1,15 @@
-"""Amaxes, noise and gradients of layers whose arrays are sharded.
+"""Amaxes, noise and gradients of layers with sharded arrays, and all-gathers in quantized form.
 
-Under `jit` every array is whole: an amax is the whole tensor's by itself, and there is nothing to do. Under
-`jax.shard_map` arrays are pieces; over which mesh axes they vary is part of their types, and that says which axis of
-the GEMM each mesh axis cuts:
+Under `jit` every array is whole, so amaxes are those of whole tensors and nothing is needed. Under `jax.shard_map`
+arrays are shards. Their types say over which mesh axes they vary. That determines which GEMM axis each mesh axis
+shards:
 
     in x and not in w    tokens      (data and sequence parallel)
     in w and not in x    outputs     (column parallel)
     in both              K           (row parallel)
 
-So amaxes agree over the pieces, noise depends on an element's place in the whole, and gradients are summed over just
-the axes that their parameter does not vary over.
+So amaxes are reduced over the shards, noise depends on an element's position in the whole, and gradients are summed
+over exactly the axes over which their parameter does not vary.
 """
 
 import math
@@ -28,11 +28,11 @@ from quaver.jax.numerics.scaling import block_bits
 from quaver.jax.operations.ops import quantize
 from quaver.recipes.spec import QuantSpec
 
-# ---- sharding --------------------------------------------------------------------------------------------
+# ---- sharded GEMMs ----
 
 
 class GemmMeshAxes(NamedTuple):
-    """Mesh axes that cut the three axes of a linear layer's GEMMs, each in the mesh's order."""
+    """Mesh axes that shard the three axes of a linear layer's GEMMs, each in the mesh's order."""
 
     tokens: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()
@@ -40,13 +40,13 @@ class GemmMeshAxes(NamedTuple):
 
 
 def varying(*arrays: Any) -> frozenset[str]:
-    """The mesh axes over which any of these arrays (or pytrees of them) differs from shard to shard."""
+    """Return the mesh axes over which any of these arrays or pytrees varies."""
     types = [jax.typeof(leaf) for leaf in jax.tree.leaves(arrays)]
     return frozenset().union(*(t.manual_axis_type.varying for t in types))
 
 
 def ordered(axes: Iterable[str]) -> tuple[str, ...]:
-    """Mesh axes in the mesh's order."""
+    """Return mesh axes in the mesh's order."""
     chosen = set(axes)
     return tuple(axis for axis in jax.sharding.get_abstract_mesh().axis_names if axis in chosen) if chosen else ()
 
@@ -54,21 +54,25 @@ def ordered(axes: Iterable[str]) -> tuple[str, ...]:
 def axes_of(
     x: Any, w: Any, state: Any = None, gathered_x: str | None = None, gathered_w: str | None = None
 ) -> GemmMeshAxes:
-    """How a linear layer is cut, from the types of what it is given.
+    """Return how a linear layer's GEMMs are sharded, from the types of its arguments.
 
-    An axis over which the layer's state varies separates layers, such as the stages of a pipeline, and cuts nothing;
-    nor does one over which x or w is gathered first.
+    A mesh axis over which the state varies separates layers, such as pipeline stages, and does not count. Neither does
+    one over which x or w is gathered first.
+
+    Args:
+        x, w, state: arguments of the layer.
+        gathered_x, gathered_w: mesh axes over which x and w are gathered, or None.
     Raises:
-        ValueError: inside a shard_map that does not keep track (check_vma=False).
+        ValueError: inside a shard_map without type tracking (check_vma=False), or in pmap.
     """
     manual = jax.sharding.get_abstract_mesh().manual_axes
     if not manual:
         return GemmMeshAxes()
     if any(not varying(lax.axis_index(axis)) for axis in manual):
         raise ValueError(
-            "a quantized layer runs in jax.pmap, or in a shard_map with check_vma=False, where nothing tells which "
-            "arrays are pieces of a whole, so that its scales would differ from shard to shard; in place of pmap use "
-            "jax.jit with sharded arrays (jax.sharding.NamedSharding), or jax.shard_map with check_vma left at True"
+            "a quantized layer runs in jax.pmap, or in a shard_map with check_vma=False, where it cannot know "
+            "which arrays are shards, so its scales would differ between shards; instead of pmap use jax.jit with "
+            "sharded arrays (jax.sharding.NamedSharding), or jax.shard_map with check_vma=True"
         )
     own = varying(state)
     a, b = varying(x) - own - {gathered_x}, varying(w) - own - {gathered_w}
@@ -86,14 +90,15 @@ def quantize_piece(
     tensor_id: int = 0,
     count: Array | int = 0,
 ) -> Quantized:
-    """`quantize` for a shard [rows, k] of an operand that mesh axes cut: the codes and scales of the whole's part.
+    """`quantize` for a shard [rows, k] of an operand; returns that part of the whole's codes and scales.
 
     Args:
         x: the shard.
-        rows, k: the mesh axes that cut each of its axes.
+        spec: how to quantize.
+        rows, k: mesh axes that shard each of its axes.
+        factor, seed, tensor_id, count: as for `quantize`.
     Raises:
-        ValueError: a shard's edge lies within a block.
-    Exact.
+        ValueError: a shard ends within a block. Exact.
     """
     if isinstance(x, Quantized) or not (rows or k):
         return quantize(x, spec, factor=factor, seed=seed, tensor_id=tensor_id, count=count)
@@ -112,8 +117,10 @@ def quantize_piece(
 
 
 def shared_amax(x: Array, spec: QuantSpec, rows: tuple[str, ...], k: tuple[str, ...]) -> Array | None:
-    """The largest magnitudes of the whole operand's blocks that reach over shards, [1, 1] or [rows, 1] or [1, k]; None
-    where every block lies within one."""
+    """Return the amaxes of blocks that span shards, reduced over the shards: [1, 1], [rows, 1] or [1, k].
+
+    None if every block lies within one shard.
+    """
     if spec.scale == "unit":
         return None
     over = (rows if spec.two_level or spec.block[0] is None else ()) + (
@@ -124,7 +131,7 @@ def shared_amax(x: Array, spec: QuantSpec, rows: tuple[str, ...], k: tuple[str, 
     bits = block_bits(rotate(x) if spec.hadamard else widen(x), spec)
     if spec.two_level:
         bits = largest(bits, (0, 1))
-    # As integers, so that a NaN anywhere is seen everywhere.
+    # Reduce as integers, so that NaN propagates.
     return lax.bitcast_convert_type(lax.pmax(bits, over), jnp.float32)
 
 
@@ -133,19 +140,20 @@ def _refuse_cuts(shape: tuple[int, ...], spec: QuantSpec, rows: tuple[str, ...],
     for axes, size, width, what in ((rows, shape[0], widths[0], "rows"), (k, shape[1], widths[1], "columns")):
         if axes and width is not None and size % width:
             raise ValueError(
-                f"{spec} shares a scale among {width} {what}, and mesh axes {axes} cut the operand into shards of "
-                f"{size}: make the shard a multiple of {width}, shard another axis, or use a recipe with other blocks"
+                f"{spec} shares a scale among {width} {what}, and mesh axes {axes} divide the operand into shards "
+                f"of {size}: make the shard a multiple of {width}, shard another axis, or use a recipe with other "
+                "blocks"
             )
 
 
 def sum_like(gradient: Array, primal: Any) -> Array:
-    """A gradient summed over the mesh axes that its primal does not vary over: there every shard has the same one."""
+    """Sum a gradient over the mesh axes over which its primal does not vary, so that every shard has the same."""
     axes = ordered(varying(gradient) - varying(primal))
     return lax.psum(gradient, axes) if axes else gradient
 
 
 def max_like(x: Array, like: Array) -> Array:
-    """The maximum of x over the mesh axes that `like` does not vary over, with the type of `like`."""
+    """Return the maximum of x over the mesh axes over which `like` does not vary, with the type of `like`."""
     axes = ordered(varying(x) - varying(like))
     x = lax.pmax(x, axes) if axes else x
     more = ordered(varying(like) - varying(x))
@@ -153,19 +161,22 @@ def max_like(x: Array, like: Array) -> Array:
 
 
 def spec_of(x: Any) -> tuple[Any, ...]:
-    """The sharding that an array's type gives for each axis on a mesh with explicit axes; for a quantized operand,
-    that of its codes [rows, k] as they lie."""
+    """Return the sharding of each axis from an array's type, on a mesh with explicit axes; for a `Quantized`, of its
+    codes.
+    """
     leaf = jax.typeof(jax.tree.leaves(x)[0])
     return (*leaf.sharding.spec, *[None] * leaf.ndim)[: leaf.ndim]
 
 
 def shardings_inferred(function: Callable[..., Array], x: Any, out: tuple[Any, ...]) -> Callable[..., Array]:
-    """The function with shardings left to the compiler inside it, on a mesh whose axes are explicit.
+    """Wrap a function so that shardings inside are left to the compiler, on a mesh with explicit axes.
 
-    Blocks and flattened axes have no sharding that a type could express.
+    The types cannot express the sharding of blocks and flattened axes.
+
     Args:
+        function: the function.
         x: one of its arguments, whose type knows the mesh.
-        out: the output's sharding by axis; a mesh axis that comes twice counts once.
+        out: sharding of the output by axis; a mesh axis that occurs twice counts once.
     """
     mesh = jax.typeof(jax.tree.leaves(x)[0]).sharding.mesh
     if AxisType.Explicit not in mesh.axis_types:
@@ -181,23 +192,22 @@ def shardings_inferred(function: Callable[..., Array], x: Any, out: tuple[Any, .
     )
 
 
-# ---- gather ----------------------------------------------------------------------------------------------
-# Gathering operands in eight bits: a shard is quantized where it lies, and codes and scales travel.
+# ---- all-gather of operands in quantized form ----
 #
-# Fully sharded weights (FSDP) and activations sharded along the sequence (SP) are gathered before they are multiplied.
-# Gathered afterwards in high precision they would cost two to four times the traffic; the codes are the same either
-# way, for scales agree over the shards first. Backward gathers again, so that what is kept for it is a shard too, and
-# each gradient is scattered as it is summed.
+# Fully sharded weights (FSDP) and activations sharded along the sequence (SP) are gathered before the GEMM. Each shard
+# is quantized, and codes and scales are gathered. Gathering in high precision would take two to four times the traffic
+# for the same codes, since scales are reduced over the shards first. Backward gathers again, so that only shards are
+# saved, and each gradient is reduce-scattered.
 
 
 @dataclass(frozen=True)
 class ShardedOperand:
-    """An operand that lies sharded over a mesh axis and is to be whole on it when it is multiplied.
+    """An operand that is sharded over a mesh axis and gathered, in quantized form, before the GEMM.
 
     Args:
-        axis: the mesh axis to gather over.
-        sharding: how the operand lies, x [..., K] or w [K, N]: a PartitionSpec that names the axis, or a NamedSharding
-            of one. Inside shard_map, of the whole array, as in `in_specs`.
+        axis: mesh axis to gather over.
+        sharding: sharding of the operand, x [..., K] or w [K, N]: a PartitionSpec that names the axis, or a
+            NamedSharding of one. Inside shard_map it is that of the whole array, as in `in_specs`.
     """
 
     axis: str
@@ -206,8 +216,8 @@ class ShardedOperand:
     def __post_init__(self) -> None:
         if not isinstance(self.axis, str) or not isinstance(self.sharding, (PartitionSpec, NamedSharding)):
             raise TypeError(
-                f"Gather takes the name of a mesh axis and a PartitionSpec or NamedSharding that names it, not "
-                f"{self.axis!r} and {self.sharding!r}"
+                "ShardedOperand takes the name of a mesh axis and a PartitionSpec or NamedSharding that names it, "
+                f"not {self.axis!r} and {self.sharding!r}"
             )
 
     @property
@@ -215,25 +225,25 @@ class ShardedOperand:
         return self.sharding.spec if isinstance(self.sharding, NamedSharding) else self.sharding
 
     def position(self, ndim: int) -> int:
-        """Which axis of the operand is cut."""
+        """Return which axis of the operand is sharded."""
         for position, names in enumerate(tuple(self.spec)[:ndim]):
             if self.axis in _names(names):
                 return position
         raise ValueError(
-            f"Gather({self.axis!r}, {self.spec}): the spec says nothing of that axis; give the one the operand has"
+            f"Gather({self.axis!r}, {self.spec}): the spec does not name that axis; give the operand's own spec"
         )
 
 
 class ShardPlacement(NamedTuple):
-    """Where the shards of a matrix lie in the whole matrix."""
+    """Position of the shards of a matrix in the whole matrix."""
 
     gather: ShardedOperand
-    #: The axis of the matrix that is cut.
+    #: Axis of the matrix that is sharded.
     axis: int
-    #: The axes of the operand that were flattened into it, as they are in a shard, and which of them is cut.
+    #: Shape (of a shard) of the operand's axes that were flattened into it, and which of them is sharded.
     lead: tuple[int, ...]
     position: int
-    #: The entries of the PartitionSpec for the matrix' axes.
+    #: PartitionSpec entries for the matrix's axes.
     entries: tuple[Any, Any]
 
     @property
@@ -242,7 +252,7 @@ class ShardPlacement(NamedTuple):
 
 
 def along_weight(gather: ShardedOperand | None, w: Any) -> ShardPlacement | None:
-    """How w [K, N] is gathered."""
+    """Return how w [K, N] is gathered, or None."""
     if gather is None:
         return None
     position, shape = gather.position(2), w.shape
@@ -252,7 +262,7 @@ def along_weight(gather: ShardedOperand | None, w: Any) -> ShardPlacement | None
 
 
 def along_input(gather: ShardedOperand | None, x: Any) -> ShardPlacement | None:
-    """How x [..., K] is gathered as the matrix [T, K]."""
+    """Return how x [..., K] is gathered as a matrix [T, K], or None."""
     if gather is None:
         return None
     shape, ndim = x.shape, len(x.shape)
@@ -261,8 +271,8 @@ def along_input(gather: ShardedOperand | None, x: Any) -> ShardPlacement | None:
     entries = (*tuple(gather.spec), *[None] * ndim)[:ndim]
     if position == ndim - 1:
         raise ValueError(
-            f"Gather({gather.axis!r}, {gather.spec}) cuts x along K, which the GEMM sums over: shard w alike and leave "
-            "out the gather"
+            f"Gather({gather.axis!r}, {gather.spec}) shards x along K, which the GEMM sums over: shard w in the "
+            "same way and leave out the gather"
         )
     others = [entry for i, entry in enumerate(entries[:-1]) if i != position]
     if not _manual(gather) and (any(others) or any(n > 1 for n in shape[:position])):
@@ -276,7 +286,9 @@ def along_input(gather: ShardedOperand | None, x: Any) -> ShardPlacement | None:
 def cut_by(
     along: ShardPlacement | None, rows: tuple[str, ...], k: tuple[str, ...]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The mesh axes that cut a matrix' axes before it is gathered, from those that still do afterwards."""
+    """Add the mesh axis of the gather to the mesh axes that shard a matrix after it, for the matrix before the
+    gather.
+    """
     if along is None or not _manual(along.gather):
         return rows, k
     own = (along.gather.axis,)
@@ -284,20 +296,20 @@ def cut_by(
 
 
 def whole(q: Quantized | Array, along: ShardPlacement | None) -> Any:
-    """The operand gathered: codes and scales, or the array where it is not quantized."""
+    """Return the gathered operand: codes and scales, or the array if it is not quantized."""
     if along is None:
         return q
     if not isinstance(q, Quantized):
         return _gathered(q, along)
-    # As bytes: XLA on a CPU would send float8 as float16.
+    # Gather bytes: XLA on a CPU would send float8 as float16.
     data = lax.bitcast_convert_type(_gathered(lax.bitcast_convert_type(q.data, jnp.uint8), along), q.data.dtype)
-    # A block that reaches over all shards has the same scale on each.
+    # A block that spans all shards has the same scale on each.
     scale = q.scale if q.spec.block[along.axis] is None else _gathered(q.scale, along)
     return Quantized(data, scale, q.tensor_factor, q.amax, q.spec, whole_shape(q.shape, along))
 
 
 def whole_shape(shape: tuple[int, int], along: ShardPlacement | None) -> tuple[int, int]:
-    """The shape of the matrix that a shard becomes."""
+    """Return the shape of a matrix after the gather, from that of a shard."""
     if along is None or not _manual(along.gather):
         return shape
     size = lax.axis_size(along.gather.axis)
@@ -305,7 +317,7 @@ def whole_shape(shape: tuple[int, int], along: ShardPlacement | None) -> tuple[i
 
 
 def whole_lead(lead: tuple[int, ...], along: ShardPlacement | None) -> tuple[int, ...]:
-    """The leading axes of x that a shard's become."""
+    """Return the leading axes of x after the gather, from those of a shard."""
     if along is None or not _manual(along.gather):
         return lead
     size = lax.axis_size(along.gather.axis)
@@ -313,7 +325,7 @@ def whole_lead(lead: tuple[int, ...], along: ShardPlacement | None) -> tuple[int
 
 
 def piece(gradient: Array, along: ShardPlacement | None) -> Array:
-    """This shard's part of a whole gradient, summed over the axis where the shards have parts of the sum."""
+    """Return this shard's part of a gradient, reduced over the mesh axis if shards hold partial sums."""
     if along is None:
         return gradient
     gather = along.gather
@@ -339,7 +351,7 @@ def _gathered(a: Array, along: ShardPlacement) -> Array:
 
 
 def _unflattened(a: Array, along: ShardPlacement) -> tuple[Array, int]:
-    """The matrix with the axes before the cut one apart, so that the shards lie one after the other along it."""
+    """Unflatten the axes before the sharded one, so that shards are contiguous along it."""
     other, before = a.shape[1 - along.axis], along.lead[: along.position]
     if a.shape[along.axis] % max(math.prod(before), 1):
         raise ValueError(
@@ -357,7 +369,7 @@ def _flattened(view: Array, along: ShardPlacement) -> Array:
 def _constrained(a: Array, along: ShardPlacement, entries: tuple[Any, ...]) -> Array:
     sharding = along.gather.sharding
     mesh = sharding.mesh if isinstance(sharding, NamedSharding) else jax.sharding.get_abstract_mesh()
-    # Scales of few blocks do not divide, and matter little.
+    # Scales of few blocks may not divide by the mesh axis; they are small, so leave them unsharded.
     divides = [
         n % math.prod(mesh.shape[axis] for axis in _names(e)) == 0 for n, e in zip(a.shape, entries, strict=True)
     ]

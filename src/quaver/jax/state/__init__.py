@@ -1,6 +1,6 @@
-"""What recipes remember between steps, as plain pytrees, and the recipe in force; no layer.
+"""State of recipes between steps as plain pytrees, and the recipe in force.
 
-This page shows the state's functions, `quaver.jax.state.buffers`: `init`, `split`, `join`, `merge` and their kin.
+The functions are documented in `quaver.jax.state.buffers`: `init`, `split`, `join`, `merge` and others.
 """
 
 from quaver.jax.state.buffers import (

@@ -1,7 +1,7 @@
-"""Which recipe is in force: `autocast` sets it, and `recipe_in_force` gives it to a layer.
+"""The recipe in force: `autocast` sets it, and layers read it with `recipe_in_force`.
 
-A function reads the recipe while it is traced, and the recipe is part of jit's cache key: JAX traces the function again
-under another recipe and never reuses it.
+A function reads the recipe while it is traced. The recipe is part of jit's cache key, so JAX traces the function again
+under another recipe.
 """
 
 import weakref
@@ -14,7 +14,7 @@ import jax
 from quaver import recipes
 from quaver.recipes.spec import Recipe
 
-# ---- context ---------------------------------------------------------------------------------------------
+# ---- recipe context ----
 
 
 class _Ambient(NamedTuple):
@@ -26,16 +26,16 @@ _context = jax.make_user_context(default_value=_Ambient())
 
 
 class autocast(ContextDecorator):
-    """Run the layers inside under a recipe; layers with a recipe of their own keep it.
+    """Run the layers inside under a recipe; layers with their own recipe keep it.
 
-    It is for the forward pass: backward uses what forward used. A jitted function may be called inside it or may
-    contain it.
+    It only needs to surround the forward: backward uses what the forward used. A jitted function may be called inside
+    it or contain it.
 
     Args:
         recipe: a name from `quaver.recipes.RECIPES` or a Recipe.
-        enabled: False switches quantization off inside, also for layers with their own recipe.
+        enabled: False disables quantization inside, also for layers with their own recipe.
     Raises:
-        ValueError: unknown recipe, or none given.
+        ValueError: unknown recipe, or none.
     """
 
     def __init__(self, recipe: str | Recipe | None = None, *, enabled: bool = True) -> None:
@@ -60,34 +60,32 @@ class autocast(ContextDecorator):
 
 
 def recipe_in_force(own: str | Recipe | None = None) -> Recipe | None:
-    """A layer's own recipe, else the innermost autocast's, else none; none where autocast(enabled=False) rules."""
+    """Return the layer's own recipe, else the innermost autocast's, else None; None under autocast(enabled=False)."""
     active_context = _context.value
     if active_context.disabled:
         return None
     return active_context.recipe if own is None else recipes.get(own)
 
 
-# ---- uses ------------------------------------------------------------------------------------------------
-# How many calls read one layer's state in one step: autodiff would add up the states that it returns for them.
+# ---- number of calls that read a layer's state in one step, whose state gradients autodiff would sum ----
 #
-# A state that is traced is an object; the calls that get the same one are counted beside it, and a backward rule that
-# is about to be traced looks at the count. What is counted is not part of any computation, and goes when the object
-# does.
+# A traced state is an object. Calls that receive the same object are counted, and the backward rule checks the count
+# when it is traced. The counter is not part of the computation and is freed with the object.
 
 _seen: "dict[int, tuple[weakref.ref[Any], StateReads]]" = {}
 
 
 class StateReads:
-    """How many calls read one state."""
+    """Counter of the calls that read one state."""
 
     count = 0
 
 
 def uses_of(state: Any) -> StateReads:
-    """Count one more call that reads this state."""
+    """Count one more call that reads this state, and return its counter."""
     leaf = next(iter(jax.tree.leaves(state)), None)
     if not isinstance(leaf, jax.core.Tracer):
-        # A value is not what is differentiated.
+        # Only tracers are differentiated, so other values are not counted.
         return StateReads()
     known, uses = _seen.get(id(leaf), (None, None))
     if known is None or uses is None or known() is not leaf:

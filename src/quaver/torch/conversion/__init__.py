@@ -1,1 +1,1 @@
-"""Converts models: `convert`, reports, Hugging Face models, quantized weights and export."""
+"""Whole-model conversion: `convert`, reports, Hugging Face models, quantized weights and export."""

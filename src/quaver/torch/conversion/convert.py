@@ -1,7 +1,7 @@
-"""Turn the layers of any model that multiply by a weight into quantized ones, in place, and back.
+"""Convert the linear layers of any model to quantized ones in place, and revert them.
 
-A layer keeps its identity: only its class changes, so that hooks, attributes, training mode, tied weights, shared
-instances and parametrizations are what they were.
+A layer keeps its identity: only its class changes. Hooks, attributes, training mode, tied weights, shared instances and
+parametrizations stay as they were.
 """
 
 import warnings
@@ -43,14 +43,13 @@ from quaver.torch.state.history import amax, scaling_step
 from quaver.torch.state.layer_state import LayerState, recomputing
 from quaver.torch.state.noise import fresh_count, name_streams
 
-# ---- attention modules -----------------------------------------------------------------------------------
-# The attention of a model that `convert` gives recipes, and the attention that it cannot reach.
+# ---- attention modules ----
 
 Module = TypeVar("Module", bound=nn.Module)
 
 
 def instances(model: nn.Module, kind: type[Module]) -> list[tuple[Module, list[str]]]:
-    """Each module of a class once, with all its names."""
+    """Return each module of a class once, with all names under which the model has it."""
     modules: dict[int, tuple[Module, list[str]]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, kind):
@@ -59,7 +58,7 @@ def instances(model: nn.Module, kind: type[Module]) -> list[tuple[Module, list[s
 
 
 def others(model: nn.Module) -> dict[str, int]:
-    """Modules of other classes that are attention by their name, the innermost ones, counted by class."""
+    """Count, by class, the innermost modules that are attention by class name but not `DotProductAttention`."""
     return Counter(type(module).__name__ for module in model.modules() if _named(module) and not _holds_another(module))
 
 
@@ -68,11 +67,11 @@ def _named(module: nn.Module) -> bool:
 
 
 def _holds_another(module: nn.Module) -> bool:
-    """True if a module inside attends, one of ours or of another class."""
+    """Return True if a submodule computes attention, be it Quaver's or another class."""
     return any(isinstance(part, DotProductAttention) or _named(part) for part in module.modules() if part is not module)
 
 
-# ---- conversion ------------------------------------------------------------------------------------------
+# ---- conversion ----
 
 
 def convert(
@@ -84,34 +83,35 @@ def convert(
     head: bool = False,
     blocks: bool | Blocks = False,
 ) -> Report:
-    """Convert every layer that the rules name, in place, and give every `DotProductAttention` its recipe.
+    """Convert every layer that the rules select, in place, and set the recipe of every `DotProductAttention`.
 
-    Layers are nn.Linear and its subclasses that compute the same, transformers' Conv1D, the projections that
-    nn.MultiheadAttention holds, and stacked experts of transformers; not PEFT's adapters. With a delayed recipe the
-    model rolls its histories at the start of its own forward, unless an autocast around it has done so, or where its
-    layers run after a backward if its forward is not called. Convert the module that DistributedDataParallel wraps,
-    before wrapping it.
+    Layers are nn.Linear and its subclasses with the same forward, transformers' Conv1D, the projections of
+    nn.MultiheadAttention, and stacked experts of transformers, but not PEFT's adapters. With a delayed recipe the model
+    rolls its histories at the start of its own forward, unless an enclosing autocast has already done so. If its
+    forward is not called, its layers roll them when they run after a backward. With DistributedDataParallel, convert
+    the module before you wrap it.
 
     Args:
-        model: any module; itself an nn.Linear too.
-        recipe: a recipe or its name for all, or `Rules`, or the dict that `Rules` takes.
-            A layer that has this recipe already keeps its state. Whether attention is quantized is the recipe's choice;
-            a rule with sizes sees the features of all heads, of queries and of values, and those of an expert.
-        skip: patterns of names to leave alone, such as "*.mlp.gate", and filters of layers such as
-            `quaver.rules.unprofitable("h100")`: a list of them, or one filter. Experts go by the names of the module
-            and of its parameters. A layer that was converted before keeps its recipe.
-        seed: of stochastic rounding.
-        head: True converts output heads too, tied or not; a rule whose pattern names one does so for that one.
-        blocks: True has our blocks compute the norms, MLPs, attention and mixers of the model that they compute alike,
-            in place and under every recipe, and so does a `Blocks` that says which; `skip` leaves out by name. False
-            changes nothing about what blocks compute.
+        model: any module; it may itself be an nn.Linear.
+        recipe: a recipe or recipe name for all layers, or `Rules`, or the dict that `Rules` takes. A layer that already
+            has this recipe keeps its state. The recipe says if attention is quantized. A rule with size limits is
+            applied to an attention module's total features over all heads, of queries and of values, and to the
+            features of one expert.
+        skip: name patterns to leave alone, such as "*.mlp.gate", and filters of layers such as
+            `quaver.rules.unprofitable("h100")`: a list of them, or one filter. Patterns match experts by the name of
+            their module and of its parameters. A layer that was converted before keeps its recipe.
+        seed: seed of stochastic rounding.
+        head: True also converts output heads, tied or not. A rule whose pattern names a head converts that head anyway.
+        blocks: True replaces the norms, MLPs, attention and mixers of the model by Quaver's blocks where they compute
+            the same, in place and under every recipe. A `Blocks` selects which ones; `skip` excludes modules by name.
+            False replaces no blocks.
     Returns:
-        What was converted, what was not and why, the shares of parameters and FLOPs, and the patterns that matched
-        nothing. A layer that the model holds under several names is matched by any of them and listed under the first.
-        A share below half of what the caller did not leave out warns, as do patterns that fit no name and histories of
-        another recipe that are dropped.
+        A report: converted layers, reasons for the others, shares of parameters and FLOPs, and patterns that matched
+        nothing. A layer with several names is matched by any of them and listed under the first. It warns if less than
+        half of the parameters not excluded by the caller are converted, if a pattern fits no name, and if histories of
+        another recipe are dropped.
     Raises:
-        ValueError: an unknown recipe, before anything is changed.
+        ValueError: unknown recipe; raised before anything is changed.
     """
     instance("convert", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
     blocks = Blocks() if blocks is True else blocks
@@ -139,9 +139,10 @@ def convert(
 
 
 def revert(model: nn.Module) -> list[str]:
-    """Give all that was converted its old class back; weights stay, state of recipes goes. Returns the layers' names.
+    """Restore the original class of every converted module and return the names of the layers.
 
-    Weights that exist only in eight bits are dequantized; attention has no recipe of its own any more.
+    Weights stay; the state of recipes is dropped. Weights that are stored quantized are dequantized. Each
+    `DotProductAttention` loses its own recipe.
     """
     instance("revert", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
     names = []
@@ -164,7 +165,7 @@ def revert(model: nn.Module) -> list[str]:
     return names
 
 
-#: Attributes that convert adds to a layer, and one that torchao's call of it does.
+#: Attributes that `convert` adds to a layer, and "linear_mm_config", which torchao's conversion adds.
 OWN = ("recipe", "seed", "qualified_name", "_state", "linear_mm_config")
 
 
@@ -174,11 +175,11 @@ LITTLE = (
 )
 
 
-# Which layers are converted.
+# ---- which layers are converted ----
 
 
 class _ModuleConverter:
-    """Decides about each module of a model once, converts it, and reports it."""
+    """Visits each module of a model once: selects its recipe, converts it, and adds it to the report."""
 
     def __init__(
         self,
@@ -190,15 +191,15 @@ class _ModuleConverter:
         report: Report,
     ) -> None:
         self.choice, self.chosen, self.seed, self.report = choice, chosen, seed, report
-        #: Layers that only a rule that names them converts, and why.
+        #: Layers that are converted only if a rule names them, such as output heads, and the reason.
         self.policy = policy
-        #: Parameters that some layer's row counts.
+        #: Ids of the parameters that are already counted in some row.
         self.seen: set[int] = set()
-        #: Modules that were converted, and those in them whose parameters they multiply by.
+        #: Converted modules, and their submodules whose weights they use.
         self.reached: set[nn.Module] = set()
-        #: Why a layer whose weight its parent reads is left alone.
+        #: Layers that are left alone because their parent reads the weight without calling them, and the reason.
         self.inside: dict[nn.Module, str] = {}
-        #: Layers whose state of another recipe was dropped.
+        #: Names of layers whose state from another recipe was dropped.
         self.lost: list[str] = []
         self.runs = Implementations()
         self.config = getattr(model, "config", None)
@@ -214,7 +215,7 @@ class _ModuleConverter:
         runs = recipe or kept
         if isinstance(module, nn.MultiheadAttention) and (runs is None or not runs.quantizes):
             self.inside[module.out_proj] = "nn.MultiheadAttention reads its weight without calling it"
-        # Before the class changes: a parametrization's weights are asked of the old one.
+        # Read weights before the class changes: the original class evaluates a parametrized weight.
         weights = [p for p in kind.weights(module) if id(p) not in self.seen]
         if recipe is None:
             why += f"; it keeps {kept}" if kept is not None else ""
@@ -229,7 +230,9 @@ class _ModuleConverter:
         self._row(module, kind, names[0], weights, recipe, why, by_choice)
 
     def _decide(self, module: nn.Module, kind: LinearMatcher, names: list[str]) -> tuple[Recipe | None, str, bool]:
-        """The recipe of a module, or None, why, and whether its owner's choice or a policy is the reason."""
+        """Return the recipe of a module or None, the reason for None, and True if the user or a policy is the
+        reason.
+        """
         asked = [*names, *(f"{n}.{p}".lstrip(".") for n in names for p in _parameter_names(module, kind))]
         sizes = kind.sizes(module)
         rule, why = self.choice.decide(asked, *sizes)
@@ -278,7 +281,7 @@ class _ModuleConverter:
         )
 
     def _count_others(self, module: nn.Module, name: str) -> None:
-        """Count what GEMMs read in a module that is not reached."""
+        """Count the parameters that GEMMs read in a module that `convert` does not reach."""
         weights = [p for p in gemm_parameters(module) if id(p) not in self.seen and module not in self.reached]
         if not weights:
             return
@@ -288,17 +291,17 @@ class _ModuleConverter:
         total = sum(size for size, _ in sizes)
         self.report.chosen_parameters += left
         self.report.unreached_parameters += total - left
-        why = "left out by name" if left == total else f"{type(module).__name__} reads it in a forward of its own"
+        why = "left out by name" if left == total else f"{type(module).__name__} overrides forward and reads it there"
         self.report.rows.append(ReportRow(name, type(module).__name__, None, "", total, 2.0 * total, 0.0, why))
 
 
 def _parameter_names(module: nn.Module, kind: LinearMatcher) -> list[str]:
-    """Of experts, which go by them too."""
+    """Return the parameter names of an experts module, which rules may match too; an empty list for other modules."""
     return [name for name, _ in module.named_parameters()] if kind.experts(module) else []
 
 
 def _others(model: nn.Module, reached: set[nn.Module]) -> dict[str, int]:
-    """Modules that hold a matrix and were not converted, nn.Linear apart, counted by class."""
+    """Count, by class, the unconverted modules other than nn.Linear that own a matrix."""
     return Counter(
         type(module).__name__
         for module in model.modules()
@@ -309,18 +312,18 @@ def _others(model: nn.Module, reached: set[nn.Module]) -> dict[str, int]:
 
 
 def _warn(model: nn.Module, choice: ConversionRules, walk: _ModuleConverter, report: Report) -> None:
-    """Say what is likely not meant, before a run is spent on it."""
+    """Warn about likely mistakes: dropped state, patterns without a match, and a conversion that reaches little."""
     if walk.lost:
         others = f", and that of {len(walk.lost) - 1} other layers" if len(walk.lost) > 1 else ""
         warnings.warn(
-            f"convert gives {walk.lost[0] or '(root)'} another recipe, and what the one before has recorded is dropped"
-            f"{others}: histories and counts start fresh",
+            f"convert changes the recipe of {walk.lost[0] or '(root)'} and drops the state of the previous "
+            f"one{others}: histories and counts start fresh",
             stacklevel=3,
         )
     names = [*(name for name, _ in model.named_modules(remove_duplicate=False)), *dict(model.named_parameters())]
     unknown = choice.unknown(names)
     if unknown:
-        warnings.warn(f"no layer has a name that fits {', '.join(map(repr, unknown))}", stacklevel=3)
+        warnings.warn(f"no layer has a name that matches {', '.join(map(repr, unknown))}", stacklevel=3)
     if not report.converted and not report.attention and not any(row.block for row in report.blocks):
         warnings.warn(f"convert changed nothing:\n{report}", stacklevel=3)
     elif report.other_attention and not report.attention:
@@ -329,11 +332,11 @@ def _warn(model: nn.Module, choice: ConversionRules, walk: _ModuleConverter, rep
         warnings.warn(f"{LITTLE}:\n{report}", stacklevel=3)
 
 
-# One layer: its class and its attributes.
+# ---- conversion of one layer ----
 
 
 def _convert_layer(module: nn.Module, kind: LinearMatcher, recipe: Recipe, name: str, seed: int) -> bool:
-    """Convert a layer; True if state that another recipe has recorded was dropped."""
+    """Convert one layer; return True if recorded state of another recipe was dropped."""
     if not isinstance(module, Quantizable):
         exchange(module, kind.over(module))
         state = module.__dict__["_state"] = LayerState()
@@ -347,7 +350,7 @@ def _convert_layer(module: nn.Module, kind: LinearMatcher, recipe: Recipe, name:
     module.__dict__.update(recipe=recipe, seed=seed, qualified_name=name)
     count = module._buffers.get("count")
     if count is not None:
-        # The noise goes by the name from here on, and no longer by a number.
+        # From now on the noise stream is derived from the layer's name instead of a running number.
         count[..., 2] = fresh_count(module)[..., 2]
     amax.register(module)
     name_streams(module)
@@ -356,7 +359,7 @@ def _convert_layer(module: nn.Module, kind: LinearMatcher, recipe: Recipe, name:
 
 
 def _recorded(module: Quantizable) -> bool:
-    """Whether a layer's history holds anything."""
+    """Return True if the layer's amax history has a nonzero entry."""
     history = module._buffers.get("history")
     return history is not None and not history.is_meta and bool(history.any())
 
@@ -364,7 +367,7 @@ def _recorded(module: Quantizable) -> bool:
 def _convert_attention(
     model: nn.Module, choice: ConversionRules, chosen: Mapping[ModuleRule, Recipe | None], report: Report
 ) -> None:
-    """Give attention the recipe of the rule that its name fits, and report what is quantized by it and what is not."""
+    """Set each attention module's recipe from the rule that matches its name, and report which ones are quantized."""
     for module, names in instances(model, DotProductAttention):
         features, of_values = (module.heads * size for size in module.head_dim)
         rule, _ = choice.decide(names, features, of_values)
@@ -377,14 +380,14 @@ def _convert_attention(
         report.other_attention = others(model)
 
 
-# What the model around the layers needs.
+# ---- hooks and switches of the model around the layers ----
 
-#: What DistributedDataParallel reads to know which buffers it need not broadcast.
+#: Attribute that lists the buffers that DistributedDataParallel does not broadcast.
 DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
-#: What transformers' `save_pretrained` reads to know which names of the state dict it leaves out of the folder. Where a
-#: version lacks it, the folder has what recipes add; with `state_dict=plain_state_dict(model)` it has not.
+#: Attribute that lists the state-dict keys that transformers' `save_pretrained` does not write. In a version without
+#: it, the saved folder contains the keys that recipes add, unless you pass `state_dict=plain_state_dict(model)`.
 FOLDER_IGNORES = "_keys_to_ignore_on_save"
-#: In eval mode these read the weights of the layers in them without calling them, unless this attribute is false.
+#: Modules that in eval mode read the weights of their layers without calling them if this attribute is true.
 FAST_PATHS = {nn.TransformerEncoder: "use_nested_tensor", nn.TransformerEncoderLayer: "activation_relu_or_gelu"}
 
 #: Models that roll their own histories.
@@ -392,9 +395,9 @@ _roots: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 class RollHistories:
-    """A root's forward pre-hook: ends a step of delayed scaling, as entering an outermost autocast would."""
+    """Forward pre-hook of a root model that rolls the histories, as entering the outermost autocast would."""
 
-    #: True within `one_step`.
+    #: True inside `one_step`, where the hook does nothing.
     quiet = False
 
     def __call__(self, module: nn.Module, args: Any) -> None:
@@ -403,14 +406,14 @@ class RollHistories:
 
 
 def end_step(model: nn.Module) -> None:
-    """What a converted root's own forward does first, for a wrapper that knows where a step begins and calls parts."""
+    """Roll the histories of a converted root model, for a wrapper that calls its parts instead of its forward."""
     if active_context.now[2] == 0 and torch.is_grad_enabled() and not recomputing():
         scaling_step.roll_root(with_history(model))
 
 
 @contextmanager
 def one_step(model: nn.Module) -> Iterator[None]:
-    """End a step of delayed scaling, and have the root's forward end none within: a backward does."""
+    """Roll the histories once on entry, and disable the root's forward hook inside; backward marks the next step."""
     end_step(model)
     hooks = [hook for hook in model._forward_pre_hooks.values() if isinstance(hook, RollHistories)]
     for hook in hooks:
@@ -423,15 +426,17 @@ def one_step(model: nn.Module) -> Iterator[None]:
 
 
 def with_history(model: nn.Module) -> list[nn.Module]:
-    """The layers that keep a history of amaxes."""
+    """Return the layers that have an amax history."""
     return [m for m in model.modules() if isinstance(m, Quantizable) and "history" in m._buffers]
 
 
 def _settle(model: nn.Module) -> None:
-    """Make the hooks and switches around the layers fit what the layers now are."""
+    """Update hooks, DDP's and transformers' ignore lists and fast-path switches after layers were converted or
+    reverted.
+    """
     for module in model.modules():
         for key, hook in list(module._forward_pre_hooks.items()):
-            # The outermost converted model rolls: a part of it that is called twice in a step must not roll between.
+            # Only the outermost model rolls: a submodule that is called twice in a step must not roll in between.
             if isinstance(hook, RollHistories):
                 del module._forward_pre_hooks[key]
         _roots.discard(module)
@@ -444,13 +449,13 @@ def _settle(model: nn.Module) -> None:
         _roots.add(model)
     _ignore_histories(model)
     for module in model.modules():
-        # A model that transformers calls quantized is written by its quantizer.
+        # transformers' quantizer, not this list, controls saving a model with `is_quantized`.
         if isinstance(module.__dict__.get(FOLDER_IGNORES), set) and not module.__dict__.get("is_quantized"):
             _keep_out_of_folders(module)
 
 
 def _switch_off(module: nn.Module, switch: str, off: bool) -> None:
-    """Set an attribute to False and remember what it was, or give it back."""
+    """Set an attribute to False and save its value, or restore the saved value."""
     attributes = module.__dict__
     if off and "_before_convert" not in attributes:
         attributes["_before_convert"] = attributes.get(switch, False)
@@ -460,9 +465,11 @@ def _switch_off(module: nn.Module, switch: str, off: bool) -> None:
 
 
 def _ignore_histories(model: nn.Module) -> None:
-    """Keep DDP from overwriting what each rank has recorded with rank 0's; what the user ignores stays ignored.
+    """Add the state buffers to DDP's ignore list so that rank 0 does not overwrite each rank's own; keep the user's
+    entries.
 
-    Members that have tokens on one rank alone have drawn there alone: a count that goes back would draw again.
+    Noise counts are added only for layers with several members, such as experts. Members may have tokens on one rank
+    only, and a count that was reset would repeat the noise.
     """
     layers = [(name, m) for name, m in model.named_modules() if kind_of(m) is not None]
     members = {m for _, m in layers if getattr(m.__dict__.get("_state"), "members", ())}
@@ -477,9 +484,9 @@ def _ignore_histories(model: nn.Module) -> None:
 
 
 def _keep_out_of_folders(model: nn.Module) -> None:
-    """Make the folder that a model of transformers saves itself to that of the unconverted one, in names."""
+    """Exclude the state buffers from `save_pretrained`, so that the folder has the keys of the unconverted model."""
     layers = [(name, m) for name, m in model.named_modules(remove_duplicate=False) if kind_of(m) is not None]
-    # Its class has made this set for the model alone, and copies have their own.
+    # The class makes this set per instance, and copies of the model have their own.
     ignored: set[str] = getattr(model, FOLDER_IGNORES)
     for name, module in layers:
         names = {f"{name}.{buffer}".lstrip(".") for buffer in STATE}

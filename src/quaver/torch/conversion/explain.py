@@ -1,4 +1,6 @@
-"""Which implementation runs for each GEMM and quantization of a layer and for attention, and why the others do not."""
+"""`explain`: which implementation runs for each quantization and GEMM of a layer and for attention, and why not
+another.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -29,20 +31,20 @@ from quaver.torch.state.context import recipe_in_force
 
 @dataclass(frozen=True)
 class ExplanationRow:
-    """One quantization or GEMM."""
+    """One quantization or GEMM of a layer."""
 
     what: str
-    #: The spec, or how the GEMM accumulates.
+    #: Spec of the quantized operand, or how the GEMM accumulates.
     how: str
-    #: The implementation that runs.
+    #: Name of the implementation that runs.
     runs: str
-    #: (implementation, why not) of those before it.
+    #: (implementation, reason) for each implementation with higher priority that does not support the call.
     passed_over: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """The result of `explain`; an interpreter, a notebook and print show a table."""
+    """Result of `explain` for one layer; its repr is a table in an interpreter, in a notebook and in print."""
 
     recipe: Recipe | None
     rows: tuple[ExplanationRow, ...]
@@ -64,7 +66,7 @@ class Explanation:
 
 
 class Explanations(dict[str, Explanation | AttentionExplanation]):
-    """What `explain` says of each part of a module, by its name."""
+    """Result of `explain` for a module: one explanation per layer, by name."""
 
     def __repr__(self) -> str:
         return "\n".join(f"{name or '(root)'}\n{explanation}" for name, explanation in self.items())
@@ -93,29 +95,30 @@ def explain(layer: nn.Module, x: Tensor) -> Explanations: ...
 @overload
 def explain(layer: Callable[..., Tensor], x: Tensor, *rest: Tensor, recipe: str | Recipe | None) -> Explanation: ...
 def explain(layer: Any, x: Tensor, *rest: Tensor, **options: Any) -> Any:
-    """Say what a forward and backward of this layer on x would run; nothing is computed.
+    """Show which implementations a forward and backward of this layer on x would run, without computing anything.
 
     An interpreter and a notebook show the result as a table; a script prints it: `print(explain(layer, x))`.
 
     Args:
-        layer: a `quaver.torch.Linear` or `GroupedLinear`; a `DotProductAttention`; or a module that holds some, such as
-            a `TransformerLayer`, of which each is explained under its name as if it saw as many tokens as x has; or the
-            function `grouped_matmul`, with its arguments.
-        x: an input [..., in_features]; only its dtype, shape and device matter. Of a whole model also its tokens, an
-            integer tensor [batch, sequence]. Of a DotProductAttention: q, then
-            k and v, and mask, bias, cu_seqlens and mask_type by name, as its forward takes them.
+        layer: a `quaver.torch.Linear`, a `GroupedLinear`, a `DotProductAttention`, the function `grouped_matmul`, or a
+            module that contains such layers, such as a `TransformerLayer`. Of a module, each layer is explained under
+            its name, as if its input had as many tokens as x.
+        x: an input [..., in_features]; only its dtype, shape and device matter. For a whole model it may also be token
+            ids, an integer tensor [batch, sequence]. For a DotProductAttention it is q.
+        rest: k and v of a DotProductAttention; the other arguments of `grouped_matmul`.
+        options: mask, bias, cu_seqlens and mask_type of a DotProductAttention's forward; keyword arguments of
+            `grouped_matmul`.
     Returns:
-        An `Explanation`; an `AttentionExplanation` of a DotProductAttention; a dict of both, by name, of a module that
-        holds some.
+        An `Explanation`; for a DotProductAttention an `AttentionExplanation`; for a module a dict of both by name.
     Raises:
-        ValueError: a layer that is none of these and holds none.
+        ValueError: the layer is none of these and contains none of them.
     """
     if isinstance(layer, DotProductAttention):
         return _attention(layer, x, *rest, **options)
     if layer is grouped_matmul:
         return _grouped(x, *rest, **options)
     if rest or options:
-        raise ValueError(f"explain takes a {type(layer).__name__} and its input x, and nothing else")
+        raise ValueError(f"explain takes only a {type(layer).__name__} and its input x, no other arguments")
     if isinstance(layer, GroupedLinear):
         return _grouped_layer(layer, x)
     return _linear(layer, x) if isinstance(layer, Linear) else _module(layer, x)
@@ -135,7 +138,10 @@ def _linear(layer: Linear, x: Tensor) -> Explanation:
 
 
 def _emulated_at_once(recipe: Recipe, operands: dict[str, Tensor]) -> bool:
-    """True if kernels write a layer's operands as bf16 values, for the GEMMs that the GPU lacks, in place of codes."""
+    """Return True if kernels write a layer's operands as bf16 values instead of codes.
+
+    This is the fast emulation of GEMMs that the GPU does not have.
+    """
     x, w = operands["input"], operands["weight"]
     if ops.no_kernels(x) or x.dtype is not w.dtype or not recipe.quantizes:
         return False
@@ -147,7 +153,7 @@ def _emulated_at_once(recipe: Recipe, operands: dict[str, Tensor]) -> bool:
 
 
 def _as_values(row: ExplanationRow) -> ExplanationRow:
-    """A row of a layer that is emulated so."""
+    """Rewrite a row for a layer whose operands are emulated as bf16 values."""
     if row.what.endswith(" GEMM"):
         return replace(row, how="float32 accumulation of bf16 values")
     how = row.how.partition(", the codes of")
@@ -158,14 +164,14 @@ def _as_values(row: ExplanationRow) -> ExplanationRow:
 def _grouped(
     x: Tensor, weight: Tensor, offsets: Tensor, *, bias: Any = None, recipe: Any = None, **_: Any
 ) -> Explanation:
-    """Of groups that are alike, a row for each operand of one, and for each GEMM as it runs for all."""
+    """Explain a `grouped_matmul` call: one row per operand of one group, and one per GEMM over all groups."""
     in_force = recipe_in_force(None if recipe is None else recipes.get(recipe))
     check(x, weight, offsets, bias, in_force)
     return _groups(x, (weight.shape[0], *weight.shape[1:]), weight.dtype, offsets, in_force)
 
 
 def _grouped_layer(layer: GroupedLinear, x: Tensor) -> Explanation:
-    """The same of a layer, as if each of its groups saw as many tokens."""
+    """Explain a `GroupedLinear`, assuming an equal number of tokens per group."""
     recipe, rows = recipe_in_force(layer.recipe), x.new_empty(x.shape[:-1].numel(), layer.in_features)
     offsets = torch.zeros(layer.groups, dtype=torch.int32, device=x.device)
     dtype = torch.float32 if layer.weight_spec is not None else layer.weight.dtype
@@ -185,7 +191,7 @@ def _groups(
     if recipe is not None:
         dtype, (groups, n, k) = _dtype(x), shape
         each = -(-x.shape[0] // max(groups, 1))
-        # Nothing reads them: one element stands for a large operand.
+        # No values are read: one expanded element represents a large operand.
         one, of_weight = (torch.empty(1, dtype=d, device=x.device) for d in (x.dtype, weight_dtype))
         straight = {
             "input": one.expand(each, k),
@@ -203,7 +209,7 @@ def _groups(
 
 
 def _of_all(row: ExplanationRow, recipe: Recipe, x: Tensor) -> ExplanationRow:
-    """How an operand of one group is quantized for all of them."""
+    """Adapt the row of one group's operand to show how it is quantized for all groups."""
     if ops.on_host(x) or row.how == UNQUANTIZED or row.what.startswith("weight") or row.runs == "nothing":
         return row
     spec = recipe.fprop.a if row.what == "input" else recipe.dgrad.a if row.what == "grad_output" else None
@@ -215,7 +221,7 @@ def _of_all(row: ExplanationRow, recipe: Recipe, x: Tensor) -> ExplanationRow:
 def _all_groups(
     row: ExplanationRow, name: str, recipe: Recipe, features: tuple[int, int], offsets: GroupOffsets, dtype: torch.dtype
 ) -> ExplanationRow:
-    """How a GEMM of one group runs for all of them."""
+    """Adapt the row of one group's GEMM to show how it runs for all groups."""
     spec, (n, k) = recipe.gemms[name], features
     if spec.a is None or spec.b is None:
         return replace(row, runs=f"{row.runs}, group by group" if ops.on_host(offsets.ends) else "torch, grouped")
@@ -239,7 +245,7 @@ def _all_groups(
 
 
 def _laid(like: Tensor, spec: QuantSpec, rows: int, offsets: GroupOffsets) -> GroupedOperand:
-    """What sums over the slots of groups, in shapes alone."""
+    """Return an uninitialized wgrad operand [rows, slots] that has the right shapes but no values."""
     slots = offsets.slots(multiple(spec))
     one = torch.empty(1, dtype=torch.float32, device=like.device)
     q = _hollow(one.expand(rows, slots.count), spec)
@@ -248,7 +254,9 @@ def _laid(like: Tensor, spec: QuantSpec, rows: int, offsets: GroupOffsets) -> Gr
 
 def _attention(core: DotProductAttention, *qkv: Tensor, mask_type: str | None = None, **given: Any) -> Any:
     if len(qkv) != 3:
-        raise ValueError(f"a DotProductAttention takes q, k and v, and got {len(qkv)}; only their shapes matter")
+        raise ValueError(
+            f"a DotProductAttention takes q, k and v, but got {len(qkv)} tensors; only their shapes matter"
+        )
     q, k, v = qkv
     return explain_attention(q, k, v, **given, **core.options(q, k, v, mask_type))
 
@@ -258,11 +266,11 @@ def _module(module: nn.Module, x: Tensor) -> Explanations:
     if not parts:
         kind = type(module).__name__
         raise ValueError(
-            f"explain takes a quaver.torch.Linear, a DotProductAttention or a module that holds some, not {kind}; "
-            "convert the model first"
+            "explain takes a quaver.torch.Linear, a DotProductAttention or a module that contains some, not "
+            f"{kind}; convert the model first"
         )
     if not x.is_floating_point():
-        # Tokens of a whole model: its layers see as many rows, in the dtype of its weights.
+        # Token ids of a whole model: its layers receive as many rows, in the dtype of the weights.
         dtypes = [p.dtype for p in module.parameters() if p.dtype in ops.DTYPES]
         x = x.new_empty((*x.shape, 1), dtype=dtypes[0] if dtypes else torch.float32)
     explanations = Explanations()
@@ -280,7 +288,7 @@ def _module(module: nn.Module, x: Tensor) -> Explanations:
 
 
 def _products(part: Quantizable, name: str, x: Tensor) -> dict[str, Explanation]:
-    """Of a converted module that is no nn.Linear: its product, or of experts the first and the second."""
+    """Explain a converted module that is not a Linear: its GEMM, or the first and second GEMM of experts."""
     kind = kind_of(part)
     assert kind is not None
     (k, n), experts, dtype = kind.sizes(part), kind.experts(part), next(part.parameters()).dtype
@@ -288,7 +296,7 @@ def _products(part: Quantizable, name: str, x: Tensor) -> dict[str, Explanation]
         alike = Linear(k, n, bias=False, device="meta", dtype=dtype, recipe=part.recipe)
         return {name: _linear(alike, x.new_empty(*x.shape[:-1], k))}
     offsets = torch.zeros(experts, dtype=torch.int32, device=x.device)
-    # Nothing reads them: one element stands for a large weight.
+    # No values are read: one expanded element represents a large weight.
     one = torch.empty(1, dtype=x.dtype, device=x.device)
     tokens = x.shape[:-1].numel()
     sizes = [("first", k, n), *(("second", inner, k) for inner in kind.inputs(part)[1:])]
@@ -301,7 +309,7 @@ def _products(part: Quantizable, name: str, x: Tensor) -> dict[str, Explanation]
 
 
 def _core(core: DotProductAttention, x: Tensor) -> AttentionExplanation:
-    """Of attention of x's tokens to themselves, with a mask that hides nothing where it takes one."""
+    """Explain self-attention of x's tokens, with an all-False mask if the mask type needs one."""
     thd = core.layout == "thd"
     tokens = (x.shape[:-1].numel(),) if thd else (1, 1, *x.shape[:-1])[-2:]
     dtype = _dtype(x)
@@ -316,13 +324,13 @@ def _core(core: DotProductAttention, x: Tensor) -> AttentionExplanation:
 
 
 def _dtype(x: Tensor) -> torch.dtype:
-    """What x is computed in."""
+    """Return the compute dtype for x: that of torch.autocast if enabled, else x's own."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def _operands(layer: Linear, x: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Tensors of the six operands' shapes [rows, k]; their values are not looked at."""
+    """Return uninitialized tensors [rows, k] with the shapes of the six operands; only their shapes are used."""
     flat = torch.empty((x.numel() // max(x.shape[-1], 1), layer.in_features), dtype=dtype, device=x.device)
     g = flat.new_empty((flat.shape[0], layer.out_features))
     w = flat.new_empty((layer.out_features, layer.in_features), dtype=_weight_dtype(layer))
@@ -331,14 +339,24 @@ def _operands(layer: Linear, x: Tensor, dtype: torch.dtype) -> dict[str, Tensor]
 
 
 def _weight_dtype(layer: Linear) -> torch.dtype:
-    """What the weight is quantized from and its gradient is in; a weight that is codes is dequantized to float32."""
+    """Return the dtype that the weight is quantized from and its gradient has; a stored weight dequantizes to
+    float32.
+    """
     return layer.weight.dtype if layer.weight_spec is None else torch.float32
 
 
 def _gemm(
     name: str, recipe: Recipe, operands: dict[str, Tensor], dtype: torch.dtype, kept: QuantSpec | None
 ) -> list[ExplanationRow]:
-    """A row for each operand of a GEMM, and one for itself; `kept` is how the weight exists only."""
+    """Return a row for each operand of a GEMM, and one for the GEMM.
+
+    Args:
+        name: "fprop", "dgrad" or "wgrad".
+        recipe: recipe in force.
+        operands: tensors [rows, k] by operand name, used for their shapes and dtypes.
+        dtype: dtype of the GEMM's output.
+        kept: spec of a weight that is stored quantized, or None.
+    """
     spec = recipe.gemms[name]
     a, b = (operands[operand] for operand in OPERANDS[name])
     if spec.a is None or spec.b is None or a.dtype not in ops.DTYPES:
@@ -357,18 +375,18 @@ def _gemm(
 
 
 def fprop_runs(recipe: Recipe, k: int, n: int, dtype: torch.dtype, device: torch.device) -> str:
-    """The name of what runs fprop's GEMM of a layer of these features."""
+    """Return the name of the implementation that runs the fprop GEMM of a layer with these sizes."""
     gemm = recipe.fprop
     if gemm.a is None or gemm.b is None or dtype not in ops.DTYPES:
         return "torch"
-    # Nothing reads them: one element stands for a large weight.
+    # No values are read: one expanded element represents a large weight.
     x, w = (torch.empty(1, dtype=dtype, device=device).expand(rows, k) for rows in (16, n))
     reasons = ops.MATMUL.explain(_hollow(x, gemm.a), _hollow(w, gemm.b), dtype, None, gemm.fast_accum)
     return next((name for name, why in reasons if not why), "nothing")
 
 
 def _accumulation(fast: bool, reasons: list[tuple[str, str]], device: torch.device) -> str:
-    """How the GEMM that runs adds up."""
+    """Describe how the implementation that runs accumulates."""
     runs = next((name for name, why in reasons if not why), "")
     if runs != "native" or not fast:
         return "float32 accumulation" + (", fast where the hardware offers it" if fast else "")
@@ -376,13 +394,13 @@ def _accumulation(fast: bool, reasons: list[tuple[str, str]], device: torch.devi
 
 
 def _reused(operand: str, recipe: Recipe) -> bool:
-    """True if the transpose of an operand that an earlier GEMM quantized serves."""
+    """Return True if the GEMM reuses the transposed codes of an operand that an earlier GEMM quantized."""
     reuse = recipe.plan
     return {"weight.T": reuse.weight, "grad_output.T": reuse.grad_output, "input.T": reuse.input}.get(operand, False)
 
 
 def _hollow(x: Tensor, spec: QuantSpec) -> Quantized:
-    """A quantized operand of the right kind and shape with nothing in it: implementations are asked, not run."""
+    """Return an uninitialized quantized operand with x's shape, for asking implementations if they support it."""
     q = joined(x, spec, False, *empty_parts(x, spec))
     if spec.per_tensor and x.is_cpu and spec.scale != "e8m0":
         q.scale = 1.0
@@ -390,7 +408,7 @@ def _hollow(x: Tensor, spec: QuantSpec) -> Quantized:
 
 
 def _row(what: str, how: str, reasons: list[tuple[str, str]]) -> ExplanationRow:
-    """The first implementation without a reason against it, and those passed over on the way there."""
+    """Return the row for the first implementation that supports the call, with the reasons against those before it."""
     passed_over = tuple(takewhile(lambda reason: reason[1], reasons))
     runs = reasons[len(passed_over)][0] if len(passed_over) < len(reasons) else "nothing"
     return ExplanationRow(what, how, runs, passed_over)

@@ -1,7 +1,7 @@
-"""A converted model as a file of ONNX whose products are of float8 operands, with its weights' codes as constants.
+"""Export a converted model to ONNX with float8 GEMM operands and the quantized weights as constants.
 
-torch.export traces the model with each weight held as the codes that fprop consumes; our own operators become plain
-operations, but for quantize and matmul, which `quaver.torch.conversion.onnx` says in ONNX.
+torch.export traces the model while each weight holds the codes that fprop consumes. Quaver's operators are traced as
+plain torch operations, except quantize and matmul, which this module translates to ONNX.
 """
 
 import inspect
@@ -23,31 +23,32 @@ from quaver.torch.linear.linear import Linear, Quantizable
 from quaver.torch.operations.operation import traced_plainly
 from quaver.torch.state.context import in_force
 
-# ---- translating -----------------------------------------------------------------------------------------
-# quantize and matmul of eight bits in ONNX: QuantizeLinear, DequantizeLinear, and scales by comparisons.
+# ---- translation of quantize and matmul to QuantizeLinear and DequantizeLinear ----
 #
-#     amax -> e, the largest power of two with amax × e <= max, as `docs/design/numerics.md` has it -> scale = 1 / e
+#     amax -> e, the largest power of two with amax × e <= max (docs/design/numerics.md) -> scale = 1 / e
 #     codes = QuantizeLinear(x, scale)    y = MatMul(DequantizeLinear(a, scale), DequantizeLinear(b, scale))
 #
-# The exponent comes from eight comparisons, by halves: amax × 2**p is exact, and so is each of them. A logarithm is not
-# near powers of two. Weights are codes already; what is quantized here are inputs.
+# The exponent is found by binary search with eight comparisons. amax × 2**p is exact, so each comparison is exact; a
+# logarithm would be inexact near powers of two. Only inputs are quantized in the graph: weights are already codes.
 
-#: Exponents of encode factors, and the largest power of two first that a search by halves adds to the smallest.
+#: Smallest and largest exponent of an encode factor, and the step sizes of the binary search from the smallest.
 LOWEST, HIGHEST = -126, 100
 STEPS = (128, 64, 32, 16, 8, 4, 2, 1)
-#: ONNX's numbers of types, which onnx itself is not asked for before it is needed.
+#: ONNX's type numbers, written out so that onnx need not be imported here.
 FLOAT, UINT8, FLOAT8 = 1, 2, {"e4m3": 17, "e5m2": 19}
 
 
 class Untranslatable(ValueError):
-    """What ONNX has no operator for, in a sentence."""
+    """An operand or layer that ONNX has no operator for; the message says which and what to do."""
 
 
 def table(op: Any) -> dict[Any, Callable[..., Any]]:
-    """What exports our operators, for the translation table of torch.onnx.
+    """Return the translations of the operators quantize and matmul for torch.onnx's `custom_translation_table`.
 
     Args:
-        op: the operators of an opset, as onnxscript has them.
+        op: the operators of an opset, from onnxscript.
+    Returns:
+        The translation functions by torch operator.
     """
     import torch
 
@@ -56,17 +57,17 @@ def table(op: Any) -> dict[Any, Callable[..., Any]]:
 
 
 def check(spec: QuantSpec) -> None:
-    """Refuse an operand that float8 operators of ONNX cannot hold.
+    """Raise if ONNX's float8 operators cannot represent an operand with this spec.
 
     Raises:
-        Untranslatable: with what can be done.
+        Untranslatable: the spec needs another format, scale or rotation; the message says which recipes work.
     """
     rows, k = spec.block
     held = spec.format.name in FLOAT8 and not spec.hadamard and not spec.two_level
     if not held or not (spec.per_tensor or (rows == 1 and spec.rounding == "nearest") or (rows == k)):
         raise Untranslatable(
-            f"an operand in {spec} has no counterpart in ONNX's float8 operators: export under a recipe with E4M3 or "
-            "E5M2 in scales of tensors, rows or blocks (tensorwise, delayed, rowwise, blockwise, mxfp8)"
+            f"an operand in {spec} cannot be expressed with ONNX's float8 operators: export under a recipe with "
+            "E4M3 or E5M2 and scales per tensor, row or block (tensorwise, delayed, rowwise, blockwise, mxfp8)"
         )
 
 
@@ -75,10 +76,13 @@ def _constant(op: Any, value: float) -> Any:
 
 
 def _scale(op: Any, amax: Any, spec: QuantSpec, factor: Any) -> Any:
-    """The decode scale of an amax: of float32, NaN where that is not finite.
+    """Return the float32 decode scale of an amax; it is NaN where the amax is not finite.
 
     Args:
-        factor: an encode factor to take where it is not 0, or None.
+        op: the operators of an opset, from onnxscript.
+        amax: amax per tensor, row or block.
+        spec: spec of the operand.
+        factor: encode factor to use instead of the computed one where it is not 0, or None.
     """
     one, largest = _constant(op, 1.0), _constant(op, spec.format.max)
     usable = op.And(op.GreaterOrEqual(amax, _constant(op, 2.0**LOWEST)), op.Less(amax, _constant(op, float("inf"))))
@@ -94,13 +98,13 @@ def _scale(op: Any, amax: Any, spec: QuantSpec, factor: Any) -> Any:
     e = op.Where(usable, e, one)
     if factor is not None:
         e = op.Where(op.Equal(factor, _constant(op, 0.0)), e, factor)
-    # NaN differs from itself: infinity less infinity is one.
+    # x - x is 0 for a finite x and NaN for NaN and infinity.
     poison = op.Mul(op.Sub(amax, amax), _constant(op, 0.0))
     return op.Add(op.Div(one, e), poison)
 
 
 class _Quantize:
-    """torch.ops.quaver.quantize: data, scale, factor of the tensor, amax."""
+    """Translation of torch.ops.quaver.quantize; returns data, scale, tensor factor and amax."""
 
     def __init__(self, op: Any) -> None:
         self.op = op
@@ -138,18 +142,19 @@ class _Quantize:
             scale = _scale(op, top, parsed, factor)
             data = op.QuantizeLinear(x, scale, self._zeros(scale, number), axis=1, block_size=k, saturate=1)
             stored = _exponents(op, scale) if parsed.scale == "e8m0" else scale
-        # Each is a value of its own, on which the exporter notes a shape; products of one level read but two.
+        # Each output is a separate ONNX value, because the exporter attaches a shape to each. With a one-level scale,
+        # matmul reads only the first two.
         nothing = op.Constant(value_float=0.0)
         return data, op.Identity(stored), op.Identity(nothing), op.Identity(nothing)
 
     def _zeros(self, scale: Any, number: int) -> Any:
-        """Zero points of a type, one for each scale: onnxruntime expands no float8."""
+        """Return one float8 zero point per scale. It is cast after Expand because onnxruntime cannot expand float8."""
         op = self.op
         return op.Cast(op.Expand(_constant(op, 0.0), op.Shape(scale)), to=number)
 
 
 def _exponents(op: Any, scale: Any) -> Any:
-    """E8M0 bytes of powers of two: how many powers from 2**-127 on are smaller, by the same comparisons."""
+    """Return the E8M0 byte of each power-of-two scale, found by the same binary search from 2**-127."""
     code, rest = _constant(op, 0.0), scale
     base = 2.0**-127
     value = op.Expand(_constant(op, base), op.Shape(scale))
@@ -165,13 +170,13 @@ def _exponents(op: Any, scale: Any) -> Any:
 
 
 class _Matmul:
-    """torch.ops.quaver.matmul of two operands [m, k] and [n, k]."""
+    """Translation of torch.ops.quaver.matmul for operands [m, k] and [n, k]."""
 
     def __init__(self, op: Any) -> None:
         self.op = op
 
     def __call__(self, *args: Any) -> Any:
-        """The operator's arguments: seven of each operand, then the dtype, the bias and how to accumulate."""
+        """Translate the operator's arguments: seven per operand, then dtype, bias and accumulation mode."""
         op, (dtype, *more) = self.op, args[14:]
         left, right = (self._values(one[0], one[1], QuantSpec.parse(one[3])) for one in (args[:7], args[7:14]))
         bias = more[0] if more else None
@@ -180,7 +185,7 @@ class _Matmul:
         return op.Cast(y, to=dtype)
 
     def _values(self, data: Any, scale: Any, spec: QuantSpec) -> Any:
-        """float32 values of an operand."""
+        """Return the dequantized float32 values of an operand."""
         op = self.op
         check(spec)
         rows, k = spec.block
@@ -196,20 +201,20 @@ class _Matmul:
 
 
 def _powers(op: Any) -> Any:
-    """2**(code - 127) by code, and NaN."""
+    """Return the table of 2**(code - 127) for each E8M0 code, with NaN for 255."""
     return op.Constant(value_floats=[*(2.0 ** (code - 127) for code in range(255)), float("nan")])
 
 
 def _repeated(op: Any, scale: Any, rows: int) -> Any:
-    """Each row of scales so many times."""
+    """Repeat each row of scales `rows` times."""
     wide = op.Expand(op.Unsqueeze(scale, op.Constant(value_ints=[1])), op.Constant(value_ints=[1, rows, 1]))
     width = op.Shape(scale, start=1, end=2)
     return op.Reshape(wide, op.Concat(op.Constant(value_ints=[-1]), width, axis=0))
 
 
-# ---- onnx ------------------------------------------------------------------------------------------------
+# ---- export ----
 
-#: The first opset with QuantizeLinear of float8 in blocks.
+#: First opset in which QuantizeLinear supports float8 with block scales.
 OPSET = 21
 PACKAGES = ("onnx", "onnxscript")
 
@@ -220,20 +225,22 @@ def onnx_export(
     """Write a converted model's forward as ONNX, with QuantizeLinear and DequantizeLinear in float8.
 
     Args:
-        model: converted, or of `quaver.torch` layers inside the autocast that it runs under; float32 where onnxruntime
-            is to run it on a CPU. Recipes with E4M3 or E5M2 in scales of tensors, rows or blocks.
-        inputs: an example of what its forward takes: a tensor, a tuple of tensors, or a dict of arguments by name, in
-            which what is no tensor is a constant. A model of transformers gives its logits alone, without a cache.
-        file: to write; "model.onnx".
-        dynamic_shapes: as torch.export takes it; None has every axis vary that can, but for the last of floats.
-        opset: of ONNX, 21 or later.
+        model: a converted model, or one of `quaver.torch` layers inside the autocast that it runs under. Use float32 if
+            onnxruntime is to run it on a CPU. Recipes must use E4M3 or E5M2 with scales per tensor, row or block.
+        inputs: example inputs of the forward: a tensor, a tuple of tensors, or a dict of arguments by name. Values of
+            the dict that are not tensors become constants. A transformers model exports only its logits, without a
+            cache.
+        file: path of the file to write, such as "model.onnx".
+        dynamic_shapes: as for torch.export. None makes every axis dynamic except the last axis of floating-point
+            inputs.
+        opset: ONNX opset, 21 or later.
     Returns:
-        torch's ONNXProgram of it.
+        torch's ONNXProgram.
     Raises:
-        ValueError: a recipe or a layer without counterpart in ONNX, an earlier opset, a folder that is not there.
+        ValueError: a recipe or layer cannot be expressed in ONNX, the opset is too old, or the folder does not exist.
         ModuleNotFoundError: onnx or onnxscript is not installed.
-    Bounded: onnxruntime's outputs are within 1e-6, relative RMS, of this model's in float32, whose scales are powers of
-    two; codes and scales are exact but where other kernels before them round otherwise.
+    Bounded: with power-of-two scales, onnxruntime's outputs differ from this model's float32 outputs by at most 1e-6
+    (relative RMS). Codes and scales are exact unless a preceding kernel rounds differently.
     """
     instance("onnx_export", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
     missing = [name for name in PACKAGES if find_spec(name) is None]
@@ -241,26 +248,27 @@ def onnx_export(
         sentence = f"ONNX is written by {missing[0]}, which is not installed: pip install 'quaver[onnx]'"
         raise ModuleNotFoundError(sentence, name=missing[0])
     if opset < OPSET:
-        raise ValueError(f"opset is {opset}; float8 in blocks is there from {OPSET} on")
+        raise ValueError(f"opset is {opset}; float8 with block scales requires {OPSET} or later")
     file = Path(file)
     if not file.parent.is_dir():
-        raise ValueError(f"{file.parent} is no folder; make it, or write the file elsewhere")
+        raise ValueError(f"{file.parent} is not a folder; create it, or write the file elsewhere")
     layers = _layers(model)
     wrapped, given = _OnnxForward(model, inputs), _tensors(inputs)
-    # Of torch's exporter about itself, which a user can do nothing about.
+    # torch's exporter warns about its own internals; users cannot act on these warnings.
     quiet = [warnings.catch_warnings(action="ignore", category=kind) for kind in (FutureWarning, DeprecationWarning)]
     with evaluating(model), _weights_as_codes(layers), quiet[0], quiet[1]:
         shapes = _dynamic(given) if dynamic_shapes is None else _by_place(dynamic_shapes)
         with traced_plainly(but=KEPT):
             program = torch.export.export(wrapped, given, dynamic_shapes=(shapes,), strict=False)
         for name in _unknown(program):
-            raise ValueError(f"the model runs {name}, which has no counterpart in ONNX: export without what needs it")
+            raise ValueError(f"the model runs {name}, which ONNX cannot express: remove the option that needs it")
         result = torch.onnx.export(
             program,
             given,
             custom_translation_table=table(_operators(opset)),
             opset_version=opset,
-            # The rules of onnxscript's optimizer are tried on every node, four fifths of the time of a whole model.
+            # onnxscript's optimizer tries its rules on every node, which takes four fifths of a whole model's export
+            # time.
             optimize=False,
             verbose=False,
         )
@@ -270,7 +278,7 @@ def onnx_export(
 
 
 class _OnnxForward(nn.Module):
-    """A model as a function of tensors by place, with one output where it gives logits."""
+    """Wraps a model as a function of positional tensors that returns the logits if the output has any."""
 
     def __init__(self, model: nn.Module, inputs: Any) -> None:
         super().__init__()
@@ -300,16 +308,16 @@ def _by_place(shapes: Any) -> tuple[Any, ...]:
 
 
 def _dynamic(given: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    """Every axis that can vary, but for features."""
+    """Mark every axis as dynamic, except the last (feature) axis of floating-point inputs."""
     auto = torch.export.Dim.AUTO
     return tuple(dict.fromkeys(range(x.dim() - x.is_floating_point()), auto) for x in given)
 
 
 def _layers(model: nn.Module) -> list[StoredOperand]:
-    """The layers whose products are quantized.
+    """Return the quantized linear layers of a model as `StoredOperand`s.
 
     Raises:
-        ValueError: one without counterpart in ONNX.
+        ValueError: a layer cannot be expressed in ONNX, or no layer is quantized.
     """
     held = []
     for name, module in model.named_modules():
@@ -318,8 +326,8 @@ def _layers(model: nn.Module) -> list[StoredOperand]:
             continue
         if not isinstance(module, Linear) or "weight" not in module._parameters:
             raise ValueError(
-                f"{name or 'the model'} ({type(module).__name__}) has products that ONNX is not given here: leave it "
-                f"in high precision, convert(model, {{{name!r}: None, '*': ...}})"
+                f"{name or 'the model'} ({type(module).__name__}) has GEMMs that this export does not support: "
+                f"leave it in high precision, convert(model, {{{name!r}: None, '*': ...}})"
             )
         for spec in (recipe.fprop.a, recipe.fprop.b):
             assert spec is not None
@@ -327,7 +335,8 @@ def _layers(model: nn.Module) -> list[StoredOperand]:
             width = spec.block[1] or 1
             if module.in_features % width:
                 raise ValueError(
-                    f"{name} has rows of {module.in_features}, which end within a block of {width}: leave it out"
+                    f"{name} has rows of {module.in_features} values, which end within a block of {width}: leave "
+                    "it in high precision"
                 )
         held.append(StoredOperand(f"{name}.weight".lstrip("."), module, recipe))
     if not held:
@@ -337,7 +346,7 @@ def _layers(model: nn.Module) -> list[StoredOperand]:
 
 @contextmanager
 def _weights_as_codes(layers: list[StoredOperand]) -> Any:
-    """Inside, each layer's weight is the codes that its fprop consumes."""
+    """Replace each layer's weight by the codes that its fprop consumes, until the context exits."""
     operands = [one.operand() for one in layers]
     with restored([one.layer for one in layers]):
         for one, q in zip(layers, operands, strict=True):
@@ -345,18 +354,18 @@ def _weights_as_codes(layers: list[StoredOperand]) -> Any:
         yield
 
 
-#: Operators that ONNX is told in operators of its own.
+#: Operators that the trace records as Quaver operators; the others are traced as plain torch operations.
 KEPT = ("quantize", "quantize_both", "matmul")
 
 
 def _unknown(program: Any) -> list[str]:
-    """Operators of ours in a program that ONNX is not told of."""
+    """Return the names of Quaver operators in a program that have no ONNX translation."""
     names = [str(node.target) for node in program.graph.nodes]
     return [name for name in names if name.startswith("quaver.") and name.split(".")[1] not in ("quantize", "matmul")]
 
 
 def _operators(opset: int) -> Any:
-    """The operators of an opset."""
+    """Return onnxscript's operators of an opset."""
     from onnxscript import values
 
     return values.Opset("", opset)

@@ -1,6 +1,6 @@
-"""Models whose weights exist only in eight bits: made that way, or turned into it and back.
+"""Models whose weights exist only in 8 or 4 bits: construct them so, or convert them and back.
 
-`quaver.torch.linear.stored_weight` says how such a weight lies in its layer and what the GEMMs take of it.
+The storage format and what the GEMMs read are documented in `quaver.torch.linear.stored_weight`.
 """
 
 import threading
@@ -29,19 +29,20 @@ from quaver.torch.state import weight_cache
 from quaver.torch.state.buffers import STATE, saving
 from quaver.torch.state.layer_state import state_of
 
-# ---- quantized -------------------------------------------------------------------------------------------
+# ---- weights stored quantized ----
 
 
 class quantized_init(ContextDecorator):
-    """Every `Linear` and `GroupedLinear` made inside has a weight that exists only in eight (or four) bits.
+    """Context in which every new `Linear` and `GroupedLinear` gets a weight that exists only in 8 (or 4) bits.
 
     Args:
-        recipe: whose weight operand of fprop says how. It is not the recipe that the layers run under.
-        keep_initial: "cpu" keeps the initial values in high precision on the CPU, for an optimizer to take with
-            `initial_value` and to free with `drop_initial_value`.
+        recipe: recipe whose fprop weight spec says how to quantize. The layers do not run under it unless you also set
+            it.
+        keep_initial: "cpu" keeps the initial values in high precision on the CPU. An optimizer reads them with
+            `initial_value` and frees them with `drop_initial_value`.
     Raises:
-        ValueError: an unknown recipe, one that quantizes no weight, or another place to keep values in.
-    Exact: the codes of `quaver.torch.quantize`, of nn.Linear's initial values under the same seed.
+        ValueError: the recipe is unknown or quantizes no weight, or keep_initial is neither "cpu" nor None.
+    Exact: the codes equal `quaver.torch.quantize` of nn.Linear's initial values under the same seed.
     """
 
     def __init__(self, recipe: str | Recipe, *, keep_initial: str | None = None) -> None:
@@ -61,12 +62,12 @@ class quantized_init(ContextDecorator):
 
 
 def initial_value(weight: Tensor | nn.Module) -> Tensor | None:
-    """The initial value of a weight, or of a layer's, on the CPU in high precision; None where none is kept."""
+    """Return the initial value of a weight or a layer's weight, on the CPU in high precision, or None if not saved."""
     return state_of(_layer(weight)).initial
 
 
 def drop_initial_value(weight: Tensor | nn.Module) -> None:
-    """Free the initial value of a weight or layer, or of every layer of a model."""
+    """Free the saved initial value of a weight or a layer, or of every layer of a model."""
     if isinstance(weight, Tensor):
         weight = _layer(weight)
     for module in weight.modules():
@@ -81,15 +82,16 @@ def quantize_weights(
     skip: Skip = (),
     head: bool = False,
 ) -> "Saved":
-    """Convert a model and turn its layers' weights into eight (or four) bits, in place: for inference.
+    """Convert a model for inference and replace its layers' weights by 8-bit (or 4-bit) codes, in place.
 
     Args:
-        model: any module; its nn.Linear layers are converted as `convert` does.
-        recipe: what `convert` takes; a layer's weight is kept as its recipe's fprop consumes it.
-        skip: patterns of names to leave alone, and filters, as of `convert`.
-        head: True for output heads too, as of `convert`.
+        model: any module; its nn.Linear layers are converted as by `convert`.
+        recipe: as for `convert`; a layer's weight is stored in the format that its recipe's fprop consumes.
+        skip: name patterns to leave alone, and filters of layers, as for `convert`.
+        head: True also quantizes output heads, as for `convert`.
     Returns:
-        What that saved; printing it says so. A weight that another module shares is left alone.
+        The bytes saved and the layers left alone; print it to see them. A weight that another module shares is left
+        alone.
     """
     instance("quantize_weights", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
     report = convert(model, recipe, skip=skip, head=head)
@@ -102,8 +104,8 @@ def quantize_weights(
         layer = modules[name]
         if not isinstance(layer, Linear | GroupedLinear):
             saved.skipped[name] = (
-                f"{type(layer).__name__} computes in eight bits, and only weights of nn.Linear and GroupedLinear are "
-                "kept so"
+                f"{type(layer).__name__} computes quantized, but only weights of nn.Linear and GroupedLinear can "
+                "be stored so"
             )
             continue
         why = _unsupported(layer, chosen, owners, read) or (MERGES if layer in merging else "")
@@ -123,13 +125,13 @@ def quantize_weights(
 
 
 MERGES = (
-    "an adapter of PEFT would add its weights to codes; quantize before get_peft_model(model, "
+    "a PEFT adapter would merge its weights into codes; quantize before get_peft_model(model, "
     "quaver.integrations.peft.over_codes(config))"
 )
 
 
 def dequantize_weights(model: nn.Module) -> list[str]:
-    """Give layers whose weight is codes a weight of their own dtype again, in place. Returns their names."""
+    """Replace stored codes by a weight in the layer's own dtype, in place. Return the names of these layers."""
     instance("dequantize_weights", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
     stored = [
         (name, m) for name, m in model.named_modules() if isinstance(m, Quantizable) and m.weight_spec is not None
@@ -141,14 +143,14 @@ def dequantize_weights(model: nn.Module) -> list[str]:
 
 @dataclass
 class Saved:
-    """The result of `quantize_weights`."""
+    """Result of `quantize_weights`."""
 
-    #: Names of the layers whose weights are codes now.
+    #: Names of the layers whose weights are now stored as codes.
     layers: list[str] = field(default_factory=list)
-    #: Bytes of their weights, and of their codes and scales.
+    #: Bytes of these weights before, and of their codes and scales after.
     before: int = 0
     after: int = 0
-    #: Name of each linear layer left alone, and the reason.
+    #: Reason for each linear layer that was left alone, by name.
     skipped: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -171,13 +173,13 @@ def _layer(weight: Tensor | nn.Module) -> nn.Module:
     layer = store_weight.owner(weight)
     if layer is None:
         raise ValueError(
-            "this tensor is no weight of a layer made under quantized_init; give its parameter, or the layer"
+            "this tensor is not the weight of a layer created under quantized_init; give its parameter, or the layer"
         )
     return layer
 
 
 def _unsupported(layer: Linear | GroupedLinear, recipe: Recipe, owners: Counter[int], read: set[nn.Module]) -> str:
-    """Why a layer's weight stays as it is, or ""."""
+    """Return why a layer's weight cannot be stored quantized, or ""."""
     weight = layer._parameters.get("weight")
     if recipe.fprop.b is None:
         return f"recipe {recipe} quantizes no weight"
@@ -199,43 +201,43 @@ def _bytes(layer: nn.Module) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
 
 
-# ---- freezing --------------------------------------------------------------------------------------------
-# Weights that hold still: quantized once for many forwards without gradients, and over the steps of other weights.
+# ---- frozen weights: quantized once for many forwards ----
 
 
 class frozen(ContextDecorator):
-    """Inside, each layer of a module quantizes its weight once, with or without gradients and in inference mode.
+    """Context in which each layer of a module quantizes its weight once, also without gradients and in inference mode.
 
         with torch.no_grad(), qt.frozen(model):
             for batch in batches:
                 model(batch)
 
-    It decorates a function, too: `@qt.frozen(model)` holds the weights during each call.
+    It is also a decorator: `@qt.frozen(model)` freezes the weights during each call.
 
-    For evaluation and generation, where a forward without gradients would quantize every weight anew, and for the base
-    of a model whose adapters train. It may be nested and entered again, by several threads too; while one of them is
-    inside, it serves all that call the module. Other modules are not served. At its end what it kept is dropped.
+    Use it for evaluation and generation, where a forward without gradients would quantize every weight again, and for
+    the frozen base model when only adapters train. It may be nested and re-entered, also by several threads. While one
+    of them is inside, all callers of the module use the cached codes. Other modules are unaffected. The codes are
+    dropped on exit.
 
-    A write that shows on the weight (its version, address or storage) is still seen inside; call
-    `quaver.torch.refresh(module)` after others. Compiled code quantizes weights in every forward: `frozen` does nothing
-    there, neither around a compiled module nor inside one.
+    A write that changes the weight's version, address or storage is detected inside; after any other write call
+    `quaver.torch.refresh(module)`. Compiled code quantizes weights in every forward, so `frozen` has no effect on it,
+    neither around a compiled module nor inside one.
 
     Args:
-        module: any module; its `quaver.torch.Linear` and converted layers at the time of entering are held.
+        module: any module; covers its `quaver.torch.Linear` and converted layers at the time of entry.
     Raises:
-        TypeError: something else than a module.
-        ValueError: from an optimizer that would step one of the weights inside.
-    Exact: results are those without it.
+        TypeError: the argument is not a module.
+        ValueError: an optimizer tries to step one of the weights inside the context.
+    Exact: results are the same as without it.
     """
 
     def __init__(self, module: nn.Module) -> None:
         if not is_tracing() and not isinstance(module, nn.Module):
-            raise TypeError(f"frozen holds the weights of a module still, and was given a {type(module).__name__}")
+            raise TypeError(f"frozen takes a module, not a {type(module).__name__}")
         self.module = module
         self._entered: list[list[Quantizable]] = []
 
     def _recreate_cm(self) -> "frozen":
-        # A decorated function may run in several threads at once, each with the layers of its own entry.
+        # A decorated function may run in several threads at once; each call needs its own list of layers.
         return frozen(self.module)
 
     def __enter__(self) -> "frozen":
@@ -256,23 +258,23 @@ class frozen(ContextDecorator):
             return
         with _lock:
             layers = self._entered.pop()
-            # By identity: equal lists are those of another thread.
+            # Compare by identity: an equal list may belong to another thread.
             at = next(i for i, held in enumerate(_held) if held is layers)
             del _held[at]
         for layer in layers:
-            # One that was reverted meanwhile keeps nothing.
+            # A layer that was reverted in the meantime has no cache.
             if "_state" in layer.__dict__:
                 weight_cache.thaw(layer)
 
 
 _lock = threading.Lock()
-#: The layers of each `frozen` that is open.
+#: Layers of each open `frozen` context.
 _held: list[list[Quantizable]] = []
 _hooked: list[Any] = []
 
 
 def _refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """An optimizer must not step what is said to hold still."""
+    """Raise if an optimizer steps a weight of an open `frozen` context."""
     if not _held:
         return
     with _lock:
@@ -288,8 +290,9 @@ def _refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             if p.grad is not None and id(p) in held:
                 layer = held[id(p)]
                 raise ValueError(
-                    f"{type(optimizer).__name__} would step the weight of {_described(layer)}, which "
-                    "quaver.torch.frozen holds still; step outside of it, or hold only the modules that do not train"
+                    f"{type(optimizer).__name__} would step the weight of {_described(layer)}, which is inside "
+                    "quaver.torch.frozen; step outside of the context, or freeze only the modules that do not "
+                    "train"
                 )
 
 
@@ -299,18 +302,17 @@ def _described(layer: Quantizable) -> str:
     return layer.__dict__.get("qualified_name") or type(layer).__name__
 
 
-# ---- filling ---------------------------------------------------------------------------------------------
-# First values of a linear layer by a function, as Megatron-LM's `init_method` gives them.
+# ---- initialization of weights by a function, such as Megatron-LM's `init_method` ----
 
 
 @torch.no_grad()
 def fill(layer: Linear | GroupedLinear, function: Callable[[Tensor], Any]) -> None:
-    """Give a layer its first values: its weight by a function, which writes into what it is given; its bias 0.
+    """Initialize a layer: apply a function to its weight in place and set its bias to 0.
 
     Args:
-        layer: whose weight may exist only as codes; the function fills what they are made of, and what is kept of it
-            is made anew.
-        function: such as one of torch.nn.init; of matrices, one by one in a stack of them.
+        layer: a linear layer. If its weight is stored quantized, the function fills a high-precision tensor, from which
+            codes and the saved initial value are made again.
+        function: an in-place initializer such as those of torch.nn.init; called on each matrix of a stack in turn.
     """
     for name, p in layer._parameters.items():
         if p is None:
@@ -327,33 +329,31 @@ def fill(layer: Linear | GroupedLinear, function: Callable[[Tensor], Any]) -> No
                 state_of(layer).initial = value.cpu()
 
 
-# ---- state dicts -----------------------------------------------------------------------------------------
-# A converted model's state dict in two parts: what the unconverted model has, and what recipes add to that.
+# ---- a converted model's state dict in two parts ----
 #
 #     model.state_dict() == {**plain_state_dict(model), **scaling_state_dict(model)}
 #
-# bit for bit. The parts come from torch's own walk over the model, so that what wrappers and hooks do to names holds
-# for both.
+# holds bit for bit. Both parts come from torch's own `state_dict`, so key changes by wrappers and hooks apply to both.
 
-#: Last names of what recipes add. A weight is among them where it is codes, which have their scales beside them.
+#: Last parts of the keys that recipes add. A weight stored as codes also counts, if its scales are in the dict.
 ADDED = (*STATE, *SCALES)
 
 
 def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict of the unconverted model: its keys, shapes and dtypes.
+    """Return the state dict of the unconverted model: its keys, shapes and dtypes.
 
-    It loads strictly into the unconverted model, and into the converted one without a warning: histories and counts
-    start fresh there, since what they hold is of other weights, and weights that are codes are quantized anew. To go on
-    with what was recorded, and with the very codes, load `scaling_state_dict` after it.
+    It loads strictly into the unconverted model, and without a warning into the converted one. There, histories and
+    counts start fresh, since the recorded ones belong to other weights, and stored weights are quantized again. To
+    restore the recorded state and the identical codes, load `scaling_state_dict` after it.
 
     Args:
-        model: any module; layers inside of it that are `quaver.torch.Linear` from the beginning give nn.Linear's.
+        model: any module; layers that were constructed as `quaver.torch.Linear` yield nn.Linear's keys.
     Returns:
-        As `model.state_dict()`, sharing its memory, without histories, factors, counts and scales. Weights that exist
-        only in eight or four bits are tensors of their own, in the dtype that they had. Names of tied weights stay
-        both. Sharded parameters are what `model.state_dict()` has for them, each rank's part.
+        `model.state_dict()` without histories, factors, counts and scales, sharing the model's memory. A weight stored
+        in 8 or 4 bits is dequantized to a new tensor in its original dtype. Tied weights appear under each name.
+        Sharded parameters are each rank's shard, as in `model.state_dict()`.
     Raises:
-        ValueError: codes that are sharded; no rank can decode its part alone.
+        ValueError: codes are sharded; a rank cannot decode its shard alone.
     Exact: the numbers that GEMMs see, rounded once to the weight's dtype.
     """
     instance("plain_state_dict", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
@@ -366,10 +366,10 @@ def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def scaling_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """What `plain_state_dict` leaves out: histories, factors and counts, and codes and scales of stored weights.
+    """Return what `plain_state_dict` omits: histories, factors, counts, and codes and scales of stored weights.
 
-    It has the names that `model.state_dict()` has for them, and is empty where the recipe keeps no state. Save it
-    beside a plain checkpoint to resume with the very bits of an uninterrupted run.
+    Keys are those of `model.state_dict()`. The dict is empty if the recipe has no state. Save it with a plain
+    checkpoint to resume with the same bits as an uninterrupted run.
     """
     instance("scaling_state_dict", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
     plain = plain_state_dict(model)
@@ -378,15 +378,15 @@ def scaling_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_scaling_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load what `scaling_state_dict` gave into a model that is converted the same way; parameters stay as they are.
+    """Load the result of `scaling_state_dict` into a model that is converted the same way; parameters stay unchanged.
 
     Args:
-        model: converted with the recipe of the state; stored weights are stored as they were.
-        state: of the whole model. A layer whose state is not in it starts fresh, as after a plain checkpoint.
+        model: converted with the same recipe; the same weights are stored quantized.
+        state: state of the whole model. A layer without an entry starts fresh, as after loading a plain checkpoint.
     Raises:
-        ValueError: names that the model has no layer for, and parameters, before anything is loaded.
-        RuntimeError: codes of another recipe, or of a weight that is not stored in few bits here; the sentence says
-            what to do.
+        ValueError: the model has no layer for a key, or a key is a parameter; raised before anything is loaded.
+        RuntimeError: codes belong to another recipe, or to a weight that is not stored quantized in this model; the
+            message says what to do.
     """
     instance("load_scaling_state_dict", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
     layers = {name.rpartition(".")[0] for name in model.state_dict()}
@@ -394,8 +394,8 @@ def load_scaling_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
     if unknown:
         others = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         raise ValueError(
-            f"this model has no layer for {unknown[0]!r}{others}, or that is no scaling state; give what "
-            "scaling_state_dict gave for a model of the same layers, and load weights by model.load_state_dict"
+            f"this model has no layer for {unknown[0]!r}{others}, or it is not scaling state; give the result of "
+            "scaling_state_dict for a model with the same layers, and load weights with model.load_state_dict"
         )
     if state and not any(isinstance(module, Quantizable) for module in model.modules()):
         raise ValueError("no layer of this model is converted; call quaver.torch.convert(model, recipe) before loading")
@@ -403,11 +403,11 @@ def load_scaling_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def _is_added(name: str, state: Mapping[str, Any]) -> bool:
-    """Whether recipes add a name of a state: of buffers, and of codes."""
+    """Return True if recipes add this key: a state buffer, or a weight with scales."""
     layer, dot, last = name.rpartition(".")
     return last in ADDED or (last == "weight" and any(f"{layer}{dot}{scale}" in state for scale in SCALES))
 
 
 def _differs(value: Any, plain: Any) -> bool:
-    """Whether a value is codes, and the plain one what they are of."""
+    """Return True if a value is codes, that is if its dtype differs from the plain value's."""
     return isinstance(value, Tensor) and value.dtype is not plain.dtype

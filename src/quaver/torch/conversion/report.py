@@ -1,4 +1,4 @@
-"""The report of `convert` for torch: a row for each layer, its shares of parameters and FLOPs, and a check by a run."""
+"""Report of `convert` for PyTorch: one row per layer, shares of parameters and FLOPs, and a check by a forward run."""
 
 import re
 from collections import Counter
@@ -20,10 +20,10 @@ from quaver.torch.conversion.replace.blocks import ReplaceableModule
 from quaver.torch.linear.linear import Quantizable
 from quaver.torch.state.weight_cache import storage_id
 
-# ---- checking --------------------------------------------------------------------------------------------
-# One forward of a converted model, watched: which converted layers run, and what else reads their weights.
+# ---- check a converted model by running its forward once ----
 
-#: Functions that take of a tensor its dtype, device or shape alone; getters are followed by what reads.
+#: Torch functions that read only the dtype, device or shape of a tensor. "__get__" is the getter of an attribute; the
+#: function that then reads the attribute's data is recorded instead.
 HARMLESS = {"__get__", "to", "type_as", "expand_as", "view_as", "reshape_as"} | {
     *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
     *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"),
@@ -32,30 +32,30 @@ HARMLESS = {"__get__", "to", "type_as", "expand_as", "view_as", "reshape_as"} | 
 
 @dataclass
 class Check:
-    """What `Report.check` saw."""
+    """Result of `Report.check`; true if every converted layer ran converted."""
 
-    #: Converted layers that the run did not call.
+    #: Names of converted layers that the run did not call.
     never_called: list[str] = field(default_factory=list)
-    #: Converted layers whose weight was read outside of their forward, and by which functions.
+    #: Converted layers whose weight was read outside of their forward, by name, and the torch functions that read it.
     read_behind: dict[str, list[str]] = field(default_factory=dict)
-    #: Layers that were converted and that the model holds no longer, and the class of what is in their place.
+    #: Converted layers that are no longer in the model, by name, and the class of the module that replaced them.
     gone: dict[str, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        """Whether all that was converted computes as converted."""
+        """Return True if every converted layer was called and no other code read its weight."""
         return not (self.never_called or self.read_behind or self.gone)
 
     def __str__(self) -> str:
         if self:
-            return "every converted layer was called, and nothing else read its weight"
+            return "every converted layer was called, and no other code read its weight"
         lines = [f"converted and not called in this run: {name or '(root)'}" for name in self.never_called]
         lines += [
             f"read in high precision by {', '.join(functions)}, outside of the layer: the weight of {name or '(root)'}"
             for name, functions in self.read_behind.items()
         ]
         lines += [
-            f"no longer converted: {name or '(root)'} is a {kind} now; another library has replaced it, and one of the "
-            "two can quantize a layer"
+            f"no longer converted: {name or '(root)'} is now a {kind}: another library has replaced it, and only "
+            "one of the two can quantize a layer"
             for name, kind in self.gone.items()
         ]
         return "\n".join(lines)
@@ -64,8 +64,17 @@ class Check:
 
 
 def checked(converted: Mapping[str, str], model: nn.Module, inputs: Sequence[Any], named: Mapping[str, Any]) -> Check:
-    """`Report.check`, of the names of converted layers."""
-    # What torch.compile made runs the module as it is.
+    """Run the model once without gradients and implement `Report.check`.
+
+    Args:
+        converted: names of the converted layers, and the class of each.
+        model: the converted model, or one that wraps it.
+        inputs: positional arguments of its forward.
+        named: keyword arguments of its forward.
+    Returns:
+        The layers that were not called, read elsewhere, or replaced.
+    """
+    # Hooks work on the original module, not on the wrapper that torch.compile returns.
     model = getattr(model, "_orig_mod", model)
     layers = {
         m.__dict__.get("qualified_name", name): m for name, m in model.named_modules() if isinstance(m, Quantizable)
@@ -95,7 +104,7 @@ def _in_place_of(model: nn.Module, name: str) -> str:
 
 @contextmanager
 def _as_before(model: nn.Module) -> Iterator[None]:
-    """Give noise and buffers back as they were."""
+    """Restore the random state and the values of all buffers on exit."""
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
     try:
@@ -108,7 +117,7 @@ def _as_before(model: nn.Module) -> Iterator[None]:
 
 
 class _Watch(TorchFunctionMode):
-    """Sees every function of torch that is given a converted layer's weight, and which modules are running."""
+    """Records torch functions that read the weight of a converted layer while neither the layer nor an owner runs."""
 
     def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -116,7 +125,8 @@ class _Watch(TorchFunctionMode):
         self.called: set[nn.Module] = set()
         self.running: list[nn.Module] = []
         self.read: dict[str, set[str]] = {}
-        #: Of each storage: where a weight begins and ends in it, its layer's name, and the modules that may read it.
+        #: Weights by storage id: first and last offset in the storage, name of the layer, modules that may read the
+        #:     weight.
         self.weights: dict[int, list[tuple[int, int, str, list[nn.Module]]]] = {}
         owners_of: dict[int, list[nn.Module]] = {}
         for module in model.modules():
@@ -133,7 +143,7 @@ class _Watch(TorchFunctionMode):
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Note which modules run, by hooks."""
+        """Record which modules run, by forward hooks on every module."""
         handles = []
         for module in self.model.modules():
             handles.append(module.register_forward_pre_hook(self._enter, prepend=True))
@@ -180,52 +190,56 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
 
 
-# ---- report ----------------------------------------------------------------------------------------------
+# ---- report ----
 
-#: Tokens of the input that the bytes are counted for.
+#: Number of input tokens for which the saved bytes are counted.
 TOKENS = 4096
-HEADER = ("layer", "recipe", "implementation", "parameters", "FLOPs", "bytes saved a token", "left alone because")
+HEADER = ("layer", "recipe", "implementation", "parameters", "FLOPs", "bytes saved per token", "left alone because")
 
 
 @dataclass(frozen=True)
 class ReportRow:
-    """A module that multiplies by a weight."""
+    """One module that multiplies by a weight."""
 
     name: str
     kind: str
-    #: None where it was left alone.
+    #: Recipe of the layer, or None if it was not converted.
     recipe: Recipe | None
-    #: Which implementation runs fprop's GEMM on the weights' device; "" where it was left alone.
+    #: Implementation that runs the fprop GEMM on the weight's device; "" if the layer was not converted.
     implementation: str
     parameters: int
-    #: FLOPs of its forward for one token of the model.
+    #: FLOPs of the layer's forward for one token of the model.
     flops: float
-    #: Bytes a token that backward keeps less than in high precision, as if no other layer read the same input.
+    #: Bytes per token that the layer saves less for backward than in high precision, if no other layer shares its
+    #: input.
     saved: float
-    #: Why it was left alone, or "".
+    #: Reason why the layer was not converted, or "".
     why: str = ""
 
 
 @dataclass(repr=False)
 class Report(conversion.Report):
-    """What `convert` did, and why it left the rest alone."""
+    """Report of `convert`: the layers that it converted, and why it left the others alone."""
 
     rows: list[ReportRow] = field(default_factory=list)
-    #: Of `blocks=`: each module that one of our blocks may compute, what computes it, and why its own forward does.
+    #: With `blocks=`: one entry per module that a Quaver block may replace, with the block, or why it is not replaced.
     blocks: list[ReplaceableModule] = field(default_factory=list)
 
     @property
     def flops_share(self) -> float:
-        """The converted part of the FLOPs of all GEMMs of a token, the output head's included."""
+        """Converted share (0 to 1) of the FLOPs of all GEMMs for one token, including the output head's."""
         return self._part(lambda row: row.flops)
 
     @property
     def saved(self) -> float:
-        """Bytes a token that backward keeps less, where no two layers share an input."""
+        """Bytes per token that all layers save less for backward, if no two layers share an input."""
         return sum(row.saved for row in self.rows)
 
     def table(self) -> str:
-        """A line for each kind of layer: those that differ in numbers of their names alone share it."""
+        """Return a text table with one line per kind of layer.
+
+        Layers whose names differ only in numbers, such as those of all Transformer layers, share a line.
+        """
         lines = [HEADER, *(_cells(row, self, count) for row, count in _alike(self.rows))]
         widths = [max(len(line[i]) for line in lines) for i in range(len(HEADER))]
         return "\n".join(
@@ -233,14 +247,16 @@ class Report(conversion.Report):
         )
 
     def check(self, model: nn.Module, *inputs: Any, **named: Any) -> Check:
-        """Run a model once, without gradients, and see whether what was converted is what computes.
+        """Run the model once without gradients and check that the converted layers really run converted.
 
         Args:
             model: the converted model, or one that wraps it.
-            inputs, named: what its forward takes.
+            inputs: positional arguments of its forward.
+            named: keyword arguments of its forward.
         Returns:
-            The layers that were converted and not called, those whose weight something else read, and those that are no
-            longer in the model, as another library's conversion leaves them. Noise and buffers are as before the run.
+            A `Check` with the converted layers that were not called, those whose weight other code read, and those that
+            are no longer in the model because another library replaced them. The random state and the buffers are
+            restored after the run.
         """
         return checked({row.name: row.kind for row in self.rows if row.recipe is not None}, model, inputs, named)
 
@@ -252,7 +268,8 @@ class Report(conversion.Report):
         lines = super()._done()
         if any(row.recipe is not None for row in self.rows):
             lines.append(
-                f"  {self.flops_share:.0%} of the FLOPs of GEMMs; backward keeps {self.saved:,.0f} bytes a token less"
+                f"  {self.flops_share:.0%} of the FLOPs of GEMMs; {self.saved:,.0f} fewer bytes per token saved "
+                "for backward"
             )
         placed = Counter((row.kind, row.block, row.why) for row in self.blocks)
         for (kind, block, why), count in placed.items():
@@ -279,7 +296,7 @@ def _cells(row: ReportRow, report: Report, count: int) -> tuple[str, ...]:
 
 
 def _alike(rows: list[ReportRow]) -> list[tuple[ReportRow, int]]:
-    """One of the rows whose names differ in numbers alone, and how many there are."""
+    """Group rows whose names differ only in numbers; return one row per group and the size of the group."""
     groups: dict[Any, list[ReportRow]] = {}
     for row in rows:
         name = re.sub(r"(?<![^.])\d+(?![^.])", "*", row.name)
@@ -291,7 +308,7 @@ def _alike(rows: list[ReportRow]) -> list[tuple[ReportRow, int]]:
 
 
 class Implementations:
-    """Which implementation runs fprop's GEMM of each shape; asked once for each, by the name that `explain` gives."""
+    """Cached lookup of the implementation that runs the fprop GEMM of a layer, named as `explain` names it."""
 
     def __init__(self) -> None:
         self._known: dict[Any, str] = {}
@@ -306,5 +323,5 @@ class Implementations:
 
 
 def saved_a_token(recipe: Recipe, features: int, itemsize: int) -> float:
-    """Bytes of one token's input [features] that backward keeps less than in high precision."""
+    """Return how many bytes less backward saves for one token's input [features] than in high precision."""
     return itemsize * features - saved_bytes(recipe, TOKENS, features, itemsize) / TOKENS

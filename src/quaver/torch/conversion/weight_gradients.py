@@ -1,8 +1,8 @@
-"""What becomes of weights' gradients: added to a float32 tensor beside each weight, or computed when it is asked for.
+"""Weight gradients outside of autograd: accumulated in float32 in `weight.main_grad`, or deferred.
 
-A layer that runs in `weight_gradients` keeps the gradients of its weights from autograd: backward gives that of the
-input, and the GEMM of a weight's gradient writes float32, which is added to `weight.main_grad` unrounded, or waits.
-Megatron-LM's names; Source of the waiting: zero bubble, Qi et al. 2023, arXiv:2401.10241.
+Inside `weight_gradients`, backward computes the input gradient as usual. The wgrad GEMM either writes float32 that is
+added to `weight.main_grad` unrounded, or is deferred until `compute()`. The attribute names are Megatron-LM's.
+Source of deferred weight gradients: zero bubble pipeline parallelism, Qi et al. 2023, arXiv:2401.10241.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from quaver.torch.state.history.roll import active_wrapper
 
 
 class weight_gradients:
-    """Layers that run forward in here keep the gradients of their weights from autograd, quantized or not.
+    """Context in which layers add weight gradients to `weight.main_grad` or defer them, instead of using autograd.
 
         for p in model.parameters():
             p.main_grad = torch.zeros_like(p, dtype=torch.float32)
@@ -28,22 +28,22 @@ class weight_gradients:
             loss = model(x)
         loss.backward()  # adds to weight.main_grad; weight.grad stays None
 
-    Weights are the matrices of quaver.torch's linear layers, as they are parameters; gradients of biases, norms and
-    other layers go to `.grad` as ever. A weight that is another in each forward, such as one that is made of several
-    parameters, leaves its gradient to autograd too.
+    It applies to layers whose forward runs inside the context, quantized or not. It covers the matrices of
+    quaver.torch's linear layers that are parameters. Gradients of biases, norms and other layers go to `.grad` as
+    usual. So does the gradient of a weight that is computed in each forward, such as one made of several parameters.
 
     Args:
-        main_grad: add the gradient of each weight that has an attribute `main_grad` to that, in float32 where the GEMM
-            has it so. `weight.overwrite_main_grad`, where it is True, writes in its place; where a weight has
-            `grad_added_to_main_grad` that becomes True, and `.grad` zeros, so that hooks run.
-        later: let gradients wait until `compute()` is called: backward computes those of inputs alone.
+        main_grad: add the gradient of each weight that has an attribute `main_grad` to it, in float32 where the GEMM
+            can write float32. If `weight.overwrite_main_grad` is True, overwrite it instead. If the weight has an
+            attribute `grad_added_to_main_grad`, set that to True and write zeros to `.grad`, so that hooks run.
+        later: defer weight gradients until `compute()` is called; backward computes input gradients only.
     Raises:
-        ValueError: neither is asked for. On entry: in a pipeline's stage whose backward is split, or within
-            DistributedDataParallel, which reduces gradients that autograd gives. On exit: a compiled layer has run,
-            whose gradient autograd takes.
-        NotImplementedError: to a compiler.
-    The quantized weight is quantized once a micro-batch: nothing that the library sees tells when `main_grad` is used.
-    Exact: gradients that wait, and all others. Bounded: those in `main_grad`, which are not rounded to the weight's
+        ValueError: neither argument is True. On entry: inside a pipeline stage whose backward is split, or inside
+            DistributedDataParallel, which reduces the gradients of autograd. On exit: a compiled layer has run, whose
+            gradient goes to autograd.
+        NotImplementedError: the context is entered while compiling. The weight is quantized again in each micro-batch,
+            because the library cannot see when `main_grad` is used.
+    Exact: deferred gradients, and all others. Bounded: gradients in `main_grad`, which are not rounded to the weight's
     dtype.
     """
 
@@ -54,23 +54,25 @@ class weight_gradients:
                 "to compute them by compute(), or both"
             )
         self.main_grad, self.later = main_grad, later
-        #: Weights, and what gives their gradients.
+        #: Pairs of a weight and the function that computes its deferred gradient.
         self._waiting: list[tuple[Tensor, Callable[..., Tensor]]] = []
         self._before: list[tuple[Any, bool, bool]] = []
 
     def __enter__(self) -> "weight_gradients":
         if is_tracing():
-            # Without fullgraph the compiler leaves what calls this to eager mode.
-            raise NotImplementedError("weight_gradients is not compiled: leave it out, or run what is in it uncompiled")
+            # Without fullgraph, the error makes torch.compile run the calling function in eager mode.
+            raise NotImplementedError(
+                "weight_gradients cannot be compiled: leave it out, or do not compile the code inside"
+            )
         if active_context.split is not None and not active_context.takes_weights:
             raise ValueError(
-                "weight_gradients is for layers whose backward is whole, and a pipeline's schedule splits it here: "
-                "leave one of the two out"
+                "weight_gradients cannot be combined with a pipeline schedule that splits the backward: leave one "
+                "of them out"
             )
         if active_wrapper() is not None:
             raise ValueError(
-                "DistributedDataParallel reduces gradients that autograd gives, and weight_gradients keeps weights' "
-                "own: run the module itself, and all-reduce weight.main_grad"
+                "DistributedDataParallel reduces the gradients of autograd, but weight_gradients bypasses "
+                "autograd: run the module without it, and all-reduce weight.main_grad"
             )
         self._before.append((active_context.split, active_context.takes_weights, active_context.compiled))
         active_context.split, active_context.takes_weights, active_context.compiled = self._instead_of, True, False
@@ -82,22 +84,22 @@ class weight_gradients:
         active_context.compiled = before or compiled
         if compiled and kind is None:
             raise ValueError(
-                "a compiled layer ran in weight_gradients, and compiled backwards give gradients to autograd: run it "
-                "uncompiled, or leave weight_gradients out"
+                "a compiled layer ran in weight_gradients, but compiled backwards return gradients to autograd: "
+                "do not compile it, or leave weight_gradients out"
             )
 
     def compute(self) -> None:
-        """Compute the gradients that wait, in the order of the backward: to `main_grad`, or to `.grad` with its hooks.
+        """Compute the deferred gradients in backward order, into `main_grad`, or into `.grad` with its hooks.
 
         Raises:
-            ValueError: a weight whose memory is free by now, as fully_shard frees it.
+            ValueError: the memory of a weight was freed, as fully_shard does.
         """
         while self._waiting:
             weight, gives = self._waiting.pop(0)
             if not weight.untyped_storage().nbytes() and weight.numel() and not weight.is_meta:
                 raise ValueError(
-                    "the gradient of a weight was to be computed later, and fully_shard has freed the weight: leave "
-                    "later=True out there"
+                    "the gradient of a weight was deferred, but fully_shard has freed the weight: leave out "
+                    "later=True there"
                 )
             with torch.no_grad(), ops.without_autocast(ops.autocast_device(weight)):
                 g = None if self._adds(weight) else gives()
@@ -120,7 +122,7 @@ class weight_gradients:
         ]
         if not torch.is_grad_enabled() or LATER not in needs:
             return apply(*arguments)
-        # A weight that autograd knew of would have its hooks run without a gradient.
+        # Autograd must not see this weight: it would run the weight's hooks without a gradient.
         tied = [need is True or (need is LATER and self._answers(a)) for a, need in zip(arguments, needs, strict=True)]
         given = [a for a, each in zip(arguments, tied, strict=True) if each]
         gate = [] if given else [torch.empty(0, device="cpu", dtype=torch.float32, requires_grad=True)]
@@ -134,11 +136,13 @@ class weight_gradients:
         return self.main_grad and getattr(weight, "main_grad", None) is not None
 
     def _answers(self, weight: Tensor) -> bool:
-        """Whether autograd is given zeros in the place of a weight's gradient."""
+        """Return True if autograd receives zeros as the weight's gradient so that its hooks run."""
         return not self.later and hasattr(weight, "grad_added_to_main_grad")
 
     def _take(self, weight: Any, gives: Any) -> Tensor | None:
-        """A weight's gradient in backward; returns what autograd is given."""
+        """Handle a weight's gradient in backward: defer it or add it to `main_grad`. Return the gradient for
+        autograd.
+        """
         if self.later:
             self._waiting.append((weight, gives))
             return None
@@ -157,7 +161,7 @@ def _add(weight: Any, g: Tensor) -> None:
 
 
 class Context:
-    """What an autograd function's own forward and backward take for torch's context."""
+    """Minimal replacement for torch's autograd context, passed to a function's own forward and backward."""
 
     def __init__(self, needs: Sequence[Any]) -> None:
         self.needs_input_grad = tuple(needs)
@@ -168,8 +172,12 @@ class Context:
 
 
 class _Taken(torch.autograd.Function):
-    """(a context, an autograd function, who takes gradients, which arguments autograd knows of, the arguments, those
-    that it knows of) to what the function gives."""
+    """Autograd function that runs another one and routes the gradients of its weights to `weight_gradients`.
+
+    Its arguments are a `Context`, the wrapped autograd function, the `weight_gradients` that receives gradients, a flag
+    per argument that says if autograd tracks it, all arguments, and then the tracked tensors. It returns the outputs of
+    the wrapped function.
+    """
 
     @staticmethod
     def forward(
@@ -199,5 +207,5 @@ def _backward(ctx: Any, saved: Sequence[Any], *gs: Tensor) -> tuple[Any, ...]:
     return *(None,) * 5, *(of_tied or [None])
 
 
-#: `Function.apply` without its checks for torch.func, which layers have made.
+#: `Function.apply` without its checks for torch.func, which the layers have already made.
 _enter: Any = super(torch.autograd.Function, _Taken).apply

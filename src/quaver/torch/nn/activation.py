@@ -1,8 +1,8 @@
-"""The activations that an MLP applies between its two matrices, as a table: a new activation is a new row.
+"""Table of the activations that an MLP applies between its two matrices; add a row for a new one.
 
-A gated one takes two tensors, the gate that passes through the nonlinearity and the value that it multiplies; a fused
-projection puts them side by side in one tensor, gate first. All are computed in float32 and rounded once. Backward
-starts from the inputs again: nothing else is kept.
+A gated activation takes two tensors: the gate, which passes through the nonlinearity, and the value that it multiplies.
+A fused projection concatenates them in one tensor, gate first. All are computed in float32 and rounded once. Backward
+recomputes from the inputs; nothing else is saved.
 Source of the gated ones: Shazeer 2020, arXiv:2002.05202.
 """
 
@@ -26,25 +26,26 @@ from quaver.torch.operations.operation import Implementation, Operation, row_by_
 from quaver.torch.operations.selecting import unseen
 from quaver.torch.state.context import active_context
 
-# ---- prologue --------------------------------------------------------------------------------------------
-# A function of tensors whose backward is its own: what makes the input of linear layers, with no layer behind it.
+# ---- ops with a hand-written backward, run without linear layers behind them ----
 
 
 class DifferentiatedOp(Protocol):
-    """A function of tensors outside autograd, and its backward."""
+    """A function of tensors with a hand-written backward, both outside autograd."""
 
     def forward(self, *x: Tensor | None) -> tuple[Any, Sequence[Any]]:
-        """The output, or a tuple of outputs, and what backward needs."""
+        """Return the output, or a tuple of outputs, and the tensors that backward needs."""
 
     def backward(self, *gs_and_saved: Any) -> Sequence[Any]:
-        """(the gradient of each output, what was kept) to the gradients of what forward took."""
+        """Return the gradients of forward's inputs, from the gradient of each output and the saved tensors."""
 
 
 def alone(function: DifferentiatedOp, sentence: str, *x: Tensor | None) -> Any:
-    """What function.forward gives, whose backward is the function's own.
+    """Run an op under autograd with its own backward.
 
     Args:
-        sentence: why that has no derivative of its own, and what to do.
+        function: the op.
+        sentence: error message for a second derivative or a torch.func transform, which are unsupported.
+        x: inputs of its forward.
     """
     if transforms_active():
         raise NotImplementedError(sentence)
@@ -72,11 +73,11 @@ def _backward(ctx: Any, saved: Sequence[Any], *gs: Tensor) -> tuple[Any, ...]:
     return None, None, *ctx.constants[0].backward(*gs, saved)
 
 
-#: `Function.apply` without its checks for torch.func, which `alone` has made.
+#: `Function.apply` without its checks for torch.func, which `alone` has already made.
 _apply: Any = super(torch.autograd.Function, _StandaloneFunction).apply
 
 
-# ---- activation ------------------------------------------------------------------------------------------
+# ---- activations ----
 
 _aten = torch.ops.aten
 Function = Callable[..., Tensor]
@@ -86,21 +87,22 @@ Function = Callable[..., Tensor]
 class Activation:
     """A function of one float32 tensor, or of gate and value, and its derivative."""
 
-    #: (x, *options) or (gate, value, *options) to the result.
+    #: Function of (x, *options) or (gate, value, *options) that returns the result.
     forward: Function
-    #: (gradient of the result, x or gate and value, *options) to the gradients of the inputs.
+    #: Function of (gradient of the result, x or gate and value, *options) that returns the gradients of the inputs.
     backward: Callable[..., tuple[Tensor, ...]]
     gated: bool = False
-    #: (gradient of the result, gate, value) to the gradients of both and the result, where they share work.
+    #: Function of (gradient of the result, gate, value) that returns the gradients of both, and the result, sharing
+    #: work; or None.
     again: Callable[..., tuple[Tensor, ...]] | None = None
-    #: torch's own operation, which works in float32 inside whatever the dtype: the same bits without casts.
+    #: True for a torch operation that computes in float32 internally for any dtype: the same bits without casts.
     native: bool = False
     #: Options and their defaults, in the order in which the functions take them.
     options: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def inputs(self) -> int:
-        """How many tensors it takes, each as wide as its result."""
+        """Number of input tensors, each as wide as the result."""
         return 2 if self.gated else 1
 
 
@@ -109,7 +111,7 @@ def _plain(forward: Function, backward: Function, native: bool = False) -> Activ
 
 
 def _gated(forward: Function, backward: Function) -> Activation:
-    """forward(gate) · value."""
+    """Return the gated activation forward(gate) · value."""
 
     def again(g: Tensor, gate: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         passed = forward(gate)
@@ -139,7 +141,7 @@ def _sigmoid_backward(g: Tensor, x: Tensor) -> Tensor:
     return _aten.sigmoid_backward(g, torch.sigmoid(x))
 
 
-#: CLIP's approximation of gelu: x sigmoid(1.702 x).
+#: Factor of CLIP's approximation of gelu: x sigmoid(1.702 x).
 QUICK = 1.702
 
 
@@ -152,7 +154,7 @@ def _quick_gelu_backward(g: Tensor, x: Tensor) -> Tensor:
 
 
 def _squared_relu(x: Tensor) -> Tensor:
-    """max(x, 0)², of Primer (arXiv:2109.08668)."""
+    """Compute max(x, 0)², of Primer (arXiv:2109.08668)."""
     return torch.relu(x).square_()
 
 
@@ -161,7 +163,7 @@ def _squared_relu_backward(g: Tensor, x: Tensor) -> Tensor:
 
 
 def _clamped_swiglu(gate: Tensor, value: Tensor, limit: float, alpha: float) -> Tensor:
-    """gpt-oss's: gate held below `limit`, value within ±limit; gate sigmoid(alpha gate) (value + 1)."""
+    """Compute gpt-oss's activation: gate sigmoid(alpha gate) (value + 1), gate clamped to ≤ limit, value to ±limit."""
     gate = gate.clamp(max=limit)
     return torch.sigmoid(gate * alpha).mul_(gate).mul_(value.clamp(-limit, limit).add_(1))
 
@@ -173,11 +175,11 @@ def _clamped_swiglu_backward(
     shifted = value.clamp(-limit, limit).add_(1)
     of_gate = _aten.silu_backward(g * shifted, held * alpha)
     of_value = torch.sigmoid(held * alpha).mul_(held).mul_(g)
-    # The gradient of clamp is 1 on its bounds; comparisons with NaN are false, and NaN stays in the other factor.
+    # The gradient of clamp at its bounds is 1. A comparison with NaN is false, so NaN passes through the other factor.
     return of_gate.mul_(~(gate > limit)), of_value.mul_(~(value.abs() > limit))
 
 
-#: "gelu" is the tanh form, as in JAX and Flax; "gelu_exact" is the error function's, torch's default.
+#: "gelu" is the tanh approximation, as in JAX and Flax; "gelu_exact" uses the error function, torch's default.
 ACTIVATIONS: dict[str, Activation] = {
     "linear": _plain(lambda x: x.clone(), lambda g, x: g.clone()),
     "gelu": _plain(_gelu, _gelu_backward, native=True),
@@ -200,17 +202,17 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def get_activation(name: str) -> Activation:
-    """The row of this name.
+    """Return the activation of this name.
 
     Raises:
-        ValueError: there is none; the message names the nearest.
+        ValueError: unknown name; the message names the closest match.
     """
     check_name("activation", name, ACTIVATIONS)
     return ACTIVATIONS[name]
 
 
 def option_values(name: str, options: Mapping[str, float]) -> tuple[float, ...]:
-    """The options of an activation in its own order, those not given as they are by default."""
+    """Return an activation's options in its own order, with defaults for missing ones."""
     known = get_activation(name).options
     for option in options:
         if option not in known:
@@ -220,18 +222,18 @@ def option_values(name: str, options: Mapping[str, float]) -> tuple[float, ...]:
 
 
 def activate(name: str, *x: Tensor, **options: float) -> Tensor:
-    """Apply an activation in float32, differentiably; only x is kept for backward (of relu alone, its result).
+    """Apply an activation in float32, differentiably; only x is saved for backward (for relu its result).
 
     Args:
-        name: a row of `ACTIVATIONS`.
-        x: one tensor; or gate and value of one shape for a gated activation, or one tensor [..., 2 d] that holds the
-            gate and then the value.
-        options: of the function, such as clamped_swiglu's `limit`.
+        name: a name in `ACTIVATIONS`.
+        x: one tensor. For a gated activation gate and value of the same shape, or one tensor [..., 2 d] with the gate
+            first.
+        options: options of the activation, such as clamped_swiglu's `limit`.
     Returns:
         [..., d] in x's dtype, rounded once.
     Raises:
         ValueError: unknown name or option, or tensors that do not fit.
-    Bounded: for normally distributed inputs relative RMS 1e-6 of float64 in float32. NaN gives NaN.
+    Bounded: in float32, relative RMS 1e-6 of float64 for normally distributed inputs. NaN gives NaN.
     """
     row = get_activation(name)
     if len(x) not in (1, row.inputs) or any(a.shape != x[0].shape or a.dtype != x[0].dtype for a in x):
@@ -240,27 +242,29 @@ def activate(name: str, *x: Tensor, **options: float) -> Tensor:
             f"activation {name!r} takes {'gate and value of one shape' if row.gated else 'one tensor'}, got {shapes}"
         )
     if row.gated and len(x) == 1 and x[0].shape[-1] % 2:
-        raise ValueError(f"activation {name!r} takes gate and value side by side, an even width; got {x[0].shape[-1]}")
+        raise ValueError(
+            f"activation {name!r} takes gate and value concatenated, which needs an even width; got {x[0].shape[-1]}"
+        )
     return ActivationInputOp(name, option_values(name, options))(*x)
 
 
 SENTENCE = (
-    "this activation has no derivative beyond its own backward, which is written by hand (no second derivative, no "
-    "torch.func): use torch's own operations there"
+    "this activation supports first derivatives only (no second derivative, no torch.func), because its backward "
+    "is written by hand: use torch's own operations there"
 )
 
 
-#: How `eight_bit_activations` keeps what goes into the activation: 1.03 bytes an element, 28 dB.
+#: Format in which `eight_bit_activations` saves the activation's input: 1.03 bytes per element, 28 dB SNR.
 KEPT = QuantSpec(E4M3, (1, 32), "e8m0")
 
 
 @dataclass(frozen=True)
 class ActivationInputOp:
-    """The prologue that takes what goes into an activation: one tensor, or gate and value."""
+    """Input op of a linear layer that applies an activation to one tensor, or to gate and value."""
 
     name: str
     options: tuple[float, ...]
-    #: Keep the inputs in eight bits, for backward alone, and what wgrad consumes beside them.
+    #: Save the inputs in eight bits, only for backward, together with wgrad's operand.
     eight_bits: bool = False
 
     @property
@@ -308,7 +312,7 @@ class ActivationInputOp:
             return tuple(run(self.name, self.options, g, saved))
         if not ops.on_host(g) or not _in_blocks(g):
             return tuple(run(self.name, self.options, g, [_decoded(q, g) for q in saved]))
-        # The values of all codes, in float32 on the way, would be the most memory that a step takes.
+        # Dequantize block by block: all values at once in float32 would be the step's peak of memory.
         gradients, start = tuple(g.new_empty((*g.shape[:-1], q.shape[1])) for q in saved), 0
         for of_y, *outs in _blocks(g, *gradients):
             end = start + of_y.shape[0]
@@ -320,17 +324,17 @@ class ActivationInputOp:
 
 
 def _decoded(q: Quantized, g: Tensor) -> Tensor:
-    """What goes into an activation, from what is kept of it, beside the gradient g of the result."""
+    """Dequantize a saved activation input to the dtype and shape of the gradient g."""
     return q.dequantize().to(g.dtype).view(*g.shape[:-1], q.shape[1])
 
 
 def _rows(q: Quantized, start: int, end: int) -> Quantized:
-    """Some rows of what `KEPT` has quantized."""
+    """Return a range of rows of an operand quantized with `KEPT`."""
     assert isinstance(q.scale, Tensor)
     return Quantized(q.data[start:end], q.scale[start:end], q.spec, (end - start, q.shape[1]))
 
 
-#: Elements of a result that a CPU works on at a time: float32 copies of so many stay in its last cache.
+#: Elements that a CPU processes at a time, so that their float32 copies stay in the last-level cache.
 BLOCK = 1 << 18
 
 
@@ -349,7 +353,7 @@ def _plain_forward(name: str, options: Sequence[float], x: Sequence[Tensor]) -> 
 def _plain_backward(
     name: str, options: Sequence[float], g: Tensor, x: Sequence[Tensor], again: bool = False
 ) -> list[Tensor]:
-    """The gradients of x; and what x gives, by `Activation.again`."""
+    """Return the gradients of x; with again=True also the result, from `Activation.again`."""
     row, dtype = ACTIVATIONS[name], x[0].dtype
     if row.native:
         return list(row.backward(g, *x))
@@ -372,25 +376,25 @@ def _in_blocks(x: Tensor) -> bool:
 
 
 def _blocks(first: Tensor, *others: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """The same few rows of each; of a contiguous tensor they are views."""
+    """Yield the same few rows of each tensor; for contiguous tensors these are views."""
     rows = max(1, BLOCK // first.shape[-1])
     return zip(*(a.reshape(-1, a.shape[-1]).split(rows) for a in (first, *others)), strict=True)
 
 
 def _width(row: Activation, x: Sequence[Tensor]) -> int:
-    """The width of the result."""
+    """Return the width of the result."""
     return x[0].shape[-1] // (2 if row.gated and len(x) == 1 else 1)
 
 
 def _wide(row: Activation, x: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Each input in float32; of one tensor that holds two, both halves."""
+    """Return each input in float32; a fused input is split into gate and value."""
     if row.gated and len(x) == 1:
         x = x[0].chunk(2, -1)
     return [_float32(a) for a in x]
 
 
 def _float32(x: Tensor) -> Tensor:
-    """Or the float64 that it is."""
+    """Convert to float32, but leave float64 as it is."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -406,7 +410,7 @@ def _no_kernel(*args: Any) -> str:
     return fused_quantize.reason_unsupported(args[-1][0])
 
 
-#: (name, options, inputs) to the result: `activate` without its checks, outside autograd.
+#: Activation (name, options, inputs) as an operator: `activate` without its checks, outside autograd.
 ACTIVATE: Operation[Tensor] = Operation(
     "activate(str name, float[] options, Tensor[] x) -> Tensor",
     [
@@ -416,7 +420,7 @@ ACTIVATE: Operation[Tensor] = Operation(
     fake=_fake_forward,
     kernel=lambda *args: row_by_row(ACTIVATE.eager(*args)),
 )
-#: (name, options, grad_output, inputs) to the gradients of the inputs, as those came: one tensor or two.
+#: Gradients of the inputs from (name, options, grad_output, inputs), in the form of the inputs: one tensor or two.
 ACTIVATE_BACKWARD: Operation[list[Tensor]] = Operation(
     "activate_backward(str name, float[] options, Tensor g, Tensor[] x) -> Tensor[]",
     [

@@ -1,5 +1,7 @@
-"""Cross entropy of a head's logits, a chunk of tokens after the other, with the gradients: what stands behind
-`linear_cross_entropy`. One opaque operator for a compiler; for the rows of a chunk's logits a kernel on a GPU.
+"""`linear_cross_entropy`: output head and cross entropy in one, computed chunk by chunk so that logits are never all
+stored.
+
+One custom operator computes loss and gradients. On a GPU, a Triton kernel processes the rows of a chunk's logits.
 """
 
 import itertools
@@ -20,16 +22,16 @@ from quaver.torch.operations.operation import Implementation, Operation
 from quaver.torch.operations.selecting import unseen
 from quaver.torch.state.context import recipe_in_force
 
-# ---- chunked ---------------------------------------------------------------------------------------------
+# ---- loss and gradients of a chunk of tokens ----
 
-#: The logits of a chunk take at most this many bytes, unless its size is given.
+#: Maximum bytes of a chunk's logits, unless the caller gives the chunk size.
 CHUNK_BYTES = 2**29
-#: Bytes of the float32 copies that a CPU makes of a chunk's logits at a time: they stay in a core's cache.
+#: Bytes of the float32 copies that a CPU makes at a time of a chunk's logits, so that they stay in a core's cache.
 PIECE = 2**18
 
 
 class LossConfig(NamedTuple):
-    """How a row of logits becomes a loss; 0 switches a term off."""
+    """Terms of the loss of a row of logits; 0 disables a term."""
 
     ignore_index: int = -100
     label_smoothing: float = 0.0
@@ -73,9 +75,11 @@ def _impl(
 
 
 def added(total: Tensor | None, grad: Tensor, x: Tensor) -> Tensor:
-    """total + grad.T @ x, in float32 whatever the operands are: a sum of chunks is rounded once, at its end."""
+    """Return total + grad.T @ x in float32 for any dtype, so that a sum over chunks is rounded only once, at the
+    end.
+    """
     if grad.dtype in (torch.float32, torch.float64):
-        # torch's counter of FLOPs knows no `addmm_`.
+        # torch's FLOP counter does not count `addmm_`.
         return grad.t() @ x if total is None else torch.addmm(total, grad.t(), x, out=total)
     if grad.is_cuda:
         part = torch.mm(grad.t(), x, out_dtype=torch.float32)
@@ -101,12 +105,22 @@ def _losses(
 
 
 def _piece(count: int) -> int:
-    """So many lines of `count` numbers are `PIECE` bytes in float32; at least one."""
+    """Return how many rows of `count` float32 numbers fit into `PIECE` bytes; at least one."""
     return max(1, PIECE // (4 * max(count, 1)))
 
 
 def rows(logits: Tensor, targets: Tensor, weights: Tensor | None, gradient: bool, rule: LossConfig) -> Tensor:
-    """What the kernel does, in plain operations."""
+    """Compute the losses of a chunk in plain torch, as the kernel does; with `gradient`, overwrite logits with it.
+
+    Args:
+        logits: [rows, V], overwritten with their gradient if `gradient` is True.
+        targets: int64 [rows].
+        weights: factor of each row's gradient [rows], or None.
+        gradient: True to compute the gradient.
+        rule: terms of the loss.
+    Returns:
+        Losses [rows], float32 or float64.
+    """
     count = logits.shape[1]
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
     bent: Tensor | None = None
@@ -138,15 +152,17 @@ def rows(logits: Tensor, targets: Tensor, weights: Tensor | None, gradient: bool
 
 
 def chunk_of(tokens: int, count: int, dtype: torch.dtype) -> int:
-    """Tokens of a chunk: as many as `CHUNK_BYTES` hold, spread evenly, in multiples of 128 where there are so many."""
+    """Return the tokens per chunk: as many as fit `CHUNK_BYTES`, spread evenly, in multiples of 128 if there are
+    that many.
+    """
     most = max(1, CHUNK_BYTES // (count * dtype.itemsize))
     even = -(-tokens // max(1, -(-tokens // most)))
     return max(1, min(most, -(-even // 128) * 128))
 
 
 def why_no_targets(targets: Tensor, count: int, ignore_index: int) -> str:
-    """Which of them is no word of `count`, or ""; on a GPU always that."""
-    # Reading them on a GPU would wait for it.
+    """Return an error message if a target is outside the vocabulary, else ""; always "" on a GPU."""
+    # Reading the values would synchronize with the GPU.
     if not targets.is_cpu:
         return ""
     bad = ((targets < 0) | (targets >= count)) & (targets != ignore_index)
@@ -173,7 +189,7 @@ def _fake(x: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, Tensor, Ten
 
 
 def _flops(x: Tensor, weight: Tensor, *options: Any, **_: Any) -> int:
-    """Of the logits, and of the gradients of x and weight where they are computed with them."""
+    """Return the FLOPs of the logits, and of the gradients of x and weight if they are computed."""
     of_x, of_weight, _of_bias = options[-3:]
     return 2 * x.shape[0] * weight.numel() * (1 + of_x + of_weight)
 
@@ -182,8 +198,8 @@ def _no_kernel(x: Tensor, *_: Any) -> str:
     return "the tensor is not on a GPU" if x.is_meta else ops.no_kernels(x)
 
 
-#: (x [rows, k], weight, bias, targets, row_weights, whether the gradient is wanted, the `Rule`) to the logits, or to
-#: their gradient if it is wanted, and the losses [rows].
+#: Losses [rows] from (x [rows, k], weight, bias, targets, row_weights, True if the gradient is needed, `LossConfig`).
+#: Returns the logits, or their gradient if needed, and the losses.
 LOSSES: Operation[tuple[Tensor, Tensor]] = Operation(
     "cross_entropy_rows",
     [
@@ -191,8 +207,8 @@ LOSSES: Operation[tuple[Tensor, Tensor]] = Operation(
         Implementation("reference", _losses),
     ],
 )
-#: To the losses [T], and the gradients of x, weight and bias; those that are not needed are empty. The options between
-#: dtype and chunk are those of a `Rule`.
+#: Returns losses [T] and the gradients of x, weight and bias; those that are not needed are empty. The arguments
+#: between dtype and chunk are the fields of `LossConfig`.
 LINEAR_CROSS_ENTROPY: Operation[tuple[Tensor, Tensor, Tensor, Tensor]] = Operation(
     "linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor targets, Tensor? row_weights, ScalarType dtype,"
     " int ignore_index, float label_smoothing, float z_loss, float soft_cap, SymInt chunk, bool of_x, bool of_weight,"
@@ -203,12 +219,10 @@ LINEAR_CROSS_ENTROPY: Operation[tuple[Tensor, Tensor, Tensor, Tensor]] = Operati
 )
 
 
-# ---- cross entropy ---------------------------------------------------------------------------------------
-# The head and its cross entropy together, a chunk of tokens after the other: the logits of all never exist at once.
+# ---- linear_cross_entropy ----
 #
-# Gradients are made in the forward pass, where a chunk's logits lie at hand, and scaled in the backward; losses that
-# are not summed up have their logits made again there. Source: Liger Kernel's fused linear cross entropy
-# (arXiv:2410.10989).
+# Gradients are computed in the forward, while a chunk's logits exist, and scaled in the backward. With reduction="none"
+# the logits are recomputed in the backward. Source: Liger Kernel's fused linear cross entropy (arXiv:2410.10989).
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -226,28 +240,29 @@ def linear_cross_entropy(
     reduction: str = "mean",
     chunk: int | None = None,
 ) -> Tensor:
-    """F.cross_entropy(F.linear(x, weight, bias).float(), targets), with the memory of a chunk's logits alone.
+    """Return F.cross_entropy(F.linear(x, weight, bias).float(), targets) while storing only one chunk of logits.
 
     Args:
         x: [..., dim].
-        weight: [V, dim], or an nn.Linear, whose bias is taken too, or the nn.Embedding that is the head as well. The
-            head's GEMMs run in high precision whatever its recipe, with a warning where it has one. Of a head in parts,
-            `quaver.torch.parallel.ColwiseParallel`, or an embedding, `VocabParallel`, each rank has some words: give
-            the module itself, and all targets on every rank, which all get the same loss.
+        weight: [V, dim], or an nn.Linear, whose bias is used too, or the nn.Embedding that is also the head. The head's
+            GEMMs run in high precision whatever its recipe, with a warning if it has one. For a vocabulary-parallel
+            head (`quaver.torch.parallel.ColwiseParallel`) or embedding (`VocabParallel`), pass the module itself, and
+            all targets on every rank; every rank gets the same loss.
         targets: integers [...].
         bias: [V].
         ignore_index: tokens with this target have no loss and no gradient.
-        label_smoothing: as of F.cross_entropy.
+        label_smoothing: as in F.cross_entropy.
         z_loss: adds z_loss × logsumexp², which keeps logits from drifting (PaLM, arXiv:2204.02311).
         soft_cap: logits become soft_cap × tanh(logits / soft_cap).
         reduction: "mean" over the tokens that are not ignored, "sum", or "none".
-        chunk: tokens whose logits exist at once; None takes as many as make half a GiB.
+        chunk: number of tokens whose logits exist at once; None chooses it so that they take half a GiB.
     Returns:
-        float32 scalar, or [...] for "none". A target outside 0 … V - 1 is an error on a CPU and NaN on a GPU. The mean
-        over no token is NaN and its gradient 0.
+        A float32 scalar, or [...] for "none". A target outside 0 … V - 1 raises an error on a CPU and gives NaN on a
+        GPU. The mean over no token is NaN with gradient 0.
     Raises:
         ValueError: shapes, dtypes or options that do not fit.
-    Bounded: relative RMS of the loss and, in float32, of the gradients 1e-5 of the two functions one after the other.
+    Bounded: relative RMS 1e-5 from the two functions called one after the other, for the loss and, in float32, the
+    gradients.
     """
     over_ranks: Any = None
     if isinstance(weight, (nn.Linear, nn.Embedding)):
@@ -257,8 +272,8 @@ def linear_cross_entropy(
         weight = _weight_of(head)
     elif getattr(weight, "device_mesh", None) is not None:
         raise ValueError(
-            "the head's weight lies in parts on ranks: give the layer in its place, linear_cross_entropy(x, head, "
-            "targets), with ColwiseParallel() as its style, or the embedding that is the head as well, with "
+            "the head's weight is sharded across ranks: pass the layer instead, linear_cross_entropy(x, head, "
+            "targets), with ColwiseParallel() as its style, or the embedding that is also the head, with "
             "VocabParallel()"
         )
     rule = LossConfig(ignore_index, label_smoothing, z_loss, 0.0 if soft_cap is None else soft_cap)
@@ -268,8 +283,9 @@ def linear_cross_entropy(
     capped = soft_cap is None or 0 < soft_cap < math.inf
     if not (0 <= rule.label_smoothing <= 1 and 0 <= rule.z_loss < math.inf and capped):
         raise ValueError(
-            f"label_smoothing is {rule.label_smoothing}, z_loss {rule.z_loss}, soft_cap {soft_cap}; the first lies in "
-            "0 … 1, the second is finite and not negative, the third finite and above 0, or None"
+            f"label_smoothing is {rule.label_smoothing}, z_loss {rule.z_loss}, soft_cap {soft_cap}; "
+            "label_smoothing must be in 0 … 1, z_loss finite and not negative, soft_cap finite and above 0, or "
+            "None"
         )
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; give the number of tokens, 1 or more, or None")
@@ -317,7 +333,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk: int,
         differentiated: bool,
     ) -> Tensor:
-        # torch says what is needed as if gradients were never switched off.
+        # needs_input_grad does not reflect torch.no_grad.
         needs = tuple(differentiated and need for need in ctx.needs_input_grad[:3])
         dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.constants = needs, dtype, rule, reduction, chunk, *dtypes
@@ -354,13 +370,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def scaled(grad: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """grad × scale, rounded once."""
+    """Return grad × scale, rounded once."""
     if scale is None:
         return grad.to(dtype)
     if is_tracing():
         return (grad * scale).to(dtype)
     if not grad.is_cpu:
-        # A GPU would round one number, a tensor without axes, to grad's dtype first.
+        # Give it an axis: a GPU would round a 0-dim scale to grad's dtype first.
         scale = scale.view(1)
     return torch.mul(grad, scale, out=torch.empty_like(grad, dtype=dtype))
 
@@ -369,7 +385,7 @@ _warned: set[str] = set()
 
 
 def _weight_of(layer: nn.Linear | nn.Embedding) -> Tensor:
-    """A head's weight; of one under a recipe with a warning, that it is not followed here."""
+    """Return a head's weight; warn if it has a recipe, which is ignored here."""
     if stored_weight.are_codes(layer.weight):
         raise ValueError("the head's weight is stored in eight bits or fewer; dequantize_weights(head) first")
     recipe = recipe_in_force(layer.recipe) if isinstance(layer, Linear) else None

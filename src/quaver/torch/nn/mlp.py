@@ -1,9 +1,9 @@
-"""The MLP of a Transformer block, with the normalization before it.
+"""The MLP of a Transformer block, with an optional norm in front.
 
     down(activation(up(norm(x))))        or, gated,        down(f(gate(norm(x))) · up(norm(x)))
 
-Kept for backward of a quantized one: x and the norm's statistics, norm(x) in eight bits, and what goes into the
-activation; its result is made again, and quantized again to the same bits, unless it is small.
+When quantized, backward saves x and the norm's statistics, norm(x) in eight bits, and the input of the activation. The
+activation's output is recomputed and quantized again to the same bits, unless it is small.
 """
 
 from collections.abc import Mapping
@@ -22,45 +22,44 @@ from quaver.torch.nn.norm import NormOptions, named, normalized_projections
 from quaver.torch.state.context import checkpoint
 from quaver.torch.state.layer_state import state_of
 
-# ---- norm linear -----------------------------------------------------------------------------------------
-# A normalization and the linear layers that read its output: at the entrance of attention, of an MLP, of a head.
+# ---- norm and the linear layers that read its output ----
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartOptions(NormOptions):
-    """Of a normalization and the linear layers behind it."""
+    """Options of a norm and the linear layers after it."""
 
     bias: bool = True
     # q, k and v are one matrix, and so are gate and up.
     fused: bool = True
     recipe: str | Recipe | None = None
-    # Of stochastic rounding.
+    # Seed of stochastic rounding.
     seed: int = 0
 
     def linear(self, in_features: int, out_features: int, bias: bool | None = None) -> Linear:
-        """One of the linear layers; bias: None is as the others'."""
+        """Return a linear layer with these options; bias=None uses the option `bias`."""
         bias = self.bias if bias is None else bias
         return Linear(in_features, out_features, bias, recipe=self.recipe, seed=self.seed, **self.like)
 
 
 class ComposedBlock(nn.Module):
-    """A block that is made of modules and has no parameter of its own."""
+    """Base class of blocks that consist of submodules and have no parameters of their own."""
 
     def reset_parameters(self) -> None:
-        """Each part as it begins by itself."""
+        """Reset the parameters of each submodule."""
         for part in self.children():
             part.reset_parameters()  # type: ignore[operator]
 
 
 class LayerNormLinear(ComposedBlock):
-    """Linear(norm(x)), of whose normalized input only what the GEMM consumed is kept for backward.
+    """Linear(norm(x)), which saves for backward only the operand of the GEMM, not norm(x) in high precision.
 
     Args:
         in_features, out_features, bias: of the linear layer.
-        normalization, eps, zero_centered, norm_bias: of the `Norm`.
-        return_normalized: give (output, norm(x)) instead of the output.
-        recipe, seed: as `quaver.torch.Linear`.
-    Submodules: `norm` and `linear`; the same bits as calling one after the other.
+        normalization, eps, zero_centered, norm_bias: of the norm.
+        return_normalized: return (output, norm(x)) instead of the output.
+        recipe, seed: as for `quaver.torch.Linear`. Submodules: `norm` and `linear`.
+    Exact: the same bits as calling one after the other.
     """
 
     @checks
@@ -92,51 +91,51 @@ class LayerNormLinear(ComposedBlock):
         return (outputs[1], outputs[0]) if self.return_normalized else outputs[0]
 
 
-# ---- mlp -------------------------------------------------------------------------------------------------
+# ---- MLP ----
 
 
 @dataclass(frozen=True, kw_only=True)
 class MLPOptions(PartOptions):
-    """Of the MLP."""
+    """Options of an MLP."""
 
-    # Such as {"limit": 7.0}.
+    # Options of the activation, such as {"limit": 7.0}.
     activation_options: Mapping[str, float] | None = None
-    # Keep what goes into a gated activation in eight bits.
+    # Save the input of a gated activation in eight bits.
     eight_bit_activations: bool = False
 
 
 @dataclass(frozen=True)
 class MLPArguments(MLPOptions):
-    """The arguments of `MLP`, which says what they are."""
+    """Constructor arguments of `MLP`; see there."""
 
     dim: int
     hidden: int
     activation: str = "gelu"
     _: KW_ONLY
-    # Keep only x for backward.
+    # Save only x for backward and recompute everything else.
     recompute: bool = False
-    # Give norm(x), too.
+    # Also return norm(x).
     return_normalized: bool = False
 
 
 class MLP(ComposedBlock):
-    """down(activation(up(x))), with a gate where the activation has one, and perhaps a normalization before.
+    """MLP with an optional gate and an optional norm in front: down(activation(up(x))).
 
     Args:
         dim: features of input and output.
-        hidden: features between.
-        activation: a row of `quaver.torch.nn.activation.ACTIVATIONS`.
-        activation_options: of the activation, such as {"limit": 7.0}.
-        bias: of both matrices.
+        hidden: hidden features.
+        activation: a name in `quaver.torch.nn.activation.ACTIVATIONS`.
+        activation_options: options of the activation, such as {"limit": 7.0}.
+        bias: True for a bias in both linear layers.
         fused: gate and up are one matrix `gate_up_proj`, the gate's rows first; else `gate_proj` and `up_proj`.
         normalization: "LayerNorm", "RMSNorm" or None; with eps, zero_centered and norm_bias.
-        eight_bit_activations: keep what goes into a gated activation in eight bits too. Outputs are the same;
-            docs/blocks/mlp.md has the error of the gradients.
-        recompute: keep only x for backward, and make everything else again.
-        return_normalized: give (output, norm(x)) instead of the output.
-        recipe, seed: as `quaver.torch.Linear`.
-    Submodules: `norm` if there is one; `up_proj`, with `gate_proj`, or `gate_up_proj`; `down_proj`.
-    Exact: the codes and scales of the parts called one after the other.
+        eight_bit_activations: also save the input of a gated activation in eight bits. Outputs are unchanged;
+            docs/blocks/mlp.md gives the error of the gradients.
+        recompute: save only x for backward and recompute everything else.
+        return_normalized: return (output, norm(x)) instead of the output.
+        recipe, seed: as for `quaver.torch.Linear`. Submodules: `norm` if there is one; `up_proj`, with `gate_proj`, or
+            `gate_up_proj`; `down_proj`.
+    Exact: the codes and scales equal those of calling the parts one after the other.
     """
 
     return_normalized = False
@@ -150,7 +149,7 @@ class MLP(ComposedBlock):
         self.recompute = options.recompute
         if options.return_normalized:
             self.return_normalized = True
-        # What goes into a plain activation is as wide as what comes out, whose codes would be kept beside it.
+        # The input of an ungated activation is as wide as its output, whose codes would be saved as well: no gain.
         narrow = options.eight_bit_activations and gated
         self._prologue = ActivationInputOp(
             activation, option_values(activation, options.activation_options or {}), narrow
@@ -167,7 +166,7 @@ class MLP(ComposedBlock):
         self._entrance = [name for name in ("gate_up_proj", "gate_proj", "up_proj") if name in self._modules]
 
     def forward(self, x: Tensor) -> Any:
-        """x [..., dim] to [..., dim]; and norm(x) if return_normalized."""
+        """Return the MLP of x [..., dim], of the same shape; with return_normalized (output, norm(x))."""
         if not x.dim() or x.shape[-1] != self.dim:
             raise ValueError(
                 f"MLP({self.dim}) got an input of shape {tuple(x.shape)}; its last axis must be {self.dim}"
@@ -192,13 +191,13 @@ class MLP(ComposedBlock):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerNormMLPArguments(MLPArguments):
-    """The arguments of `LayerNormMLP`."""
+    """Constructor arguments of `LayerNormMLP`; see there."""
 
     normalization: str | None = "LayerNorm"
 
 
 class LayerNormMLP(MLP):
-    """An `MLP` after a normalization; arguments as those of `MLP`."""
+    """An `MLP` with LayerNorm in front by default. Arguments as for `MLP`."""
 
     @takes(LayerNormMLPArguments)
     def __init__(self, options: LayerNormMLPArguments) -> None:

@@ -1,7 +1,7 @@
-"""LayerNorm and RMSNorm over the last axis, computed in float32 whatever the operands are.
+"""LayerNorm, RMSNorm and L2 normalization over the last axis, computed in float32 for every dtype.
 
-Backward starts from the input and its statistics, a float32 number or two a row; the output is not kept, so that what
-a quantized layer keeps of it in eight bits is all there is.
+Backward uses the input and one or two float32 statistics per row. The output is not saved, so that a quantized layer's
+8-bit copy of it is the only one.
 """
 
 from collections.abc import Sequence
@@ -23,26 +23,27 @@ from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations import ops
 from quaver.torch.operations.operation import Implementation, Operation, row_by_row
 
-#: The kinds by name: whether the mean is subtracted, and whether there is a gamma.
+#: Kinds by name: (True if the mean is subtracted, True if there is a gamma).
 NORMALIZATIONS = {"LayerNorm": (True, True), "RMSNorm": (False, True), "L2": (False, False)}
-#: What the norms of queries and keys normalize: each head's features, by one gamma for all heads; the same, by a gamma
-#: of each head (Cohere); the features of all heads together (OLMo 2).
+#: Scopes of query and key norms: "head", each head's features with one gamma for all heads; "each_head", the same with
+#: a gamma per head (Cohere); "all_heads", the features of all heads together (OLMo 2).
 QK_NORM_SCOPES = ("head", "each_head", "all_heads")
 
 
 @dataclass(frozen=True)
 class Normalization:
-    """The function of x, weight and bias that a `Norm` computes, as a prologue of
+    """Normalization as a function of x, weight and bias, usable as an input op of
     `quaver.torch.linear.quantized_input`.
 
-    Backward keeps x and the rows' statistics.
+    Backward saves x and the statistics of the rows.
     """
 
     normalization: str
     eps: float
     zero_centered: bool
     recomputes_input: bool = False
-    #: eps for a compiler: of dynamic shapes a number is a symbol, which two autograd functions cannot share.
+    #: eps as text for torch.compile: with dynamic shapes a float becomes a symbol, which two autograd functions cannot
+    #: share.
     written: str = field(init=False, repr=False, compare=False, default="")
 
     def __post_init__(self) -> None:
@@ -82,18 +83,19 @@ class Normalization:
 
 
 class NormKind(nn.Module):
-    """A normalization by name; `LayerNorm` and `RMSNorm` say what it computes.
+    """Base class of `LayerNorm` and `RMSNorm`: a normalization over the last axis, selected by name.
 
     Args:
-        normalization: "LayerNorm"; "RMSNorm"; or "L2", x / sqrt(mean(x²) + eps), which has no parameters. Llama 4 calls
-            it so, though it divides by the root of the mean and not by the length.
-        dim: features, the last axis of the input.
+        normalization: "LayerNorm"; "RMSNorm"; or "L2", x / sqrt(mean(x²) + eps), which has no parameters. The name "L2"
+            is Llama 4's, although it divides by the root of the mean, not by the length.
+        dim: number of features, the last axis of the input.
         eps: added to the variance, or to the mean of the squares.
-        zero_centered: the parameter is gamma - 1 and begins at 0, so that weight decay pulls gamma to 1.
-        bias: whether LayerNorm adds one.
-    Input [..., dim] in float32, bfloat16 or float16, whatever the parameters are; output of the input's dtype.
-    Bounded: relative RMS 1e-6 of float64 in float32. NaN makes its row NaN, and so does an infinity in LayerNorm;
-        in the others the infinity becomes NaN and the rest of its row 0.
+        zero_centered: the parameter is gamma - 1 and starts at 0, so that weight decay pulls gamma to 1.
+        bias: True for a bias in LayerNorm.
+        device, dtype: of the parameters. Input [..., dim] in float32, bfloat16 or float16, for any dtype of the
+            parameters; the output has the input's dtype.
+    Bounded: in float32, relative RMS 1e-6 of float64. NaN makes its row NaN, and so does an infinity in LayerNorm. In
+        the others an infinity becomes NaN and the rest of its row 0.
     """
 
     weight: nn.Parameter | None
@@ -122,7 +124,7 @@ class NormKind(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """gamma 1 and bias 0."""
+        """Set gamma to 1 and bias to 0."""
         if self.weight is not None:
             nn.init.constant_(self.weight, 0.0 if self.formula.zero_centered else 1.0)
         if self.bias is not None:
@@ -133,14 +135,14 @@ class NormKind(nn.Module):
         return self.formula(x, *self.affine())
 
     def affine(self) -> tuple[Tensor | None, Tensor | None]:
-        """weight and bias, None where there is none."""
-        # Parametrizations, pruning and FSDP make attributes of them, which take longer to look up.
+        """Return weight and bias, each None if absent."""
+        # With parametrizations, pruning and FSDP these are plain attributes, whose lookup is slower.
         parameters = self._parameters
         weight = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401
         return weight, parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
 
     def check_input(self, x: Tensor) -> None:
-        """Raise a ValueError unless x is [..., dim]."""
+        """Raise ValueError unless x is [..., dim]."""
         if not x.dim() or x.shape[-1] != self.dim:
             raise ValueError(
                 f"{self.formula.normalization}({self.dim}) got an input of shape {tuple(x.shape)}; "
@@ -155,7 +157,7 @@ class NormKind(nn.Module):
 
 
 class LayerNorm(NormKind):
-    """(x - mean) / sqrt(variance + eps) * gamma + bias; arguments as those of `Norm`.
+    """Layer normalization: (x - mean) / sqrt(variance + eps) * gamma + bias. Arguments as for `NormKind`.
 
     Source: Ba et al. 2016, arXiv:1607.06450.
     """
@@ -165,7 +167,7 @@ class LayerNorm(NormKind):
 
 
 class RMSNorm(NormKind):
-    """x / sqrt(mean(x²) + eps) * gamma; arguments as those of `Norm`.
+    """RMS normalization: x / sqrt(mean(x²) + eps) * gamma. Arguments as for `NormKind`.
 
     Source: Zhang and Sennrich 2019, arXiv:1910.07467; the zero-centred gamma is Gemma's.
     """
@@ -175,7 +177,7 @@ class RMSNorm(NormKind):
 
 
 def named(normalization: str, dim: int, eps: float, **options: Any) -> NormKind:
-    """The norm of this name, of the class that is called so; a `Norm` for "L2". Arguments as those of `Norm`."""
+    """Return a `LayerNorm`, an `RMSNorm`, or for "L2" a `NormKind`. Arguments as for `NormKind`."""
     classes: dict[str, type[LayerNorm | RMSNorm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
     if normalization in classes:
         return classes[normalization](dim, eps, **options)
@@ -184,26 +186,26 @@ def named(normalization: str, dim: int, eps: float, **options: Any) -> NormKind:
 
 @dataclass(frozen=True, kw_only=True)
 class NormOptions:
-    """Of the normalization at a layer's entrance, and of what holds parameters."""
+    """Options of the normalization in front of a layer, and device and dtype of all parameters."""
 
     # "LayerNorm", "RMSNorm", "L2", or None for no normalization.
     normalization: str | None = None
     eps: float = 1e-5
     # The norm's parameter is gamma - 1.
     zero_centered: bool = False
-    # Whether LayerNorm adds one.
+    # True for a bias in LayerNorm.
     norm_bias: bool = True
-    # Where all parameters are made, and of which dtype.
+    # Device and dtype of all parameters.
     device: Any = None
     dtype: torch.dtype | None = None
 
     @property
     def like(self) -> dict[str, Any]:
-        """What makes a parameter where the others are."""
+        """Device and dtype as keyword arguments."""
         return {"device": self.device, "dtype": self.dtype}
 
     def norm(self, dim: int) -> "NormKind | None":
-        """The normalization over dim features."""
+        """Return the normalization over dim features, or None."""
         if self.normalization is None:
             return None
         options = {"zero_centered": self.zero_centered, "bias": self.norm_bias}
@@ -211,14 +213,13 @@ class NormOptions:
 
 
 class NormOfEachHead(nn.Module):
-    """A normalization of each head's features by parameters of its own: norm(x) gamma + bias, in float32, rounded once.
+    """Normalization of each head's features with parameters per head: norm(x) gamma + bias, in float32, rounded once.
 
     Args:
-        options: of the norm.
-        heads, dim: x is [..., heads, dim].
-    Parameters: `weight` [heads, dim], gamma, or gamma - 1 if the options say zero_centered; and of a LayerNorm `bias`
-        [heads, dim], unless the options say norm_bias=False.
-    Source: Cohere's, in transformers' CohereLayerNorm, which has no bias.
+        options: options of the norm.
+        heads, dim: x is [..., heads, dim]. Parameters: `weight` [heads, dim] is gamma, or gamma - 1 with zero_centered.
+            A LayerNorm also has `bias` [heads, dim], unless norm_bias is False.
+    Source: transformers' CohereLayerNorm, which has no bias.
     """
 
     weight: nn.Parameter
@@ -236,7 +237,7 @@ class NormOfEachHead(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """gamma 1 and bias 0."""
+        """Set gamma to 1 and bias to 0."""
         nn.init.constant_(self.weight, 0.0 if self.zero_centered else 1.0)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -252,7 +253,9 @@ class NormOfEachHead(nn.Module):
 
 
 def norm_of_heads(options: NormOptions, scope: str, heads: int, dim: int) -> nn.Module | None:
-    """The normalization of [..., heads, dim] for a row of `QK_NORM_SCOPES`; None if the options have none."""
+    """Return the normalization of [..., heads, dim] for a scope in `QK_NORM_SCOPES`, or None if the options have
+    none.
+    """
     if options.normalization is None:
         return None
     if scope == "each_head":
@@ -261,7 +264,7 @@ def norm_of_heads(options: NormOptions, scope: str, heads: int, dim: int) -> nn.
 
 
 def check_normalization(name: str) -> None:
-    """Raise a ValueError that names the nearest if there is no such normalization."""
+    """Raise ValueError, naming the closest match, if there is no such normalization."""
     check_name("normalization", name, NORMALIZATIONS)
 
 
@@ -272,18 +275,20 @@ def normalized_projections(
     return_input: bool = False,
     then: tuple[InputOp, Sequence[Linear]] | None = None,
 ) -> tuple[Tensor, ...]:
-    """norm(x), or x, through several layers that share its quantization.
+    """Apply several linear layers to norm(x), which is quantized once for all of them.
 
     Args:
-        norm: a `Norm`; any other module is called as it is; None leaves x alone.
+        norm: a norm of this module, which is fused; any other module is called; None for no norm.
         x: [..., dim].
-        layers: each of dim features in.
-        return_input: give the layers' input too, first.
-        then: as `project` takes it.
+        layers: linear layers with dim input features.
+        return_input: also return norm(x), as the first output.
+        then: an input op and linear layers applied to the outputs, as for `project`.
+    Returns:
+        The outputs of the layers, or of the layers in `then`.
     """
     over_ranks = getattr(type(layers[0]), "normed_over_ranks", None)
     if over_ranks is not None and norm is not None and not return_input:
-        # Layers in parts, whose ranks have some tokens each.
+        # Tensor-parallel layers whose ranks hold different tokens: the norm runs before the all-gather.
         outputs: tuple[Tensor, ...] | None = over_ranks(norm, x, layers)
         if outputs is not None:
             return outputs if then is None else project(then[0], outputs, then[1])
@@ -298,20 +303,23 @@ def normalized_projections(
 
 
 SENTENCE = (
-    "this normalization has no derivative beyond its own backward, which is written by hand (no second derivative, no "
-    "torch.func): use torch.nn.LayerNorm or RMSNorm there"
+    "this normalization supports first derivatives only (no second derivative, no torch.func), because its "
+    "backward is written by hand: use torch.nn.LayerNorm or RMSNorm there"
 )
 
 
-#: What a CPU's LayerNorm takes beside float32 parameters.
+#: Dtypes of x for which the CPU's LayerNorm accepts float32 parameters.
 NARROW = (torch.bfloat16, torch.float16)
 
 
 def gamma_and_beta(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, zero_centered: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """gamma and beta as `NORMALIZE` takes them: as they are, but in float32 or float64 for a compiler and before 1 is
-    added."""
+    """Return gamma and beta for `NORMALIZE`.
+
+    They are the parameters themselves, except under a compiler or with zero_centered, where they are converted to
+    float32 or float64 and 1 is added to gamma.
+    """
     if not (zero_centered or is_tracing()):
         return weight, bias
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -325,12 +333,12 @@ def _plain_forward(
     dtype = torch.promote_types(x.dtype, torch.float32)
     gamma, beta = (None if p is None else p.to(dtype) for p in (gamma, beta))
     if NORMALIZATIONS[normalization][0]:
-        # A CPU takes float32 parameters beside a narrower x, works in float32 and rounds once.
+        # The CPU kernel accepts float32 parameters with a 16-bit x, computes in float32 and rounds once.
         mixed = x if x.is_cpu and gamma is not None and x.dtype in NARROW else x.to(dtype)
         y, mean, factor = torch.native_layer_norm(mixed, x.shape[-1:], gamma, beta, eps)
         return y if y.dtype is x.dtype else y.to(x.dtype), mean, factor
     wide = x.to(dtype)
-    # The order of a sum, and so its bits, must not depend on how x lies.
+    # Make it contiguous: the order of the sum, and so its bits, must not depend on x's strides.
     factor = wide.square().contiguous().mean(-1, True).add_(eps).rsqrt_()
     y = wide * factor if wide is x else wide.mul_(factor)
     if gamma is not None:
@@ -350,7 +358,7 @@ def _plain_backward(
     nothing, dtype = factor.new_empty, torch.promote_types(x.dtype, torch.float32)
     gamma, beta = (None if p is None else p.to(dtype) for p in (gamma, beta))
     if NORMALIZATIONS[normalization][0]:
-        # In float32: of bf16 the CPU's kernel sums the parameters' gradients in bf16, 5 to 10 % off over 4096 rows.
+        # Convert to float32: for bf16 the CPU kernel sums parameter gradients in bf16, 5 to 10 % off over 4096 rows.
         wanted = [True, gamma is not None, beta is not None]
         of_x, of_gamma, of_beta = torch.ops.aten.native_layer_norm_backward(
             g.to(dtype), x.to(dtype), x.shape[-1:], mean, factor, gamma, beta, wanted
@@ -359,7 +367,7 @@ def _plain_backward(
     # y = x f gamma with f = (mean(x²) + eps)^-½, so dx = f (g gamma - x̂ mean(g gamma x̂)) where x̂ = x f.
     wide, along = x.to(dtype), g.to(dtype)
     wide = wide * factor if wide is x else wide.mul_(factor)
-    # The order of its sums must not depend on how x and g lie.
+    # Make it contiguous: the order of its sums must not depend on the strides of x and g.
     product = (along * wide).contiguous()
     of_gamma = nothing(0)
     if gamma is not None:
@@ -391,8 +399,8 @@ def _fake_backward(
     return x.new_empty(x.shape), of_parameters[0], of_parameters[1]
 
 
-#: (x [..., d], gamma and beta [d] or None, the name, eps) to the output in x's dtype, and the statistics: the
-#: rows' means (empty unless they are subtracted) and the factors that normalize, float32 [..., 1].
+#: Normalize (x [..., d], gamma and beta [d] or None, name, eps). Returns the output in x's dtype, the rows' means
+#: (empty unless they are subtracted) and the rows' factors 1 / sqrt(...), both float32 [..., 1].
 NORMALIZE: Operation[tuple[Tensor, Tensor, Tensor]] = Operation(
     "normalize(Tensor x, Tensor? gamma, Tensor? beta, str normalization, float eps) -> (Tensor, Tensor, Tensor)",
     [
@@ -402,8 +410,8 @@ NORMALIZE: Operation[tuple[Tensor, Tensor, Tensor]] = Operation(
     fake=_fake_forward,
     kernel=lambda *args: row_by_row(NORMALIZE.eager(*args)),
 )
-#: (grad_output, x, gamma, beta, mean, factor, the name) to the gradients of x, gamma and beta, empty where there is no
-#: such parameter.
+#: Backward of (grad_output, x, gamma, beta, mean, factor, name). Returns the gradients of x, gamma and beta, empty for
+#: a parameter that is absent.
 NORMALIZE_BACKWARD: Operation[tuple[Tensor, Tensor, Tensor]] = Operation(
     "normalize_backward(Tensor g, Tensor x, Tensor? gamma, Tensor? beta, Tensor mean, Tensor factor, str normalization)"
     " -> (Tensor, Tensor, Tensor)",

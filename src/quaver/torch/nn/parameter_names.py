@@ -1,4 +1,6 @@
-"""Parameters of a block's parts that are the block's own, too, by other names: another library's, or a checkpoint's."""
+"""Blocks that expose the parameters of their submodules under other names, such as another library's or a
+checkpoint's.
+"""
 
 from typing import Any
 
@@ -6,23 +8,23 @@ from torch import nn
 
 
 class AliasedParameters(nn.Module):
-    """Mixed into a block: parameters of its parts are its own, by names of its own.
+    """Mixin for a block that exposes parameters of its submodules as its own, under other names.
 
-    A state dict and `named_parameters` have those names, and setting an attribute sets the part's parameter. What is
-    not named, such as what recipes record, stays the parts' own.
+    The state dict and `named_parameters` use these names, and setting an attribute sets the submodule's parameter.
+    State without an alias, such as scaling histories, keeps the submodule's name.
     """
 
-    #: The part and the name in it of each parameter.
+    #: (submodule, parameter name in it) by alias.
     lent: dict[str, tuple[str, str]]
-    #: Parts that are not to be replaced.
+    #: Names of submodules that must not be replaced.
     fixed: tuple[str, ...] = ()
 
     def rename(self, names: dict[str, tuple[str, str]], fixed: tuple[str, ...] = ()) -> None:
-        """Begin, at the end of a constructor.
+        """Set up the aliases; call it at the end of the constructor.
 
         Args:
-            names: the part and the name in it of each parameter; what a part has not is left out.
-            fixed: parts that are not to be replaced, since what uses the block reads their parameters here.
+            names: (submodule, parameter name in it) by alias; absent parameters are skipped.
+            fixed: submodules that must not be replaced, because users read their parameters from the block.
         """
         has = {name: (part, key) for name, (part, key) in names.items() if self.held(part, key) is not None}
         self.__dict__.update(lent=has, fixed=fixed)
@@ -31,7 +33,7 @@ class AliasedParameters(nn.Module):
         self.register_load_state_dict_post_hook(_loaded)
 
     def held(self, part: str, key: str) -> nn.Parameter | None:
-        """A part's parameter; None where there is none."""
+        """Return a submodule's parameter, or None if it is absent."""
         module = self._modules.get(part)
         return None if module is None else module._parameters.get(key)
 
@@ -57,7 +59,7 @@ class AliasedParameters(nn.Module):
             self._borrow()
 
     def __getstate__(self) -> dict[str, Any]:
-        # The parts have the parameters, and know how codes are pickled.
+        # The submodules pickle the parameters, including quantized ones.
         return {**self.__dict__, "_parameters": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -70,7 +72,7 @@ class AliasedParameters(nn.Module):
         for name, (part, key) in self.lent.items():
             if prefix + name not in state_dict:
                 missing.append(prefix + name)
-            # What is missing stays as it is.
+            # A missing parameter keeps its value.
             state_dict[f"{prefix}{part}.{key}"] = state_dict.pop(prefix + name, self.held(part, key))
         self._parameters.clear()
         try:

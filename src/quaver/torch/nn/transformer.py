@@ -1,4 +1,4 @@
-"""A whole layer: attention, perhaps attention to a memory, and an MLP, around the residual stream."""
+"""`TransformerLayer`: attention, optional cross attention, and an MLP or mixture of experts on the residual stream."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
@@ -24,20 +24,20 @@ from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations.autograd import Fork, Join
 from quaver.torch.state.context import checkpoint
 
-#: Where the norms stand. "pre": x + part(norm(x)). "post": norm(x + part(x)). "sandwich": x + norm(part(norm(x))).
+#: Placement of the norms. "pre": x + part(norm(x)). "post": norm(x + part(x)). "sandwich": x + norm(part(norm(x))).
 #: "res_post": x + norm(part(x)), of Swin V2 (arXiv:2111.09883), OLMo 2 (arXiv:2501.00656) and EXAONE 4.
 NORM_POSITIONS = ("pre", "post", "sandwich", "res_post")
-#: Those with a norm before each part.
+#: Placements with a norm before each part.
 BEFORE = ("pre", "sandwich")
-#: The options that latent attention takes.
+#: Names of the options that latent attention supports.
 LATENT = {field.name for field in fields(LatentOptions)}
-#: What is made again in backward.
+#: Values of `recompute`: nothing, the MLP or the whole layer is recomputed in backward.
 RECOMPUTE = (None, "mlp", "full")
 
 
 @dataclass(frozen=True)
 class TransformerArguments(AttentionOptions, MLPOptions):
-    """The arguments of `TransformerLayer`, which says what they are."""
+    """Constructor arguments of `TransformerLayer`; see there."""
 
     dim: int
     heads: int
@@ -47,35 +47,35 @@ class TransformerArguments(AttentionOptions, MLPOptions):
     normalization: str = "LayerNorm"
     norm_position: str = "pre"
     parallel: bool | str = False
-    # Sizes of multi-head latent attention, in the place of heads of one kind.
+    # Sizes of multi-head latent attention, which replaces multi-head attention; or None.
     latent: LatentConfig | None = None
-    # Of experts, in the place of the MLP.
+    # Options of a mixture of experts, which replaces the MLP; or None.
     mixture: MixtureConfig | None = None
     cross_attention: bool = False
     memory_dim: int | None = None
     mask_type: str = "causal"
     cross_mask_type: str = "none"
-    # Where they differ from `bias`.
+    # Biases of attention and MLP; None uses `bias`.
     attention_bias: bool | None = None
     mlp_bias: bool | None = None
-    # Of each part's output; attention_dropout is that of the probabilities.
+    # Dropout of each part's output, and of the attention probabilities.
     dropout: float = 0.0
     attention_dropout: float = 0.0
     drop_path: float = 0.0
     residual_scale: float = 1.0
-    # The residual stream goes on from what each part's norm gives.
+    # The residual is the output of each part's norm instead of its input.
     residual_from_norm: bool = False
     # None, "mlp" or "full".
     recompute: str | None = None
 
     @property
     def one_norm(self) -> bool:
-        """Whether attention and MLP share a norm."""
+        """True if attention and MLP share one norm."""
         return bool(self.parallel) and not isinstance(self.parallel, str)
 
     @property
     def entrance(self) -> str | None:
-        """The normalization inside of each part."""
+        """Name of the norm inside each part, or None."""
         return self.normalization if self.norm_position in BEFORE and not self.one_norm else None
 
     @property
@@ -90,7 +90,7 @@ class TransformerArguments(AttentionOptions, MLPOptions):
 
     @property
     def of_cross_attention(self) -> dict[str, Any]:
-        """As attention, without what asks for positions or distances, and without norms of heads and sinks."""
+        """Options of the cross attention: those of attention without positions, distances, head norms and sinks."""
         names = (
             *("window", "chunk", "alibi", "sinks", "rope", "temperature", "position_bias"),
             *("qk_norm", "qk_norm_eps", "qk_norm_after_rope", "qk_norm_scope"),
@@ -106,12 +106,12 @@ class TransformerArguments(AttentionOptions, MLPOptions):
 
     @property
     def of_mixture(self) -> dict[str, Any]:
-        """As the MLP; gate and up are one matrix."""
+        """Options of the mixture: those of the MLP except `fused`; gate and up are one matrix."""
         return {name: value for name, value in self.of_mlp.items() if name not in ("fused", "return_normalized")}
 
 
 class TransformerLayer(ComposedBlock):
-    """Encoder (mask_type "none" or "padding"), decoder ("causal"), or decoder with cross attention.
+    """Transformer layer: encoder (mask_type "none" or "padding"), decoder ("causal"), or decoder with cross attention.
 
     Args:
         dim: features of the residual stream.
@@ -119,33 +119,35 @@ class TransformerLayer(ComposedBlock):
         qk_norm, qk_norm_eps, qk_norm_after_rope, qk_norm_scope: likewise.
         mask_type, window, chunk, scale, soft_cap, sinks, alibi, layout: likewise.
         hidden, activation, activation_options, eight_bit_activations: of the MLP; see `MLP`.
-        mixture: a `MixtureConfig`: the MLP is a `MoE`, of experts with `hidden` features each.
-        latent: a `LatentConfig`: attention is a `LatentAttention`; of attention's options it takes those of that.
+        mixture: a `MixtureConfig`; the MLP is then a `MoE` of experts with `hidden` features each.
+        latent: a `LatentConfig`; attention is then a `LatentAttention`, which supports only some attention options.
         normalization: "LayerNorm" or "RMSNorm"; with eps, zero_centered and norm_bias.
         norm_position: one of `NORM_POSITIONS`.
-        parallel: attention and MLP read the same x and are added at once: True, after one norm that they share
-            (GPT-J, Falcon, Cohere); "two_norms", each after its own (GPT-NeoX, Falcon 40B).
-        cross_attention: attend to a memory, between attention and MLP; memory_dim: its features, None as dim.
-        cross_mask_type: of that attention.
-        bias: of every matrix; attention_bias, key_bias, out_bias, mlp_bias: of those of attention, of its keys, of its
-            output, of the MLP, where they differ from it.
+        parallel: attention and MLP read the same x, and both outputs are added. True: they share one norm (GPT-J,
+            Falcon, Cohere). "two_norms": each has its own (GPT-NeoX, Falcon 40B).
+        cross_attention: True adds attention to a memory between attention and MLP.
+        memory_dim: features of the memory; None is dim.
+        cross_mask_type: mask type of the cross attention.
+        bias: True for a bias in every linear layer.
+        attention_bias, key_bias, out_bias, mlp_bias: override `bias` for attention, its keys, its output, and the MLP.
         fused: q, k and v are one matrix, and so are gate and up.
-        dropout: of each part's output; attention_dropout: of the probabilities.
-        drop_path: probability of leaving a part out of a whole sample (arXiv:1603.09382).
-        residual_scale: each part's output is multiplied by it before it is added.
-        residual_from_norm: n + part(n), n = norm(x), in place of x + part(norm(x)): Megatron-LM's and BLOOM's
-            apply_residual_connection_post_layernorm. Of norm_position "pre".
-        recompute: make again in backward what is "mlp"'s, or everything ("full"), instead of keeping it.
-        recipe, seed: as `quaver.torch.Linear`.
-    Submodules: `attention`, `cross_attention`, `mlp`, each with its `norm` inside; `norm` if parallel is True;
-        `attention_post_norm`, `cross_attention_post_norm` and `mlp_post_norm` of "post", "sandwich" and "res_post".
+        dropout: of each part's output.
+        attention_dropout: of the attention probabilities.
+        drop_path: probability of dropping a part's output for a whole sample (arXiv:1603.09382).
+        residual_scale: factor of each part's output before it is added.
+        residual_from_norm: n + part(n) with n = norm(x) instead of x + part(norm(x)): Megatron-LM's and BLOOM's
+            apply_residual_connection_post_layernorm. Requires norm_position "pre".
+        recompute: "mlp" recomputes the MLP in backward instead of saving its activations, "full" the whole layer.
+        recipe, seed: as for `quaver.torch.Linear`. Submodules: `attention`, `cross_attention`, `mlp`, each with its
+            `norm` inside; `norm` if parallel is True;
+        `attention_post_norm`, `cross_attention_post_norm` and `mlp_post_norm` for "post", "sandwich" and "res_post".
     Raises:
-        ValueError: options that exclude one another, unknown names.
+        ValueError: incompatible options or unknown names.
     """
 
     residual_from_norm = False
 
-    #: What drops a part's output; context parallelism has another one.
+    #: Dropout function for the parts' outputs; context parallelism replaces it.
     drop: Callable[[Tensor, float], Tensor] = staticmethod(F.dropout)
 
     @takes(TransformerArguments)
@@ -193,16 +195,19 @@ class TransformerLayer(ComposedBlock):
         window: Window | None = None,
         rope: RotaryEmbedding | None = None,
     ) -> Any:
-        """x [B, S, dim], or as the layout, to the same; and the `Routing` of all tokens if the mixture returns it.
+        """Run the layer on x [B, S, dim], or in the layer's layout; returns the same shape.
 
         Args:
-            memory: what cross attention attends to, laid out as x.
-            mask, bias, positions, cu_seqlens, cache, layer: of the self attention; memory_mask of the cross attention.
-                See `MultiheadAttention`.
-            mask_type, window, rope: of the self attention, others than the layer's for this call; a pair of mask types
-                is (of the self attention, of the cross attention).
+            x: input.
+            memory: what cross attention attends to, in x's layout.
+            mask, bias, positions, cu_seqlens, cache, layer: of the self attention; see `MultiheadAttention`.
+            memory_mask: mask of the cross attention.
+            mask_type, window, rope: override the self attention's own for this call. A pair of mask types is (self
+                attention, cross attention).
+        Returns:
+            The output; if the mixture has `return_routing`, (output, `Routing` of all tokens).
         Raises:
-            ValueError: a memory is missing or not wanted; and as the parts.
+            ValueError: a memory is missing or not supported, or a part rejects its arguments.
         """
         parts: Any = self._modules
         cross = parts["cross_attention"]
@@ -219,7 +224,7 @@ class TransformerLayer(ComposedBlock):
             others = {name: value for name, value in others.items() if value is not None}
             if isinstance(parts["attention"], LatentAttention):
                 raise ValueError(
-                    f"latent attention takes no {', '.join(others)} for one call: give them when it is made"
+                    f"latent attention cannot override {', '.join(others)} for one call: give them to the constructor"
                 )
             of_attention |= others
         of_memory = {"mask": memory_mask, "mask_type": of_cross}
@@ -234,7 +239,7 @@ class TransformerLayer(ComposedBlock):
     def _forward(
         self, x: Tensor, memory: Tensor | None, of_memory: dict[str, Any], of_attention: dict[str, Any]
     ) -> tuple[Tensor, ...]:
-        """The output, and what its mixture returns of the routing."""
+        """Return the output, followed by the routing tensors if the mixture returns them."""
         parts: Any = self._modules
         attention, mlp = parts["attention"], parts["mlp"]
         if self.parallel:
@@ -252,7 +257,7 @@ class TransformerLayer(ComposedBlock):
         return self._after("mlp", x)
 
     def _after(self, name: str, x: Tensor, *memory: Tensor, **options: Any) -> tuple[Tensor, ...]:
-        """The residual stream after a part that reads it, and what that gives of a routing."""
+        """Return the residual stream after a part, followed by its routing tensors if it returns them."""
         part: Any = self._modules[name]
         routing: Sequence[Tensor] = ()
         if self.residual_from_norm:
@@ -263,7 +268,7 @@ class TransformerLayer(ComposedBlock):
         return self._add(x, y, f"{name}_post_norm"), *routing
 
     def _add(self, x: Tensor, y: Tensor, norm: str) -> Tensor:
-        """A part's output joins the residual stream."""
+        """Add a part's output to the residual stream, with its norm, dropout, drop path and scale."""
         after: Any = self._modules.get(norm)
         if after is not None and self.norm_position != "post":
             y = after(y)
@@ -281,12 +286,12 @@ class TransformerLayer(ComposedBlock):
 
 
 def _flat(outputs: Any) -> tuple[Tensor, ...]:
-    """A part's output, or (output, `Routing`), as tensors."""
+    """Convert a part's output, or (output, `Routing`), to a flat tuple of tensors."""
     return (outputs[0], *outputs[1]) if isinstance(outputs, tuple) else (outputs,)
 
 
 def _branches(x: Tensor, uses: int = 2) -> tuple[Tensor, ...]:
-    """x for several uses."""
+    """Return x for several uses; under a compiler with one sum for their gradients."""
     return Fork.apply(x, uses) if is_tracing() else (x,) * uses
 
 
@@ -295,12 +300,12 @@ def _sum(x: Tensor, y: Tensor) -> Tensor:
 
 
 def drop_path(x: Tensor, rate: float, batch: int = 0) -> Tensor:
-    """Leave a part's output out for whole samples, and scale what stays by 1 / (1 - rate).
+    """Drop a part's output for whole samples, and scale the rest by 1 / (1 - rate).
 
     Args:
-        x: its axis `batch` counts the samples.
-        rate: probability of leaving a sample out.
-    Statistical. Source: Huang et al. 2016, arXiv:1603.09382.
+        x: output of a part.
+        rate: probability of dropping a sample.
+        batch: axis of the samples. Statistical. Source: Huang et al. 2016, arXiv:1603.09382.
     """
     shape = [1] * x.dim()
     shape[batch] = x.shape[batch]
@@ -313,16 +318,17 @@ def _check(options: TransformerArguments) -> None:
     if parallel not in (False, True, "two_norms"):
         raise ValueError(f"parallel is {parallel!r}; give False, True (one norm) or 'two_norms'")
     if parallel and (norm_position != "pre" or options.cross_attention):
-        raise ValueError("a parallel TransformerLayer normalizes before its parts and has no cross attention")
+        raise ValueError("a parallel TransformerLayer requires norm_position 'pre' and no cross attention")
     if norm_position != "pre" or options.one_norm:
         check_normalization(options.normalization)
     if options.residual_from_norm and (norm_position != "pre" or parallel or options.latent is not None):
         raise ValueError(
-            "residual_from_norm goes on from the norm before each part: leave norm_position, parallel and latent out"
+            "residual_from_norm uses the norm before each part as the residual: leave norm_position, parallel and "
+            "latent out"
         )
     if options.residual_from_norm and options.mixture is not None:
         raise ValueError(
-            "residual_from_norm goes on from an MLP's norm, and a mixture of experts gives none: leave one of them out"
+            "residual_from_norm needs the MLP's norm, which a mixture of experts does not return: leave one of them out"
         )
     if options.latent is not None:
         others = {f.name for f in fields(AttentionOptions)} - LATENT - {"fused"}
@@ -332,11 +338,11 @@ def _check(options: TransformerArguments) -> None:
             said = ", ".join(given) or "cross_attention"
             raise ValueError(f"latent attention has no {said}: leave it out, or leave out latent")
     if options.cross_attention and options.layout == "thd":
-        raise ValueError("cross attention takes sequences of one length: layout 'bshd' or 'sbhd', not 'thd'")
+        raise ValueError("cross attention requires sequences of equal length: layout 'bshd' or 'sbhd', not 'thd'")
     if recompute not in RECOMPUTE:
         raise ValueError(f"recompute is {recompute!r}; give None, 'mlp' or 'full'")
     for name, value in (("dropout", options.dropout), ("drop_path", options.drop_path)):
         if not 0 <= value < 1:
             raise ValueError(f"{name} is {value}; give a probability in [0, 1)")
     if options.drop_path and options.layout == "thd":
-        raise ValueError("drop_path leaves out whole samples, and layout 'thd' has no axis of samples; use dropout")
+        raise ValueError("drop_path drops whole samples, but layout 'thd' has no batch axis; use dropout")

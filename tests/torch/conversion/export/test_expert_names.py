@@ -86,7 +86,9 @@ def test_gpt_oss_goes_out_as_its_published_checkpoints_and_transformers_reads_th
 def test_mxfp4_holds_experts_alone(tmp_path: Path) -> None:
     trained = gpt_oss()
     qt.convert(trained, "mxfp4")
-    with pytest.raises(ValueError, match=r"'mxfp4' cannot hold .*q_proj: it holds stacks of experts as one tensor"):
+    with pytest.raises(
+        ValueError, match=r"'mxfp4' cannot store .*q_proj: it stores only stacks of experts as one tensor"
+    ):
         qt.export(trained, tmp_path / "out", format="mxfp4")
     result = qt.export(trained, tmp_path / "out", format="mxfp4", high_precision=["*.self_attn.*"])
     assert all(name.endswith("experts.down_proj") or "gate_up" in name for name in next(iter(result.layers.values())))
@@ -95,7 +97,7 @@ def test_mxfp4_holds_experts_alone(tmp_path: Path) -> None:
     trained = gpt_oss()
     qt.convert(trained, quaver.Rules({"*.experts": "mxfp8", "*": None}))
     with pytest.raises(
-        ValueError, match=r"experts: it holds E2M1 codes .*high_precision=\['model.layers.0.mlp.experts'"
+        ValueError, match=r"experts: it stores E2M1 codes .*high_precision=\['model.layers.0.mlp.experts'"
     ):
         qt.export(trained, tmp_path / "other", format="mxfp4")
 
@@ -140,7 +142,7 @@ def test_experts_that_no_server_reads_are_refused_by_name_and_go_out_in_high_pre
 ) -> None:
     trained = tiny(family)
     qt.convert(trained, "rowwise")
-    sentence = "codes for a layer of this kind" if family == "dbrx" else f"{family}, and no server is known that reads"
+    sentence = "codes for a layer of this kind" if family == "dbrx" else f"{family}, and no known server reads"
     with pytest.raises(ValueError, match=rf"{sentence}.*high_precision=\["):
         qt.export(trained, tmp_path / "out")
     patterns = ["*.input_linear", "*.output_linear"] if family == "jetmoe" else ["*.experts"]

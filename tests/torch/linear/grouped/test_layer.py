@@ -302,7 +302,7 @@ def test_models_of_them_are_converted_counted_and_reverted() -> None:
     assert counts["weight"].elements == sum(map(bool, STEPS[0])) * K * N
     assert set(qt.scaling_state_dict(model)) == {"experts.experts.history", "experts.experts.factor"}
     assert set(qt.plain_state_dict(model)) == {"gate.weight", "gate.bias", "experts.experts.weight"}
-    with pytest.warns(UserWarning, match="what the one before has recorded is dropped"):
+    with pytest.warns(UserWarning, match="drops the state of the previous one"):
         qt.convert(model, {"*experts": "nvfp4"})
     model(x).sum().backward()
     layer: Any = model.experts.experts

@@ -130,7 +130,7 @@ def test_it_says_what_it_cannot_be_given() -> None:
     inputs = operands(7, 7, width=D)
     assert "float16 and bfloat16, not torch.float32" in backends.unsupported(*prepare(*inputs, AttentionOpOptions()))
     inputs = operands(7, 7, dtype=torch.bfloat16)
-    assert "equally wide, at most 256; these are 8 and 6" in backends.unsupported(
+    assert "the same head size for q, k and v, at most 256; these are 8 and 6" in backends.unsupported(
         *prepare(*inputs, AttentionOpOptions())
     )
 

@@ -84,13 +84,13 @@ def test_it_says_what_it_does_not_do() -> None:
     for options, says in (
         ({"dropout": 0.5}, "no dropout"),
         ({"bias": bias}, "no gradient of a bias"),
-        ({"alibi_slopes": SLOPES.clone().requires_grad_()}, "no gradient of a bias or of slopes"),
+        ({"alibi_slopes": SLOPES.clone().requires_grad_()}, "no gradient of a bias or of ALiBi's slopes"),
     ):
         assert says in backends.unsupported_flex(*prepare(q, k, v, AttentionOpOptions(**options)))
     assert "at least 16 features" in backends.unsupported_flex(
         *prepare(q[..., :8], k[..., :8], v, AttentionOpOptions())
     )
-    assert "float32 at most" in backends.unsupported_flex(
+    assert "does not support float64" in backends.unsupported_flex(
         *prepare(q.double(), k.double(), v.double(), AttentionOpOptions())
     )
     assert "no query or no key" in backends.unsupported_flex(*prepare(q[:, :0], k, v, AttentionOpOptions()))

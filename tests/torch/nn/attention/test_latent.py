@@ -104,12 +104,12 @@ def test_norms_that_write_their_layers_input_have_the_bits_of_norms_called_by_th
 
 def test_bad_input_is_a_sentence() -> None:
     for options, sentence in (
-        ({"groups": 2}, "each head of latent attention has keys of its own"),
-        ({"rope": qt.RotaryEmbedding(8)}, "rope turns 8 features, and latent.rope_dim is 16"),
+        ({"groups": 2}, "each head of latent attention has its own keys"),
+        ({"rope": qt.RotaryEmbedding(8)}, "rope rotates 8 features, but latent.rope_dim is 16"),
     ):
         with pytest.raises(ValueError, match=sentence):
             make(**options)
-    with pytest.raises(ValueError, match=r"numbers of features above 0, and got {'kv_rank': 0}"):
+    with pytest.raises(ValueError, match=r"positive numbers of features, but got {'kv_rank': 0}"):
         qt.LatentConfig(kv_rank=0, plain_dim=8, rope_dim=16, value_dim=12)
     for options, sentence in (
         ({"qk_norm": "RMSNorm", "temperature": (1.0, 2)}, "latent attention has no qk_norm, temperature: leave it out"),

@@ -152,5 +152,5 @@ def test_a_mask_that_does_not_fit_is_refused_with_a_sentence(mask_type: str, mas
 
 
 def test_ragged_tokens_take_no_padding() -> None:
-    with pytest.raises(ValueError, match=r"ragged tokens have no padding.*give 'causal'"):
+    with pytest.raises(ValueError, match=r"concatenated sequences have no padding.*give 'causal'"):
         check_mask("padding_causal", TOKENS, None, (1, H, 5, 7), True)

@@ -267,13 +267,13 @@ def test_bad_input_is_a_sentence() -> None:
         qt.MultiheadAttention(64, 4, head_dim=(8,))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="cannot share 3 heads"):
         qt.MultiheadAttention(64, 4, groups=3)
-    with pytest.raises(ValueError, match="rope turns heads of 8 features, and these have 16"):
+    with pytest.raises(ValueError, match="rope rotates heads of 8 features, but these have 16"):
         qt.MultiheadAttention(64, 4, rope=qt.RotaryEmbedding(8))
     for options, sentence in (
         ({"qk_norm": "RMSNorm", "qk_norm_scope": "heads"}, "no qk_norm_scope 'heads'"),
         ({"qk_norm_scope": "all_heads"}, "without a norm: give qk_norm"),
-        ({"qk_norm": "L2", "qk_norm_scope": "each_head"}, "has no gamma that each head could have"),
-        ({"key_bias": False}, "wants matrices apart: fused=False"),
+        ({"qk_norm": "L2", "qk_norm_scope": "each_head"}, "has no gamma, so it cannot have one per head"),
+        ({"key_bias": False}, "requires separate matrices: fused=False"),
         ({"temperature": (0.1, 0)}, "give .gain, length., a length in tokens above 0"),
         ({"temperature": 0.1}, "give .gain, length."),
         ({"position_bias": qt.RelativePositionBias(2)}, "position_bias is of 2 heads, this attention has 4"),

@@ -278,7 +278,7 @@ T = {"layout": "thd"}
         (Q, K, V, {"bias": torch.ones(5, 7) > 0}, "the bias is boolean; give a mask of pairs as `mask`"),
         (Q, K, V, {"sinks": True}, "sinks is True; give 'off_by_one'"),
         (Q, K, V, {"alibi_slopes": True}, "alibi_slopes is True; give .heads. = .4."),
-        (Q, K, V, {"cu_seqlens": ends([5])}, "goes with layout 'thd'; 'bshd' has a batch axis"),
+        (Q, K, V, {"cu_seqlens": ends([5])}, "requires layout 'thd'; 'bshd' has a batch axis"),
         (Q[0], K[0], V[0], T, "'thd' needs cu_seqlens"),
         (Q[0], K[0], V[0], T | {"cu_seqlens": ends([5]).float()}, "give int32 or int64"),
         (Q[0], K[0], V[0], T | {"cu_seqlens": ends([2, 3])}, "keys ends at 5 and there are 7 tokens"),

@@ -37,7 +37,7 @@ def test_a_bias_is_t5s_also_of_the_last_queries(decoder: bool) -> None:
 
 def test_bad_input_is_a_sentence() -> None:
     for options, sentence in (
-        ({"heads": 0}, "a bias of 0 heads holds nothing"),
+        ({"heads": 0}, "a bias needs a positive number of heads, not 0"),
         ({"heads": 4, "buckets": 7}, "give 4 or more, an even number"),
         ({"heads": 4, "buckets": 1, "bidirectional": False}, "give 2 or more"),
         ({"heads": 4, "max_distance": 8}, "32 buckets need more than 8"),

@@ -359,7 +359,7 @@ def test_the_plain_function_takes_any_tables() -> None:
         ((2, 5, 1, 6), {"cu_seqlens": torch.tensor([0, 5])}, r"cu_seqlens is for layout 'thd', and this is 'bshd'"),
         ((2, 5, 1, 6), {"positions": [0, 1, 2, 3, 4]}, "positions, offset and cu_seqlens of rope are tensors"),
         ((5, 1, 6), {"layout": "thd", "cu_seqlens": [0, 5]}, "positions, offset and cu_seqlens of rope are tensors"),
-        ((5, 1, 6), {"layout": "thd"}, r"layout 'thd' needs cu_seqlens, where each sequence begins"),
+        ((5, 1, 6), {"layout": "thd"}, r"layout 'thd' needs cu_seqlens with the start of each sequence"),
         ((5, 1, 6), {"layout": "thd", "positions": torch.arange(4)}, r"in 'thd' needs \(5,\)"),
         ((5, 1, 6), {"layout": "thd", "cu_seqlens": torch.tensor([0, 3, 2, 5])}, r"must ascend from 0 to .* 5"),
         ((5, 1, 6), {"layout": "thd", "cu_seqlens": torch.tensor([0, 4])}, r"cu_seqlens is \[0, 4\]; it must ascend"),

@@ -141,10 +141,13 @@ BAD: dict[str, tuple[Any, str]] = {
     "sequences": (lambda r: qt.balance_loss(r, sequences=5), "5 sequences do not divide 48 tokens"),
     "mask": (lambda r: qt.balance_loss(r, mask=torch.ones(4, 12, dtype=torch.bool)), r"mask is bool \[48\]"),
     "mask of numbers": (lambda r: qt.z_loss(r, torch.ones(48)), r"mask is bool \[48\]"),
-    "counts": (lambda r: qt.balance_loss(r, counts=torch.ones(5)), "counts are of a whole batch"),
-    "counts of sequences": (lambda r: qt.balance_loss(r, sequences=2, counts=torch.ones(6)), "counts are of a whole"),
+    "counts": (lambda r: qt.balance_loss(r, counts=torch.ones(5)), "counts apply to the whole batch"),
+    "counts of sequences": (
+        lambda r: qt.balance_loss(r, sequences=2, counts=torch.ones(6)),
+        "counts apply to the whole",
+    ),
     "bias": (lambda r: qt.update_bias(torch.zeros(6), torch.ones(5)), "of the same experts"),
-    "narrow bias": (lambda r: qt.update_bias(torch.zeros(6).bfloat16(), torch.ones(6)), "keep it in float32"),
+    "narrow bias": (lambda r: qt.update_bias(torch.zeros(6).bfloat16(), torch.ones(6)), "use float32"),
 }
 
 

@@ -259,7 +259,7 @@ def test_the_balance_moves_and_is_kept() -> None:
     other.load_state_dict(moe.state_dict())
     assert_bitwise(other.router.balance, moe.router.balance)
     assert_bitwise(copy.deepcopy(moe).router.balance, moe.router.balance)
-    with pytest.raises(ValueError, match="no balance to move"):
+    with pytest.raises(ValueError, match="no balance to update"):
         qt.MoE(16, 24, qt.MixtureConfig(experts=4, k=2)).router.update_bias(counts)
 
 
@@ -340,7 +340,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "gate": (lambda: qt.MoE(16, 24, qt.MixtureConfig(experts=4, k=2, shared_gate=True)), "shared is 0"),
     "scores": (lambda: qt.MoE(16, 24, qt.MixtureConfig(experts=4, k=2, scores="softmx")), "did you mean 'softmax'"),
     "activation": (lambda: qt.Experts(4, 16, 24, "swigul"), "did you mean 'swiglu'"),
-    "interleaved": (lambda: qt.Experts(4, 16, 24, "relu", interleaved=True), "no gate to be interleaved"),
+    "interleaved": (lambda: qt.Experts(4, 16, 24, "relu", interleaved=True), "no gate, so it cannot be interleaved"),
     "pad": (lambda: qt.Experts(4, 16, 24, pad=0), "pad is 0"),
     "none": (lambda: qt.Experts(0, 16, 24), "0 experts"),
     "width": (lambda: qt.MoE(16, 24, qt.MixtureConfig(experts=4, k=2))(torch.randn(3, 8)), "its last axis must be 16"),

@@ -358,7 +358,7 @@ def test_what_does_not_fit_is_a_sentence(given: dict[str, Tensor], options: dict
 
 def test_cumulative_lengths_that_do_not_fit_are_a_sentence() -> None:
     flat = packed(tensors(), 2)
-    with pytest.raises(ValueError, match="give cu_seqlens, where each begins"):
+    with pytest.raises(ValueError, match="give cu_seqlens with their boundaries"):
         ssd(**flat)
     for ends, says in (([0, 70, 80], "ends at 80 and there are 75 tokens"), ([0, 60, 40], "must ascend")):
         with pytest.raises(ValueError, match=says):

@@ -36,7 +36,7 @@ def test_reset_reorder_and_truncate() -> None:
     assert cache.batch == 3
     assert_bitwise(cache.read(1, X[[0, 0, 0]])[1], STATE[[1, 0, 1]] + 1)
     cache.truncate(9)
-    with pytest.raises(ValueError, match=r"a state cannot be cut to 5: keep a copy\.deepcopy"):
+    with pytest.raises(ValueError, match=r"a state cannot be truncated to 5: keep a copy\.deepcopy"):
         cache.truncate(5)
     cache.truncate(0)
     assert cache.length == 0 and cache.read(0, X) == (None, None)
@@ -54,14 +54,14 @@ def test_a_copy_is_come_back_to() -> None:
 
 
 def test_what_does_not_fit_is_a_sentence_and_leaves_the_cache_as_it_was() -> None:
-    with pytest.raises(ValueError, match="holds nothing"):
+    with pytest.raises(ValueError, match="needs a positive number of layers"):
         StateCache(0)
     with pytest.raises(ValueError, match="the cache is empty"):
         StateCache(1).reorder(torch.tensor([0]))
     cache = filled()
     with pytest.raises(ValueError, match="layer 2 of a cache for 2"):
         cache.read(2, X)
-    with pytest.raises(ValueError, match="holds 2 sequences and was given 3"):
+    with pytest.raises(ValueError, match="holds 2 sequences, but got 3"):
         cache.read(0, X[[0, 0, 0]])
     with pytest.raises(ValueError, match=r"under torch\.no_grad"):
         cache.read(0, X.clone().requires_grad_())
@@ -72,7 +72,7 @@ def test_what_does_not_fit_is_a_sentence_and_leaves_the_cache_as_it_was() -> Non
             cache.update(0, tokens, state, 1)
     assert_bitwise(cache.read(0, X)[0], TOKENS)
     cache.update(0, TOKENS, STATE, 1)
-    with pytest.raises(ValueError, match="a forward broke off"):
+    with pytest.raises(ValueError, match="a forward failed"):
         cache.read(0, X)
 
 

@@ -425,7 +425,7 @@ def bad_vocabularies(rank: int) -> None:
         qt.linear_cross_entropy(x[..., :8], column, targets)
     with refused("uses the bias of the layer"):
         qt.linear_cross_entropy(x[:, :3], column, targets, torch.zeros(WORDS))
-    with refused("give the layer in its place"):
+    with refused("pass the layer instead"):
         qt.linear_cross_entropy(x[:, :3], column.weight, targets)
     with refused("target 24 is outside 0 … 23"):
         qt.linear_cross_entropy(x[:, :3], column, targets.clamp(min=24))

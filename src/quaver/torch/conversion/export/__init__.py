@@ -1,1 +1,1 @@
-"""Writes quantized checkpoints in the formats of serving libraries."""
+"""Export of quantized checkpoints in the formats of serving libraries."""

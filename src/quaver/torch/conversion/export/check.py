@@ -1,10 +1,10 @@
-"""Whether what is served is what is trained: exported weights, read again, in the trainer's own forward.
+"""Check of exported weights: read them from the files and compare the model's predictions with the trainer's.
 
-    KL(p ‖ q) = Σ_v p(v) (log p(v) - log q(v)), nats, of each token's next-token distribution
+    KL(p ‖ q) = Σ_v p(v) (log p(v) - log q(v)), in nats, for the next-token distribution at each token
 
-p is the trainer's, q that of the weights in the files: once under the trainer's arithmetic, where a difference would be
-the weights', once with the inputs quantized as the format's readers do it, once with inputs in 16 bits. Kernels of a
-server are not run here.
+p comes from the trainer's forward, q from a forward with the exported weights: once with the trainer's arithmetic,
+which isolates the weights; once with inputs quantized as the format's readers do; once with 16-bit inputs. The kernels
+of a serving library are not run.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,13 +28,13 @@ from quaver.torch.state.buffers import STATE, prepare
 from quaver.torch.state.history import amax
 from quaver.torch.state.layer_state import LayerState, state_of
 
-#: What was written of a weight: it, how, and what was known of its inputs.
+#: An exported weight, the scheme it was written in, and the known statistics of its layer's input.
 Written = tuple[StoredOperand, Scheme, Inputs]
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """The divergence of next-token distributions, over the tokens of the inputs that were given."""
+    """KL divergence of next-token distributions in nats: mean and maximum over all tokens."""
 
     mean: float
     largest: float
@@ -45,15 +45,15 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Check:
-    """What `quaver.torch.export(check=...)` saw: divergences from the trainer's forward, in nats a token."""
+    """Result of `quaver.torch.export(check=...)`: KL divergences from the trainer's forward, in nats per token."""
 
-    #: Of the exported weights, all else being the trainer's.
+    #: Divergence with the exported weights and the trainer's arithmetic.
     weights: Divergence
-    #: With inputs quantized as the format's readers do, where each layer's is known.
+    #: Divergence with inputs also quantized as the format's readers do.
     inputs: Divergence
-    #: With inputs in 16 bits.
+    #: Divergence with exported weights and 16-bit inputs.
     high_inputs: Divergence
-    #: What a reader does to inputs, in words.
+    #: Text that says how readers of the format quantize inputs.
     reads: str
     tokens: int
 
@@ -72,13 +72,15 @@ def compare(
     left: Sequence[Quantizable],
     reader: Reader,
 ) -> Check:
-    """Run a model with the weights that a reader finds.
+    """Run a model with the weights read from an export, and compare its predictions with the trainer's.
 
     Args:
-        inputs: what its forward takes: a tensor, a tuple, or a dict of arguments by name.
-        trained: its own `log_probabilities` of them.
-        written: what was exported, and how.
-        left: layers that were written in high precision.
+        model: the model that was exported.
+        inputs: inputs of its forward: a tensor, a tuple, or a dict of arguments by name.
+        trained: `log_probabilities` of the trainer's own forward on these inputs.
+        written: the exported weights, with their schemes.
+        left: quantized layers that were written in high precision.
+        reader: reader of the exported folder.
     """
     held, schemes, known = zip(*written, strict=True)
     with served(held, reader), restored(left):
@@ -95,14 +97,14 @@ def compare(
 
 
 def _words(scheme: Scheme) -> str:
-    """What is done here to inputs in a reader's place."""
+    """Describe how this check quantizes inputs in place of a reader."""
     two_level = scheme.static and scheme.input is not None and scheme.input.two_level
     return scheme.reads + (", which is measured here" if two_level else "")
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; each module's own mode comes back."""
+    """Context that sets evaluation mode without gradients and restores each module's own mode."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -114,17 +116,17 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def run(model: nn.Module, inputs: Any) -> Any:
-    """A forward of what `check` and `calibrate` take."""
+    """Run a forward on inputs in the form that `check` and `calibrate` accept."""
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
 def log_probabilities(model: nn.Module, inputs: Any) -> Tensor:
-    """float64 [tokens, vocabulary], in evaluation mode.
+    """Return float64 log-probabilities [tokens, vocabulary] of a forward in evaluation mode.
 
     Raises:
-        ValueError: the model gives no logits.
+        ValueError: the model returns no logits.
     """
     with evaluating(model):
         result = run(model, inputs)
@@ -138,15 +140,15 @@ def log_probabilities(model: nn.Module, inputs: Any) -> Tensor:
 
 
 def divergence(p: Tensor, q: Tensor) -> Divergence:
-    """Of log-probabilities [tokens, vocabulary]."""
-    # Of what has no probability nothing is added, whatever its logarithm.
+    """Return the KL divergence of log-probabilities p and q [tokens, vocabulary]."""
+    # A token with probability 0 contributes 0, although its logarithm is infinite.
     each = torch.where(p.isinf(), 0.0, p.exp() * (p - q)).sum(-1)
     return Divergence(float(each.mean()), float(each.max()))
 
 
 @contextmanager
 def watching_inputs(model: nn.Module) -> Iterator[dict[tuple[nn.Module, str], float]]:
-    """Inside, the largest magnitude of what each quantized layer multiplies by each of its parameters."""
+    """Context that records the input amax of each quantized layer, by layer and parameter name."""
     watch, before = _Inputs(), counters.active.counters
     counters.active.counters = watch  # type: ignore[assignment]
     try:
@@ -156,7 +158,7 @@ def watching_inputs(model: nn.Module) -> Iterator[dict[tuple[nn.Module, str], fl
 
 
 class _Inputs:
-    """Stands in the place of counters, which are shown each tensor that is quantized."""
+    """Records input amaxes through the counters' hook, which sees each tensor that is quantized."""
 
     def __init__(self) -> None:
         self.seen: dict[tuple[nn.Module, str], float] = {}
@@ -167,15 +169,17 @@ class _Inputs:
             self.seen[key] = max(self.seen.get(key, 0.0), float(x.detach().abs().max()))
 
 
-# The weights of the files in the places of the model's.
+# ---- exported weights in place of the model's ----
 
-#: Attributes of a layer that another weight or recipe replaces.
+#: Attributes that change when a layer gets another weight or recipe.
 ATTRIBUTES = ("_state", "recipe", "weight_spec", "weight_dtype", "keep_initial")
 
 
 @contextmanager
 def restored(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Gives layers back the parameters, buffers and attributes that they had; inside, they remember nothing."""
+    """Context that restores parameters, buffers and attributes of layers on exit; inside, each layer has fresh
+    state.
+    """
     kept = [
         (
             layer,
@@ -203,7 +207,7 @@ def restored(layers: Sequence[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def served(held: Sequence[StoredOperand], reader: Reader) -> Iterator[None]:
-    """Inside, layers multiply by the weights that a reader finds."""
+    """Context in which layers use the weights that a reader returns."""
     with restored([one.layer for one in held]):
         for each in _by_parameter(held):
             one = each[0]
@@ -218,7 +222,7 @@ def served(held: Sequence[StoredOperand], reader: Reader) -> Iterator[None]:
 
 @contextmanager
 def under(held: Sequence[StoredOperand], recipes_of: Sequence[Recipe], inputs: Sequence[Inputs]) -> Iterator[None]:
-    """Inside, layers follow other recipes, with what their inputs' scales are known to be."""
+    """Context in which layers run other recipes, with the known static scales of their inputs."""
     with restored([one.layer for one in held]):
         for one, recipe, known in zip(held, recipes_of, inputs, strict=True):
             one.layer.recipe = recipes.get(recipe)
@@ -232,7 +236,7 @@ def under(held: Sequence[StoredOperand], recipes_of: Sequence[Recipe], inputs: S
 
 
 def _by_parameter(held: Sequence[StoredOperand]) -> list[list[StoredOperand]]:
-    """What is held of each parameter; a layer with two names is put in place once."""
+    """Group the weights by parameter, each once, even if a layer has two names."""
     each: dict[tuple[int, str], dict[int | None, StoredOperand]] = {}
     for one in held:
         each.setdefault((id(one.layer), one.last), {}).setdefault(one.expert, one)
@@ -240,7 +244,7 @@ def _by_parameter(held: Sequence[StoredOperand]) -> list[list[StoredOperand]]:
 
 
 def joined(parts: Sequence[Decoded]) -> Decoded:
-    """A weight whose rows a checkpoint has apart."""
+    """Concatenate the row pieces of a weight that a checkpoint stores as separate tensors."""
     if len(parts) == 1:
         return parts[0]
     values = torch.cat([part.values for part in parts])
@@ -251,13 +255,13 @@ def joined(parts: Sequence[Decoded]) -> Decoded:
 
 
 def _put_codes(layer: Any, weight: Decoded, spec: QuantSpec) -> None:
-    """Have a layer's weight be codes and scales, as `quaver.torch.quantized_init` has them."""
+    """Replace a layer's weight by codes and scales, stored as by `quaver.torch.quantized_init`."""
     given = layer._parameters["weight"]
     codes = encode(weight.values.to(given.device), spec, None)
     codes = (pack(codes) if spec.format.packed else codes).view(CODE_DTYPES[spec.format.name])
     scale = weight.scales if weight.stored is None else weight.stored.view(torch.uint8)
     counts = spec.blocks(*weight.values.shape)
-    # A format may repeat what is one scale to us.
+    # A file format may repeat a scale per row where Quaver stores it once per block.
     scale = scale[:: -(-scale.shape[0] // counts[0]), :: -(-scale.shape[1] // counts[1])]
     layer.__dict__.update(weight_spec=spec, weight_dtype=layer.weight_dtype or given.dtype, keep_initial=False)
     layer._parameters["weight"] = nn.Parameter(codes, requires_grad=False)
@@ -267,7 +271,7 @@ def _put_codes(layer: Any, weight: Decoded, spec: QuantSpec) -> None:
 
 
 def _put_values(one: StoredOperand, dense: Sequence[Tensor]) -> None:
-    """Have a layer's weight be the values of codes, which quantize to themselves."""
+    """Replace a layer's weight by dequantized values; quantizing them again yields the same codes."""
     given = one.layer._parameters[one.last]
     assert given is not None
     value = torch.cat(list(dense))
@@ -282,7 +286,7 @@ HIGH = Recipe("16-bit inputs", _NOTHING, _NOTHING, _NOTHING)
 
 
 def read_as(one: StoredOperand, scheme: Scheme) -> Recipe:
-    """A recipe whose fprop is what a reader computes."""
+    """Return a recipe whose fprop quantizes inputs and weights as a reader of the scheme does."""
     reads = scheme.input
     if reads is None:
         return HIGH

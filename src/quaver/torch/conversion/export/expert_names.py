@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 #: {suffix of a stack's name in the checkpoint: suffixes of the layers that an expert's rows are split into equally}.
-#: "{}" stands for the number of the expert.
+#: "{}" is replaced by the number of the expert.
 SplitNames = Mapping[str, tuple[str, ...]]
 
 _GATE_UP: SplitNames = {
@@ -23,7 +23,7 @@ _GRANITE: SplitNames = {
 
 
 class ServedExperts(NamedTuple):
-    """How servers read the quantized experts of a model family."""
+    """Names and format in which servers read the quantized experts of a model family."""
 
     #: The names of each expert's layers; None if servers read one tensor for all experts, in format "mxfp4".
     split: SplitNames | None
@@ -46,7 +46,7 @@ STACKS: dict[str, ServedExperts] = {
 
 
 def expert_layers(family: str, key: str) -> tuple[str, ...]:
-    """The names of the layers that servers read for one expert of a stack.
+    """Return the names of the layers that servers read for one expert of a stack.
 
     Args:
         family: `config.model_type`.

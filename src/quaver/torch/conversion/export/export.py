@@ -1,4 +1,4 @@
-"""`quaver.torch.export`: the codes that training multiplies by, in the files that servers read."""
+"""`quaver.torch.export`: write the codes and scales that training multiplies by into checkpoints that servers read."""
 
 import json
 import os
@@ -50,15 +50,14 @@ from quaver.torch.conversion.export.operands import (
 from quaver.torch.conversion.matchers.swap_class import original, unconverted_class
 from quaver.torch.numerics.quantized import Quantized
 
-# ---- files -----------------------------------------------------------------------------------------------
-# A folder of safetensors with their index and JSON files beside them, which appears whole or not at all.
+# ---- writing a folder of safetensors, an index and JSON files; it appears complete or not at all ----
 
 
 def safetensors_torch() -> ModuleType:
-    """safetensors' functions of torch tensors.
+    """Return the module safetensors.torch.
 
     Raises:
-        ModuleNotFoundError: it is not installed; the message says how to.
+        ModuleNotFoundError: safetensors is not installed; the message says how to install it.
     """
     try:
         import safetensors.torch
@@ -69,11 +68,11 @@ def safetensors_torch() -> ModuleType:
 
 
 class Writing:
-    """A folder that is being written.
+    """Writer of safetensors shards and JSON files into a folder.
 
     Args:
-        folder: which is there and empty.
-        limit: bytes that a file of tensors has at most, unless one tensor alone has more.
+        folder: an existing, empty folder.
+        limit: maximum bytes of tensors per file; a single larger tensor gets a file of its own.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
@@ -86,13 +85,13 @@ class Writing:
         self.total = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take a tensor up; a file is written once it is full."""
+        """Add a tensor; writes a file when the size limit is reached."""
         if name in self.where:
-            raise ValueError(f"two tensors of this model have the name {name!r} in its checkpoint")
+            raise ValueError(f"two tensors of this model have the same name {name!r} in its checkpoint")
         size = tensor.numel() * tensor.element_size()
         if self.held and self.bytes + size > self.limit:
             self._flush()
-        # What shares memory with another tensor is written for each.
+        # Clone: safetensors cannot store two tensors that share memory.
         self.held[name] = tensor.detach().cpu().contiguous().clone()
         self.where[name] = len(self.files)
         self.bytes += size
@@ -105,7 +104,7 @@ class Writing:
         self.held, self.bytes = {}, 0
 
     def close(self) -> None:
-        """Write what is left, and give the files their names."""
+        """Write the remaining tensors, rename the files to their final names and write the index."""
         self._flush()
         count = len(self.files)
         names = (
@@ -127,10 +126,10 @@ class Writing:
 
 @contextmanager
 def writing(folder: Path, limit: int) -> Iterator[Writing]:
-    """A new folder to write into, which takes its place at the end; after an error nothing of it is left.
+    """Context that writes into a temporary folder, renamed to `folder` on success and deleted on error.
 
     Raises:
-        ValueError: the folder is there and holds something, is no folder, or cannot be written.
+        ValueError: the folder exists and is not empty, is not a folder, or cannot be written.
     """
     check_place(folder)
     try:
@@ -145,47 +144,49 @@ def writing(folder: Path, limit: int) -> Iterator[Writing]:
         result.close()
         os.replace(partial, folder)
     except OSError as error:
-        raise ValueError(f"{folder} could not be written ({error.strerror}); make room, or give another") from error
+        raise ValueError(
+            f"{folder} could not be written ({error.strerror}); free some space, or give another folder"
+        ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
 def check_place(folder: Path) -> None:
-    """Refuse a place that is taken.
+    """Raise if the target folder exists and is not empty, or is not a folder.
 
     Raises:
-        ValueError: with what is there.
+        ValueError: the message says which.
     """
     if folder.is_dir():
         if any(folder.iterdir()):
-            raise ValueError(f"{folder} is there and not empty; give a new folder, or remove that one first")
+            raise ValueError(f"{folder} already exists and is not empty; give a new folder, or remove that one first")
     elif folder.exists() or folder.is_symlink():
-        raise ValueError(f"{folder} is there and is no folder; give a new one")
+        raise ValueError(f"{folder} exists and is not a folder; give a new folder")
 
 
-# ---- exporting -------------------------------------------------------------------------------------------
+# ---- export ----
 
 FORMATS: dict[str, FileFormat] = {f.name: f for f in (COMPRESSED_TENSORS, DEEPSEEK, MODELOPT, MXFP4)}
-#: Bytes of tensors in a file.
+#: Default maximum bytes of tensors per file.
 SHARD_BYTES = 5_000_000_000
 
 
 @dataclass
 class Exported:
-    """The result of `export`; printing it says what was written."""
+    """Result of `export`: a printable summary of the written files."""
 
     folder: Path
     format: str
-    #: Names of layers, as in the checkpoint, by what the format calls them and how the weight was quantized.
+    #: Checkpoint names of the quantized layers, by (scheme name in the format, spec of the weight).
     layers: dict[tuple[str, QuantSpec], list[str]]
-    #: What readers do to the inputs of each of these.
+    #: Text that says how readers quantize the inputs of these layers, by the same keys.
     reads: dict[tuple[str, QuantSpec], str]
-    #: Bytes of the files of tensors, and what the same tensors have in the dtypes of the model.
+    #: Bytes of the tensor files, and bytes of the same tensors in the model's dtypes.
     bytes: int
     bytes_before: int
-    #: Layers that train quantized and were written in high precision, and why.
+    #: Layers that train quantized but were written in high precision, and the reason.
     left: dict[str, str] = field(default_factory=dict)
-    #: What `check` saw.
+    #: Divergences that `check` measured, or None.
     check: Check | None = None
 
     def __str__(self) -> str:
@@ -209,28 +210,27 @@ def export(
 ) -> Exported:
     """Write the codes and scales that a model's forward multiplies by into files that servers read.
 
-    Embeddings, norms, biases and the head stay in the model's dtype; names are those of the unconverted model's
-    checkpoint. The model is not changed. A tokenizer is not the model's: save it into the same folder.
+    Embeddings, norms, biases and the head stay in the model's dtype. Tensor names are those of the unconverted model's
+    checkpoint. The model is not changed. Save the tokenizer into the same folder yourself.
 
     Args:
-        model: converted, or of `quaver.torch` layers, inside the autocast that it trains under; of any size, on one
-            device or several, not in parts on ranks.
-        folder: a new one, or an empty one; it appears whole or not at all.
+        model: a converted model, or one of `quaver.torch` layers inside the autocast that it trains under. It may be on
+            one device or several, but not sharded across ranks.
+        folder: a new or empty folder; it appears complete or not at all.
         format: "compressed-tensors", "deepseek", "modelopt", or for the experts of GPT-OSS "mxfp4".
-        check: inputs of the model, a tensor, a tuple or a dict: the files are read again, and the divergence of the
-            next token's distribution from the model's own forward is reported.
-        calibrate: inputs that tell the largest magnitude of each layer's input, for formats that store its scale.
-        high_precision: patterns of names of layers whose weights to write in high precision, though they are trained
-            quantized.
-        shard_bytes: of tensors in a file, at most.
+        check: inputs of the model (a tensor, a tuple or a dict). The files are read back, and the divergence of their
+            next-token distribution from the model's own forward is reported.
+        calibrate: inputs from which the amax of each layer's input is measured, for formats that store its scale.
+        high_precision: name patterns of layers to write in high precision although they are trained quantized.
+        shard_bytes: maximum bytes of tensors per file.
     Returns:
-        What was written; printing it says so.
+        A summary that can be printed.
     Raises:
-        ValueError: a format that cannot hold the codes of a layer (with those that can), a weight that is not finite,
-            not here, or in parts, a place that is taken or cannot be written; all before the folder appears.
+        ValueError: the format cannot store a layer's codes (the message lists formats that can); a weight is not
+            finite, on meta, or sharded; the folder is not empty or cannot be written. Raised before the folder appears.
         ModuleNotFoundError: safetensors is not installed.
-    Exact: what is read from the files is what fprop's GEMM consumes, bit for bit; each weight is read again and
-        compared before it is written.
+    Exact: the files decode to the operand of fprop's GEMM, bit for bit. Each weight is decoded again and compared
+        before it is written.
     """
     instance("export", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
     check_name("format of exported files", format, FORMATS)
@@ -267,10 +267,10 @@ def export(
 
 
 def _scheme(kind: FileFormat, one: StoredOperand, known: Inputs) -> Scheme:
-    """How a format holds a weight.
+    """Return the scheme in which a format stores a weight.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: the format cannot store it.
     """
     try:
         return _fit(kind, one, known)
@@ -280,17 +280,17 @@ def _scheme(kind: FileFormat, one: StoredOperand, known: Inputs) -> Scheme:
 
 def _fit(kind: FileFormat, one: StoredOperand, known: Inputs) -> Scheme:
     if kind.stacked != bool(one.stack):
-        holds = "stacks of experts as one tensor alone" if kind.stacked else "no stack of experts as one tensor"
-        raise Unfit(f"it holds {holds}")
+        holds = "only stacks of experts as one tensor" if kind.stacked else "no stack of experts as one tensor"
+        raise Unfit(f"it stores {holds}")
     return kind.scheme(layout_of(one.spec), one.spec, known)
 
 
 def _refused(kind: FileFormat, one: StoredOperand, known: Inputs, error: Unfit) -> ValueError:
     others = [other.name for other in FORMATS.values() if other is not kind and _holds(other, one, known)]
-    way = f"use format={' or '.join(map(repr, others))}" if others else "no format of another name holds it either"
+    way = f"use format={' or '.join(map(repr, others))}" if others else "no other format can store it either"
     layer = one.module_name
     return ValueError(
-        f"{kind.name!r} cannot hold the codes of {layer}: {error}; {way}, or write it in high precision with "
+        f"{kind.name!r} cannot store the codes of {layer}: {error}; {way}, or write it in high precision with "
         f"high_precision=[{layer!r}]"
     )
 
@@ -304,9 +304,10 @@ def _holds(kind: FileFormat, one: StoredOperand, known: Inputs) -> bool:
 
 
 def _fused(plan: Sequence[Written], matrices: Sequence[str]) -> list[list[Written]]:
-    """The weights of a file, those that a server fuses in one list.
+    """Group the weights to write so that those that a server fuses are in one list.
 
     Args:
+        plan: the weights, with their schemes.
         matrices: names of linear layers in high precision.
     Raises:
         ValueError: layers that a server fuses have different schemes, or some are in high precision.
@@ -318,10 +319,11 @@ def _fused(plan: Sequence[Written], matrices: Sequence[str]) -> list[list[Writte
         if len(schemes) > 1:
             each = [f"{n} ({by_name[n][1].name if n in by_name else 'high precision'})" for n in sorted(names)]
             raise ValueError(
-                f"vLLM and SGLang fuse these layers into one weight, which has one scheme: {', '.join(each)}. Give all "
-                f"one recipe, or write all in high precision with high_precision={sorted(set(names) & set(by_name))}"
+                f"vLLM and SGLang fuse these layers into one weight with one scheme: {', '.join(each)}. Use one "
+                "recipe for all of them, or write all in high precision with "
+                f"high_precision={sorted(set(names) & set(by_name))}"
             )
-        # A weight with several pieces, such as stacked gate and up, is written once.
+        # A weight with several pieces, such as stacked gate and up, is written only once.
         written = list({id(by_name[n]): by_name[n] for n in names if n in by_name}.values())
         if written and id(written[0]) not in groups:
             groups[id(written[0])] = written
@@ -329,10 +331,11 @@ def _fused(plan: Sequence[Written], matrices: Sequence[str]) -> list[list[Writte
 
 
 def _write_fused(files: Writing, kind: FileFormat, plan: Sequence[Written]) -> int:
-    """Write weights that a server fuses, two-level ones with one scale of the tensor. Returns their bytes before.
+    """Write weights that a server fuses; two-level ones share one tensor factor. Return their bytes in the model's
+    dtype.
 
     Raises:
-        ValueError: no scale of the tensor fits all: a server would read some with the scale of another.
+        ValueError: no tensor factor fits all of them, so a server would decode some with the wrong factor.
     """
     operands = [one.operand() for one, _, _ in plan]
     if len(plan) > 1 and all(scheme.layout == "nv" for _, scheme, _ in plan):
@@ -341,17 +344,19 @@ def _write_fused(files: Writing, kind: FileFormat, plan: Sequence[Written]) -> i
         if shared is None:
             names = sorted(one.name.removesuffix(".weight") for one, _, _ in plan)
             raise ValueError(
-                f"a server fuses {', '.join(names)} and reads them with one scale of the tensor, and their magnitudes "
-                f"lie too far apart for one: write them in high precision with high_precision={names}"
+                f"a server fuses {', '.join(names)} and reads them with one tensor scale, but their magnitudes "
+                f"differ too much for that: write them in high precision with high_precision={names}"
             )
         operands = shared
     return sum(_write(files, kind, *each, q) for each, q in zip(plan, operands, strict=True))
 
 
 def _write(files: Writing, kind: FileFormat, one: StoredOperand, scheme: Scheme, known: Inputs, q: Quantized) -> int:
-    """Write a weight's pieces, each read again first. Returns the bytes that it has in the model's dtype."""
+    """Verify and write the pieces of a weight; return the bytes that it has in the model's dtype."""
     if not bool(q.scales().isfinite().all()):
-        raise ValueError(f"{one.name} holds infinities or NaN: what is served would be NaN; export an earlier state")
+        raise ValueError(
+            f"{one.name} contains infinities or NaN, so a server would compute NaN: export an earlier checkpoint"
+        )
     for piece in one.pieces:
         try:
             part = cut(q, piece.start, piece.stop)
@@ -366,22 +371,22 @@ def _write(files: Writing, kind: FileFormat, one: StoredOperand, scheme: Scheme,
 
 
 def _prove(name: str, q: Quantized, tensors: Mapping[str, Tensor], kind: FileFormat) -> None:
-    """Read a weight from its tensors and compare every bit."""
+    """Decode a weight from the tensors to write and raise if any bit differs from the operand."""
     method = {"deepseek": "fp8"}.get(kind.name, kind.name)
     read = decoded({suffix: tensor.cpu() for suffix, tensor in tensors.items()}, method).dense()
     wrong = int((read.view(torch.int32) != q.dequantize().cpu().contiguous().view(torch.int32)).sum())
     if wrong:
         raise ValueError(
-            f"{name}weight in {kind.name!r} would be read as other numbers in {wrong} of {read.numel()} places: its "
-            "scales are out of the range in which the format's products are exact; write it in high precision with "
-            f"high_precision=[{name.rstrip('.')!r}]"
+            f"{name}weight in {kind.name!r} would decode to different numbers in {wrong} of {read.numel()} places, "
+            "because its scales are outside the range in which the format's products are exact; write it in high "
+            f"precision with high_precision=[{name.rstrip('.')!r}]"
         )
 
 
 def _describe(
     files: Writing, kind: FileFormat, model: nn.Module, parts: DisassembledModel, plan: Sequence[Written]
 ) -> None:
-    """config.json and what else lies beside the tensors."""
+    """Write config.json and the other JSON files."""
     schemes = {piece.prefix.rstrip("."): scheme for one, scheme, _ in plan for piece in one.pieces}
     own: Any = getattr(model, "checkpoint_config", None) or getattr(model, "config", None)
     config: dict[str, Any] = {}
@@ -402,7 +407,7 @@ def _describe(
 
 
 def _tied(model: nn.Module) -> set[str]:
-    """Names that a model of transformers ties to others."""
+    """Return the names of weights that a transformers model ties to others."""
     return set(getattr(model, "all_tied_weights_keys", None) or ())
 
 

@@ -1,7 +1,7 @@
-"""How an operand lies in a file, whatever the format calls it, and what a format says of a layer.
+"""Layouts of quantized operands in files, and the formats compressed-tensors, DeepSeek and ModelOpt.
 
-A layout is what a spec's blocks are to a reader: one scale a tensor, a row, a square of 128, or blocks of 32 or 16
-along k. Blocks that reach over several rows become as many rows with the same scale: no number changes.
+A layout is a reader's view of a spec's blocks: one scale per tensor, per row, per 128 × 128 square, or per block of 32
+or 16 along k. A block of several rows is written as several rows that repeat its scale, which changes no number.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,35 +16,36 @@ from quaver.recipes.formats import E2M1, E4M3
 from quaver.recipes.spec import QuantSpec
 from quaver.torch.numerics.quantized import Quantized
 
-# ---- layouts ---------------------------------------------------------------------------------------------
+# ---- layouts ----
 
-#: One scale for all; one a row; one for 128 × 128; E8M0 bytes of 32 along k; E4M3 scales of 16 along k and a factor.
+#: "tensor": one scale; "channel": one per row; "block": one per 128 × 128; "mx": an E8M0 byte per 32 along k; "nv": an
+#: E4M3 scale per 16 along k and a tensor factor.
 Layout = Literal["tensor", "channel", "block", "mx", "nv"]
-#: Elements along k that must be whole, by layout: readers take a last, partial block for a whole one.
+#: By layout, the number that K must be a multiple of: readers assume that every block along k is complete.
 WIDTHS: dict[Layout, int] = {"tensor": 1, "channel": 1, "block": 1, "mx": 32, "nv": 16}
 
 
 class Unfit(ValueError):
-    """What a format cannot hold, and why."""
+    """A format cannot represent this operand; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """How a format holds the weight of a layer, and what its readers do to the layer's input."""
+    """Storage scheme of a layer's weight in a file format, with the way its readers quantize the layer's input."""
 
-    #: As the format calls it.
+    #: Name of the scheme in the format.
     name: str
     layout: Layout
-    #: Of the weight, as fprop consumes it.
+    #: Spec of the weight as fprop consumes it.
     weight: QuantSpec
-    #: Of the input as a reader quantizes it; None leaves it in 16 bits.
+    #: Spec with which a reader quantizes the input, or None for 16-bit inputs.
     input: QuantSpec | None = None
-    #: Whether the input's scale, of two levels that of the tensor, lies in the file.
+    #: True if the input's scale is in the file; with two-level scales, the tensor factor is.
     static: bool = False
 
     @property
     def reads(self) -> str:
-        """What a reader does to the input, in words."""
+        """Text that says how a reader quantizes the input."""
         if self.input is None:
             return "16-bit inputs"
         where = "measured"
@@ -59,41 +60,43 @@ def _block(spec: QuantSpec) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What is known of a layer's inputs before a server sees any."""
+    """Statistics of a layer's input that are known at export."""
 
-    #: As the recipe quantizes them; None leaves them in high precision.
+    #: Spec with which the recipe quantizes inputs, or None for high precision.
     spec: QuantSpec | None
-    #: The decode scale of delayed scaling, where a history has set one.
+    #: Decode scale from delayed scaling, or None if no history has set one.
     scale: float | None = None
-    #: The largest magnitude that `calibrate` saw.
+    #: Input amax that `calibrate` measured, or None.
     amax: float | None = None
 
     @property
     def static_scale(self) -> float | None:
-        """The scale of E4M3 inputs per tensor, where one is known."""
+        """Decode scale per tensor for E4M3 inputs, or None if unknown."""
         if self.scale is not None or self.amax is None:
             return self.scale
         return self.amax / E4M3.max if self.amax else 1.0
 
     @property
     def static_factor(self) -> float | None:
-        """What the scales of blocks of two levels are divided by, where it is known."""
+        """Encode factor per tensor for two-level block scales, or None if unknown."""
         if self.amax is None:
             return None
         return E4M3.max * E2M1.max / self.amax if self.amax else 1.0
 
 
 class FileFormat:
-    """A format of files: what it holds and how it says so. Each is a constant of this class in a module of its own.
+    """A checkpoint format for export. Each format is one constant of this class.
 
     Args:
-        name: as `format=` takes it.
-        readers: programs that read it.
-        scheme: (layout, weight's spec, inputs) to a `Scheme`; raises `Unfit`.
-        tensors: (operand, scheme, inputs) to the tensors of a layer, by what follows the layer's name.
-        configuration: (schemes by name of the layer, names of matrices in high precision) to what config.json says.
-        beside: the same to the contents of further JSON files, by name.
-        stacked: whether it holds stacks of experts as one tensor, and nothing else; False for matrices.
+        name: value of `format=`.
+        readers: programs that read the format.
+        scheme: function of (layout, weight's spec, inputs) that returns a `Scheme` or raises `Unfit`.
+        tensors: function of (operand, scheme, inputs) that returns a layer's tensors by the suffix after the layer's
+            name.
+        configuration: function of (schemes by layer name, names of matrices in high precision) that returns the
+            quantization entry of config.json.
+        beside: function with the same arguments that returns the content of further JSON files, by file name.
+        stacked: True for a format that only stores stacks of experts as one tensor, False for one that stores matrices.
     """
 
     def __init__(
@@ -111,10 +114,10 @@ class FileFormat:
 
 
 def layout_of(spec: QuantSpec) -> Layout:
-    """The layout of a weight's spec.
+    """Return the file layout of a weight's spec.
 
     Raises:
-        Unfit: servers know no such blocks, or no such scales.
+        Unfit: no server reads these blocks or scales.
     """
     name, (rows, k) = spec.format.name, spec.block
     if name == "e4m3" and spec.scale in ("fp32", "power_of_two", "unit") and not spec.hadamard:
@@ -132,21 +135,25 @@ def layout_of(spec: QuantSpec) -> Layout:
 
 
 def check_width(q: Quantized, layout: Layout) -> None:
-    """Refuse rows that end within a block.
+    """Raise if K is not a multiple of the layout's block width.
 
     Raises:
-        Unfit: with the width.
+        Unfit: the message gives K and the width.
     """
     width = WIDTHS[layout]
     if q.shape[1] % width:
         raise Unfit(
-            f"its rows of {q.shape[1]} values end within a block of {width}, which readers take for a whole one"
+            f"its rows of {q.shape[1]} values end within a block of {width}, and readers assume complete blocks"
         )
 
 
 def stored_codes(q: Quantized) -> Tensor:
-    """The codes row after row: float8_e4m3fn [N, K], of four bits uint8 [N, K / 2] with the even k in the lower half,
-    of six uint8 [N, 3 K / 4], four in three bytes and the first in the lowest bits."""
+    """Return the codes in row-major order, as files store them.
+
+    Returns:
+        8 bits: float8_e4m3fn [N, K]. 4 bits: uint8 [N, K / 2] with the even k in the lower half of a byte. 6 bits:
+        uint8 [N, 3 K / 4] with four codes in three bytes, the first in the lowest bits.
+    """
     data = q.upright().data.contiguous()
     if q.spec.format.bits != 6:
         return data
@@ -156,7 +163,7 @@ def stored_codes(q: Quantized) -> Tensor:
 
 
 def row_scales(q: Quantized) -> Tensor:
-    """The stored scales of blocks along k, uint8, a row of them for each of the operand's: [N, K / width]."""
+    """Return the stored scales of blocks along k, repeated for each row of the operand: uint8 [N, K / width]."""
     q = q.upright()
     height = q.spec.block[0]
     assert isinstance(q.scale, Tensor) and height is not None
@@ -164,21 +171,21 @@ def row_scales(q: Quantized) -> Tensor:
 
 
 def one_scale(q: Quantized) -> Tensor:
-    """The scale of the whole operand, float32 []."""
+    """Return the scale of a per-tensor operand, float32 []."""
     return q.scales().reshape(()).clone()
 
 
 def tensor_factor(q: Quantized) -> Tensor:
-    """What the scales of blocks are divided by, float32 []."""
+    """Return the encode factor of the tensor, by which block scales are divided: float32 []."""
     assert q.tensor_factor is not None
     return q.tensor_factor.reshape(()).clone()
 
 
 def cut(q: Quantized, start: int, stop: int) -> Quantized:
-    """Rows of an operand as one of their own, with the scales that they have.
+    """Return rows start to stop of an operand as an operand with the same codes and scales.
 
     Raises:
-        Unfit: rows that begin or end within a block whose scales a format does not repeat.
+        Unfit: the rows start within a block of several rows.
     """
     if (start, stop) == (0, q.shape[0]):
         return q
@@ -186,18 +193,19 @@ def cut(q: Quantized, start: int, stop: int) -> Quantized:
     scale = q.scale
     if isinstance(scale, Tensor) and height is not None:
         if start % height:
-            raise Unfit(f"the checkpoint cuts it at row {start}, within a block of {height} rows")
+            raise Unfit(f"the checkpoint splits it at row {start}, within a block of {height} rows")
         scale = scale[start // height : -(-stop // height)]
     return Quantized(q.data[start:stop], scale, q.spec, (stop - start, q.shape[1]), False, q.tensor_factor)
 
 
 def with_one_factor(operands: Sequence[Quantized]) -> list[Quantized] | None:
-    """Operands of two levels with one factor of the tensor for all, the largest one's, and blocks' scales that fit.
+    """Rescale two-level operands to share one tensor factor, the smallest one; return None if a block scale is not
+    exact.
 
-    A server that multiplies by them as one weight has one factor for it. None where a block's scale has no bits left.
+    A server that fuses these weights into one GEMM stores one tensor factor for all of them.
     """
     factors = [tensor_factor(q) for q in operands]
-    # Zeros have factor 1 and fit any other.
+    # An all-zero operand has factor 1 and fits any other factor.
     smallest = min((f for q, f in zip(operands, factors, strict=True) if q.scales().any()), default=factors[0])
     results = []
     for q, factor in zip(operands, factors, strict=True):
@@ -212,12 +220,12 @@ def with_one_factor(operands: Sequence[Quantized]) -> list[Quantized] | None:
     return results
 
 
-# ---- compressed tensors ----------------------------------------------------------------------------------
-# compressed-tensors, what llm-compressor writes and vLLM and SGLang read: a scheme a layer, in groups of layers.
+# ---- compressed-tensors, written by llm-compressor and read by vLLM and SGLang ----
 #
-# Source: github.com/vllm-project/compressed-tensors, version 0.20: the names of its formats and of the tensors of each.
+# config.json lists groups of layers with the scheme of each group.
+# Source: github.com/vllm-project/compressed-tensors, version 0.20: names of formats and tensors.
 
-#: By the bits of an element, of blocks of 32.
+#: Format names of MX weights (blocks of 32) by the bits of an element.
 MX_NAMES = {8: "mxfp8-quantized", 6: "mxfp6-pack-quantized", 4: "mxfp4-pack-quantized"}
 
 
@@ -260,7 +268,7 @@ def _tensors(q: Quantized, scheme: Scheme, inputs: Inputs) -> dict[str, Tensor]:
 
 
 def _arguments(spec: QuantSpec, layout: Layout, of_weight: bool, static: bool) -> dict[str, Any]:
-    """What the format says of one operand."""
+    """Return the format's description of one operand."""
     words: dict[str, Any] = {"num_bits": spec.format.bits, "type": "float", "symmetric": True}
     words["dynamic"] = not (of_weight or static)
     if layout == "nv":
@@ -292,7 +300,7 @@ def _group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
 
 
 def _configuration(schemes: Mapping[str, Scheme], left: list[str]) -> dict[str, Any]:
-    """One group of all linear layers but those that are left, or a group of names for each scheme."""
+    """Return config.json's entry: one group for all linear layers if they share a scheme, else a group per scheme."""
     groups: dict[str, Any] = {}
     each = list(dict.fromkeys(_same(scheme) for scheme in schemes.values()))
     for number, scheme in enumerate(each):
@@ -311,7 +319,10 @@ def _configuration(schemes: Mapping[str, Scheme], left: list[str]) -> dict[str, 
 
 
 def _same(scheme: Scheme) -> Scheme:
-    """A scheme but for what the format does not tell apart: how scales came about, and how many rows share one."""
+    """Normalize a scheme: drop differences that the format does not record, namely how scales were chosen and how many
+        rows
+    share one.
+    """
     weight = (
         replace(scheme.weight, block=(1, scheme.weight.block[1])) if scheme.layout in ("mx", "nv") else scheme.weight
     )
@@ -324,13 +335,12 @@ def _same(scheme: Scheme) -> Scheme:
 COMPRESSED_TENSORS = FileFormat("compressed-tensors", "vLLM, SGLang, transformers", _scheme, _tensors, _configuration)
 
 
-# ---- deepseek --------------------------------------------------------------------------------------------
-# DeepSeek's block format: float8_e4m3fn weights with a float32 `weight_scale_inv` for each 128 × 128 of them.
+# ---- DeepSeek's block format ----
 #
 #     weight[n, k] = codes[n, k] × weight_scale_inv[n // 128, k // 128]
 #
-# A weight with one scale holds it in every block. Inputs are quantized by the reader, 1 × 128, as they come.
-#
+# Weights are float8_e4m3fn with a float32 `weight_scale_inv` per 128 × 128 block. A per-tensor scale is repeated for
+# every block. Readers quantize inputs in 1 × 128 blocks at run time.
 # Source: DeepSeek-V3 technical report, arXiv:2412.19437, section 3.3, and the configuration of its checkpoints.
 
 SIZE = 128
@@ -339,7 +349,7 @@ READS = QuantSpec(E4M3, (1, SIZE), "fp32")
 
 def _scheme_deepseek(layout: Layout, spec: QuantSpec, inputs: Inputs) -> Scheme:
     if layout not in ("block", "tensor"):
-        raise Unfit(f"its blocks of {SIZE} by {SIZE} have one float32 scale each, and {spec} has others")
+        raise Unfit(f"its blocks of {SIZE} by {SIZE} have one float32 scale each, but this weight is {spec}")
     if inputs.spec is None:
         raise Unfit("its readers quantize inputs, and this recipe leaves them in high precision")
     return Scheme(name="fp8", layout=layout, weight=spec, input=READS)
@@ -366,9 +376,9 @@ DEEPSEEK = FileFormat(
 )
 
 
-# ---- modelopt --------------------------------------------------------------------------------------------
-# NVIDIA ModelOpt's files, which TensorRT-LLM, vLLM and SGLang read: one algorithm for a model, or one a layer.
+# ---- NVIDIA ModelOpt, read by TensorRT-LLM, vLLM and SGLang ----
 #
+# One algorithm for the whole model, or one per layer.
 # Source: github.com/NVIDIA/Model-Optimizer, version 0.47: names of its algorithms and tensors, hf_quant_config.json.
 
 
@@ -376,8 +386,8 @@ def _scheme_modelopt(layout: Layout, spec: QuantSpec, inputs: Inputs) -> Scheme:
     if layout == "nv":
         if spec.scale == "two_level_fp32":
             raise Unfit(
-                "it stores the reciprocal of the tensor's factor, which is exact for powers of two alone; "
-                "train with nvfp4(power_of_two=True)"
+                "it stores the reciprocal of the tensor's factor, which is only exact for powers of two; train "
+                "with nvfp4(power_of_two=True)"
             )
         static = inputs.spec is not None and inputs.amax is not None
         reads = QuantSpec(E2M1, (1, 16), "two_level_fp32") if static else None
@@ -388,8 +398,8 @@ def _scheme_modelopt(layout: Layout, spec: QuantSpec, inputs: Inputs) -> Scheme:
     if layout == "tensor":
         if inputs.static_scale is None:
             raise Unfit(
-                "it holds the scale of a layer's inputs, and none is known: give calibrate=inputs, which tells those "
-                "of linear layers, not of stacked experts"
+                "it stores the scale of a layer's inputs, which is unknown: give calibrate=inputs, which measures "
+                "it for linear layers, but not for stacked experts"
             )
         return Scheme(name="FP8", layout=layout, weight=spec, input=QuantSpec(E4M3, (None, None), "fp32"), static=True)
     if layout == "channel":
@@ -397,7 +407,7 @@ def _scheme_modelopt(layout: Layout, spec: QuantSpec, inputs: Inputs) -> Scheme:
         return Scheme(name="FP8_PER_CHANNEL_PER_TOKEN", layout=layout, weight=spec, input=reads)
     if layout == "mx" and spec.format is E4M3:
         return Scheme(name="MXFP8", layout=layout, weight=spec, input=QuantSpec(E4M3, (1, 32), "e8m0"))
-    raise Unfit(f"none of its algorithms has weights in {spec}")
+    raise Unfit(f"none of its algorithms supports weights in {spec}")
 
 
 def _tensors_modelopt(q: Quantized, scheme: Scheme, inputs: Inputs) -> dict[str, Tensor]:
@@ -420,7 +430,7 @@ def _scalar(value: float | None) -> Tensor:
     return torch.tensor(value, dtype=torch.float32, device="cpu")
 
 
-#: Bits and elements of a block, by algorithm.
+#: (bits, block size along k) by algorithm.
 SIZES = {"FP8": (8, None), "FP8_PER_CHANNEL_PER_TOKEN": (8, None), "MXFP8": (8, 32), "NVFP4": (4, 16)}
 SIZES["W4A16_NVFP4"] = SIZES["NVFP4"]
 
@@ -439,7 +449,7 @@ def _group_modelopt(name: str, targets: list[str]) -> dict[str, Any]:
 
 
 def _details(schemes: Mapping[str, Scheme], left: list[str]) -> dict[str, Any]:
-    """What both files say: the algorithm, or that there are several and which layer has which."""
+    """Return the entry for both JSON files: the one algorithm, or "MIXED_PRECISION" and the algorithm of each layer."""
     names = list(dict.fromkeys(scheme.name for scheme in schemes.values()))
     each = {name: {"quant_algo": name} | _size(name) for name in names}
     if len(names) == 1:

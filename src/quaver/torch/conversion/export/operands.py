@@ -1,7 +1,7 @@
-"""What a file is to hold of a model: the operands of its GEMMs, and all else in high precision, by checkpoints' names.
+"""Collect the tensors to export: the GEMM operands of quantized layers, and all other tensors, under checkpoint names.
 
-Operands come from the very function that fprop calls. Names are those of the unconverted model's checkpoint; a model of
-transformers says itself what these are, and cuts stacked experts apart.
+Operands come from the same function that fprop calls. Names are those of the unconverted model's checkpoint. For a
+transformers model, transformers' own conversion provides the names and splits stacked experts.
 """
 
 import itertools
@@ -30,14 +30,14 @@ from quaver.torch.operations import ops
 from quaver.torch.state.context import in_force
 from quaver.torch.state.history import amax
 
-# ---- operands --------------------------------------------------------------------------------------------
+# ---- operands ----
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of an operand as a checkpoint names them."""
+    """A range of an operand's rows that a checkpoint stores under one name."""
 
-    #: What stands before "weight": the layer's name and a dot.
+    #: Checkpoint name up to "weight": the layer's name and a dot.
     prefix: str
     start: int
     stop: int
@@ -45,29 +45,29 @@ class Piece:
 
 @dataclass
 class StoredOperand:
-    """A weight that a GEMM consumes as codes."""
+    """A weight that a GEMM consumes as codes, and where its rows go in the checkpoint."""
 
-    #: The parameter's name in the model.
+    #: Name of the parameter in the model.
     name: str
     layer: Quantizable
-    #: What the layer runs under; None where its weight is codes and no recipe is in force.
+    #: Recipe of the layer, or None if its weight is stored quantized and no recipe is in force.
     recipe: Recipe | None
-    #: Of stacked experts, whose matrix it is, and which member of the layer's state.
+    #: For stacked experts: index of the expert, and of the member in the layer's state.
     expert: int | None = None
     member: int = 0
-    #: The number of experts whose matrices lie below one another, where a format holds them as one tensor; else 0.
+    #: Number of experts if the format stores their matrices as one tensor, concatenated along rows; else 0.
     stack: int = 0
-    #: Where its rows go.
+    #: Row ranges of the operand and their checkpoint names.
     pieces: list[Piece] = field(default_factory=list)
 
     @property
     def last(self) -> str:
-        """The parameter's name in the layer."""
+        """Name of the parameter in its layer."""
         return self.name.rpartition(".")[2]
 
     @property
     def spec(self) -> QuantSpec:
-        """Of the operand."""
+        """Spec of the operand."""
         spec = None if self.recipe is None else self.recipe.fprop.b
         spec = spec or self.layer.weight_spec
         assert spec is not None
@@ -75,24 +75,24 @@ class StoredOperand:
 
     @property
     def of_experts(self) -> bool:
-        """Whether the parameter is a stack of experts' matrices."""
+        """True if the parameter is a stack of experts' matrices."""
         return self.expert is not None or self.stack > 0
 
     @property
     def module_name(self) -> str:
-        """The layer's name in the model."""
+        """Name of the layer in the model."""
         return self.name.rpartition(".")[0]
 
     @property
     def rows(self) -> int:
-        """Features of the output."""
+        """Number of output features of the layer or of one expert."""
         if not self.of_experts:
             return int(self.layer.out_features)  # type: ignore[arg-type]
         return int(upright(self.layer, self.last).shape[1])
 
     @torch.no_grad()
     def operand(self) -> Quantized:
-        """The codes and scales [N, K] that fprop's GEMM consumes; of a stack [E N, K]."""
+        """Return the codes and scales [N, K] that fprop's GEMM consumes; for a stack [E * N, K]."""
         weight: Tensor = self.layer.get_parameter(self.last)
         if self.of_experts:
             assert self.recipe is not None and self.recipe.fprop.b is not None
@@ -109,13 +109,13 @@ class StoredOperand:
         return quantized_weight(call, weight, "fprop", self.recipe.fprop.b)
 
     def inputs(self, seen: Mapping[tuple[nn.Module, str], float]) -> Inputs:
-        """What is known of the layer's input."""
+        """Return the known statistics of the layer's input: spec, delayed scale, and amax from `calibrate`."""
         spec = None if self.recipe is None else self.recipe.fprop.a
         factor = None if spec is None else self._factor(amax.INPUT)
         return Inputs(spec=spec, scale=None if factor is None else 1.0 / factor, amax=seen.get((self.layer, self.last)))
 
     def _factor(self, operand: int) -> float | None:
-        """The encode factor of delayed scaling, where a history has set one."""
+        """Return the encode factor of delayed scaling for an operand, or None if no history has set one."""
         factors = self.layer._buffers.get("factor")
         if factors is None or self.recipe is None or self.recipe.delayed is None:
             return None
@@ -123,39 +123,40 @@ class StoredOperand:
 
 
 def upright(module: Any, name: str) -> Tensor:
-    """A stack of experts' matrices as [E, N, K], whichever way it lies."""
+    """Return a stack of experts' matrices as a view [E, N, K], whichever layout the module has."""
     weight: Tensor = module.get_parameter(name)
     return weight.transpose(1, 2) if lies_transposed(module) else weight
 
 
 def lies_transposed(module: Any) -> bool:
-    """Whether a module's stacks are [E, K, N]."""
+    """Return True if a module's stacks of experts are stored as [E, K, N]."""
     return bool(getattr(module, "is_transposed", isinstance(module, Llama4Stack)))
 
 
 @dataclass
 class DisassembledModel:
-    """A model, taken apart."""
+    """The exportable parts of a model."""
 
     held: list[StoredOperand]
-    #: All other tensors by the names of the checkpoint.
+    #: All tensors that are not exported as codes, by checkpoint name.
     plain: dict[str, Tensor]
-    #: Layers and experts that train quantized and are written in high precision, and why.
+    #: Layers and experts that train quantized but are written in high precision, and the reason.
     left: dict[str, str]
-    #: Linear layers in high precision, by the names of the checkpoint, and experts, by those that servers ask for.
+    #: Checkpoint names of linear layers in high precision; experts appear under the names that servers look up.
     matrices: list[str]
-    #: The modules of `left`.
+    #: The modules named in `left`.
     left_layers: list[Quantizable]
 
 
 def take_apart(model: nn.Module, high_precision: Sequence[str]) -> DisassembledModel:
-    """What a file is to hold of a model.
+    """Split a model into quantized operands and high-precision tensors.
 
     Args:
-        high_precision: patterns of names of layers to write in high precision.
+        model: the model, without wrappers that compile or replicate it.
+        high_precision: name patterns of layers to write in high precision.
     Raises:
-        ValueError: weights that are not here as they are: on meta, in parts on ranks, made by a parametrization, or of
-            a kind of layer that no format knows; a pattern without a layer; a model without a quantized layer.
+        ValueError: a weight is on meta, sharded across ranks, computed by a parametrization, or of a layer kind that no
+            format supports; a pattern matches no layer; the model has PEFT adapters or no quantized layer.
     """
     held: list[StoredOperand] = []
     left: dict[str, str] = {}
@@ -163,8 +164,8 @@ def take_apart(model: nn.Module, high_precision: Sequence[str]) -> DisassembledM
     used: set[str] = set()
     if any(wrappers(model)):
         raise ValueError(
-            "this model has adapters of PEFT, which no format holds beside codes: merge them first, "
-            "model.merge_and_unload(), and export what that returns"
+            "this model has PEFT adapters, which no format can store beside codes: merge them first, "
+            "model.merge_and_unload(), and export the result"
         )
     for name, module in _named(model):
         if not isinstance(module, Quantizable):
@@ -181,7 +182,7 @@ def take_apart(model: nn.Module, high_precision: Sequence[str]) -> DisassembledM
             held += _of(module, name, recipe)
     unused = [pattern for pattern in high_precision if pattern not in used]
     if unused:
-        raise ValueError(f"no quantized layer has a name that fits {', '.join(map(repr, unused))} (high_precision)")
+        raise ValueError(f"no quantized layer has a name that matches {', '.join(map(repr, unused))} (high_precision)")
     if not held:
         raise ValueError(
             "no layer of this model is quantized: call quaver.torch.convert(model, recipe), or export inside the "
@@ -200,22 +201,22 @@ def take_apart(model: nn.Module, high_precision: Sequence[str]) -> DisassembledM
     return _renamed(model, parts, {name: module for name, module in stacks.items() if name not in of_held})
 
 
-#: What stands in the names of modules that torch has wrapped in place, and not in those of their state.
+#: Parts that torch's wrappers add to module names but not to state-dict keys.
 WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 def _bare(name: str) -> str:
-    """A name without what wrappers have put into it."""
+    """Return a module name without the parts that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in WRAPPED)
 
 
 def _named(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Every module by each of its names."""
+    """Return (name, module) for every module, under each of its names."""
     return [(_bare(name), module) for name, module in model.named_modules(remove_duplicate=False)]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model in what compiles or replicates it."""
+    """Return the model inside torch.compile, DataParallel or DistributedDataParallel."""
     while True:
         inner = getattr(model, "_orig_mod", None)
         if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
@@ -226,7 +227,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _of(module: Quantizable, name: str, recipe: Recipe | None) -> list[StoredOperand]:
-    """The weights of a layer, or of its experts."""
+    """Return the weights of a layer or of its experts."""
     names = _stacks(module)
     for matrix in names:
         _check(f"{name}.{matrix}", module.get_parameter(matrix))
@@ -238,7 +239,7 @@ def _of(module: Quantizable, name: str, recipe: Recipe | None) -> list[StoredOpe
         raise _unsupported(name, module, "no format has codes for a layer of this kind")
     if "weight" not in module._parameters:
         raise ValueError(
-            f"the weight of {name or 'the model'} is made by a parametrization: remove it first, "
+            f"the weight of {name or 'the model'} is computed by a parametrization: remove it first, "
             "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')"
         )
     key = f"{name}.weight".lstrip(".")
@@ -247,7 +248,7 @@ def _of(module: Quantizable, name: str, recipe: Recipe | None) -> list[StoredOpe
 
 
 def _stacks(module: nn.Module) -> Sequence[str]:
-    """The names of a module's parameters that are stacks of experts' matrices."""
+    """Return the names of a module's parameters that are stacks of experts' matrices."""
     kind = kind_of(module)
     names = () if kind is None else kind.stacks(module)
     return names if all(module._parameters.get(name) is not None for name in names) else ()
@@ -255,24 +256,24 @@ def _stacks(module: nn.Module) -> Sequence[str]:
 
 def _unsupported(name: str, module: nn.Module, why: str) -> ValueError:
     return ValueError(
-        f"{name or 'the model'} ({type(module).__name__}) trains quantized, and {why}: write it in high precision with "
-        f"high_precision=[{name!r}]; what is served then differs from what is trained there"
+        f"{name or 'the model'} ({type(module).__name__}) trains quantized, but {why}: write it in high precision "
+        f"with high_precision=[{name!r}]; the served model then differs from the trained one there"
     )
 
 
 def _check(name: str, weight: Tensor) -> None:
     if getattr(weight, "device_mesh", None) is not None or is_given(weight):
         raise ValueError(
-            f"{name} lies in parts on the ranks of a mesh: gather the model on one rank first (a checkpoint of "
-            "torch.distributed.checkpoint.state_dict with full_state_dict=True, loaded into a model that is converted "
-            "the same way), and export that"
+            f"{name} is sharded across the ranks of a mesh: gather the model on one rank first (a checkpoint of "
+            "torch.distributed.checkpoint.state_dict with full_state_dict=True, loaded into a model that is "
+            "converted the same way), and export that"
         )
     if weight.is_meta:
         raise ValueError(f"{name} is on meta and has no values: load a checkpoint before exporting")
 
 
 def _others(model: nn.Module, held: set[str]) -> dict[str, Tensor]:
-    """The state dict of the unconverted model without the weights that are held as codes."""
+    """Return the state dict of the unconverted model without the weights that are exported as codes."""
     state: dict[str, Tensor] = {_bare(name): value for name, value in model.state_dict().items()}
     for name, module in _named(model):
         if isinstance(module, Quantizable):
@@ -292,7 +293,7 @@ def _others(model: nn.Module, held: set[str]) -> dict[str, Tensor]:
 
 
 def _drop_tied(model: nn.Module, plain: dict[str, Tensor]) -> set[str]:
-    """Leave out what a model of transformers ties again when it is loaded. Gives the names."""
+    """Remove weights that transformers ties again on loading; return their names."""
     tied: Any = getattr(model, "all_tied_weights_keys", None) or {}
     again = {
         name
@@ -304,14 +305,14 @@ def _drop_tied(model: nn.Module, plain: dict[str, Tensor]) -> set[str]:
     return again
 
 
-#: What turns a state dict into the checkpoint's.
+#: Function that converts a state dict to the checkpoint's names and layout.
 Writer = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 
 def _writer(model: nn.Module) -> Writer:
-    """What the model's own library does to a state dict before it is saved: transformers renames and unstacks.
+    """Return the function that converts a state dict to checkpoint format; transformers renames and splits stacks.
 
-    A model that has a function `checkpoint_names` says by it what each of its names is in a checkpoint.
+    A model with a method `checkpoint_names` provides the checkpoint name of each state-dict key itself.
     """
     rename: Any = getattr(model, "checkpoint_names", None)
     if rename is not None:
@@ -324,12 +325,14 @@ def _writer(model: nn.Module) -> Writer:
 
 
 def _renamed(model: nn.Module, parts: DisassembledModel, stacks: Mapping[str, nn.Module]) -> DisassembledModel:
-    """The parts by the names of the checkpoint.
+    """Return the parts under checkpoint names.
 
-    Of held weights the writer is given numbers of rows in their place: what it makes of them says whose rows go where.
+    To learn where the rows of a quantized weight go, the writer is run on a tensor of row numbers in its place.
 
     Args:
-        stacks: the modules of stacks of experts in high precision, by the names of these.
+        model: the model, whose own writer renames.
+        parts: the parts under the model's names.
+        stacks: modules with stacks of experts in high precision, by the stack's name.
     """
     to_checkpoint, family = _writer(model), str(getattr(getattr(model, "config", None), "model_type", ""))
     by_name: dict[str, list[StoredOperand]] = {}
@@ -348,8 +351,8 @@ def _renamed(model: nn.Module, parts: DisassembledModel, stacks: Mapping[str, nn
             whole = part.dim() == 2 and bool((flat.diff() == 1).all()) and first // rows == last // rows
             if not whole or not key.endswith("weight"):
                 raise ValueError(
-                    f"{name} becomes {key} in the model's checkpoint, which holds no rows of one matrix: write it in "
-                    f"high precision with high_precision=[{each[0].module_name!r}]"
+                    f"{name} becomes {key} in the model's checkpoint, which is not a range of rows of one matrix: "
+                    f"write it in high precision with high_precision=[{each[0].module_name!r}]"
                 )
             piece = Piece(key.removesuffix("weight"), first % rows, last % rows + 1)
             each[first // rows].pieces.append(piece)
@@ -365,7 +368,7 @@ def _renamed(model: nn.Module, parts: DisassembledModel, stacks: Mapping[str, nn
 
 
 def _numbers(rows: int, experts: int, module: nn.Module) -> Tensor:
-    """The numbers of the rows of a matrix, or of a stack in the layout that its parameter has."""
+    """Return int64 row numbers of a matrix [N, 1], or of a stack [E, N, 1] or, if stored transposed, [E, 1, N]."""
     if not experts:
         return torch.arange(rows, dtype=torch.int64, device="cpu").view(rows, 1)
     numbers = torch.arange(experts * rows, dtype=torch.int64, device="cpu").view(experts, rows, 1)
@@ -373,10 +376,10 @@ def _numbers(rows: int, experts: int, module: nn.Module) -> Tensor:
 
 
 def _of_stack(each: list[StoredOperand], key: str, family: str) -> list[StoredOperand]:
-    """The matrices of a stack that a checkpoint holds as one tensor of this name, with the names that servers read.
+    """Assign server names to the matrices of a stack that a checkpoint stores as one tensor named `key`.
 
     Raises:
-        ValueError: no server that is known reads codes there.
+        ValueError: no known server reads quantized experts of this family.
     """
     one, served = each[0], STACKS.get(family)
     if served is not None and served.split is None:
@@ -384,10 +387,10 @@ def _of_stack(each: list[StoredOperand], key: str, family: str) -> list[StoredOp
     layers = expert_layers(family, key)
     if not layers:
         raise ValueError(
-            f"{one.module_name} ({type(one.layer).__name__}) trains quantized, its experts are one tensor {key} in "
-            f"checkpoints of {family or 'this model'}, and no server is known that reads codes of it: write it in high "
-            f"precision with high_precision=[{one.module_name!r}]; what is served then differs from what is trained "
-            "there"
+            f"{one.module_name} ({type(one.layer).__name__}) trains quantized, but its experts are one tensor "
+            f"{key} in checkpoints of {family or 'this model'}, and no known server reads quantized experts of it: "
+            f"write it in high precision with high_precision=[{one.module_name!r}]; the served model then differs "
+            "from the trained one there"
         )
     part = one.rows // len(layers)
     for expert, matrix in enumerate(each):
@@ -396,10 +399,12 @@ def _of_stack(each: list[StoredOperand], key: str, family: str) -> list[StoredOp
 
 
 def _asked_for(parted: Mapping[str, Tensor], family: str, module_name: str) -> list[str]:
-    """The names by which servers ask whether a stack of experts is in high precision.
+    """Return the names that servers look up to find that a stack of experts is in high precision.
 
     Args:
-        parted: the stack as the checkpoint has it.
+        parted: the stack as the checkpoint stores it, by name.
+        family: `config.model_type`.
+        module_name: name of the module that has the stack.
     """
     names: list[str] = []
     for key, part in parted.items():
@@ -412,7 +417,7 @@ def _asked_for(parted: Mapping[str, Tensor], family: str, module_name: str) -> l
 
 
 def hold(layer: Quantizable, q: Quantized) -> None:
-    """Have a layer's weight be an operand's codes and scales, as `quaver.torch.quantized_init` has them."""
+    """Replace a layer's weight by an operand's codes and scales, stored as by `quaver.torch.quantized_init`."""
     q, given = q.upright(), layer.get_parameter("weight")
     codes = q.data.detach().view(stored_weight.CODE_DTYPES[q.spec.format.name])
     dtype = layer.weight_dtype or given.dtype
@@ -423,8 +428,8 @@ def hold(layer: Quantizable, q: Quantized) -> None:
         layer._buffers["weight_factor"] = q.tensor_factor
 
 
-#: Last names of projections that a server fuses into one weight, which then has one scheme and one scale of the tensor.
-#: From `packed_modules_mapping` and `stacked_params_mapping` of vLLM's and SGLang's models (November 2026).
+#: Last names of projections that servers fuse into one weight, which then has one scheme and one tensor factor. From
+#: `packed_modules_mapping` and `stacked_params_mapping` of vLLM's and SGLang's models (November 2026).
 FUSED = (
     ("q_proj", "k_proj", "v_proj"),  # most decoders
     ("query", "key", "value"),  # BERT
@@ -439,7 +444,7 @@ FUSED = (
 
 
 def fused_groups(names: Iterable[str]) -> list[list[str]]:
-    """Layers' names in a checkpoint, those that a server fuses in one list."""
+    """Group layer names of a checkpoint so that those that a server fuses are in one list."""
     groups: dict[str, list[str]] = {name: [name] for name in names}
     for name in list(groups):
         parent, dot, last = name.rpartition(".")
@@ -452,42 +457,40 @@ def fused_groups(names: Iterable[str]) -> list[list[str]]:
     return list({id(group): group for group in groups.values()}.values())
 
 
-# ---- decoding --------------------------------------------------------------------------------------------
-# An independent reader of what is exported: float32 weights from files, by the published formulas of their formats.
+# ---- decoding: an independent reader of exported files, written from the formats' published formulas ----
 #
-# Nothing of the library's own decoding is used: element values are computed from the fields of the OCP formats, scales
-# as each format's page says. Readers of the formats' own projects are held to it bit by bit (`tests/integrations`).
+# It uses none of Quaver's decoding: element values are computed from the fields of the OCP formats, and scales as each
+# format's documentation says. `tests/integrations` compares the formats' own readers with it bit by bit.
 #
-#     compressed-tensors  codes × weight_scale; of four bits with two scales codes × (weight_scale /
-# weight_global_scale)
-#     deepseek            codes × weight_scale_inv of their 128 × 128
-#     modelopt            codes × weight_scale; of four bits with two scales codes × (weight_scale × weight_scale_2)
-#     mxfp4               blocks × scales, the rows of all experts below one another
+#     compressed-tensors  codes × weight_scale
+#                         4 bits, two-level scales: codes × (weight_scale / weight_global_scale)
+#     deepseek            codes × weight_scale_inv of their 128 × 128 block
+#     modelopt            codes × weight_scale
+#                         4 bits, two-level scales: codes × (weight_scale × weight_scale_2)
+#     mxfp4               blocks × scales, with the rows of all experts concatenated
 #
-# Source: OCP Microscaling Formats 1.0, sections 5.3 and 5.4; the formats' sources that `compressed_tensors`,
-# `deepseek`,
-# `modelopt` and `mxfp4` beside this name.
+# Source: OCP Microscaling Formats 1.0, sections 5.3 and 5.4, and the sources named in `layouts` and `mxfp4`.
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """A weight as a file has it."""
+    """A weight decoded from a file."""
 
-    #: float32 [N, K], the elements without scales.
+    #: Element values without scales, float32 [N, K].
     values: Tensor
-    #: float32 [blocks of rows, blocks of k], both levels of two multiplied.
+    #: Scales, float32 [row blocks, k blocks]; of two-level scales the product of both levels.
     scales: Tensor
-    #: The scales of blocks as they lie in the file.
+    #: Block scales as stored in the file, or None.
     stored: Tensor | None = None
-    #: Of two levels, what those are divided by.
+    #: Tensor factor of two-level scales, by which the block scales are divided, or None.
     factor: Tensor | None = None
 
     def dense(self) -> Tensor:
-        """float32 [N, K]."""
+        """Return the dequantized weight, float32 [N, K]."""
         return self.values * stretched(self.scales, tuple(self.values.shape))
 
 
-#: What the name of a weight's scales ends with, by `quant_method`.
+#: Suffix of the name of a weight's scales, by `quant_method`.
 SCALES = {
     "compressed-tensors": "weight_scale",
     "fp8": "weight_scale_inv",
@@ -497,10 +500,10 @@ SCALES = {
 
 
 class Reader:
-    """A folder that holds a model in one of the formats.
+    """Reader of an exported folder in any of the formats.
 
     Raises:
-        ValueError: its config.json names none of them.
+        ValueError: its config.json names an unknown format.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -528,19 +531,24 @@ class Reader:
         return tensor
 
     def quantized(self) -> list[str]:
-        """What stands before "weight" in the names of quantized weights, of stacks before "_blocks"."""
+        """Return the name prefixes of quantized weights: the part before "weight", or for stacks before "_blocks"."""
         suffix = SCALES[self.method]
         return [name.removesuffix(suffix) for name in self.where if name.endswith(suffix)]
 
     def decoded(self, prefix: str) -> Decoded:
-        """The weight of a layer."""
+        """Read and decode the weight of a layer."""
         names = {name.removeprefix(prefix): name for name in self.where if name.startswith(prefix)}
         get = {suffix: self.tensor(name) for suffix, name in names.items() if "." not in suffix}
         return decoded(get, self.method)
 
 
 def decoded(tensors: Mapping[str, Tensor], method: str) -> Decoded:
-    """A layer's weight from its tensors by the names that they have in a format."""
+    """Decode a layer's weight.
+
+    Args:
+        tensors: the layer's tensors by their suffix in the format.
+        method: `quant_method` of the format.
+    """
     if method == "mxfp4":
         blocks, stored = tensors["_blocks"].flatten(0, -3), tensors["_scales"].flatten(0, -2)
         values = E2M1[torch.stack([blocks & 15, blocks >> 4], -1).flatten(1).long()]
@@ -568,13 +576,13 @@ def decoded(tensors: Mapping[str, Tensor], method: str) -> Decoded:
 
 
 def _six(packed: Tensor) -> Tensor:
-    """Values of six bits: four codes in three bytes, the first in the lowest bits."""
+    """Return the values of 6-bit codes: four codes in three bytes, the first in the lowest bits."""
     bits = torch.stack([packed.int() >> i & 1 for i in range(8)], -1).reshape(packed.shape[0], -1, 6)
     return E2M3[sum(bits[..., i].long() << i for i in range(6))]
 
 
 def stretched(scales: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """One scale for every element, [N, K]: blocks are 16, 32 or 128 long, or whole axes."""
+    """Expand block scales to one scale per element, [N, K]; blocks are 16, 32 or 128 long, or the whole axis."""
     for dim in (0, 1):
         count, size = scales.shape[dim], shape[dim]
         if count not in (1, size):
@@ -584,7 +592,7 @@ def stretched(scales: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _table(exponent_bits: int, mantissa_bits: int, has_nan: bool) -> Tensor:
-    """The numbers of all codes of a format, by their fields."""
+    """Return the float32 value of every code of a format, computed from its exponent and mantissa bits."""
     bias, numbers = 2 ** (exponent_bits - 1) - 1, []
     for code in range(2 ** (exponent_bits + mantissa_bits)):
         exponent, mantissa = divmod(code, 2**mantissa_bits)
@@ -595,6 +603,6 @@ def _table(exponent_bits: int, mantissa_bits: int, has_nan: bool) -> Tensor:
     return torch.tensor([*numbers, *(-number for number in numbers)], dtype=torch.float32, device="cpu")
 
 
-#: Powers of two by their bytes; the last is no number.
+#: Value of each E8M0 byte: a power of two; 255 is NaN.
 E8M0 = torch.tensor([*(2.0 ** (code - 127) for code in range(255)), float("nan")], dtype=torch.float32, device="cpu")
 E4M3, E2M3, E2M1 = _table(4, 3, True), _table(2, 3, False), _table(2, 1, False)

@@ -1,1 +1,1 @@
-"""quaver.torch.conversion.huggingface"""
+"""Conversion of transformers' decoder and encoder layers and Mamba-2 mixers to Quaver's own layers."""

@@ -1,4 +1,8 @@
-"""The attention of a layer, in ours: what matrices and configuration leave open is tried, and its output decides."""
+"""Convert the attention of a transformers layer to `MultiheadAttention` or `LatentAttention`.
+
+Matrix sizes, attributes and the configuration give most options. For what they leave open (rope, row order, ALiBi),
+candidates are tried and compared with the layer's own output.
+"""
 
 import itertools
 from collections.abc import Iterator, Mapping
@@ -15,13 +19,13 @@ from quaver.torch.nn.attention.multihead import MultiheadAttention
 from quaver.torch.nn.attention.relative_bias import RelativePositionBias
 from quaver.torch.nn.attention.rope import RotaryEmbedding
 
-#: The further matrices of latent attention.
+#: Roles of the up-projections that only latent attention has.
 LATENT = ("q_up", "kv_up")
 
 
 @dataclass(frozen=True)
 class HeadShape:
-    """How many, and how wide."""
+    """Number of query heads, number of key/value groups, and head size."""
 
     heads: int
     groups: int
@@ -36,11 +40,20 @@ def attentions(
     fused: bool | None,
     choices: Choices,
 ) -> Iterator[tuple[dict[str, Any], MultiheadAttention | LatentAttention]]:
-    """Ours that the layer's attention may be: the options that a `TransformerLayer` takes, and the module with its
-    parameters, without a norm before it.
+    """Yield candidates for the layer's attention.
 
+    Args:
+        layer: the transformers layer.
+        roles: module names by role, from `roles_of`.
+        around: configuration and mask kind of the layer.
+        seen: the observed call of the layer.
+        fused: True for one qkv matrix, False for separate ones, None to keep the layer's form.
+        choices: choices of earlier comparisons, used for norms.
+    Returns:
+        Pairs of options for a `TransformerLayer` and an attention module with the layer's parameters, without a norm in
+        front.
     Raises:
-        ValueError: matrices whose sizes are no heads', norms that are none of ours.
+        ValueError: matrix sizes do not match heads, or a norm has no equivalent.
     """
     known = (*ATTENTION, *LATENT, "o")
     linears = {role: linear_of(layer.get_submodule(name)) for role, name in roles.items() if role in known}
@@ -59,7 +72,7 @@ def attentions(
     def candidates() -> Iterator[tuple[dict[str, Any], MultiheadAttention]]:
         for rope, rows, alibi, after in itertools.product(turns, orders, alibis, afters):
             options = base | {"rope": rope, "alibi": alibi, "qk_norm_after_rope": after, "qk_norm_scope": scope}
-            # A name that makes room for theirs.
+            # Any norm kind will do: the modules are replaced below.
             options["qk_norm"] = "RMSNorm" if norms else None
             ours: Any = MultiheadAttention(linears["o"][0].shape[0], counts.heads, device="meta", **options)
             _fill(ours, linears, rows, counts)
@@ -75,7 +88,7 @@ def attentions(
 def _latents(
     layer: nn.Module, around: LayerArguments, linears: Mapping[str, Any], seen: ObservedCall, choices: Choices
 ) -> Iterator[tuple[dict[str, Any], LatentAttention]]:
-    """The same of multi-head latent attention."""
+    """Yield candidates for multi-head latent attention, as `attentions` does."""
     heads, rows = around.config.num_attention_heads, {role: weight.shape[0] for role, (weight, _) in linears.items()}
     kv_rank = linears["kv_up"][0].shape[1]
     rope_dim, value_dim = rows["kv_down"] - kv_rank, linears["o"][0].shape[1] // heads
@@ -111,14 +124,14 @@ def _latents(
 
 
 def _turns(around: LayerArguments, dim: int, device: torch.device) -> list[RotaryEmbedding | None]:
-    """Ways in which rope may turn the heads."""
+    """Return the rope variants to try: half-split, interleaved, and none."""
     if getattr(around.config, "rope_parameters", None) is None:
         return [None]
     return [_rope(around, dim, False, device), _rope(around, dim, True, device), None]
 
 
 def _options(layer: nn.Module, around: LayerArguments, counts: HeadShape, linears: Mapping[str, Any]) -> dict[str, Any]:
-    """What attributes and the configuration say."""
+    """Return the options that the layer's attributes and the configuration determine."""
     scale = attribute(layer, "scaling", attribute(layer, "softmax_scale", attribute(layer, "inv_norm_factor")))
     use_rope = attribute(layer, "use_rope", True)
     tempered = bool(attribute(layer, "attn_temperature_tuning", False)) and not use_rope
@@ -142,7 +155,7 @@ def _options(layer: nn.Module, around: LayerArguments, counts: HeadShape, linear
 
 
 def _heads(around: LayerArguments, linears: Mapping[str, Any]) -> HeadShape:
-    """From the matrices' sizes, and the configuration's number of query heads."""
+    """Compute heads, groups and head size from matrix sizes and the configuration's number of query heads."""
     heads = around.config.num_attention_heads
     width = linears["o"][0].shape[1]
     dim, left = divmod(width, heads)
@@ -150,14 +163,16 @@ def _heads(around: LayerArguments, linears: Mapping[str, Any]) -> HeadShape:
     groups, rest = divmod(rows, dim or 1)
     if left or rest or not groups or heads % groups:
         raise ValueError(
-            f"matrices of {width} and {rows} rows are no {heads} heads of one width with keys of their own"
+            f"matrices of {width} and {rows} rows do not divide into {heads} heads of one size with keys of their own"
         )
     return HeadShape(heads, groups, dim)
 
 
 def _orders(counts: HeadShape) -> Iterator[Rows | None]:
-    """How the rows of queries, keys and values may lie in one matrix: ours, group by group (Falcon), which with a group
-    a head is GPT-NeoX's head by head."""
+    """Yield functions that reorder the rows of a fused qkv matrix to Quaver's order; None if they already match.
+
+    The other order is group by group (Falcon), which equals GPT-NeoX's head by head if each head has its own keys.
+    """
     yield None
     shared = counts.heads // counts.groups
 
@@ -187,7 +202,7 @@ def _position_bias(layer: nn.Module, heads: int, around: LayerArguments) -> Rela
 
 
 def _head_norms(seen: ObservedCall, counts: HeadShape, choices: Choices) -> tuple[list[nn.Module], str]:
-    """Ours of the norms of queries and keys, and whose features they take."""
+    """Return Quaver's equivalents of the query and key norms, and their scope: "head", "each_head" or "all_heads"."""
     norms = seen.head_norms()
     if not norms:
         return [], "head"
@@ -204,7 +219,7 @@ def _head_norms(seen: ObservedCall, counts: HeadShape, choices: Choices) -> tupl
 
 
 def _fill(ours: Any, linears: Mapping[str, Any], rows: Rows | None, counts: HeadShape) -> None:
-    """Their parameters, as our projections want them."""
+    """Set the parameters of Quaver's projections from the layer's matrices, joined or split as needed."""
     fill(ours.o_proj, [linears["o"]])
     if "qkv" not in linears:
         each = [linears["q"], linears["k"], linears["v"]]

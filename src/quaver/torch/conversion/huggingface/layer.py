@@ -1,4 +1,6 @@
-"""A decoder or encoder layer of transformers as a `TransformerLayer` of the same parameters."""
+"""`from_huggingface`: convert a transformers decoder or encoder layer to a `TransformerLayer` with the same
+parameters.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -40,12 +42,12 @@ from quaver.torch.nn.ssm.mamba2 import Mamba2, Mamba2Layer
 from quaver.torch.nn.transformer import TransformerLayer
 from quaver.torch.state.context import autocast
 
-#: What is tried on: batch and tokens.
+#: Batch size and number of tokens of the input used for comparison.
 SIZES = 2, 11
-#: The matrices of an MLP.
+#: Roles of an MLP's matrices.
 MLP_PARTS = ("gate_up", "gate", "up", "down")
-#: Where norms may stand, by the order in which norms ("n"), attention ("a") and MLP ("m") run: the options, and the
-#: place of each norm.
+#: Norm placements to try, by the order in which norms ("n"), attention ("a") and MLP ("m") run: `TransformerLayer`
+#: options and the module path of each norm.
 PLACES: dict[str, list[tuple[dict[str, Any], tuple[str, ...]]]] = {
     "nanm": [
         ({"norm_position": "pre"}, ("attention.norm", "mlp.norm")),
@@ -70,7 +72,7 @@ PLACES: dict[str, list[tuple[dict[str, Any], tuple[str, ...]]]] = {
 
 
 class NormThen(ComposedBlock):
-    """A norm, and behind it the layer's own module, such as a mixture of experts: the first of what it gives."""
+    """A norm followed by the layer's own module, such as a mixture of experts; returns the module's first output."""
 
     def __init__(self, norm: nn.Module | None, module: nn.Module) -> None:
         super().__init__()
@@ -93,31 +95,36 @@ def from_huggingface(
     dropout: float | None = None,
     attention_dropout: float | None = None,
 ) -> TransformerLayer | Mamba2Layer | Mamba2:
-    """A decoder or encoder layer of transformers as a `TransformerLayer` that computes the same; a layer around a
-    Mamba-2 mixer as a `Mamba2Layer`, and a mixer by itself as a `Mamba2`.
+    """Convert a transformers layer to a Quaver layer that computes the same.
 
-    The layer is read by its structure: it is called, in evaluation mode, on random input of its own dtype and device,
-    and watched. What structure and configuration leave open (where norms stand, how rope turns, the order of rows in a
-    fused matrix) is tried on a copy in float32 with drawn weights, where every difference shows, and compared once more
-    with the layer's own. A mixture of experts is a `MoE`, or where ours cannot be it, its module, as `mlp.module`.
-    The layer is left as it was.
+    A decoder or encoder layer becomes a `TransformerLayer`, a layer around a Mamba-2 mixer a `Mamba2Layer`, and a mixer
+    by itself a `Mamba2`.
 
-    **Parameters are shared**: ours are the layer's own objects wherever they are stored as ours would be. Copies
-    are a matrix joined by fused=True or parted by fused=False, one whose rows lie in another order (GPT-NeoX's, some of
-    Falcon's), and a Conv1D's weight, which is transposed. Train one of the two layers, not both.
+    The layer is analyzed by its structure: it is called in evaluation mode on random input of its own dtype and device,
+    and the modules that run are recorded. What structure and configuration leave open (norm placement, rope variant,
+    row order in a fused matrix) is tried on a float32 copy with random weights, where every difference is visible. The
+    result is then compared with the layer's own outputs. A mixture of experts becomes a `MoE`, or, if that cannot
+    compute the same, stays its own module as `mlp.module`. The layer itself is unchanged.
+
+    **Parameters are shared**: the new layer holds the same parameter objects wherever the storage matches. Copies are
+    made for matrices that are joined by fused=True or split by fused=False, for matrices whose row order differs
+    (GPT-NeoX's, some of Falcon's), and for a Conv1D's weight, which is transposed. Train only one of the two layers.
 
     Args:
-        layer: such as `model.model.layers[0]`, not converted.
-        config: the model's, for layers that do not hold it (MPT's).
-        fused: whether q, k and v are one matrix, and gate and up; None leaves both as the layer has them.
-        mask_type: "causal" or "none", plain or with padding; None is causal or not as the layer says.
-        dropout, attention_dropout: as `TransformerLayer`; must be said where the layer has any.
+        layer: an unconverted layer, such as `model.model.layers[0]`.
+        config: the model's configuration, for layers that do not store it (MPT's).
+        fused: True to join q, k and v, and gate and up, into one matrix each; False to split them; None to keep the
+            layer's form.
+        mask_type: "causal" or "none", plain or with padding; None reads from the layer if it is causal.
+        dropout, attention_dropout: as for `TransformerLayer`; required if the layer has dropout.
     Returns:
-        The layer, in `layer`'s mode. Rotary positions are its own: hand it `positions`, not cosines and sines.
+        The new layer, in `layer`'s mode. It computes its own rotary embedding: pass `positions`, not cosines and sines.
     Raises:
-        ValueError: outputs that differ, with the part that does and by how much; no outputs to compare, as on meta;
-            cross attention, dropout that was not said or that falls inside the MLP, layers that were converted.
-    Bounded: outputs within 1e-5 of the largest of drawn weights, 3e-4 of the layer's own, in float32; 4e-2 in bfloat16.
+        ValueError: the outputs differ (the message names the part and the difference); the layer is on meta, so that
+            there are no outputs to compare; it has cross attention, was already converted, has dropout that was not
+            passed, or has dropout inside the MLP.
+    Bounded: relative to the largest output, 1e-5 with random weights; with the layer's own weights 3e-4 in float32 and
+    4e-2 in bfloat16.
     """
     _check(layer, mask_type, dropout, attention_dropout)
     if holds_a_mixer(layer):
@@ -136,9 +143,9 @@ def from_huggingface(
 
 def _state_space(layer: nn.Module, fused: bool | None, mask_type: str | None) -> Mamba2Layer | Mamba2:
     if mask_type not in (None, "causal"):
-        raise ValueError(f"{type(layer).__name__} is a state space, which sees what came before: leave out mask_type")
+        raise ValueError(f"{type(layer).__name__} is a state-space layer, which is always causal: leave out mask_type")
     with autocast(enabled=False):
-        # Compared with gradients.
+        # The formula of the mixer is found by comparing gradients, so this runs without no_grad.
         formula = formula_in(layer)
         with torch.no_grad():
             choices = Choices()
@@ -150,7 +157,7 @@ def _state_space(layer: nn.Module, fused: bool | None, mask_type: str | None) ->
 def _read(
     layer: nn.Module, around: LayerArguments, fused: bool | None, rates: dict[str, float], choices: Choices
 ) -> TransformerLayer:
-    """Ours, in evaluation mode."""
+    """Build the `TransformerLayer` for a layer, in evaluation mode."""
     roles = roles_of(layer)
     x = _input(layer, roles)
     seen = watched(layer, roles, x, arguments(layer, around, x))
@@ -165,42 +172,45 @@ def _read(
 def _check(layer: nn.Module, mask_type: str | None, dropout: float | None, attention_dropout: float | None) -> None:
     parameter = next(layer.parameters(), None)
     if parameter is None or parameter.is_meta or parameter.dtype not in BOUNDS:
-        raise ValueError(f"{type(layer).__name__} has no values to compare outputs by; load its parameters first")
+        raise ValueError(
+            f"{type(layer).__name__} has no parameter values, so its outputs cannot be compared; load its parameters "
+            "first"
+        )
     if any(isinstance(module, Quantizable) for module in layer.modules()):
         raise ValueError(
-            f"{type(layer).__name__} was converted; call quaver.torch.revert first, and convert what comes out"
+            f"{type(layer).__name__} is already converted; call quaver.torch.revert first, and convert the new layer"
         )
     if mask_type is not None:
         check_name("mask type", mask_type, MASKS)
         if mask_type == "arbitrary":
             raise ValueError(
-                "mask_type 'arbitrary' does not say whether the layer is causal; make the layer, then set it"
+                "mask_type 'arbitrary' does not determine if the layer is causal; create the layer first, then set it"
             )
     rates = {name: rate for name, rate in _dropouts(layer).items() if rate}
     if rates and (dropout is None or attention_dropout is None):
         said = ", ".join(f"{name} = {rate}" for name, rate in rates.items())
         raise ValueError(
-            f"{type(layer).__name__} drops at random ({said}): say dropout= (of each part's output) and "
+            f"{type(layer).__name__} has dropout ({said}): pass dropout= (of each part's output) and "
             "attention_dropout= (of probabilities), 0.0 for none"
         )
-    # A rate of a function in the layer's forward, such as BART's, is known by its name alone.
+    # A dropout rate that is used functionally in forward, as BART's, can only be recognized by its attribute name.
     _refuse_inside(
         layer, {name: rate for name, rate in rates.items() if "activation" in name.rpartition(".")[2]}, dropout
     )
 
 
 def _refuse_inside(layer: nn.Module, rates: Mapping[str, float], dropout: float | None) -> None:
-    """Refuse dropout between the matrices of an MLP where dropout is asked for."""
+    """Raise if the layer has dropout between the matrices of its MLP and dropout is not 0."""
     for name, rate in rates.items():
         if rate and dropout:
             raise ValueError(
-                f"{type(layer).__name__} drops between the matrices of its MLP ({name} = {rate}), where a "
-                "TransformerLayer does not: set that to 0.0 first, or say dropout=0.0 to have none"
+                f"{type(layer).__name__} has dropout between the matrices of its MLP ({name} = {rate}), which a "
+                "TransformerLayer does not support: set it to 0.0 first, or pass dropout=0.0"
             )
 
 
 def _dropouts(layer: nn.Module) -> dict[str, float]:
-    """Probabilities by the name of the module or attribute that has them."""
+    """Return dropout probabilities by the name of the module or attribute."""
     rates: dict[str, float] = {}
     for name, module in layer.named_modules():
         if isinstance(module, nn.Dropout):
@@ -212,11 +222,11 @@ def _dropouts(layer: nn.Module) -> dict[str, float]:
 
 
 def _input(layer: nn.Module, roles: Mapping[str, str]) -> Tensor:
-    """Random, [B, S, dim]."""
+    """Return a random input [B, S, dim] for the layer."""
     if "o" not in roles or not {"qkv", "q", "q_down"} & set(roles) or not {"up", "gate_up", "mixture"} & set(roles):
         raise ValueError(
-            f"{type(layer).__name__} has no attention and MLP by any known names of their matrices; make a "
-            "TransformerLayer by hand, as docs/blocks/transformer.md shows"
+            f"{type(layer).__name__} has no attention and MLP with known names of their matrices; create a "
+            "TransformerLayer yourself, as docs/blocks/transformer.md shows"
         )
     weight = linear_of(layer.get_submodule(roles["o"]))[0]
     generator = torch.Generator("cpu").manual_seed(0)
@@ -233,11 +243,13 @@ def _same(
     part: str,
     off: Any = distance,
 ) -> tuple[dict[str, Any], Any]:
-    """The candidate that gives of a part's input its output, within a bound of the distance `off`."""
+    """Return the first candidate that maps a part's recorded input to its recorded output, within the bound for
+    `off`.
+    """
     x, expected = seen.input_of(begin), seen.output_of(end)
-    says = f"the layer's {part} gives other outputs than ours does with any options"
+    says = f"the layer's {part} has other outputs than Quaver's with any options"
     taken: tuple[dict[str, Any], Any]
-    # Some mixtures give tokens without an axis of sequences.
+    # Some mixtures return tokens [B * S, dim] without a sequence axis.
     expected = expected.reshape(*x.shape[:-1], -1)
     taken = choices.first(candidates, lambda c: off(c[1].eval()(x), expected), x.dtype, says)
     return taken
@@ -251,7 +263,7 @@ def _mlp(
     fused: bool | None,
     choices: Choices,
 ) -> tuple[dict[str, Any], nn.Module]:
-    """The options and the module, without a norm before it."""
+    """Return the options and the MLP module, without a norm in front."""
     if "mixture" in roles:
         theirs = _mixtures(layer.get_submodule(roles["mixture"]), around)
         return _same(theirs, seen, MLP_ROLES, "mixture", choices, "MLP", distance_of_most)
@@ -275,7 +287,7 @@ def _mlp(
 
 
 def _mixtures(module: nn.Module, around: LayerArguments) -> Iterator[tuple[dict[str, Any], nn.Module]]:
-    """Ours that it may be, and at last the module itself."""
+    """Yield candidate `MoE` modules, and last the layer's own module."""
 
     def shared(mlp: nn.Module, ours: MLP) -> None:
         children = dict(mlp.named_children())
@@ -311,10 +323,13 @@ def _placed(
     mlp: nn.Module,
     choices: Choices,
 ) -> TransformerLayer:
-    """The layer whose norms stand where the output says."""
+    """Build the layer with the norm placement that reproduces the output."""
     order, x = seen.order(), seen.input
     if order not in PLACES:
-        raise ValueError(f"norms (n), attention (a) and MLP (m) run as {order!r}; {', '.join(PLACES)} are known")
+        raise ValueError(
+            f"norms (n), attention (a) and MLP (m) run in the order {order!r}, but only {', '.join(PLACES)} are "
+            "supported"
+        )
     norms = [norm_of(event.module, event.input, choices) for event in seen.stream_norms()]
     attention.core.dropout = options["attention_dropout"]
     scale = float(attribute(layer, "residual_multiplier", 1.0))
@@ -330,7 +345,7 @@ def _placed(
                 ours.get_submodule(name.rpartition(".")[0]).register_module(name.rpartition(".")[2], norm)
             yield ours.eval()
 
-    says = "attention, MLP and norms are ours, and with the norms in any place the layer gives other outputs"
+    says = "attention, MLP and norms match, but the layer has other outputs for every placement of the norms"
     off = distance_of_most if isinstance(mlp, MoE) else distance
     taken: TransformerLayer = choices.first(candidates(), lambda ours: off(ours(x), seen.output), x.dtype, says)
     return taken

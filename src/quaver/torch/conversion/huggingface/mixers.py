@@ -1,4 +1,4 @@
-"""A mixer of transformers' as a `Mamba2`, and a layer around one as a `Mamba2Layer`, of the same parameters."""
+"""Convert transformers' Mamba-2 mixers to `Mamba2` or `Mamba2Layer`, and mixtures of experts to `MoE`."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -29,14 +29,14 @@ from quaver.torch.nn.mlp import MLP
 from quaver.torch.nn.moe.layers import MixtureConfig, MoE
 from quaver.torch.nn.ssm.mamba2 import Mamba2, Mamba2Layer
 
-# ---- mixers ----------------------------------------------------------------------------------------------
+# ---- Mamba-2 mixers ----
 
-#: What is tried on: batch and tokens.
+#: Batch size and number of tokens of the input used for comparison.
 SIZES = 2, 11
 
 
 class ObservedMixer(NamedTuple):
-    """A part right in a layer that ran."""
+    """A direct child of a layer that ran, with its input and output."""
 
     module: nn.Module
     input: Tensor
@@ -44,18 +44,20 @@ class ObservedMixer(NamedTuple):
 
 
 def holds_a_mixer(layer: nn.Module) -> bool:
-    """True for a Mamba-2 mixer, and for a layer with one right in it."""
+    """Return True if the layer is a Mamba-2 mixer or has one as a direct child."""
     return any(map(is_mamba2, (layer, *layer.children())))
 
 
 def read_mixer(layer: nn.Module, formula: MixerFormula, fused: bool | None, choices: Choices) -> Mamba2 | Mamba2Layer:
-    """Ours, in evaluation mode.
+    """Build the `Mamba2` or `Mamba2Layer` for a layer, in evaluation mode.
 
     Args:
-        formula: of the mixer.
-        fused: whether gate and up are one matrix; None leaves both as the layer has them.
+        layer: a Mamba-2 mixer, or a layer with one as a direct child.
+        formula: formula of the mixer, from `formula_in`.
+        fused: True for one gate-and-up matrix, False for two; None keeps the layer's form.
+        choices: choices of earlier comparisons.
     Raises:
-        ValueError: norms or an MLP that are none of ours, outputs that differ.
+        ValueError: the norms or the MLP have no equivalent, or the outputs differ.
     """
     if is_mamba2(layer):
         block = _block(layer, formula)
@@ -68,8 +70,8 @@ def read_mixer(layer: nn.Module, formula: MixerFormula, fused: bool | None, choi
     others = [ran for ran in parts if ran not in norms and ran.module is not mixer]
     if len(norms) != 1 + len(others) or len(others) > 1:
         raise ValueError(
-            f"{type(layer).__name__} runs {len(norms)} norms and {len(others)} parts beside its mixer; a Mamba2Layer "
-            "has one norm before the mixer, and one before an MLP"
+            f"{type(layer).__name__} runs {len(norms)} norms and {len(others)} other parts besides its mixer; a "
+            "Mamba2Layer has one norm before the mixer, and one before an MLP"
         )
     given: dict[str, Any] = _options(mixer, formula)
     mlp = _mlp(others[0], fused) if others else None
@@ -88,22 +90,22 @@ def read_mixer(layer: nn.Module, formula: MixerFormula, fused: bool | None, choi
 
 
 def formula_in(layer: nn.Module) -> MixerFormula:
-    """What the mixer of a layer computes.
+    """Return the formula that the layer's mixer computes.
 
     Raises:
-        ValueError: it is no Mamba-2 of ours, with the reason.
+        ValueError: `Mamba2` cannot compute it; the message gives the reason.
     """
     mixer = next(module for module in (layer, *layer.children()) if is_mamba2(module))
     formula, why = formula_of(mixer)
     if FACTORS in mixer._buffers:
-        formula, why = None, f"it multiplies what in_proj gives by {FACTORS}"
+        formula, why = None, f"it multiplies the output of in_proj by {FACTORS}"
     if formula is None:
-        raise ValueError(f"{type(mixer).__name__} computes nothing that a Mamba2 does: {why}")
+        raise ValueError(f"Mamba2 cannot compute {type(mixer).__name__}: {why}")
     return formula
 
 
 def _options(mixer: Any, formula: MixerFormula) -> dict[str, Any]:
-    """Of a `Mamba2`, without a norm before it."""
+    """Return the `Mamba2` options for a mixer, without a norm in front."""
     sizes, norm, conv = formula.sizes, formula.norm, mixer.conv1d
     gate = "no_norm" if norm is None else "norm_first" if norm.norm_before_gate else "gate_first"
     return {
@@ -136,9 +138,9 @@ def _block(mixer: Any, formula: MixerFormula) -> Mamba2:
 
 
 def _mlp(ran: ObservedMixer, fused: bool | None) -> MLP:
-    formula, why = mlps.formula_of(ran.module, False) if mlps.is_mlp(ran.module) else (None, "it is no MLP")
+    formula, why = mlps.formula_of(ran.module, False) if mlps.is_mlp(ran.module) else (None, "it is not an MLP")
     if formula is None or formula.after or formula.inner:
-        raise ValueError(f"{type(ran.module).__name__} is none of our MLPs: {why or 'it drops at random'}")
+        raise ValueError(f"Quaver's MLP cannot compute {type(ran.module).__name__}: {why or 'it has dropout'}")
     parts: Any = ran.module._modules
     entrance, down = [linear_of(parts[name]) for name in formula.entrance], linear_of(parts[formula.down])
     joined = len(entrance) == 1 if fused is None else fused
@@ -168,7 +170,7 @@ def _input(mixer: Any) -> Tensor:
 
 
 def _called(layer: nn.Module, x: Tensor) -> tuple[list[ObservedMixer], Tensor]:
-    """The parts right in a layer that a call runs, in their order, and what the layer gives, in evaluation mode."""
+    """Call a layer in evaluation mode; return its direct children that ran, in order, and the output."""
     ran: list[ObservedMixer] = []
 
     def note(module: nn.Module, args: Any, options: Any, output: Any) -> None:
@@ -188,28 +190,29 @@ def _same(ours: Any, off: float, dtype: torch.dtype, layer: nn.Module, choices: 
     def one() -> Iterator[Any]:
         yield ours
 
-    says = f"{type(layer).__name__} gives other outputs than ours does of the same parts"
+    says = f"{type(layer).__name__} has other outputs than Quaver's layer with the same parts"
     return choices.first(one(), lambda _: off, dtype, says)
 
 
-# ---- mixtures --------------------------------------------------------------------------------------------
-# The mixture of experts of a layer, in ours: what its router leaves open is tried, and its output decides.
+# ---- mixtures of experts ----
 #
-# Its stacks of matrices are those that transformers describes by a decorator. What is none of ours (another router, a
-# norm behind each expert) stays the module that it is.
+# Router options that the module leaves open are tried, and the outputs are compared. The stacks are those described by
+# transformers' decorator. A mixture without an equivalent, such as one with a norm after each expert, stays
+# unconverted.
 
-#: What they call the factor of the weights, and whether those are divided by their sum.
+#: Config fields for the scaling factor of routing weights, and for dividing them by their sum.
 SCALE, NORMALIZE = ("routed_scaling_factor", "router_scaling_factor"), ("norm_topk_prob",)
 
 
 def possible_mixtures(
     module: nn.Module, around: LayerArguments, shared: Callable[[nn.Module, MLP], None]
 ) -> Iterator[MoE]:
-    """Ours that a layer's mixture may be, with its parameters and without a norm before it; none where it has what ours
-    has not.
+    """Yield candidate `MoE` modules with the mixture's parameters, without a norm in front; none if it is unsupported.
 
     Args:
-        shared: fills ours with the parameters of its shared MLP.
+        module: the mixture of experts.
+        around: configuration of the layer.
+        shared: function (their MLP, our MLP) that fills the shared expert's parameters.
     """
     read = _read(module)
     if read is None:
@@ -244,21 +247,21 @@ def possible_mixtures(
 
 @dataclass
 class _MoESpec:
-    """What a mixture is made of."""
+    """Parts of a mixture of experts."""
 
-    #: Of matrices, a module that transformers' decorator describes.
+    #: Module with the experts' weight stacks, described by transformers' decorator.
     stack: Any = None
-    #: With a weight [experts, dim].
+    #: Module with the router's weight [experts, dim].
     router: Any = None
-    #: Added to scores where experts are chosen.
+    #: Bias [experts] that is added to scores only to select experts, or None.
     correction: Tensor | None = None
-    #: The shared one, and what its output is multiplied by.
+    #: The shared expert's MLP, and the module that computes the gate on its output; None if absent.
     mlp: nn.Module | None = None
     gate: Any = None
 
 
 def _read(module: nn.Module) -> _MoESpec | None:
-    """A mixture's parts; None if there is something else, or not what there must."""
+    """Return the parts of a mixture, or None if it has unknown parts or lacks a required one."""
     read = _MoESpec()
     for name, child in module.named_children():
         weight = getattr(child, "weight", None)
@@ -285,14 +288,14 @@ def _read(module: nn.Module) -> _MoESpec | None:
             read.correction = buffer
     if set(read.router._parameters) - {"weight", "bias"} or module._parameters:
         return None
-    # Noise on the input of a router, which ours has not.
+    # Noise on the router's input is not supported.
     if any(getattr(module, name, 0) for name in ("jitter_noise", "router_jitter_noise")):
         return None
     return read
 
 
 def _of_role(mlp: nn.Module, role: str, optional: bool = False) -> Any:
-    """The matrix of an MLP for a role."""
+    """Return the matrix of an MLP for a role such as "down"."""
     for name, child in mlp.named_children():
         if ROLES[role].search(name):
             return child
@@ -302,7 +305,7 @@ def _of_role(mlp: nn.Module, role: str, optional: bool = False) -> Any:
 
 
 def _number(around: LayerArguments, module: nn.Module, *names: str) -> Any:
-    """What the module, one in it or the configuration calls so."""
+    """Return the first of these attributes that the module, its children or the configuration have."""
     for holder in (module, *module.children(), around.config):
         for name in names:
             value = getattr(holder, name, None)
@@ -312,7 +315,7 @@ def _number(around: LayerArguments, module: nn.Module, *names: str) -> Any:
 
 
 def _activations(stack: Any, module: nn.Module, gated: bool) -> list[tuple[str, dict[str, float]]]:
-    """Activations that experts may have, with their options."""
+    """Return the activations to try for the experts, each with its options."""
     named: list[tuple[str, dict[str, float]]] = [(name, {}) for name in activations_of([stack, module], gated)]
     limit, alpha = getattr(stack, "limit", None), getattr(stack, "alpha", None)
     if gated and isinstance(limit, float | int) and isinstance(alpha, float | int):
@@ -321,7 +324,7 @@ def _activations(stack: Any, module: nn.Module, gated: bool) -> list[tuple[str, 
 
 
 def _choices(around: LayerArguments, base: MixtureConfig) -> Iterator[MixtureConfig]:
-    """Ways in which tokens may choose, those that the configuration speaks of first."""
+    """Yield the routing variants to try, those that match the configuration first."""
     config = around.config
     scale = next((float(getattr(config, name)) for name in SCALE if getattr(config, name, None) is not None), 1.0)
     groups, top = getattr(config, "n_group", None), getattr(config, "topk_group", None)
@@ -340,7 +343,7 @@ def _choices(around: LayerArguments, base: MixtureConfig) -> Iterator[MixtureCon
 
 
 def _fill(ours: Any, read: _MoESpec) -> None:
-    """Their very parameters in ours."""
+    """Share the mixture's parameters with Quaver's `MoE`."""
     stack, router = read.stack, read.router
     first, second = matrices(stack)
     for layer, name in ((ours.experts._modules[ours.experts._entrance], first), (ours.experts.down_proj, second)):

@@ -1,4 +1,4 @@
-"""How a layer of transformers is called by itself: its rope, its mask and its positions, as its model makes them."""
+"""Call a single transformers layer as its model would, and record the modules that run."""
 
 import inspect
 import sys
@@ -13,50 +13,54 @@ from torch import Tensor, nn
 from quaver.torch.conversion.huggingface.roles import is_norm
 from quaver.torch.conversion.matchers.swap_class import first_of
 
-# ---- calling ---------------------------------------------------------------------------------------------
+# ---- arguments of the layer's forward: rope, mask and positions ----
 
 
 @dataclass(frozen=True)
 class LayerArguments:
-    """What a layer is told from outside, as far as it says so itself."""
+    """Context of a layer in its model, read from the layer itself."""
 
-    #: The model's.
+    #: Configuration of the model.
     config: Any
-    #: Its place in the model.
+    #: Index of the layer in the model.
     index: int
     causal: bool
-    #: A row of transformers' layer_types, such as "sliding_attention".
+    #: Entry of transformers' layer_types, such as "sliding_attention".
     kind: str
 
     @property
     def window(self) -> tuple[int, int] | None:
-        """As `TransformerLayer` takes it."""
+        """Return the sliding window (left, right) as `TransformerLayer` takes it, or None."""
         return (self.config.sliding_window - 1, -1) if self.kind == "sliding_attention" else None
 
     @property
     def chunk(self) -> int | None:
-        """The same."""
+        """Return the chunk size of chunked attention as `TransformerLayer` takes it, or None."""
         return self.config.attention_chunk_size if self.kind == "chunked_attention" else None
 
 
 def surroundings(layer: nn.Module, config: Any, causal: bool | None) -> LayerArguments:
-    """Read them.
+    """Return the layer's configuration, index, causality and kind of attention.
 
     Args:
-        config, causal: None reads them from the layer.
+        layer: the transformers layer.
+        config: the model's configuration; None reads it from the layer.
+        causal: True if the layer is causal; None reads it from the layer.
     Raises:
-        ValueError: nothing in the layer knows its model's configuration, whether it is causal, or how it attends.
+        ValueError: the configuration or causality is unknown, or the kind of attention is unsupported.
     """
     config = attribute(layer, "config") if config is None else config
     if config is None or not hasattr(config, "num_attention_heads"):
         raise ValueError(
-            f"{type(layer).__name__} holds no configuration of transformers; give a decoder or encoder layer of one of "
-            "its models, such as model.model.layers[0], and config=model.config"
+            f"{type(layer).__name__} has no transformers configuration; give a decoder or encoder layer of a "
+            "transformers model, such as model.model.layers[0], and config=model.config"
         )
     index = attribute(layer, "layer_idx") or 0
     causal = attribute(layer, "is_causal") if causal is None else causal
     if causal is None:
-        raise ValueError(f"{type(layer).__name__} does not say whether it is causal: give mask_type='causal' or 'none'")
+        raise ValueError(
+            f"{type(layer).__name__} has no attribute that says if it is causal: give mask_type='causal' or 'none'"
+        )
     types = getattr(config, "layer_types", None)
     if types:
         kind = types[index]
@@ -65,18 +69,20 @@ def surroundings(layer: nn.Module, config: Any, causal: bool | None) -> LayerArg
     else:
         kind = "full_attention"
     if kind not in ("full_attention", "sliding_attention", "chunked_attention"):
-        raise ValueError(f"layer {index} is of kind {kind!r}, which is no attention that a TransformerLayer has")
+        raise ValueError(f"layer {index} has attention of kind {kind!r}, which a TransformerLayer does not support")
     if kind != "full_attention" and not causal:
         raise ValueError(
-            f"layer {index} is of kind {kind!r} and not causal; make a TransformerLayer with a window by hand"
+            f"layer {index} has attention of kind {kind!r} and is not causal; create a TransformerLayer with a "
+            "window yourself"
         )
     if getattr(config, "alibi", False):
         raise ValueError(
-            f"{type(layer).__name__} is handed ALiBi's bias, scaled by its own rule; a TransformerLayer has none"
+            f"{type(layer).__name__} receives ALiBi's bias with its own scale, which a TransformerLayer does not "
+            "support"
         )
     clip = attribute(layer, "clip_qkv", getattr(config, "clip_qkv", None))
     if clip is not None:
-        # Random input may never reach the bound, and a real one does.
+        # Random test input may never reach the clamp, but real input does.
         raise ValueError(
             f"{type(layer).__name__} clamps queries, keys and values to ±{clip:g} (clip_qkv), which a TransformerLayer "
             "does not"
@@ -85,17 +91,17 @@ def surroundings(layer: nn.Module, config: Any, causal: bool | None) -> LayerArg
 
 
 def attribute(layer: nn.Module, name: str, default: Any = None) -> Any:
-    """What the layer, or the first of its modules that has one, calls so."""
+    """Return the attribute of the first submodule that has it and where it is not None, else the default."""
     return next(
         (getattr(module, name) for module in layer.modules() if getattr(module, name, None) is not None), default
     )
 
 
 def arguments(layer: nn.Module, around: LayerArguments, x: Tensor) -> dict[str, Any]:
-    """What the layer's forward takes beside x [B, S, dim].
+    """Return the keyword arguments of the layer's forward besides x [B, S, dim].
 
     Raises:
-        ValueError: it asks for something that is not known.
+        ValueError: the forward requires an unknown argument.
     """
     given: dict[str, Any] = {}
     positions = torch.arange(x.shape[1], dtype=torch.int64, device=x.device)[None]
@@ -113,18 +119,18 @@ def arguments(layer: nn.Module, around: LayerArguments, x: Tensor) -> dict[str, 
             given[name] = build(around.config.num_attention_heads, x.shape[1], device=x.device)
             given["attention_mask"] = _mask(around, x, boolean=True)
         elif parameter.default is inspect.Parameter.empty and parameter.kind is not inspect.Parameter.VAR_KEYWORD:
-            raise ValueError(f"{type(layer).__name__}.forward asks for {name!r}, which is not known here")
+            raise ValueError(f"{type(layer).__name__}.forward requires the argument {name!r}, which is unknown")
     return given
 
 
 def asks_for_alibi(layer: nn.Module) -> bool:
-    """Whether its forward cannot do without a bias of positions: MPT's, which is ALiBi's."""
+    """Return True if the layer's forward requires a position bias, as MPT's, which is ALiBi's."""
     parameter = inspect.signature(layer.forward).parameters.get("position_bias")
     return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
 def _rotated(layer: nn.Module, around: LayerArguments, x: Tensor, positions: Tensor) -> Any:
-    """What the layer's model makes once for all layers."""
+    """Return cosines and sines of rope from the model's own rotary class, or None if it has no rope."""
     config = around.config
     if getattr(config, "rope_parameters", None) is None:
         return None
@@ -137,7 +143,7 @@ def _rotated(layer: nn.Module, around: LayerArguments, x: Tensor, positions: Ten
 def _rotaries(layer: nn.Module) -> Iterator[Any]:
     members = vars(sys.modules[type(layer).__module__])
     classes = [c for name, c in members.items() if name.endswith("RotaryEmbedding") and isinstance(c, type)]
-    # A file of several models has one each; the text model's says so.
+    # A file with several models has one class per model; prefer the text model's.
     yield from sorted(classes, key=lambda c: ("Vision" in c.__name__, "Text" not in c.__name__))
 
 
@@ -145,14 +151,14 @@ def _of_its_file(layer: nn.Module, name: str) -> Any:
     function = getattr(sys.modules[type(layer).__module__], name, None)
     if function is None:
         raise ValueError(
-            f"{type(layer).__name__}.forward asks for a bias of positions, and its file has no {name}; "
-            "make a TransformerLayer with alibi=True by hand"
+            f"{type(layer).__name__}.forward requires a position bias, but its file has no {name}; create a "
+            "TransformerLayer with alibi=True yourself"
         )
     return function
 
 
 def _mask(around: LayerArguments, x: Tensor, boolean: bool = False) -> Tensor | None:
-    """By the function that its model calls."""
+    """Return the attention mask from the transformers function that the model calls."""
     from transformers import masking_utils
 
     if not around.causal:
@@ -166,18 +172,17 @@ def _mask(around: LayerArguments, x: Tensor, boolean: bool = False) -> Tensor | 
     return mask.bool() if boolean else mask
 
 
-# ---- watching --------------------------------------------------------------------------------------------
-# One call of a layer, watched: in which order its norms, matrices and dropouts run, on what, and what they give.
+# ---- recording one call: order, inputs and outputs of norms, matrices and dropouts ----
 
-#: What attention begins with, and an MLP.
+#: Roles of the first modules of attention, and of an MLP.
 ATTENTION, MLP = ("qkv", "q", "k", "v", "q_down", "kv_down"), ("gate_up", "gate", "up", "mixture")
 
 
 @dataclass(frozen=True)
 class ModuleCallEvent:
-    """A module that ran."""
+    """One recorded module call."""
 
-    #: Of `roles_of`, "norm" or "dropout".
+    #: Role from `roles_of`, "norm" or "dropout".
     role: str
     name: str
     module: nn.Module
@@ -187,32 +192,34 @@ class ModuleCallEvent:
 
 @dataclass(frozen=True)
 class ObservedCall:
-    """What a call of a layer did."""
+    """A recorded call of a layer, with the calls of its modules in order."""
 
     input: Tensor
     output: Tensor
     events: tuple[ModuleCallEvent, ...]
 
     def input_of(self, roles: tuple[str, ...]) -> Tensor:
-        """What the first module of these roles read."""
+        """Return the input of the first module with one of these roles."""
         return next(event.input for event in self.events if event.role in roles)
 
     def output_of(self, role: str) -> Tensor:
-        """What the module of this role gave."""
+        """Return the output of the module with this role."""
         return next(event.output for event in self.events if event.role == role)
 
     def head_norms(self) -> list[ModuleCallEvent]:
-        """Norms between the projections into attention and the one out: of queries, then of keys."""
+        """Return the norms between the input projections and the output projection: of queries, then of keys."""
         first, last = self._span(ATTENTION, "o")
         return [event for event in self.events[first:last] if event.role == "norm"]
 
     def stream_norms(self) -> list[ModuleCallEvent]:
-        """All other norms, in order."""
+        """Return all norms outside of the attention, in order."""
         first, last = self._span(ATTENTION, "o")
         return [e for i, e in enumerate(self.events) if e.role == "norm" and not first < i < last]
 
     def hidden_dropouts(self) -> list[ModuleCallEvent]:
-        """Dropouts of the MLP's hidden features: they run before its last matrix, on what is as wide as its input."""
+        """Return the dropouts on the MLP's hidden features: those before its last matrix whose input is as wide as
+        its own.
+        """
         last = next((i for i, event in enumerate(self.events) if event.role == "down"), None)
         if last is None:
             return []
@@ -221,7 +228,7 @@ class ObservedCall:
         return [e for e in self.events[first:last] if e.role == "dropout" and e.input.shape[-1] == width]
 
     def order(self) -> str:
-        """The order of norms ("n"), attention ("a") and MLP ("m")."""
+        """Return the order of norms ("n"), attention ("a") and MLP ("m"), such as "nanm"."""
         first, last = self._span(ATTENTION, "o")
         marks = []
         for i, event in enumerate(self.events):
@@ -239,13 +246,15 @@ class ObservedCall:
 
 
 def watched(layer: nn.Module, roles: Mapping[str, str], x: Tensor, arguments: Mapping[str, Any]) -> ObservedCall:
-    """Call the layer in evaluation mode, without gradients and without noise of the outside's.
+    """Call the layer in evaluation mode without gradients and record its modules.
 
     Args:
-        roles: of `roles_of`.
-        x: [B, S, dim]; arguments: what its forward takes beside.
+        layer: the transformers layer.
+        roles: module names by role, from `roles_of`.
+        x: input [B, S, dim].
+        arguments: further keyword arguments of its forward.
     Raises:
-        ValueError: a module that was named did not run.
+        ValueError: a module with a role did not run.
     """
     names = {name: role for role, name in roles.items()}
     events: list[ModuleCallEvent] = []
@@ -262,12 +271,14 @@ def watched(layer: nn.Module, roles: Mapping[str, str], x: Tensor, arguments: Ma
         output = layer(x, **arguments)
     missing = [name for name, role in names.items() if all(event.role != role for event in events)]
     if missing:
-        raise ValueError(f"a call of {type(layer).__name__} runs no {', '.join(missing)}: another path computes it")
+        raise ValueError(
+            f"a call of {type(layer).__name__} does not run {', '.join(missing)}, so another code path computes it"
+        )
     return ObservedCall(x, first_of(output), tuple(events))
 
 
 def _kind(module: nn.Module) -> str | None:
-    """What a module is that has no role by its name."""
+    """Return "dropout" or "norm" for modules without a role by name, else None."""
     if isinstance(module, nn.Dropout):
         return "dropout"
     return "norm" if is_norm(module) else None
@@ -276,7 +287,7 @@ def _kind(module: nn.Module) -> str | None:
 def _recorded_amax(events: list[ModuleCallEvent], role: str, name: str) -> Any:
     def hook(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
         given = args[0] if args else next(iter(options.values()))
-        # Falcon's layers add to what their MLP gave, in place.
+        # Clone, because Falcon's layers add to their MLP's output in place.
         events.append(ModuleCallEvent(role, name, module, given.clone(), first_of(output).clone()))
 
     return hook

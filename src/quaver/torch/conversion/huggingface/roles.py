@@ -1,4 +1,8 @@
-"""What modules of transformers hold, in our modules: parameters, norms, activations; shared, or copied in our order."""
+"""Identify modules of transformers layers (projections, norms, activations) and find their Quaver equivalents.
+
+Parameters are shared, or copied where the row order differs. What the structure leaves open is tried on a copy with
+random weights.
+"""
 
 import copy
 import re
@@ -12,26 +16,25 @@ from quaver.torch.conversion.matchers.linears import is_transposed
 from quaver.torch.nn.activation import ACTIVATIONS
 from quaver.torch.nn.norm import NORMALIZATIONS, NormKind, NormOfEachHead, NormOptions, named
 
-# ---- choices ---------------------------------------------------------------------------------------------
-# What a layer's structure leaves open: tried on a copy with drawn weights, where outputs tell, then taken.
+# ---- candidates: tried on a copy with random weights, then applied to the layer's own ----
 #
-# A layer's own weights may hide a difference: zeros do, and so do 16 bits.
+# A layer's own weights may hide a difference, for example if they are zero or in 16 bits.
 
-#: By how much numbers of drawn weights may differ, in units of the largest.
+#: Largest difference with random weights, relative to the largest output.
 DRAWN = 1e-5
-#: The same of a layer's own weights, of which scores may be as large as they like.
+#: The same with the layer's own weights, where attention scores may be arbitrarily large.
 BOUNDS = {torch.float64: 3e-4, torch.float32: 3e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
-#: What families call a bias that chooses experts and weighs none: a buffer, 0 at first.
+#: Buffer names of a router's bias that affects the selection of experts but not their weights; initially 0.
 CORRECTION = ("e_score_correction_bias", "expert_bias")
 
 T = TypeVar("T")
 
 
 class Choices:
-    """Which candidate was taken each time, in the order in which it was asked; given some, those are taken again.
+    """Records the index of the candidate chosen at each step; with an earlier record, repeats its choices.
 
-    Without any the weights are `drawn`.
+    Without an earlier record, the layer compared has random weights (`drawn`).
     """
 
     def __init__(self, given: "Choices | None" = None) -> None:
@@ -39,10 +42,15 @@ class Choices:
         self._given = None if given is None else iter(given.taken)
 
     def first(self, candidates: Iterable[T], distance: Callable[[T], float], dtype: torch.dtype, says: str) -> T:
-        """The first candidate within the bound of a dtype, or the one that was taken before.
+        """Return the first candidate within the dtype's bound, or the one chosen in the earlier record.
 
+        Args:
+            candidates: the candidates in order of preference.
+            distance: function that returns a candidate's relative difference.
+            dtype: dtype of the layer, which sets the bound.
+            says: start of the error message.
         Raises:
-            ValueError: `says`, with the smallest distance, if none is, or if the one taken before is not.
+            ValueError: no candidate, or not the recorded one, is within the bound; gives the smallest difference.
         """
         wanted = None if self._given is None else next(self._given)
         nearest = float("inf")
@@ -57,7 +65,7 @@ class Choices:
 
 
 def _rounded() -> str:
-    """A sentence on settings by which float32 products are not float32's, "" where there are none."""
+    """Return a hint for the error message if float32 matmuls may use TF32, else ""."""
     backends: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
     if all(backend.fp32_precision in ("none", "ieee") for backend in backends):
         return ""
@@ -68,7 +76,7 @@ def _rounded() -> str:
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """The largest difference, in units of the largest number of b; infinite where shapes or what is finite differ."""
+    """Return max |a - b| / max |b|; infinity if shapes or the positions of finite values differ."""
     if a.shape != b.shape:
         return float("inf")
     size = b.abs().max().item()
@@ -76,9 +84,9 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def distance_of_most(a: Tensor, b: Tensor) -> float:
-    """`distance` of the nearer three quarters of the tokens in 16 bits, of all in wider dtypes.
+    """Return `distance` at the 75 % quantile over tokens for 16-bit dtypes, over all tokens for wider ones.
 
-    Where tokens choose experts a rounding of 16 bits sends some to others.
+    With expert routing, 16-bit rounding sends some tokens to other experts.
     """
     if a.shape != b.shape or a.dtype.itemsize > 2:
         return distance(a, b)
@@ -88,7 +96,7 @@ def distance_of_most(a: Tensor, b: Tensor) -> float:
 
 
 def drawn(layer: nn.Module) -> nn.Module:
-    """A copy in float32 whose parameters are random, of a size that keeps numbers about 1."""
+    """Return a float32 copy with random parameters, scaled so that activations stay near 1."""
     other = copy.deepcopy(layer)
     if next(layer.parameters()).dtype is not torch.float64:
         other = other.float()
@@ -108,43 +116,51 @@ def drawn(layer: nn.Module) -> nn.Module:
     return other
 
 
-# ---- parts -----------------------------------------------------------------------------------------------
+# ---- projections, norms and activations ----
 
-#: What families call the number that a variance gets.
+#: Attribute names of a norm's epsilon.
 EPS = ("eps", "variance_epsilon", "epsilon")
-#: What they call the function between an MLP's matrices.
+#: Attribute names of the activation between an MLP's matrices.
 ACTIVATION = ("act_fn", "act", "activation_fn", "activation", "intermediate_act_fn", "activation_function")
 
-#: Rows of one matrix, to ours.
+#: Function that reorders the rows of a matrix to Quaver's order.
 Rows = Callable[[Tensor], Tensor]
 
 
 def linear_of(module: nn.Module) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """Weight [out, in] and bias: the module's own parameters, or of a Conv1D a transposed copy."""
+    """Return weight [out, in] and bias: the module's own parameters, or a transposed copy of a Conv1D's weight."""
     weight, bias = module._parameters["weight"], module._parameters.get("bias")
     if weight is None:
-        raise ValueError(f"{type(module).__name__} has no weight of its own")
+        raise ValueError(f"{type(module).__name__} has no parameter named weight")
     return (_parameter(weight.detach().t().contiguous(), weight) if is_transposed(module) else weight), bias
 
 
 def fill(linear: Any, parts: Sequence[tuple[nn.Parameter, nn.Parameter | None]], rows: Rows | None = None) -> None:
-    """Make these the parameters of one of our layers: the very same where there is one part in our order.
+    """Set the parameters of a Quaver layer: shares the object if there is one part in matching order, else copies.
 
+    Args:
+        linear: the Quaver layer.
+        parts: (weight, bias) pairs to concatenate along the rows.
+        rows: function that reorders the rows, or None.
     Raises:
-        ValueError: biases of some parts alone.
+        ValueError: only some parts have a bias.
     """
     weights, biases = zip(*parts, strict=True)
     if len({bias is None for bias in biases}) > 1:
-        raise ValueError("some of the matrices that would be one have a bias and some have none; give fused=False")
+        raise ValueError("only some of the matrices to join have a bias; give fused=False")
     linear._parameters["weight"] = _joined(weights, rows)
     linear._parameters["bias"] = None if biases[0] is None else _joined(biases, rows)
 
 
 def norm_of(module: nn.Module, x: Tensor, choices: Choices) -> nn.Module:
-    """Our norm that computes what a module does of x, with its parameters.
+    """Return the Quaver norm that reproduces a module's outputs, with its parameters.
 
+    Args:
+        module: the transformers norm.
+        x: example input; only its shape, dtype and device are used.
+        choices: choices of earlier comparisons.
     Raises:
-        ValueError: none does.
+        ValueError: no norm reproduces it.
     """
     parameters = {name: p for name, p in module._parameters.items() if p is not None}
     weight, bias = parameters.get("weight"), parameters.get("bias")
@@ -152,7 +168,8 @@ def norm_of(module: nn.Module, x: Tensor, choices: Choices) -> nn.Module:
     kind = type(module).__name__
     if eps is None or not set(parameters) <= {"weight", "bias"}:
         raise ValueError(
-            f"{kind} has no eps by a known name, or other parameters than weight and bias; it is none of our norms"
+            f"{kind} has no eps with a known name, or parameters other than weight and bias, so it matches no "
+            "Quaver norm"
         )
     tried = _inputs(x)
     theirs = [module(y) for y in tried]
@@ -160,16 +177,16 @@ def norm_of(module: nn.Module, x: Tensor, choices: Choices) -> nn.Module:
     def off(ours: nn.Module) -> float:
         return max(distance(ours(y), z) for y, z in zip(tried, theirs, strict=True))
 
-    says = f"{kind} gives other outputs than LayerNorm, RMSNorm and L2 with its parameters"
+    says = f"{kind} has other outputs than LayerNorm, RMSNorm and L2 with its parameters"
     return choices.first(_norms(float(eps), x.shape[-1], weight, bias), off, x.dtype, says)
 
 
 def activations_of(modules: Sequence[nn.Module], gated: bool) -> list[str]:
-    """Rows of `ACTIVATIONS` that an MLP may have: the one that an attribute of these modules computes, else all.
+    """Return the names in `ACTIVATIONS` that an MLP may use: the one that matches its activation function, else all.
 
     Args:
-        modules: those around the first matrix, the innermost first.
-        gated: whether there is a gate.
+        modules: modules around the first matrix, innermost first.
+        gated: True if the MLP has a gate.
     """
     rows = [name for name, row in ACTIVATIONS.items() if row.gated == gated and not row.options]
     functions = (getattr(m, name, None) for m in modules for name in ACTIVATION)
@@ -184,7 +201,7 @@ def activations_of(modules: Sequence[nn.Module], gated: bool) -> list[str]:
 
 
 def _norms(eps: float, dim: int, weight: nn.Parameter | None, bias: nn.Parameter | None) -> Iterator[nn.Module]:
-    """Ours that have these parameters."""
+    """Yield the Quaver norms that have these parameters."""
     for kind, (centred, weighted) in NORMALIZATIONS.items():
         if weighted is not (weight is not None) or (bias is not None and not centred):
             continue
@@ -206,7 +223,7 @@ def _norms(eps: float, dim: int, weight: nn.Parameter | None, bias: nn.Parameter
 
 
 def _inputs(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Two that tell norms apart: off zero, and so small that eps matters."""
+    """Return two test inputs: one off zero, and one so small that eps matters."""
     generator = torch.Generator("cpu").manual_seed(0)
     drawn = torch.randn(x.shape, generator=generator, dtype=torch.float32, device="cpu").to(x)
     return drawn + 0.5, drawn * 1e-3
@@ -223,10 +240,9 @@ def _parameter(values: Tensor, like: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(values, requires_grad=like.requires_grad)
 
 
-# ---- roles -----------------------------------------------------------------------------------------------
-# Which module of a layer does what, by the names that families of transformers give them.
+# ---- roles: which module does what, by transformers' naming ----
 
-#: Ends of a path inside of a layer; the first that fits decides.
+#: Patterns for the end of a module's path in the layer; the first match wins.
 ROLES: dict[str, re.Pattern[str]] = {
     role: re.compile(rf"(?:^|\.)(?:{names})$")
     for role, names in {
@@ -246,25 +262,27 @@ ROLES: dict[str, re.Pattern[str]] = {
         "down": r"down_proj|wo|fc2|fc_out|lin2|mlp\.c_proj|dense_4h_to_h|output\.dense",
     }.items()
 }
-#: Where a layer attends to something else than its input.
+#: Pattern of module paths of cross attention.
 CROSS = re.compile(r"(^|\.)(encoder_attn|crossattention|cross_attn|EncDecAttention)(\.|$)")
-#: What stands where an MLP would.
+#: Pattern of the name of a child that is the MLP or a mixture of experts.
 MLPS = re.compile(r"^(mlp|feed_forward|ffn|moe|block_sparse_moe)$")
-#: What a mixture of experts holds.
+#: Pattern of the children's names that identify a mixture of experts.
 EXPERTS = re.compile(r"expert|router", re.IGNORECASE)
 
 
 def roles_of(layer: nn.Module) -> dict[str, str]:
-    """The name of the module for each role there is; "mixture" is a mixture of experts.
+    """Return the module name for each role found; "mixture" is a mixture of experts.
 
     Raises:
-        ValueError: cross attention, or two modules of one role.
+        ValueError: the layer has cross attention, or two modules for one role.
     """
     roles: dict[str, str] = {}
     mixture = next((name for name, child in layer.named_children() if MLPS.match(name) and _has_experts(child)), None)
     for name, module in layer.named_modules():
         if CROSS.search(name):
-            raise ValueError(f"{name} attends to a memory, which is not read yet; make a TransformerLayer by hand")
+            raise ValueError(
+                f"{name} is cross attention, which is not supported yet; create a TransformerLayer yourself"
+            )
         if mixture is not None and f"{name}.".startswith(f"{mixture}."):
             continue
         if not isinstance(module, nn.Linear) and not is_transposed(module):
@@ -274,14 +292,14 @@ def roles_of(layer: nn.Module) -> dict[str, str]:
             continue
         if role in roles:
             raise ValueError(
-                f"{roles[role]} and {name} both look like a layer's {role!r}; make a TransformerLayer by hand"
+                f"{roles[role]} and {name} both look like the layer's {role!r}; create a TransformerLayer yourself"
             )
         roles[role] = name
     return roles if mixture is None else roles | {"mixture": mixture}
 
 
 def is_norm(module: nn.Module) -> bool:
-    """True for what is a norm by its class's name."""
+    """Return True if the class name says it is a norm and it has no children."""
     return "norm" in type(module).__name__.lower() and not module._modules
 
 

@@ -1,1 +1,1 @@
-"""Recognizes the linear layers and experts of a model."""
+"""Recognition of the linear layers and experts in a model."""

@@ -1,12 +1,11 @@
-"""Experts whose weights are stacked [E, N, K], as transformers 5 holds them, by grouped GEMMs.
+"""Quantized grouped GEMMs for transformers' experts, whose weights are stacked [E, N, K].
 
-A class that transformers decorates with `use_experts_implementation` says in attributes how its weights lie and what
-happens between its two products; `ALL_EXPERTS_FUNCTIONS` takes functions of such a module. `routed` is one, and stands
-above the class of each converted module: a config, which holds the name of one function for all layers and all models
-made of it, stays as it is, and each layer follows its own recipe.
+transformers decorates experts classes with `use_experts_implementation`; attributes describe the weight layout and the
+step between the two GEMMs. `convert` inserts `Experts` above the class of each module, and its forward calls `routed`.
+The config, which names one experts function for all layers and models made of it, stays unchanged, so that each layer
+follows its own recipe.
 
-Each matrix of a stack is a member: it has a history, counts and noise of its own, those of a layer that is named by the
-module, the stack and the expert.
+Each matrix of a stack is a member with its own history, counts and noise, named by module, stack and expert.
 """
 
 import inspect
@@ -30,31 +29,32 @@ from quaver.torch.state import weight_cache
 from quaver.torch.state.buffers import prepare
 from quaver.torch.state.context import active_context
 
-# ---- experts ---------------------------------------------------------------------------------------------
+# ---- experts that transformers decorates ----
 
-#: What the decorator says of a class, and the function that it gives one.
+#: Attributes and the method that the decorator sets on a class.
 DECORATED = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
 
 
 class Experts(Quantizable):
-    """Stands above a class of experts that the decorator of transformers describes."""
+    """Mixin above an experts class described by transformers' decorator; runs its GEMMs quantized."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         recipe = recipe_in_force(self, matrices(self))
         if recipe is None:
             return super().forward(*args, **kwargs)
         if kwargs:
-            # Families name them differently.
+            # Model families use different argument names.
             args = inspect.signature(super().forward).bind(*args, **kwargs).args
         hidden_states, expert_ids, routing_weights = args
         return routed(self, hidden_states, expert_ids, routing_weights, recipe)
 
 
 def recipe_in_force(module: Quantizable, names: Sequence[str]) -> Recipe | None:
-    """What a module of experts follows, if it quantizes.
+    """Return the recipe in force for an experts module, or None if it does not quantize.
 
     Args:
-        names: of its stacks.
+        module: the experts module.
+        names: parameter names of its stacks.
     """
     compiling = is_tracing()
     recipe = recipe_of(module, compiling)
@@ -67,12 +67,14 @@ def recipe_in_force(module: Quantizable, names: Sequence[str]) -> Recipe | None:
 
 
 def routed(module: Any, hidden_states: Tensor, expert_ids: Tensor, routing_weights: Tensor, recipe: Recipe) -> Tensor:
-    """The sum over each token's experts, every product quantized as the recipe says.
+    """Return the weighted sum over each token's experts [T, H], with every GEMM quantized as the recipe says.
 
     Args:
         module: decorated experts.
         hidden_states: [T, H].
-        expert_ids, routing_weights: [T, k]; an id of E or more is of another rank's expert, and adds nothing.
+        expert_ids: [T, k]; an id of E or more belongs to another rank's expert and contributes nothing.
+        routing_weights: [T, k].
+        recipe: recipe in force.
     """
     experts, choices = module.down_proj.shape[0], expert_ids.shape[-1]
     ids, order = torch.sort(expert_ids.reshape(-1), stable=True)
@@ -94,18 +96,19 @@ def routed(module: Any, hidden_states: Tensor, expert_ids: Tensor, routing_weigh
 
 
 def ends_of(ids: Tensor, experts: int) -> Tensor:
-    """Where each expert's rows end, int32 [E], of sorted ids; those of no expert here come last."""
+    """Return the end of each expert's rows in sorted ids, int32 [E]; ids of E or more come after them."""
     numbers = torch.arange(experts, dtype=ids.dtype, device=ids.device)
     return torch.searchsorted(ids, numbers, right=True, out_int32=True)
 
 
 class ExpertGemms:
-    """The products of one forward of experts.
+    """Runs the grouped GEMMs of one forward of an experts module.
 
     Args:
-        module: whose parameters multiply.
-        names: of its stacks.
-        ends: where each expert's rows end, int32 [E].
+        module: the module that has the parameters.
+        names: parameter names of its stacks.
+        ends: end of each expert's rows, int32 [E].
+        recipe: recipe in force.
     """
 
     def __init__(self, module: Quantizable, names: Sequence[str], ends: Tensor, recipe: Recipe) -> None:
@@ -114,13 +117,15 @@ class ExpertGemms:
             prepare(module, recipe)
 
     def __call__(self, name: str, x: Tensor) -> Tensor:
-        """x [T, K], sorted, times the matrix of each expert of a parameter, with its bias if the module has one."""
+        """Multiply sorted x [T, K] by each expert's matrix of the named parameter, and add its bias if the module
+        has one.
+        """
         module: Any = self.module
         bias = getattr(module, f"{name}_bias") if module.has_bias else None
         return self.by(name, x, getattr(module, name), bias, transposed=module.is_transposed)
 
     def by(self, name: str, x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bool = False) -> Tensor:
-        """x [T, K] times the weight of this name, [E, N, K], or [E, K, N] if it is turned."""
+        """Multiply x [T, K] by a weight [E, N, K], or [E, K, N] if transposed."""
         if not is_tracing():
             refuse_sharded(self.module, weight)
         check(x, weight.transpose(1, 2) if transposed else weight, self.ends, bias, self.recipe)
@@ -129,51 +134,54 @@ class ExpertGemms:
 
 
 def members(names: Sequence[str], experts: int) -> tuple[str, ...]:
-    """The names of the matrices of stacks, one stack after the other."""
+    """Return the names of the matrices of all stacks, stack by stack."""
     return tuple(f"{name}.{expert}" for name in names for expert in range(experts))
 
 
 def is_stack(module: nn.Module) -> bool:
-    """True for experts that the decorator of transformers describes."""
+    """Return True if the module is an experts module described by transformers' decorator."""
     if not all(hasattr(module, name) for name in DECORATED):
         return False
     return all(getattr(getattr(module, name, None), "ndim", 0) == 3 for name in matrices(module))
 
 
 def reason_unsupported(module: nn.Module) -> str:
-    """Why experts cannot be converted, or ""."""
+    """Return why an experts module cannot be converted, or ""."""
     if not isinstance(module, Experts) and not hasattr(type(module).forward, "__wrapped__"):
-        return f"{type(module).__name__} has a forward of its own"
+        return f"{type(module).__name__} overrides forward"
     return ""
 
 
 def matrices(module: Any) -> tuple[str, str]:
-    """The names of the stacks."""
+    """Return the parameter names of the two stacks."""
     return ("gate_up_proj" if module.has_gate else "up_proj"), "down_proj"
 
 
 def sizes(module: Any) -> tuple[int, int]:
-    """Features of the input and of the output of an expert's first product."""
+    """Return the input and output features of an expert's first GEMM."""
     n, k = getattr(module, matrices(module)[0]).shape[-2:]
     return (n, k) if module.is_transposed else (k, n)
 
 
 def inner(module: Any) -> int:
-    """Features of the input of an expert's second product."""
+    """Return the input features of an expert's second GEMM."""
     return int(module.down_proj.shape[-2 if module.is_transposed else -1])
 
 
-# ---- products --------------------------------------------------------------------------------------------
-# The product of a module that is no nn.Linear and multiplies by a weight of its own, as a linear layer computes it.
+# ---- the quantized GEMM of a module other than nn.Linear ----
 
 
 def product(module: Quantizable, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
-    """x [..., K] @ weight [N, K].T + bias, quantized as a recipe says, with the state of a module.
+    """Compute x [..., K] @ weight [N, K].T + bias, quantized as the recipe says, with the module's state.
 
     Args:
-        weight: the module's parameter, or a view of it.
+        module: module that owns the weight and the state.
+        x: input [..., K].
+        weight: parameter of the module, or a view of it.
+        bias: bias [N] or None.
+        recipe: recipe in force.
     Raises:
-        ValueError: another dtype than the weight's outside of torch.autocast, or a weight that is sharded.
+        ValueError: x and the weight differ in dtype outside of torch.autocast, or the weight is sharded.
     """
     if not is_tracing():
         refuse_sharded(module, weight)
@@ -205,21 +213,20 @@ def product(module: Quantizable, x: Tensor, weight: Tensor, bias: Tensor | None,
 
 
 def described(module: Quantizable) -> str:
-    """A module's name, or its class."""
+    """Return the module's qualified name, or its class name."""
     return module.__dict__.get("qualified_name") or type(module).__name__
 
 
-# ---- stacks ----------------------------------------------------------------------------------------------
-# Experts that transformers does not decorate, class by class: Llama 4's, JetMoE's and DBRX's.
+# ---- experts that transformers does not decorate: Llama 4's, JetMoE's and DBRX's ----
 #
-# Each is written after the forward of the class that it stands above, and a test compares their outputs and gradients.
+# Each mixin follows the forward of the class that it is put above; a test compares outputs and gradients.
 
-#: The stacks of each class.
+#: Parameter names of the stacks in Llama 4's, JetMoE's and DBRX's class.
 ALIKE, SPLIT, FLAT = ("gate_up_proj", "down_proj"), ("weight",), ("mlp.w1", "mlp.v1", "mlp.w2")
 
 
 class Llama4Stack(Quantizable):
-    """Llama 4's: x [E·T, H], as many rows for each expert; weights [E, H, 2I] and [E, I, H]."""
+    """Mixin for Llama 4's experts: x [E * T, H] with T rows per expert; weights [E, H, 2I] and [E, I, H]."""
 
     gate_up_proj: Tensor
     down_proj: Tensor
@@ -240,7 +247,9 @@ class Llama4Stack(Quantizable):
 
 
 class Split(Quantizable):
-    """JetMoE's: x [T, K] sorted, the number of rows of each expert, and one weight [E, N, K]."""
+    """Mixin for JetMoE's experts: x [T, K] sorted by expert, the number of rows per expert, and one weight [E, N,
+    K].
+    """
 
     weight: Tensor
 
@@ -253,7 +262,7 @@ class Split(Quantizable):
 
 
 class Flat(Quantizable):
-    """DBRX's: w1, v1 and w2 [E·I, H] of the module `mlp` in it; ids and weights [T, k]."""
+    """Mixin for DBRX's experts: parameters w1, v1 and w2 [E * I, H] of the child `mlp`; ids and weights [T, k]."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
         recipe = recipe_in_force(self, ())
@@ -276,20 +285,20 @@ class Flat(Quantizable):
 
 
 class Stack(NamedTuple):
-    """A class of experts: functions of a module of it."""
+    """Description of one experts class; the callables take a module of that class."""
 
-    #: What stands above the class.
+    #: Mixin that is put above the class.
     over: type[Quantizable]
-    #: Its matrices.
+    #: Parameter names of its matrices.
     weights: tuple[str, ...]
-    #: Features of the input and of the output of the first product.
+    #: Input and output features of the first GEMM.
     sizes: Callable[[Any], tuple[int, int]]
-    #: Features of each input.
+    #: Input features of each GEMM input that is quantized.
     inputs: Callable[[Any], tuple[int, ...]]
     experts: Callable[[Any], int]
 
 
-#: By the name of the class, which is of a module of transformers.
+#: Descriptions by class name; the class must come from transformers.
 CLASSES = {
     "Llama4TextExperts": Stack(
         Llama4Stack,

@@ -1,4 +1,6 @@
-"""The kinds of modules that `convert` reaches, one row each: what stands above the class, and what it multiplies by."""
+"""The module kinds that `convert` supports, one `LinearMatcher` each: the replacement class, the weights and the
+sizes.
+"""
 
 import math
 import re
@@ -21,15 +23,14 @@ from quaver.torch.linear.linear import Linear, Quantizable, is_foreign, recipe_o
 from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.state.buffers import STATE
 
-# ---- packed ----------------------------------------------------------------------------------------------
-# torch's nn.MultiheadAttention, whose projections q, k and v are parameters of its own, and its output one it reads.
+# ---- nn.MultiheadAttention ----
 #
-# The projections are linear layers of rows of `in_proj_weight`, or of three weights where keys have other features; the
-# output projection is called as the module that it is. Attention between them stays in high precision, as torch has it.
+# q, k and v are linear layers of rows of `in_proj_weight`, or of three weights if keys have other features. The output
+# projection is called as the module that it is. The attention itself stays in high precision.
 
 
 class Packed(Quantizable, nn.MultiheadAttention):
-    """Stands above nn.MultiheadAttention and its subclasses without a forward of their own."""
+    """Mixin above nn.MultiheadAttention and its subclasses that do not override forward; quantizes the projections."""
 
     def forward(
         self,
@@ -48,7 +49,7 @@ class Packed(Quantizable, nn.MultiheadAttention):
                 query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
             )
         if is_causal and attn_mask is None:
-            raise ValueError("is_causal=True is a hint at what attn_mask holds, and attn_mask is None; give both")
+            raise ValueError("is_causal=True only describes attn_mask, and attn_mask is None; give both")
         batched, first = query.dim() == 3, self.batch_first and query.dim() == 3
         q, k, v = _same_objects(query, key, value, lambda x: x if batched else x.unsqueeze(1))
         q, k, v = _same_objects(q, k, v, lambda x: x.transpose(0, 1) if first else x)
@@ -70,11 +71,15 @@ class Packed(Quantizable, nn.MultiheadAttention):
         need_weights: bool,
         is_causal: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Of inputs [length, batch, features]: the output, and the weights [B, H, L, S] of each head or None."""
+        """Attend with inputs [length, batch, features].
+
+        Returns:
+            The output [L, B, features], and the attention weights [B, H, L, S] or None.
+        """
         length, batch, _ = inputs[0].shape
         heads, size, keys = self.num_heads, self.head_dim, inputs[1].shape[0]
         q, *kv = self._projections(recipe, *inputs)
-        # torch takes the hint where nothing else hides anything, and the mask elsewhere.
+        # As in torch, is_causal replaces the mask only if there is no padding and no weights are returned.
         hinted = is_causal and padding is None and not need_weights
         if not hinted:
             _check("attn_mask", mask, [length, keys], [batch * heads, length, keys])
@@ -89,7 +94,7 @@ class Packed(Quantizable, nn.MultiheadAttention):
         if self.add_zero_attn:
             kv = [torch.cat([t, t.new_zeros((1, *t.shape[1:]))]) for t in kv]
             joined = _seen(joined)
-        # [B, H, L, D]
+        # q, k, v: [B, H, L, D]
         q, k, v = (t.reshape(t.shape[0], batch, heads, size).permute(1, 2, 0, 3) for t in (q, *kv))
         dropped = self.dropout if self.training else 0.0
         weights: Tensor | None = None
@@ -103,7 +108,7 @@ class Packed(Quantizable, nn.MultiheadAttention):
         return self.out_proj(y), weights
 
     def _projections(self, recipe: Recipe, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """q, k and v, in one product of what they share."""
+        """Return q, k and v; projections with the same input share one GEMM."""
         weight, bias, n = self.in_proj_weight, self.in_proj_bias, self.embed_dim
         if weight is None:
             biases = (None,) * 3 if bias is None else bias.chunk(3)
@@ -124,21 +129,21 @@ class Packed(Quantizable, nn.MultiheadAttention):
 
 
 def reason_unsupported(module: nn.MultiheadAttention) -> str:
-    """Why one cannot be converted, or ""."""
+    """Return why an nn.MultiheadAttention cannot be converted, or ""."""
     if not isinstance(module, Packed) and type(module).forward is not nn.MultiheadAttention.forward:
-        return f"{type(module).__name__} has a forward of its own"
+        return f"{type(module).__name__} overrides forward"
     return ""
 
 
 def _same_objects(query: Tensor, key: Tensor, value: Tensor, change: object) -> tuple[Tensor, Tensor, Tensor]:
-    """Each changed once: what is one object stays one."""
+    """Apply `change` once per distinct object, so that identical inputs stay identical."""
     k = change(key)  # type: ignore[operator]
     v = k if value is key else change(value)  # type: ignore[operator]
     return (k if query is key else change(query)), k, v  # type: ignore[operator]
 
 
 def _check(name: str, mask: Tensor | None, *shapes: list[int]) -> None:
-    """Raise the ValueError of a mask that torch refuses: adding it would give other results in silence."""
+    """Raise ValueError for a mask that torch would reject; adding it would silently give wrong results."""
     if mask is None:
         return
     if mask.dtype is not torch.bool and not mask.is_floating_point():
@@ -148,7 +153,7 @@ def _check(name: str, mask: Tensor | None, *shapes: list[int]) -> None:
 
 
 def _joined(mask: Tensor | None, padding: Tensor | None, batch: int, heads: int, dtype: torch.dtype) -> Tensor | None:
-    """What is added to scores [B, H, L, S], of a mask [L, S] or [B·H, L, S] and of keys that are padding [B, S]."""
+    """Combine a mask [L, S] or [B * H, L, S] and key padding [B, S] into an additive mask for scores [B, H, L, S]."""
     joined = None
     if mask is not None:
         joined = _added(mask, dtype)
@@ -160,28 +165,27 @@ def _joined(mask: Tensor | None, padding: Tensor | None, batch: int, heads: int,
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask that is True where nothing is seen, as what is added to scores."""
+    """Convert a boolean mask (True means hidden) to an additive one."""
     if mask.dtype is not torch.bool:
         return mask.to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -torch.inf)
 
 
 def _seen(mask: Tensor | None) -> Tensor | None:
-    """The mask with one more key, which is seen."""
+    """Extend the mask by one key that is visible."""
     return None if mask is None else F.pad(mask, (0, 1))
 
 
-# ---- transposed ------------------------------------------------------------------------------------------
-# A layer whose weight is [in, out], as transformers' Conv1D of GPT-2: a linear layer of the transposed view.
+# ---- layers with weight [in, out], such as transformers' Conv1D in GPT-2 ----
 #
-# What is kept of the quantized weight goes by the parameter, not by the view.
+# They run as linear layers of the transposed view. The weight cache is keyed by the parameter, not by the view.
 
-#: The class, by name: transformers need not be installed to ask.
+#: Module and name of the class; a name, because transformers may not be installed.
 CONV1D = "transformers.pytorch_utils", "Conv1D"
 
 
 class Transposed(Quantizable):
-    """Stands above a class whose forward is x [..., in] @ weight [in, out] + bias."""
+    """Mixin above a class whose forward is x [..., in] @ weight [in, out] + bias."""
 
     weight: Tensor
     bias: Tensor | None
@@ -203,15 +207,15 @@ class Transposed(Quantizable):
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """True for transformers' Conv1D and its subclasses."""
+    """Return True for transformers' Conv1D and its subclasses."""
     return _conv1d(module) is not None
 
 
 def reason_unsupported_transposed(module: nn.Module) -> str:
-    """Why one cannot be converted, or ""."""
+    """Return why a Conv1D cannot be converted, or ""."""
     kind = _conv1d(module)
     if not isinstance(module, Transposed) and type(module).forward is not kind.forward:  # type: ignore[union-attr]
-        return f"{type(module).__name__} has a forward of its own"
+        return f"{type(module).__name__} overrides forward"
     return ""
 
 
@@ -219,23 +223,22 @@ def _conv1d(module: nn.Module) -> type | None:
     return next((kind for kind in type(module).__mro__ if (kind.__module__, kind.__name__) == CONV1D), None)
 
 
-# ---- matrices --------------------------------------------------------------------------------------------
-# Which parameters of a model GEMMs read: those that a recipe could quantize, whatever module holds them.
+# ---- which parameters of a model GEMMs read ----
 #
-# Nothing in torch says so. It is told by what a parameter looks like: a matrix, or a stack of matrices as experts have,
-# that no embedding, convolution or norm owns and whose name is not that of a table or a bias.
+# torch does not record this. A parameter counts if it is a matrix, or a stack of matrices as experts have, that belongs
+# to no embedding, convolution or norm and is not named like a table or a bias.
 
-#: Sides of a matrix below this are those of gates, ranks and tables.
+#: A matrix with a smaller side is a gate, a low-rank factor or a table.
 SMALLEST_SIDE = 16
-#: Classes that hold matrices and read them otherwise, by a part of their names.
+#: Class-name patterns of modules whose matrices are not GEMM operands.
 OTHER_CLASSES = re.compile("embedding|conv[123]d$|convtranspose|norm", re.IGNORECASE)
 OTHER_NAMES = re.compile("bias|embed|position|token|table|query_tokens|latent|norm|scale|_log", re.IGNORECASE)
-#: Named like a convolution, and a linear layer [in, out]: transformers' of GPT-2.
+#: Classes named like a convolution that are linear layers [in, out]: transformers' Conv1D in GPT-2.
 LINEAR_CLASSES = {"Conv1D"}
 
 
 def gemm_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters of a module's own that GEMMs read; of an nn.Linear its weight, or what its weight is made of."""
+    """Yield a module's own parameters that GEMMs read; for a parametrized nn.Linear those that make its weight."""
     if isinstance(module, nn.Linear):
         weight = module._parameters.get("weight")
         parts = module.parameters() if weight is None else [weight]
@@ -253,34 +256,34 @@ def gemm_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
 
 def _is_operand(parameter: torch.Tensor) -> bool:
     if parameter.dim() == 3 and parameter.shape[0] == 1:
-        # One for all of a batch, such as positions that are learned.
+        # One matrix shared by the batch, such as learned positions.
         return False
     return parameter.dim() in (2, 3) and min(parameter.shape[-2:]) >= SMALLEST_SIDE
 
 
-# ---- kinds -----------------------------------------------------------------------------------------------
+# ---- module kinds ----
 
 
 class LinearMatcher(NamedTuple):
-    """One kind of modules: functions of a module of it."""
+    """Description of one kind of module; the callables take a module of that kind."""
 
     name: str
-    #: Whether a module is of it.
+    #: Return True if a module is of this kind.
     takes: Callable[[Any], bool]
-    #: What stands above the class.
+    #: Class that is put above the module's own.
     over: Callable[[Any], type[Quantizable]]
-    #: The parameters that are multiplied by; of a parametrized one those that the weight is made of.
+    #: Weights of its GEMMs; for a parametrized weight the parameters that make it.
     weights: Callable[[Any], Sequence[nn.Parameter]]
-    #: Features of the input and of the output of the first product, as rules see them.
+    #: Input and output features of the first GEMM, which rules check.
     sizes: Callable[[Any], tuple[int, int]]
-    #: Features of each input that is multiplied.
+    #: Features of each GEMM input.
     inputs: Callable[[Any], Sequence[int]]
-    #: Why this one cannot be converted, or "".
+    #: Reason why the module cannot be converted, or "".
     reason_unsupported: Callable[[Any], str]
-    #: How many experts; 0 where the weights are no stacks.
+    #: Number of experts; 0 if the weights are not stacks.
     experts: Callable[[Any], int] = lambda module: 0
-    #: The names of the stacks, each of whose matrices is a member of the state; none of a module that knows its
-    #: members.
+    #: Parameter names of the stacks, whose matrices become members of the layer's state. Empty for a module that names
+    #: its members itself.
     stacks: Callable[[Any], Sequence[str]] = lambda module: ()
 
 
@@ -288,12 +291,12 @@ def _linear_why_not(module: nn.Linear) -> str:
     if isinstance(module, Linear) or computes_a_linear(module):
         return ""
     if hasattr(module._parameters.get("weight"), "device_mesh"):
-        return "its weight lies in parts already: call convert before parallelize_module"
-    return f"{type(module).__name__} has a forward of its own"
+        return "its weight is already sharded: call convert before parallelize_module"
+    return f"{type(module).__name__} overrides forward"
 
 
 def _own(module: nn.Module, *names: str) -> list[nn.Parameter]:
-    """A module's parameters of these names, where it has them; of a parametrized one what makes them."""
+    """Return a module's matrices with these parameter names, or the parameters that make them if parametrized."""
     weights: list[nn.Parameter] = []
     for name in names:
         *inside, last = name.split(".")
@@ -301,7 +304,7 @@ def _own(module: nn.Module, *names: str) -> list[nn.Parameter]:
         if is_parametrized(holder, last):
             weights += [p for p in holder.parametrizations[last].parameters() if p.dim() > 1]  # type: ignore[index, union-attr]
         else:
-            # Older kinds of normalization make it of `weight_g` and `weight_v`.
+            # torch's older weight_norm makes the weight from `weight_g` and `weight_v`.
             named = [
                 p for n, p in holder._parameters.items() if p is not None and n in (last, f"{last}_g", f"{last}_v")
             ]
@@ -343,7 +346,7 @@ _PACKED = LinearMatcher(
     over=lambda m: Packed,
     weights=lambda m: _own(m, "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"),
     sizes=lambda m: (m.embed_dim, 3 * m.embed_dim),
-    # Of self-attention; it keeps three where its inputs are three.
+    # For self-attention; with three different inputs it saves three.
     inputs=lambda m: (m.embed_dim,) if m._qkv_same_embed_dim else (m.embed_dim, m.kdim, m.vdim),
     reason_unsupported=reason_unsupported,
 )
@@ -361,7 +364,7 @@ _EXPERTS = LinearMatcher(
 
 
 def _of_class(module: nn.Module) -> stacks.Stack | None:
-    """The row of a class of experts that the decorator does not describe."""
+    """Return the description of an experts class that transformers does not decorate, or None."""
     for kind in type(module).__mro__:
         if kind.__module__.startswith("transformers.models.") and kind.__name__ in stacks.CLASSES:
             return stacks.CLASSES[kind.__name__]
@@ -389,17 +392,17 @@ KINDS = (_LINEAR, _GROUPED, _CONV1D, _PACKED, _EXPERTS, _STACKS)
 
 
 def kind_of(module: nn.Module) -> LinearMatcher | None:
-    """The kind of a module, or None for one that `convert` does not reach."""
+    """Return the kind of a module, or None if `convert` does not support it."""
     return next((kind for kind in KINDS if kind.takes(module)), None)
 
 
 def members(module: nn.Module, kind: LinearMatcher) -> tuple[str, ...]:
-    """The names of a module's members, by which each has state of its own; none where the module has one state."""
+    """Return the names of a module's members, each with state of its own; empty if the module has a single state."""
     return experts.members(kind.stacks(module), kind.experts(module))
 
 
 def reason_unsupported_kinds(module: nn.Module, kind: LinearMatcher) -> str:
-    """Why a module cannot be converted, whatever the recipe, or ""."""
+    """Return why a module cannot be converted under any recipe, or ""."""
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance"
     why = kind.reason_unsupported(module)
@@ -407,7 +410,7 @@ def reason_unsupported_kinds(module: nn.Module, kind: LinearMatcher) -> str:
         return why
     taken = [name for name in STATE if name in module._buffers]
     if taken and not isinstance(module, Quantizable):
-        return f"it has a buffer {taken[0]!r} of its own"
+        return f"it already has a buffer named {taken[0]!r}"
     for weight in (module._parameters.get("weight"), *kind.weights(module)):
         if weight is not None and nn.parameter.is_lazy(weight):
             return "its weight has no shape yet; run one forward first"
@@ -416,30 +419,28 @@ def reason_unsupported_kinds(module: nn.Module, kind: LinearMatcher) -> str:
     return ""
 
 
-#: What configs call the number of experts that a token visits.
+#: Config fields for the number of experts per token.
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 
 
 def active(module: nn.Module, kind: LinearMatcher, config: Any) -> float:
-    """The part of a module's weights that one token is multiplied by: 1, or of experts those that it visits."""
+    """Return the share of a module's weights that one token uses: 1, or for experts the share it is routed to."""
     count = kind.experts(module)
     if not count or (kind is _STACKS and _row_of(module).over is stacks.Llama4Stack):
-        # Of Llama 4's experts each sees every token.
+        # All of Llama 4's experts process every token.
         return 1.0
     configs = [getattr(module, "config", None), config, getattr(config, "text_config", None)]
     numbers = (getattr(c, name, None) for c in configs for name in CHOSEN)
     return min(1.0, next((n for n in numbers if isinstance(n, int)), count) / count)
 
 
-# ---- heads -----------------------------------------------------------------------------------------------
-# Which layers stay in high precision unless a rule names them: output heads, and adapters of PEFT.
+# ---- layers that stay in high precision unless a rule names them: output heads and PEFT adapters ----
 #
-# Heads make logits, and published recipes leave them out; adapters are few, and are trained beside a base that is not.
-#
+# Published recipes leave output heads unquantized. Adapters are small and trained in 16 bits beside a quantized base.
 # Sources: DeepSeek-V3 (arXiv:2412.19437, section 3.3.1), NVIDIA's NVFP4 pre-training (arXiv:2509.25149), and QLoRA
-# (arXiv:2305.14314, section 3), whose adapters are in bfloat16 over a base of four bits.
+# (arXiv:2305.14314, section 3), whose adapters are bfloat16 over a 4-bit base.
 
-#: What heads are called that nothing else tells, by the last part of the name; their rows are the vocabulary's.
+#: Last parts of names that identify an output head, if its output features equal the vocabulary size.
 NAMES = {
     "lm_head",
     "head",
@@ -454,15 +455,16 @@ NAMES = {
 
 LEFT = "the output head stays in high precision; convert(..., head=True) or a rule that names it converts it"
 
-#: The attribute by which PEFT's layers name their adapters.
+#: Attribute in which PEFT's layers list their adapters.
 ADAPTERS = "adapter_layer_names"
 ADAPTER = "an adapter of PEFT stays in high precision; a rule that names it converts it"
 
 
 def output_heads(model: nn.Module) -> set[nn.Module]:
-    """The linear layers that a model names its output embeddings, and those that share an embedding's weight.
+    """Return a model's output heads: its `get_output_embeddings`, and linear layers tied to an embedding.
 
-    Where it names none, also the one that alone has a head's name, with as many outputs as the vocabulary has rows.
+    If the model has no such method, a linear layer with a head's name also counts if the name occurs once and its
+    output features equal the vocabulary size.
     """
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not model}
@@ -477,7 +479,9 @@ def output_heads(model: nn.Module) -> set[nn.Module]:
 
 
 def _vocabularies(model: nn.Module) -> set[int]:
-    """Rows of the tables that a model names its input embeddings; without an answer of all that hold no positions."""
+    """Return the sizes of the input embeddings; if the model does not name them, those of all non-position
+    embeddings.
+    """
     tables = [m for m in _answers(model, "get_input_embeddings") if isinstance(m, nn.Embedding)]
     if not tables:
         named = [(_last(name), m) for name, m in model.named_modules() if isinstance(m, nn.Embedding)]
@@ -486,7 +490,7 @@ def _vocabularies(model: nn.Module) -> set[int]:
 
 
 def _answers(model: nn.Module, method: str) -> list[nn.Module]:
-    """What the modules that have such a method, as models of transformers do, answer."""
+    """Return the modules that a getter method, such as `get_output_embeddings`, returns on any submodule."""
     answers = []
     for module in model.modules():
         ask = getattr(type(module), method, None)
@@ -495,7 +499,7 @@ def _answers(model: nn.Module, method: str) -> list[nn.Module]:
         try:
             answer = ask(module)
         except Exception:
-            # It has none, and each says so in its way.
+            # Models without such an embedding raise various errors.
             continue
         if isinstance(answer, nn.Module):
             answers.append(answer)
@@ -507,14 +511,14 @@ def _last(name: str) -> str:
 
 
 def wrappers(model: nn.Module) -> Iterator[nn.Module]:
-    """PEFT's layers around a layer of the model, by the attributes that all of them have."""
+    """Yield PEFT's wrappers around layers, recognized by the attributes that they all have."""
     for module in model.modules():
         if isinstance(getattr(type(module), ADAPTERS, None), tuple) and "base_layer" in module._modules:
             yield module
 
 
 def adapter_layers(model: nn.Module) -> set[nn.Module]:
-    """All modules inside of those that PEFT's layers name their adapters."""
+    """Return all modules inside the adapters of PEFT's layers."""
     layers: set[nn.Module] = set()
     for wrapper in wrappers(model):
         names: Any = getattr(type(wrapper), ADAPTERS)

@@ -1,7 +1,7 @@
-"""The class of a module exchanged for one that computes otherwise, as a recipe or a block says, and given back.
+"""Swap the class of a module in place for one with another forward, and restore it.
 
-The module stays the object that it is, with its parameters, hooks and attributes. Its new class stands above the old
-one, so that code which asks for the old class still gets it.
+The module stays the same object, with its parameters, hooks and attributes. The new class derives from the old one, so
+isinstance checks still succeed.
 """
 
 import copy
@@ -16,22 +16,22 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from quaver.torch.linear.linear import Linear
 
-# ---- exchanging ------------------------------------------------------------------------------------------
+# ---- swapping ----
 
-#: The classes made here, by the class that is converted, what stands above it, and its formula.
+#: Classes created here, by (original class, mixin above it, formula).
 _counterparts: dict[tuple[type, type, Hashable], type] = {(nn.Linear, Linear, None): Linear}
 
-#: Of a class that says how a module lies on ranks, and stands above whatever class the module has.
+#: Attribute of a class that parallel styles put above a module's class to describe its sharding.
 PUT_ABOVE = "_put_above"
 
 
 def exchange(module: nn.Module, over: type, formula: Hashable = None) -> None:
-    """Put a class above a module's own."""
+    """Change the class of a module to one with `over` above its own."""
     _set_class(module, counterpart(unconverted_class(module), over, formula))
 
 
 def restore_class(module: nn.Module) -> bool:
-    """Give a module the class that it had; False for one that was not exchanged."""
+    """Restore the module's original class; return False if it was not swapped."""
     before = _given_back(unconverted_class(module))
     if before is None:
         return False
@@ -40,7 +40,7 @@ def restore_class(module: nn.Module) -> bool:
 
 
 def _given_back(kind: type) -> type | None:
-    """What a class was before it was exchanged, under the classes that have been put above it since."""
+    """Return the class before the swap, under any classes put above it since; None if it was not swapped."""
     if not _was_put_above(kind):
         return original(kind)
     bases = tuple(_given_back(base) or base for base in kind.__bases__)
@@ -50,18 +50,18 @@ def _given_back(kind: type) -> type | None:
 
 
 def _was_put_above(kind: type) -> bool:
-    """Whether a class was made to stand above a module's own: by a parallel style, or by torch's fully_shard."""
+    """Return True if a parallel style or torch's fully_shard put this class above a module's own."""
     return PUT_ABOVE in vars(kind) or any(base.__name__ == "FSDPModule" for base in kind.__bases__)
 
 
 def counterpart(kind: Any, over: type, formula: Hashable = None) -> type:
-    """The class that a module of a class gets.
+    """Return the class that a module of class `kind` is swapped to; created once.
 
     Args:
-        kind: what is converted.
-        over: `Linear` for an nn.Linear and its subclasses, whose own methods come first but for the forward; else a
-            class whose methods come before those of `kind`; its `forward_like`, if any, makes the forward.
-        formula: what else `over` goes by, as the attribute `_formula` of the class; it is pickled with the module.
+        kind: the original class.
+        over: `Linear` for nn.Linear and its subclasses, of which only forward is overridden. Otherwise a mixin whose
+            methods take precedence over those of `kind`; if it has `forward_like`, that creates the forward.
+        formula: further parameters of `over`, stored as class attribute `_formula` and pickled with the module.
     """
     key = kind, over, formula
     if key not in _counterparts:
@@ -73,14 +73,16 @@ def counterpart(kind: Any, over: type, formula: Hashable = None) -> type:
             members["forward"] = Linear.forward
         elif hasattr(over, "forward_like"):
             members["forward"] = over.forward_like(kind)
-        # Another thread may have made one: a class is one object.
+        # Another thread may have created it in the meantime; keep a single class object.
         _counterparts.setdefault(key, type(kind.__name__, bases, members))
     return _counterparts[key]
 
 
 def read_of_class(kind: Any, formula: Any) -> tuple[tuple[str, Any], ...]:
-    """The forward of a class, and what it and the functions that it calls read of the class, by name, unless the
-    instance has an attribute of that name."""
+    """Return a class's forward and the class attributes that it and its callees read, by name.
+
+    Attributes that instances override are left out.
+    """
     names, read = ["forward"], dict[str, Any]()
     shadowed = dict(getattr(formula, "attributes", ()))
     while names:
@@ -89,7 +91,7 @@ def read_of_class(kind: Any, formula: Any) -> tuple[tuple[str, Any], ...]:
             continue
         member = getattr(kind, name, None)
         if member is None or member is not getattr(kind, name):
-            # Bound anew at each look.
+            # Skip attributes that are created anew at each access.
             continue
         read[name] = member
         for function in (member, inspect.unwrap(member)) if callable(member) else ():
@@ -98,21 +100,21 @@ def read_of_class(kind: Any, formula: Any) -> tuple[tuple[str, Any], ...]:
 
 
 def original(kind: type) -> type | None:
-    """What `counterpart` was given; None for classes that it did not make."""
+    """Return the class that `counterpart` was called with, or None for a class that it did not create."""
     return nn.Linear if kind is Linear else vars(kind).get("_original")
 
 
 def unconverted_class(module: nn.Module) -> type:
-    """A module's class without the one that a parametrization has put above it."""
+    """Return a module's class without the one that a parametrization put above it."""
     kind = type(module)
     return kind.__bases__[0] if is_parametrized(module) else kind
 
 
 def _set_class(module: nn.Module, base: type) -> None:
-    """Exchange a module's class.
+    """Set a module's class.
 
-    A parametrized module has a class of its own above the one to exchange, which copies of it share: it gets another
-    rather than other bases.
+    A parametrized module has a class of its own above the one to swap, which its copies share. It gets a new class,
+    because changing the bases of the shared one would affect the copies.
     """
     kind = type(module)
     if is_parametrized(module):
@@ -122,7 +124,7 @@ def _set_class(module: nn.Module, base: type) -> None:
 
 
 def _copied(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Deepcopy a parametrized module, whose class refuses to be pickled."""
+    """Deepcopy a parametrized module, whose class does not support pickling."""
     copied: nn.Module = type(self).__new__(type(self))
     memo[id(self)] = copied
     copied.__setstate__(copy.deepcopy(self.__dict__, memo))
@@ -130,7 +132,7 @@ def _copied(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _reduce(module: Any, protocol: int) -> Any:
-    """Pickle a module of a class that was made here: by the class it was made from."""
+    """Pickle a module of a class created here by its original class, mixin and formula."""
     kind = type(module)
     return _rebuild, (kind._original, kind._over, kind._formula), module.__getstate__()
 
@@ -140,51 +142,51 @@ def _rebuild(kind: type, over: type, formula: Hashable = None) -> Any:
     return exchanged.__new__(exchanged)
 
 
-# ---- same ------------------------------------------------------------------------------------------------
-# Whether two functions compute the same, asked of their outputs and gradients: so are subclasses of nn.Linear taken.
+# ---- numerical check that an nn.Linear subclass computes F.linear ----
 #
-# The forward of a subclass runs on a small stand-in for the layer, with its attributes and other sizes, and is compared
-# with `F.linear`: outputs, dtypes and gradients, in training and in evaluation, for inputs of all sizes, infinities and
-# NaN. A layer with parameters, buffers or modules beside weight and bias is never taken: they may count later (LoRA's
-# begin at zero). Falcon's layers pass.
+# The subclass's forward runs on a small dummy layer with the same attributes but other sizes. Outputs, dtypes and
+# gradients are compared with `F.linear`, in training and evaluation mode, for inputs of all magnitudes, infinities and
+# NaN. A layer with parameters, buffers or modules besides weight and bias is never accepted, since they may matter
+# later (LoRA's start at zero). Falcon's layers pass.
 
-#: Features of the stand-in.
+#: Input and output features of the dummy layer.
 SIZES = 8, 5
-#: By how much outputs may differ, relative to the largest of a row: the order of a sum is free.
+#: Largest difference relative to the row's largest value; the order of summation may differ.
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
 
-#: Attributes that tell layers of one class apart.
+#: Attribute types that may be part of a cache key for layers of one class.
 PLAIN = str, int, float, bool, type(None), torch.dtype
 
 _computes: dict[Any, bool] = {}
 
 
 def computes_a_linear(module: nn.Linear) -> bool:
-    """True if a layer's own forward gives what nn.Linear's gives."""
+    """Return True if a layer's own forward computes what nn.Linear's does."""
     kind = type(module)
     if kind.forward is nn.Linear.forward:
         return True
     if set(module._parameters) - {"weight", "bias"} or module._modules or module._buffers:
         return False
     own = {name: value for name, value in module.__dict__.items() if name not in _OF_ALL}
-    # It may be parametrized, or have attributes that are no key, or that a key would hold alive.
+    # No cache key if the layer is parametrized or has attributes that are unhashable or would be kept alive by the
+    # cache.
     plain = "bias" in module._parameters and all(isinstance(value, PLAIN) for value in own.values())
     key = (kind, kind.forward, module._parameters["bias"] is None, tuple(sorted(own.items()))) if plain else None
     known = None if key is None else _computes.get(key)
     if known is None:
         try:
-            # What is asked is not what surrounds the call.
+            # The result must not depend on the caller's inference mode or autocast.
             with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
                 known = all(_agrees(module, own, dtype, training) for dtype in BOUNDS for training in (True, False))
         except Exception:
-            # Tensors have no values here, as under FakeTensorMode.
+            # Tensors have no values here, for example under FakeTensorMode.
             return False
         if key is not None:
             _computes[key] = known
     return known
 
 
-#: Attributes of every nn.Linear: none of them makes one compute something else.
+#: Attributes that every nn.Linear has; none of them changes what it computes.
 _OF_ALL = {*nn.Linear(1, 1, dtype=torch.float32, device="meta").__dict__, "recipe", "seed", "qualified_name", "_state"}
 
 
@@ -208,7 +210,7 @@ def _agrees(module: nn.Linear, own: dict[str, Any], dtype: torch.dtype, training
             with torch.random.fork_rng(devices=[]):
                 results = differentiated(type(module).forward, stand_in, (x,))
         except Exception:
-            # It wants what an nn.Linear does not: more arguments, other sizes.
+            # Its forward needs more arguments, or other sizes, than nn.Linear's.
             return False
         after = {name: value for name, value in stand_in.__dict__.items() if not name.startswith("_")}
         with torch.random.fork_rng(devices=[]):
@@ -219,7 +221,7 @@ def _agrees(module: nn.Linear, own: dict[str, Any], dtype: torch.dtype, training
 
 
 def _inputs(k: int, dtype: torch.dtype, generator: torch.Generator) -> Iterator[Tensor]:
-    """Matrices and batches, rows of every size, and what is not finite."""
+    """Yield test inputs: a matrix and a batch with rows of all magnitudes, and one with infinity and NaN."""
     x = torch.randn((6, k), generator=generator, dtype=torch.float32, device="cpu")
     yield (x * torch.logspace(-4, 4, 6, dtype=torch.float32, device="cpu")[:, None]).to(dtype)
     yield x.view(2, 3, k).to(dtype)
@@ -228,9 +230,9 @@ def _inputs(k: int, dtype: torch.dtype, generator: torch.Generator) -> Iterator[
 
 
 def differentiated(function: Callable[..., Any], module: nn.Module, x: Sequence[Tensor]) -> list[Tensor | None]:
-    """The output of (module, *x), and the gradients of the inputs and of the module's parameters.
+    """Return the output of function(module, *x), and the gradients of x and of the module's parameters.
 
-    It seeds the CPU's generator alone, which callers give back: torch.manual_seed would set a GPU's too.
+    It seeds only the CPU generator, which callers restore; torch.manual_seed would also seed the GPUs'.
     """
     torch.default_generator.manual_seed(0)
     given = [a.clone().requires_grad_() for a in x]
@@ -244,14 +246,19 @@ def differentiated(function: Callable[..., Any], module: nn.Module, x: Sequence[
 
 
 def first_of(outputs: Any) -> Tensor:
-    """What a module gives: a tensor, or the first of several."""
+    """Return a module's output, or the first one if it returns several."""
     first: Tensor = outputs[0] if isinstance(outputs, tuple | list) else outputs
     return first
 
 
 def close(a: Tensor | None, b: Tensor | None, within: torch.dtype | None = None) -> bool:
-    """Whether two results agree: both there, of one shape and dtype, finite at the same places, rows within the bound
-    of a dtype, or of their own."""
+    """Return True if two results agree: shape, dtype, positions of NaN and infinity, and rows within the bound.
+
+    Args:
+        a: a result, or None.
+        b: the expected result, or None.
+        within: dtype whose bound applies; None for their own.
+    """
     if a is None or b is None:
         return a is b
     if a.shape != b.shape or a.dtype is not b.dtype:

@@ -1,1 +1,1 @@
-"""Replaces supported modules of a model by Quaver blocks."""
+"""Replacement of supported modules (norms, MLPs, attention, Mamba-2 mixers, losses) by Quaver blocks, in place."""

@@ -1,8 +1,8 @@
-"""Attention of any family by our operation and rotary positions, between the projections and caches of its own.
+"""Run Quaver's attention and rope inside the forward of transformers' attention classes.
 
-The forward of a class of transformers' looks two functions up by name: one that turns queries and keys, and one that
-attends, in a registry. Here that very forward runs with ours in their place, in a copy of the function that has other
-globals; nothing of the framework is written to. Masks, caches and projections are what they were.
+A transformers forward calls two functions by name: one that rotates queries and keys, and one from a registry that
+computes attention. Here the same forward runs as a copy of the function with other globals, in which both names refer
+to Quaver's functions. The framework itself is not modified. Masks, caches and projections stay as they were.
 """
 
 import functools
@@ -33,26 +33,27 @@ from quaver.torch.conversion.replace.norm import COMPLEX, HALVES, ONCE, PAIRS, R
 from quaver.torch.nn.attention.op import attention
 from quaver.torch.numerics.rounding import is_tracing
 
-#: What forwards call the registry of functions that attend: a name of transformers' modeling files.
+#: Name of the registry of attention functions in transformers' modeling files.
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"
-#: The way to attend that ours takes the place of. Eager attention gives weights, and to a query that sees nothing the
-#: average of all values: there ours turn alone.
+#: Attention implementation that Quaver replaces, and one for which only rope is replaced: eager attention returns
+#:     weights,
+#: and gives a query that sees no key the average of all values.
 SDPA, EAGER = "sdpa", "eager"
-#: Arguments of a function that attends, beside those that none reads here.
+#: Keyword arguments of an attention function that Quaver's attention supports.
 OURS = {"dropout", "scaling", "is_causal", "softcap", "s_aux", "position_bias"}
-#: Arguments that only theirs knows what to do with, where they are given.
+#: Keyword arguments that only the original function supports; if one is passed, the original runs.
 THEIRS = ("output_attentions", "cache")
 
 
 @dataclass(frozen=True)
 class AttentionFormula:
-    """Which functions of a forward's ours take the place of."""
+    """The functions in a forward that are replaced, and their replacements."""
 
-    #: The name of the function that turns, or "", what it was, and ours.
+    #: Name of the rope function or "", the function itself, and Quaver's replacement or None.
     turns: str
     function: Any
     rope: Rope | None
-    #: How the configuration says to attend, and the function of "sdpa" or None.
+    #: The configuration's attention implementation, and the registry's "sdpa" function that is replaced, or None.
     implementation: str
     attends: Any
 
@@ -62,10 +63,10 @@ class AttentionFormula:
 
 
 class FusedAttention(FusedModule):
-    """Stands above a class of attention whose forward asks the registry."""
+    """Mixin above an attention class whose forward uses the registry."""
 
     _formula: AttentionFormula
-    #: What a compiler traces in the place of the forward, or None where that attends by itself.
+    #: Copy of the forward for torch.compile, or None if only rope is replaced.
     _traced: Any = None
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -85,7 +86,9 @@ class FusedAttention(FusedModule):
 
 
 def _asks(module: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether weights are asked for, another way to attend, or another function turns than was compared."""
+    """Return True if the original forward must run: weights are requested, or the implementation or rope function
+    changed.
+    """
     formula, config = module._formula, module.config
     if kwargs.get("output_attentions") or getattr(config, "output_attentions", False):
         return True
@@ -96,7 +99,7 @@ def _asks(module: Any, kwargs: dict[str, Any]) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def rebuilt(forward: Any, formula: AttentionFormula) -> Callable[..., Any]:
-    """A forward that finds our functions among its globals."""
+    """Return a copy of a forward whose globals contain Quaver's functions."""
     names = OverlaidNames(forward.__globals__, {REGISTRY: _Registry(forward.__globals__[REGISTRY], formula.attends)})
     if formula.rope is not None:
         names[formula.turns] = formula.rope
@@ -106,10 +109,10 @@ def rebuilt(forward: Any, formula: AttentionFormula) -> Callable[..., Any]:
 
 
 def traced(forward: Any, formula: AttentionFormula) -> Callable[..., Any] | None:
-    """`rebuilt` for a compiler, which looks names up in a dict of those that the forward has, and turns queries and
-    keys by the forward's own function, for it fuses that; None where the forward attends by itself.
+    """Return a copy of a forward for torch.compile, or None if attention is not replaced.
 
-    Without the name of its module: that is where a compiler would look names up.
+    Its globals are a plain dict of the names that the forward uses. Rope stays the forward's own function, because the
+    compiler fuses it. `__name__` is left out: the compiler would look names up in that module.
     """
     if formula.attends is None:
         return None
@@ -122,18 +125,18 @@ def traced(forward: Any, formula: AttentionFormula) -> Callable[..., Any] | None
 
 
 def _patched_since(kind: Any) -> bool:
-    """Whether the forward's file has other things by the names that were copied."""
+    """Return True if the globals of the original forward have changed since they were copied."""
     theirs = kind._original.forward.__globals__
     copied = kind._traced.__globals__
     return any(theirs.get(name) is not value for name, value in copied.items() if name != REGISTRY)
 
 
 class _Registry:
-    """Gives our function in the place of the one that was compared."""
+    """Attention registry that returns Quaver's attention in place of the function that was compared."""
 
     def __init__(self, theirs: Any, attends: Any) -> None:
         self.theirs, self.attends = theirs, attends
-        #: Whether a forward has asked for the function.
+        #: True once a forward has fetched the function.
         self.asked = False
 
     def get_interface(self, name: str, default: Any) -> Any:
@@ -151,7 +154,7 @@ class _Registry:
 
 
 class _TracedRegistry(_Registry):
-    """The same for a compiler, which would note that it was asked."""
+    """The registry for torch.compile; it has no side effect to trace."""
 
     def get_interface(self, name: str, default: Any) -> Any:
         function = self.theirs.get_interface(name, default)
@@ -167,7 +170,17 @@ def _attend(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Of [B, heads, S, D], as transformers hands them: [B, S, heads, D], and no weights."""
+    """Compute attention with the signature of a transformers attention function.
+
+    Args:
+        theirs: the original function, called if an unsupported argument is passed.
+        module: the attention module.
+        query, key, value: [B, heads, S, D].
+        attention_mask: boolean (True means visible) or additive mask, or None.
+        options: further keyword arguments.
+    Returns:
+        The output [B, S, heads, D], and None in place of weights.
+    """
     if any(options.get(name) not in (None, False) for name in THEIRS):
         return theirs(module, query, key, value, attention_mask, **options)
     given = {name: options.get(name) for name in OURS}
@@ -197,19 +210,19 @@ def _attend(
 
 
 def is_attention(module: nn.Module) -> bool:
-    """True for a class whose forward asks the registry how to attend."""
+    """Return True for a module whose forward fetches its attention function from the registry."""
     kind: Any = unconverted_class(module)
     forward = getattr(kind, "_original", kind).forward
     return REGISTRY in getattr(forward, "__code__", is_attention.__code__).co_names and hasattr(module, "config")
 
 
 def formula_of(module: Any) -> tuple[AttentionFormula | None, str]:
-    """Which functions of its forward ours replace, or None and why it is left alone."""
+    """Return which functions of the forward to replace, or None and the reason."""
     implementation = getattr(module.config, "_attn_implementation", None)
     if implementation is None:
         return None, "its configuration does not say how to attend"
     if implementation not in (SDPA, EAGER):
-        return None, f"its configuration asks for {implementation}, and ours takes the place of {SDPA}"
+        return None, f"its configuration asks for {implementation}, but only {SDPA} can be replaced"
     kind: Any = original(unconverted_class(module)) or unconverted_class(module)
     forward = kind.forward
     held = forward.__globals__
@@ -218,15 +231,15 @@ def formula_of(module: Any) -> tuple[AttentionFormula | None, str]:
     name = turns[0] if rope is not None else ""
     attends = held[REGISTRY].get_interface(SDPA, None) if implementation == SDPA else None
     if attends is None and rope is None:
-        return None, f"its configuration asks for {EAGER} attention, and ours takes the place of {SDPA}"
+        return None, f"its configuration asks for {EAGER} attention, but only {SDPA} can be replaced"
     formula = AttentionFormula(name, held.get(name), rope, implementation, attends)
-    # Which matrix leads back to the features of the input: mostly the last one, Phi-3's first, of some none.
+    # Find the output projection by trial: usually the last matrix, Phi-3's first, in some modules none.
     outs = [*reversed(_matrices(module)), None]
     try:
         widths = {out: _widths(small(module, torch.float32, out)) for out in outs}
     except NotImplementedError as error:
         return None, str(error)
-    # Tables lie as the function that turns was found to read them.
+    # The layout of cosines and sines is the one that the rope function was found to read.
     layouts = (rope.lies,) if rope is not None else (HALVES, PAIRS, ONCE, COMPLEX) if turns else (HALVES,)
     reason = ""
     for out, lies in itertools.product(outs, layouts):
@@ -238,32 +251,32 @@ def formula_of(module: Any) -> tuple[AttentionFormula | None, str]:
             why = why or "it does not ask the registry how to attend"
             if "does not run" not in why:
                 return None, why
-            # The first case is the usual one, whose reason says most.
+            # The first case is the usual one, so its reason is the most useful one.
             reason = reason or why
     return None, reason
 
 
 def _matrices(module: nn.Module) -> list[str]:
-    """The names of the matrices that it holds itself."""
+    """Return the names of the module's direct linear layers."""
     return [name for name, part in module._modules.items() if sizes(part) is not None]
 
 
 class _ProbeCase(NamedTuple):
-    """How a twin is made and called."""
+    """Parameters for building and calling a small copy of the module."""
 
-    #: The matrix that leads back to the features of the input, by name.
+    #: Name of the output projection, or None.
     out: str | None
-    #: How tables of rotary positions lie, and for how many features.
+    #: Layout of cosines and sines, and their number of features.
     lies: str
     width: int
 
 
-#: Tokens, and features of the input.
+#: Number of tokens, and of input features, in the comparison.
 TOKENS, SMALL = 5, 16
 
 
 def _differs(module: Any, forward: Any, formula: AttentionFormula, case: _ProbeCase) -> str:
-    """Where they differ, or "": without a mask, with a causal one, and with one that pads and bounds a window."""
+    """Return how the outputs differ, or "": tested without a mask, with a causal one, and with padding and a window."""
     for mask in ("none", "causal", "padding and window"):
 
         def theirs(copied: Any, x: Tensor, mask: str = mask) -> Tensor:
@@ -285,7 +298,7 @@ def _differs(module: Any, forward: Any, formula: AttentionFormula, case: _ProbeC
 
 
 def _arguments(copied: Any, x: Tensor, mask: str, implementation: str, case: _ProbeCase) -> dict[str, Any]:
-    """Of a forward, by name, as a model of transformers gives them."""
+    """Return keyword arguments for a forward, as a transformers model passes them."""
     names = _parameters(type(copied).forward)
     i = torch.arange(TOKENS, dtype=torch.int64, device="cpu")
     seen = i[:, None] >= i
@@ -311,7 +324,7 @@ def _parameters(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 
 
 def _widths(copied: Any) -> list[int]:
-    """Features that may turn, as the attributes of classes say."""
+    """Return the candidate numbers of rotated features, from the module's attributes."""
     named = ("rotary_ndims", "rotary_dim", "qk_rope_head_dim", "head_dim", "head_size", "attention_head_size")
     widths = [getattr(copied, name, None) for name in named]
     whole = [width for width in widths if isinstance(width, int) and width > 1]
@@ -320,12 +333,14 @@ def _widths(copied: Any) -> list[int]:
 
 
 def small(module: Any, dtype: torch.dtype, out: str | None) -> nn.Module:
-    """A twin of few features of input and output, whose heads are those of the module.
+    """Return a small copy with few input and output features and the module's own heads.
 
     Args:
-        out: the name of the matrix that leads back to the features of the input.
+        module: the attention module.
+        dtype: dtype of the copy.
+        out: name of the output projection, or None.
     Raises:
-        NotImplementedError: what is inside cannot be made again.
+        NotImplementedError: the module has buffers or children that cannot be copied.
     """
     parts: dict[str, nn.Module] = {}
     shapes = {name: size for name, part in module._modules.items() if (size := sizes(part)) is not None}
@@ -343,7 +358,7 @@ def small(module: Any, dtype: torch.dtype, out: str | None) -> nn.Module:
                 drawn((n,), dtype, 2 * i + 1, scale=0.3) if bias else None,
             )
         elif part is None or part._modules or any(b.is_meta for b in part.buffers()):
-            raise NotImplementedError(f"it holds a {type(part).__name__}")
+            raise NotImplementedError(f"it contains a {type(part).__name__}")
         else:
             values = {n: drawn(p.shape, dtype, i, 0.5, 0.2) for n, p in part._parameters.items() if p is not None}
             bare = unconverted_class(part)

@@ -1,4 +1,4 @@
-"""Which modules of a model our blocks compute in place: each kind is tried, and what came of it is a row."""
+"""Decide which modules of a model Quaver's blocks replace: try each kind and report the result per module."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -22,50 +22,50 @@ from quaver.torch.linear.linear import Quantizable
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """Which parts of a model `convert(..., blocks=...)` has computed by our blocks, where they compute the same."""
+    """Selects the parts of a model that `convert(..., blocks=...)` replaces by Quaver blocks that compute the same."""
 
-    # RMSNorm and LayerNorm, by whatever class and names.
+    # RMSNorm and LayerNorm, whatever their class and parameter names.
     norm: bool = True
-    # Two matrices, or three, and what is between them.
+    # MLPs of two or three matrices with an activation.
     mlp: bool = True
-    # What is between the projections of attention: rotary positions and the attending, caches apart.
+    # Rope and attention between the projections; caches are not replaced.
     attention: bool = True
-    # The convolution, scan and gated norm of Mamba-2 mixers, between their projections, where no cache is given.
+    # Convolution, scan and gated norm of Mamba-2 mixers, between their projections, in calls without a cache.
     mixer: bool = True
-    # Keep what goes into a gated activation in eight bits; gradients change (docs/blocks/mlp.md).
+    # Save the input of a gated activation in eight bits; this changes gradients (docs/blocks/mlp.md).
     eight_bit_activations: bool = False
-    # The head with its loss: where labels are given in training, outputs have a loss and no logits.
+    # Output head fused with the loss. With labels in training, outputs then have a loss but no logits.
     loss: bool = False
 
 
 class ReplaceableModule(NamedTuple):
-    """A module that one of our blocks may compute."""
+    """Report entry for a module that a Quaver block may replace."""
 
     name: str
-    #: Its class.
+    #: Class name of the module.
     kind: str
-    #: What computes it, or "".
+    #: Description of the block that replaces it, or "".
     block: str
-    #: Why its own forward runs, or "".
+    #: Reason why the module's own forward runs, or "".
     why: str
 
 
 class BlockMatcher(NamedTuple):
-    """A kind of parts: functions of a module."""
+    """One kind of replaceable module; the callables take a module."""
 
     name: str
-    #: Whether a module may be one.
+    #: Return True if a module may be of this kind.
     takes: Callable[[nn.Module], bool]
-    #: What it computes, or None and why it is left alone.
+    #: Return the formula that the module computes, or None and the reason why it is not replaced.
     formula: Callable[[nn.Module, Blocks], tuple[Any, str]]
     over: type[FusedModule]
-    #: Why a module that is placed runs its own forward all the same, such as a hook on a part inside, or "".
+    #: Return why a replaced module still runs its own forward, such as a hook on a child, or "".
     in_the_way: Callable[[nn.Module, Any], str] = lambda module, formula: ""
-    #: Attributes that do not tell two of them apart.
+    #: Attributes that may differ between modules that share a formula.
     alike: frozenset[str] = frozenset()
 
 
-#: Where a layer stands in its model, as caches want it.
+#: Attributes with the index of a layer in its model, which caches need.
 PLACES = frozenset({"layer_idx", "layer_id", "layer_number"})
 PARTS = (
     BlockMatcher("norm", norms.is_norm, lambda m, _: norms.formula_of(m), norms.FusedNorm),
@@ -81,7 +81,7 @@ PARTS = (
         attentions.is_attention,
         lambda m, _: attentions.formula_of(m),
         attentions.FusedAttention,
-        # Its own forward runs.
+        # The module's own forward runs, so the index may differ.
         alike=PLACES,
     ),
     BlockMatcher(
@@ -97,12 +97,15 @@ PARTS = (
 
 
 def place(modules: Sequence[tuple[nn.Module, str, str]], blocks: Blocks) -> list[ReplaceableModule]:
-    """Have our blocks compute the modules that they compute alike, and say of each what came of it.
+    """Replace the modules that Quaver blocks can compute, and report the result for each.
 
     Args:
-        modules: of the model, each with its name and why its owner leaves it alone, or "".
+        modules: modules of the model, each with its name and the reason why the user excludes it, or "".
+        blocks: kinds to replace.
+    Returns:
+        One entry per module of a selected kind.
     """
-    # What is asked is not what surrounds the call, and twins draw from the CPU's generator and seed it.
+    # The comparison must not depend on the caller's inference mode or autocast. It seeds the CPU generator, so fork it.
     with torch.inference_mode(False), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
         return _place(modules, blocks)
 
@@ -116,7 +119,7 @@ def _place(modules: Sequence[tuple[nn.Module, str, str]], blocks: Blocks) -> lis
             continue
         formula, why = (None, left) if left else _formula(module, part, blocks, known)
         if isinstance(module, FusedModule):
-            # Of an earlier call; one that is left alone computes by itself from now on.
+            # Replaced by an earlier call; it is replaced again or stays restored.
             restore_class(module)
         if formula is not None:
             if hasattr(formula, "attributes"):
@@ -133,7 +136,7 @@ def _place(modules: Sequence[tuple[nn.Module, str, str]], blocks: Blocks) -> lis
 
 
 def _complete_packed_inputs(modules: Sequence[nn.Module]) -> None:
-    """Have models around mixers of ours complete what tells packed sequences apart."""
+    """Install hooks on models with fused mixers that pass the boundaries of packed sequences to all layers."""
     for module in modules:
         _forget_packed_inputs(module)
         kind: Any = unconverted_class(module)
@@ -151,7 +154,7 @@ def _forget_packed_inputs(module: nn.Module) -> None:
 
 
 def have_mixers_call(modules: Sequence[nn.Module]) -> None:
-    """Have mixers that hold converted layers call them, where their forward would hand the weights to one function."""
+    """Make mixers call their converted layers where their forward would pass the weights to one fused function."""
     for module in modules:
         parts = module._modules.values()
         holds = any(isinstance(part, Quantizable) for part in parts)
@@ -160,7 +163,7 @@ def have_mixers_call(modules: Sequence[nn.Module]) -> None:
 
 
 def remove_overrides(model: nn.Module) -> None:
-    """Give every module that a block computes its own class back."""
+    """Restore the class of every module that a block replaced, and remove its hooks."""
     for module in model.modules():
         _forget_packed_inputs(module)
         if isinstance(module, FusedModule):
@@ -176,7 +179,7 @@ def _part(module: nn.Module, blocks: Blocks) -> BlockMatcher | None:
 def _formula(
     module: nn.Module, part: BlockMatcher, blocks: Blocks, known: dict[Any, tuple[Any, str]]
 ) -> tuple[Any, str]:
-    """Asked once of modules that differ in no attribute."""
+    """Return the formula or the reason; modules that differ in no relevant attribute share the result."""
     if "forward" in module.__dict__:
         return None, "its forward was replaced on the instance"
     children = tuple((name, _looks(child, part.alike)) for name, child in module._modules.items())
@@ -187,11 +190,13 @@ def _formula(
 
 
 def _looks(module: nn.Module | None, alike: frozenset[str]) -> Any:
-    """What tells modules of one class apart: plain attributes by value, others by identity, and sizes; of a matrix the
-    latter alone.
+    """Return a key that distinguishes modules of one class: plain attributes by value, others by identity, and sizes.
+
+    A linear layer is described only by its sizes and dtypes.
 
     Args:
-        alike: attributes that tell none apart.
+        module: the module, or None.
+        alike: attributes to ignore.
     """
     if module is None:
         return None

@@ -1,7 +1,9 @@
-"""Whether a block computes what a module's own forward computes: asked of a small twin, by outputs and gradients.
+"""Check that a Quaver block computes the same as a module's own forward, by comparing outputs and gradients.
 
-Both run on the same inputs, rows of all sizes, infinities and NaN among them, in float32 and bf16, in training and in
-evaluation, with the same noise; outputs and their dtypes must agree, and the gradients of inputs and parameters.
+Both run on a small copy of the module with the same inputs and the same noise: rows of all magnitudes, infinities and
+    NaN,
+in float32 and bf16, in training and evaluation. Outputs, their dtypes, and the gradients of inputs and parameters must
+agree.
 """
 
 import copy
@@ -19,35 +21,34 @@ from quaver.torch.operations import ops
 from quaver.torch.operations.autograd import forward_level, transforms_active
 from quaver.torch.operations.ops import any_autocast_enabled
 
-# ---- fused -----------------------------------------------------------------------------------------------
-# What stands above the class of a module that one of our blocks computes, and when the module's own forward runs.
+# ---- FusedModule, and when the module's own forward must run ----
 
-#: Attributes of every module.
+#: Attributes that every nn.Module has.
 OF_ALL = {*nn.Module().__dict__}
-#: What transformers notes of a module that it has loaded or initialized, and no forward reads.
+#: Attributes that transformers sets on loaded or initialized modules and that no forward reads.
 NOTES = {"_is_hf_initialized"}
-#: An attribute's name, and what it is.
+#: (name, value) pairs of attributes.
 Named = tuple[tuple[str, Any], ...]
 
-#: What blocks compute in: what was compared. Forwards may do otherwise in float16, such as clamp.
+#: Dtypes that blocks support because they were compared. In float16 a forward may differ, for example clamp.
 DTYPES = (torch.float32, torch.bfloat16)
 
 
 class FusedModule(nn.Module):
-    """A module computed by one of our blocks, with its own parameters, submodules, hooks and attributes.
+    """Base of classes that replace a module's forward by a Quaver block, keeping its parameters, children and hooks.
 
-    Its class is made by `quaver.torch.conversion.matchers.swap_class` and says what is computed.
+    The class of each module is created by `quaver.torch.conversion.matchers.swap_class`.
     """
 
-    #: What the block computes, and of which of the module's parts.
+    #: Formula of the block: its computation, and the names of the children and parameters that it uses.
     _formula: Any
-    #: The class below, and of its members those that were compared with the block.
+    #: The original class, and those of its members that were compared with the block.
     _original: Any
     _compared: Named
 
 
 def fixed(attributes: Mapping[str, Any]) -> Named:
-    """Those attributes that are told by their value: numbers, names, tuples of them, and functions."""
+    """Return the attributes that are compared by value: numbers, strings, tuples of them, and functions."""
     own = ((name, value) for name, value in attributes.items() if name not in OF_ALL and name not in NOTES)
     return tuple((name, value) for name, value in own if _told(value))
 
@@ -59,15 +60,15 @@ def _told(value: Any) -> bool:
 
 
 def untold(attributes: Mapping[str, Any]) -> str:
-    """Why a block must not compute a module with these attributes, or "": one may be written to, and nothing tells."""
+    """Return why a module with mutable attributes cannot be replaced, or "": a write to one could not be detected."""
     for name, value in attributes.items():
         if name not in OF_ALL and name not in NOTES and isinstance(value, Tensor | list | dict | set):
-            return f"its {name} is a {type(value).__name__}, and nothing would tell that it was written to"
+            return f"its {name} is a {type(value).__name__}, and a write to it could not be detected"
     return ""
 
 
 def changed(attributes: Mapping[str, Any], before: Named) -> bool:
-    """Whether an attribute is another than `fixed` has seen."""
+    """Return True if an attribute differs from the value that `fixed` recorded."""
     for name, value in before:
         now = attributes.get(name, nn.Module)
         if now is not value and (type(now) is not type(value) or now != value):
@@ -76,17 +77,18 @@ def changed(attributes: Mapping[str, Any], before: Named) -> bool:
 
 
 def replaced(module: FusedModule) -> bool:
-    """Whether the class has another forward than was compared."""
+    """Return True if the class's forward is no longer the one that was compared."""
     kind = type(module)
     return kind._original.forward is not dict(kind._compared)["forward"]
 
 
 def patched(module: FusedModule, called: bool = False) -> bool:
-    """Whether the class or the instance has another forward, or another function that it calls, than was compared.
+    """Return True if the class or the instance overrides the forward, or a function it calls, since the comparison.
 
     Args:
-        called: True leaves out a forward of the instance that says that it wraps the class's, as accelerate's does in
-            mixed precision: it has called what asks.
+        module: the replaced module.
+        called: True ignores an instance forward that wraps the class's (functools.wraps), as accelerate's does in mixed
+            precision; that wrapper is the caller.
     """
     kind = type(module)
     for name, value in kind._compared:
@@ -98,14 +100,17 @@ def patched(module: FusedModule, called: bool = False) -> bool:
 
 
 def _wraps(module: FusedModule, kind: type) -> bool:
-    """Whether the instance's forward is a wrapper, by functools.wraps, of its class's."""
+    """Return True if the instance's forward wraps its class's, by functools.wraps."""
     forward = module.__dict__["forward"]
     return not is_tracing() and inspect.unwrap(getattr(forward, "__func__", forward)) is kind.forward  # type: ignore[attr-defined]
 
 
 def stands_aside(module: FusedModule, x: Any) -> bool:
-    """True if the module's own forward must run on x: x is no plain tensor, or a transform that our functions have no
-    rules for is active."""
+    """Return True if the module's own forward must run on x.
+
+    That is so if x is not a plain tensor of a supported dtype, or if a function transform is active that the block's
+    autograd functions do not support.
+    """
     if is_tracing():
         return not isinstance(x, Tensor) or x.dtype not in DTYPES or _narrowed(x)
     if (x.__class__ is not Tensor and x.__class__ is not nn.Parameter) or x.dtype not in DTYPES or x.is_nested:
@@ -114,38 +119,45 @@ def stands_aside(module: FusedModule, x: Any) -> bool:
 
 
 def _narrowed(x: Tensor) -> bool:
-    """Whether torch.autocast gives x's operations a dtype that was not compared."""
+    """Return True if torch.autocast gives x's operations a dtype that was not compared."""
     kind = ops.autocast_device(x)
     return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) not in DTYPES
 
 
 def casts(x: Tensor) -> bool:
-    """Whether torch.autocast may give x's operations other dtypes than x has."""
+    """Return True if torch.autocast may give x's operations another dtype than x's own."""
     return x.dtype is not torch.float32 and torch.is_autocast_enabled(ops.autocast_device(x))
 
 
-# ---- comparing -------------------------------------------------------------------------------------------
+# ---- comparison ----
 
 Function = Callable[..., Tensor]
 
 
 class BlockError(RuntimeError):
-    """Our block, and not the forward that it is compared with, does not run."""
+    """The Quaver block fails where the original forward runs."""
 
 
 def reason_unsupported(error: Exception) -> str:
-    """Why a module is left alone for an error."""
+    """Return the reason for leaving a module alone after an error in the comparison."""
     whose = "our block on a small copy" if isinstance(error, BlockError) else "a small copy of it"
     return f"{whose} does not run: {str(error).partition(chr(10))[0][:100]}"
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """Copies of a module's own buffers on the CPU, where twins are: a forward may write to them."""
+    """Return CPU copies of a module's own buffers; the forward may write to them."""
     return {n: None if b is None else b.detach().to("cpu", copy=True) for n, b in module._buffers.items()}
 
 
 def twin(module: nn.Module, kind: Any, submodules: dict[str, nn.Module], parameters: dict[str, Tensor]) -> nn.Module:
-    """A module of a class with another's attributes, without its hooks, and with parts of its own."""
+    """Return a new module of class `kind` with another module's attributes but without its hooks.
+
+    Args:
+        module: module whose attributes are copied.
+        kind: class of the result.
+        submodules: children of the result.
+        parameters: parameters of the result.
+    """
     copied: nn.Module = kind.__new__(kind)
     nn.Module.__init__(copied)
     own = {name: value for name, value in module.__dict__.items() if name not in OF_ALL and name != "_state"}
@@ -157,7 +169,7 @@ def twin(module: nn.Module, kind: Any, submodules: dict[str, nn.Module], paramet
 
 
 def linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """An nn.Linear of these values, which draws none of its own."""
+    """Return an nn.Linear with these values, without drawing random numbers."""
     layer = nn.Linear.__new__(nn.Linear)
     nn.Module.__init__(layer)
     layer.out_features, layer.in_features = weight.shape
@@ -172,18 +184,18 @@ def differs(
     inputs: Callable[[torch.dtype], Iterator[tuple[Tensor, ...]]],
     theirs: Function = nn.Module.__call__,
 ) -> str:
-    """Where a module's forward and ours differ, or "".
+    """Return how a module's forward and the block differ, or "".
 
     Args:
-        of_dtype: makes the twin, of the same values each time.
-        ours: (twin, *inputs) to what its forward should give.
-        inputs: of the forward.
-        theirs: calls the twin.
+        of_dtype: function that builds the small copy in a dtype, with the same values each time.
+        ours: function (copy, *inputs) that computes the block.
+        inputs: function of a dtype that yields the inputs of the forward.
+        theirs: function (copy, *inputs) that runs the original forward.
     """
     for dtype in BOUNDS:
         for training in (True, False):
             copied = of_dtype(dtype).train(training)
-            # Held, so that no buffer made later has the identity of one of these.
+            # Keep references, so that a buffer created later cannot have the same id.
             before, held = _plain(copied), list(copied.buffers())
             for x in inputs(dtype):
                 try:
@@ -201,10 +213,10 @@ def differs(
 
 
 def of_block(ours: Function, module: nn.Module, x: Sequence[Tensor]) -> list[Tensor | None]:
-    """As `differentiated`, of our block.
+    """Run `differentiated` on the block.
 
     Raises:
-        BlockError: it does not run.
+        BlockError: the block fails.
     """
     try:
         return differentiated(ours, module, x)
@@ -213,11 +225,11 @@ def of_block(ours: Function, module: nn.Module, x: Sequence[Tensor]) -> list[Ten
 
 
 def wide(theirs: Function, copied: nn.Module, x: Sequence[Tensor]) -> list[Tensor | None]:
-    """The same in float32, of the values that there are."""
+    """Return the original results computed in float32 from the same values."""
     return differentiated(theirs, copy.deepcopy(copied).float(), [a.float() if a.is_floating_point() else a for a in x])
 
 
-#: How much further than theirs from float32 a result of ours may be, where both are rounded to fewer bits.
+#: With 16-bit dtypes, the block's error relative to float32 may be this factor times the original's.
 FURTHER = 1.1
 
 
@@ -227,12 +239,14 @@ def agree(
     dtype: torch.dtype,
     exact: Callable[[], list[Tensor | None]],
 ) -> bool:
-    """Whether outputs and gradients agree; of an output that is not all finite, the output alone.
+    """Return True if outputs and gradients agree; for a non-finite output only the output is compared.
 
     Args:
-        dtype: of the parameters.
-        exact: gives the same in float32. Some forwards round so often that ours, which round once, differ by more than
-            the bound: they must be as near to float32.
+        ours: results of the block.
+        expected: results of the original forward.
+        dtype: dtype of the parameters.
+        exact: function that returns the results in float32. Some forwards round so often that the block, which rounds
+            once, differs by more than the bound; it must then be as close to float32 as the original.
     """
     y = expected[0]
     assert y is not None
@@ -252,7 +266,7 @@ def agree(
 
 
 def _plain(module: nn.Module) -> str:
-    """Attributes by value, and buffers by identity and version."""
+    """Return a string of attributes by value, and of buffers by id and version, to detect changes."""
     own = {name: value for name, value in module.__dict__.items() if name not in OF_ALL}
     plain = str | int | float | list | tuple
     buffers = [(name, id(b), b._version) for name, b in module.named_buffers()]
@@ -260,7 +274,7 @@ def _plain(module: nn.Module) -> str:
 
 
 def rows(width: int, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Batches and matrices of rows [..., width]: of every size, of a large mean, of zeros, and what is not finite."""
+    """Yield inputs [..., width]: rows of all magnitudes, with a large mean, of zeros, and with infinity and NaN."""
     generator = torch.Generator("cpu").manual_seed(0)
     x = torch.randn((6, width), generator=generator, dtype=torch.float32, device="cpu")
     sizes = torch.logspace(-4, 2, 6, dtype=torch.float32, device="cpu")[:, None]
@@ -271,7 +285,7 @@ def rows(width: int, dtype: torch.dtype) -> Iterator[Tensor]:
 
 
 def drawn(shape: Sequence[int], dtype: torch.dtype, seed: int, mean: float = 0.0, scale: float = 1.0) -> Tensor:
-    """Normally distributed values of float32, rounded."""
+    """Return normally distributed values, drawn in float32 and rounded to dtype."""
     generator = torch.Generator("cpu").manual_seed(seed)
     x = torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu")
     return x.mul_(scale).add_(mean).to(dtype)

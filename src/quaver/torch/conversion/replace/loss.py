@@ -1,7 +1,8 @@
-"""The head of a causal language model together with its loss, computed by `linear_cross_entropy`, in training alone.
+"""Replace the output head and loss of a causal language model by `linear_cross_entropy`, in training only.
 
-The logits of all tokens never exist: outputs say None where they would be. Which function of hidden states, head and
-labels a model's loss is, with a scale or a soft cap of logits, is asked of a twin whose body gives made-up states.
+The logits of all tokens are never stored; the outputs have None in their place. A trial on a small copy of the model
+with a dummy body finds how the loss depends on hidden states, head and labels, including a scale or soft cap of the
+logits.
 """
 
 import copy
@@ -37,36 +38,36 @@ from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations.autograd import forward_level, transforms_active
 from quaver.torch.state.context import in_force
 
-#: Labels that have no loss.
+#: Label that is ignored by the loss.
 IGNORED = -100
 #: Arguments of a model's forward that its body does not take.
 OF_THE_HEAD = {"labels", "logits_to_keep", "return_dict"}
-#: What the loss takes beside labels, as Trainer gives it.
+#: Arguments of the loss besides labels, as Trainer passes them.
 OF_THE_LOSS = {"num_items_in_batch", "shift_labels"}
-#: Those of its arguments that are answered.
+#: Arguments of the forward that the replacement handles.
 KNOWN = OF_THE_HEAD | OF_THE_LOSS | {"output_router_logits"}
 
 
 @dataclass(frozen=True)
 class LossFormula:
-    """What a model makes of the hidden states of its body."""
+    """Formula of a model's loss: its body, head, scale, soft cap and loss function."""
 
     body: str
     head: str
-    #: The first argument of the forward, which may have no name in a call.
+    #: Name of the forward's first argument, which may be passed by position.
     first: str
-    #: Names that the body takes; None for any.
+    #: Names of arguments that the body takes; None for any.
     takes: frozenset[str] | None
-    #: The function of logits that was compared, and the class of outputs.
+    #: The loss function of logits that was compared, and the class of the outputs.
     loss: Callable[..., Tensor]
     output: type
-    #: What outputs have beside the loss and the logits.
+    #: Fields of the outputs besides loss and logits.
     others: tuple[str, ...]
     scale: float = 1.0
     soft_cap: float | None = None
-    #: Names of arguments by which the forward or the function makes another loss.
+    #: Names of arguments that make the forward or the loss function compute another loss.
     others_ask: frozenset[str] = frozenset()
-    #: Attributes of the model and of its configuration as they were compared.
+    #: Attributes of the model and its configuration, as they were compared.
     attributes: Named = ()
     of_config: Named = ()
 
@@ -74,7 +75,7 @@ class LossFormula:
         return "head and loss, without logits in training"
 
     def of(self, model: Any, hidden: Tensor, labels: Tensor, **of_loss: Any) -> Tensor:
-        """The loss of hidden states [B, S, H] and labels [B, S]."""
+        """Return the loss of hidden states [B, S, H] and labels [B, S]."""
         targets, count = of_loss.get("shift_labels"), of_loss.get("num_items_in_batch")
         if targets is None:
             targets = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
@@ -88,7 +89,7 @@ class LossFormula:
             loss = linear_cross_entropy(x, head.weight, targets, head.bias, soft_cap=self.soft_cap, reduction=reduction)
         if count is None:
             return loss
-        # Of no token at all the loss is NaN and the gradients are zeros, as theirs.
+        # With a count of 0, the loss is NaN and the gradients are zero, as in the original.
         if not isinstance(count, Tensor):
             return loss / count if count else loss.detach() / count + 0 * loss
         count = count.to(loss.device)
@@ -96,13 +97,13 @@ class LossFormula:
 
 
 class FusedLoss(FusedModule):
-    """Stands above a class of causal language models."""
+    """Mixin above a causal language model's class that computes the loss without logits in training."""
 
     _formula: LossFormula
 
     @staticmethod
     def forward_like(kind: Any) -> Callable[..., Any]:
-        """Our forward with the signature of a class's, off which Trainer reads the columns of its data."""
+        """Return the forward with the signature of the original, from which Trainer reads the dataset's columns."""
 
         def forward(self: FusedLoss, *args: Any, **kwargs: Any) -> Any:
             return FusedLoss.forward(self, *args, **kwargs)
@@ -130,8 +131,11 @@ class FusedLoss(FusedModule):
 
 
 def _asks(model: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a call asks for what is made of logits, of routers, for another loss or another kind of output, or the
-    configuration's numbers are others by now."""
+    """Return True if a call needs the original forward.
+
+    Reasons: logits or router outputs are requested, another loss or output type is requested, or the configuration
+        changed.
+    """
     config, formula = model.config, model._formula
     if not is_tracing() and (transforms_active() or forward_level() >= 0):
         return True
@@ -149,7 +153,7 @@ def _asks(model: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _plain_head(model: Any) -> bool:
-    """Whether the head is a linear layer in high precision that nothing else wants called."""
+    """Return True if the head is a linear layer in high precision without hooks, so that it need not be called."""
     head = model._modules[model._formula.head]
     kind = type(head)
     if kind is not nn.Linear and kind is not Linear and not _over_ranks(head):
@@ -159,30 +163,30 @@ def _plain_head(model: Any) -> bool:
 
 
 def _over_ranks(head: nn.Module) -> bool:
-    """Whether each rank has some words of a head, which computes its loss over all."""
+    """Return True if the head is vocabulary-parallel and computes its loss across ranks."""
     return hasattr(type(head), "loss_over_ranks")
 
 
 def is_causal(module: nn.Module) -> bool:
-    """True for what may be one: a body by its class's prefix, an output embedding, and a loss of its class's."""
+    """Return True if the model may be a causal language model: it has a body, an output head and a loss function."""
     kind = type(module)
     return hasattr(kind, "loss_function") and _names(module) is not None
 
 
 def _names(model: Any) -> tuple[str, str] | None:
-    """The names of body and head."""
+    """Return the names of body and head, or None."""
     body = getattr(type(model), "base_model_prefix", "")
     try:
         head = model.get_output_embeddings()
     except Exception:
-        # It has none, and each says so in its way.
+        # Models without an output embedding raise various errors.
         return None
     names = [name for name, part in model._modules.items() if part is head]
     return (body, names[0]) if body in model._modules and names and isinstance(head, nn.Linear) else None
 
 
 def formula_of(model: Any) -> tuple[LossFormula | None, str]:
-    """What a model's loss is, or None and why it is left alone."""
+    """Return how a model computes its loss, or None and the reason why it is not replaced."""
     try:
         return _formula_of(model)
     except Exception as error:
@@ -195,7 +199,7 @@ def _formula_of(model: Any) -> tuple[LossFormula | None, str]:
     output = _small(model, torch.float32)(input_ids=IDS, labels=IDS)
     fields = [field.name for field in dataclasses.fields(output)] if dataclasses.is_dataclass(output) else []
     if "loss" not in fields or "logits" not in fields:
-        return None, "its outputs are of a class of their own"
+        return None, "its outputs have an unknown class"
     others = tuple(name for name in fields if name not in ("loss", "logits"))
     parameters = inspect.signature(model._modules[names[0]].forward).parameters
     any_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -208,11 +212,11 @@ def _formula_of(model: Any) -> tuple[LossFormula | None, str]:
     if own[first].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
         return None, "its forward names no input"
     if not _hands_on(model, frozenset(own)):
-        return None, "its body is given other tensors than its forward"
+        return None, "its forward passes other tensors to its body than it receives"
     of_loss = inspect.signature(model.loss_function).parameters
     others_ask = frozenset({*own, *of_loss}) - {*parameters, "self", "kwargs", "logits", "vocab_size"} - KNOWN
     of_config = fixed({name: value for name, value in model.config.__dict__.items() if "logit" in name})
-    why = "no scale and no soft cap of its logits gives its loss"
+    why = "no scale or soft cap of its logits reproduces its loss"
     for scale, cap in _numbers(model):
         formula = LossFormula(
             *names, first, takes, model.loss_function, type(output), others, scale, cap, others_ask, of_config=of_config
@@ -222,13 +226,13 @@ def _formula_of(model: Any) -> tuple[LossFormula | None, str]:
     return None, why
 
 
-#: A twin's labels, and how wide its states and its vocabulary are.
+#: Labels of the small copy, and its hidden size and vocabulary size.
 IDS = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, IGNORED, 10]], dtype=torch.int64, device="cpu")
 WIDTH, WORDS = 8, 11
 
 
 class _Outputs(tuple[Any, ...]):
-    """What a body gives: hidden states, and nothing under every other name."""
+    """Outputs of the dummy body: hidden states, and None for every other attribute."""
 
     @property
     def last_hidden_state(self) -> Tensor:
@@ -244,7 +248,7 @@ class _Body(nn.Module):
         super().__init__()
         self.states = nn.Parameter(drawn((*IDS.shape, WIDTH), dtype, 1, scale=3.0))
         self.names = names
-        #: The arguments of the last call, by name.
+        #: Arguments of the last call, by name.
         self.given: dict[str, Any] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> _Outputs:
@@ -270,9 +274,10 @@ def _small(model: Any, dtype: torch.dtype) -> Any:
 
 
 def _hands_on(model: Any, own: frozenset[str]) -> bool:
-    """Whether the body is given the very tensors that the forward is given, and no others.
+    """Return True if the forward passes its tensors to the body unchanged, and no others.
 
     Args:
+        model: the language model.
         own: names of the forward's arguments.
     """
     beside: dict[str, Tensor] = {
@@ -292,7 +297,7 @@ def _hands_on(model: Any, own: frozenset[str]) -> bool:
 
 
 def _numbers(model: Any) -> Iterator[tuple[float, float | None]]:
-    """Scales and soft caps of logits that the configuration, or the model, may mean."""
+    """Yield scales and soft caps of logits to try, from the attributes of the model and its configuration."""
     held = {**model.config.__dict__, **model.__dict__}
     floats = {k: float(v) for k, v in held.items() if type(v) in (int, float) and "logit" in k and v > 0}
     yield 1.0, None
@@ -305,7 +310,7 @@ def _numbers(model: Any) -> Iterator[tuple[float, float | None]]:
 
 
 def _gives(model: Any, formula: LossFormula) -> bool:
-    """Whether the loss and the gradients of states and head are theirs, for each way to count tokens."""
+    """Return True if loss and gradients of hidden states and head agree, for each way to count tokens."""
     for dtype in BOUNDS:
         for of_loss in (
             {},

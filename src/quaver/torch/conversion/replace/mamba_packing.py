@@ -1,9 +1,9 @@
-"""Packed sequences in transformers' models with Mamba mixers: read where sequences begin, and tell all layers.
+"""Pass the boundaries of packed sequences to all layers of transformers' models with Mamba mixers.
 
-transformers describes packed sequences in three ways: `seq_idx` [B, S], the number of each token's sequence;
-`cu_seq_lens_q`, cumulative lengths of a batch of one row; and `position_ids` that start again at 0. Its mixers see only
+transformers describes packed sequences in three ways: `seq_idx` [B, S], the sequence number of each token;
+`cu_seq_lens_q`, cumulative lengths for a batch of one row; and `position_ids` that restart at 0. Its mixers read only
 the first two, and some models (GraniteMoeHybrid) do not mask attention by `position_ids`. The forward pre-hook
-`PackedInputs` makes the missing arguments from those that the model was called with.
+`PackedInputs` derives the missing arguments from those that the caller passed.
 """
 
 import ast
@@ -18,23 +18,23 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from quaver.torch.numerics.rounding import is_tracing
 
-#: Arguments of mixers and models for cumulative lengths; the first one that is given counts, before `seq_idx`.
+#: Argument names for cumulative lengths, in order of precedence; they take precedence over `seq_idx`.
 CU_SEQLENS = ("cu_seqlens", "cu_seq_lens_q")
-#: Arguments of models for a cache.
+#: Argument names for a cache.
 CACHES = ("past_key_values", "cache_params")
 
-#: (version of the tensor, its cu_seqlens) by `seq_idx` tensor: all mixers of a model share one.
+#: (version of the tensor, its cu_seqlens) by `seq_idx` tensor, which all mixers of a model share.
 _cu_seqlens: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def cu_seqlens_of(x: Tensor, arguments: Mapping[str, Any]) -> Tensor | None:
-    """The boundaries of packed sequences among the B * S tokens of x, int [sequences + 1].
+    """Return the boundaries of packed sequences among the B * S tokens of x, int [sequences + 1].
 
     Args:
-        x: [B, S, ...]. A sequence lies within one row.
-        arguments: of a mixer's forward, by name.
+        x: [B, S, ...]. A sequence does not span rows.
+        arguments: arguments of a mixer's forward, by name.
     Returns:
-        None if no argument describes packed sequences.
+        The boundaries, or None if no argument describes packed sequences.
     Raises:
         ValueError: cumulative lengths with several rows, or a `seq_idx` whose shape is not [B, S].
     """
@@ -59,7 +59,7 @@ def cu_seqlens_of(x: Tensor, arguments: Mapping[str, Any]) -> Tensor | None:
         return _cu_seqlens_from(seq_idx)
     cached = _cu_seqlens.get(seq_idx)
     if cached is None or cached[0] != seq_idx._version:
-        # An inference tensor could not be used by a later forward that trains.
+        # A cached inference tensor could not be used by a later training forward.
         with torch.inference_mode(False):
             cached = _cu_seqlens[seq_idx] = seq_idx._version, _cu_seqlens_from(seq_idx)
     result: Tensor = cached[1]
@@ -72,14 +72,14 @@ def _cu_seqlens_from(seq_idx: Tensor) -> Tensor:
 
 
 def _is_first(seq_idx: Tensor) -> Tensor:
-    """Whether each token is the first one of its sequence, bool [B, S]."""
+    """Return a bool tensor [B, S] that is True at the first token of each sequence."""
     first = torch.ones_like(seq_idx, dtype=torch.bool)
     first[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
     return first
 
 
 def last_starts(cu_seqlens: Tensor, batch: int, length: int) -> tuple[Tensor, Tensor]:
-    """The last sequence of each row.
+    """Return the last sequence of each row.
 
     Returns:
         Its index in cu_seqlens, and the index of its first token among all B * S tokens; int64 [B] each.
@@ -90,11 +90,11 @@ def last_starts(cu_seqlens: Tensor, batch: int, length: int) -> tuple[Tensor, Te
 
 
 class PackedInputs:
-    """Forward pre-hook of a transformers model with fused mixers: complete the arguments of packed sequences.
+    """Forward pre-hook of a transformers model with fused mixers that adds the arguments for packed sequences.
 
     If the batch is packed, layers get `seq_idx`, `position_ids` and, for eager and sdpa attention, a mask [B, 1, S, S].
-    `use_cache` becomes False unless the caller sets it. A batch that is not packed, or a call with a cache, stays as it
-    is.
+    `use_cache` becomes False unless the caller sets it. A batch that is not packed, or a call with a cache, is
+    unchanged.
 
     Args:
         kind: the model's class.
@@ -102,7 +102,7 @@ class PackedInputs:
 
     def __init__(self, kind: Any) -> None:
         self.name, self.forwards_kwargs = kind.__name__, forwards_kwargs(kind.forward)
-        #: The names of the forward's parameters without `self`.
+        #: Names of the forward's parameters without `self`.
         self.names = tuple(inspect.signature(kind.forward).parameters)[1:]
 
     def __call__(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -125,11 +125,11 @@ class PackedInputs:
         return (), arguments
 
     def _attention_arguments(self, model: Any, kwargs: dict[str, Any], seq_idx: Tensor) -> dict[str, Any]:
-        """The arguments that are missing for attention within sequences.
+        """Return the missing arguments that restrict attention to each sequence.
 
         Raises:
             ValueError: a mask [B, S] with zeros, with which transformers ignores packing; any such mask while tracing,
-                where its values are not known.
+                where its values are unknown.
         """
         mask = kwargs.get("attention_mask")
         arguments: dict[str, Any] = {}
@@ -148,7 +148,9 @@ class PackedInputs:
 
 
 def seq_idx_of(ids: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
-    """`seq_idx` [B, S] from whichever argument describes packed sequences; None if each row is one sequence."""
+    """Return `seq_idx` [B, S] from the argument that describes packed sequences, or None if each row is one
+    sequence.
+    """
     cu_seqlens = next((kwargs[name] for name in CU_SEQLENS if kwargs.get(name) is not None), None)
     if cu_seqlens is not None:
         tokens = torch.arange(ids.shape[1], dtype=cu_seqlens.dtype, device=ids.device)
@@ -156,7 +158,7 @@ def seq_idx_of(ids: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
     seq_idx, positions = kwargs.get("seq_idx"), kwargs.get("position_ids")
     if seq_idx is not None:
         return seq_idx
-    # transformers, too, reads packing from position_ids only if there is no mask.
+    # Like transformers, read packing from position_ids only if there is no mask.
     packed = isinstance(positions, Tensor) and positions.dim() == 2 and kwargs.get("attention_mask") is None
     if not packed or positions.shape[1] < 2:  # type: ignore[union-attr]
         return None
@@ -166,16 +168,16 @@ def seq_idx_of(ids: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
 
 
 def position_ids_of(seq_idx: Tensor) -> Tensor:
-    """The position of each token in its sequence, int64 [B, S]."""
+    """Return the position of each token in its sequence, int64 [B, S]."""
     tokens = torch.arange(seq_idx.shape[1], dtype=torch.int64, device=seq_idx.device).expand_as(seq_idx)
     return tokens - tokens.masked_fill(~_is_first(seq_idx), 0).cummax(-1).values
 
 
 def attention_mask_of(seq_idx: Tensor, model: Any) -> Tensor | None:
-    """A causal mask within sequences [B, 1, S, S], bool for sdpa and additive for eager attention.
+    """Return a causal mask within sequences [B, 1, S, S], bool for sdpa and additive for eager attention.
 
     Returns:
-        None where transformers makes the mask itself: for sliding windows and other attention implementations.
+        The mask, or None where transformers builds it: for sliding windows and other attention implementations.
     """
     implementation = getattr(model.config, "_attn_implementation", None)
     if implementation not in ("sdpa", "eager") or getattr(model.config, "sliding_window", None) is not None:
@@ -188,9 +190,9 @@ def attention_mask_of(seq_idx: Tensor, model: Any) -> Tensor | None:
 
 
 def forwards_kwargs(forward: Callable[..., Any]) -> bool:
-    """Whether a forward passes its **kwargs on to a call other than that of its loss function.
+    """Return True if a forward passes its **kwargs to a call other than its loss function.
 
-    Reads the source code; True if there is none.
+    Reads the source code; True if there is no source.
     """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))

@@ -1,7 +1,8 @@
-"""A mixer that calls its layers in training too, where its forward would hand their weights to one function for all.
+"""Mamba mixers: find layers whose weight is used without a call, make mixers call their layers, and fuse Mamba-2
+    mixers.
 
-The forward that runs is the class's own, in a copy that finds other functions among its globals: nothing of the
-framework is written to, and the convolution and the scan of a package that is installed go on running.
+The class's own forward runs as a copy with other globals, so the framework is not modified. An installed package's
+convolution and scan stay in use.
 """
 
 import ast
@@ -47,34 +48,34 @@ from quaver.torch.nn.ssm.mamba2 import SWIGLU, ScanSizes, scanned
 from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.state.context import recipe_in_force
 
-# ---- reading ---------------------------------------------------------------------------------------------
-# Which layers a module multiplies by without calling them: read off the text of its forward.
+# ---- layers whose weight the parent reads without calling them ----
 #
-# A layer whose weight its parent hands to a function is never run: Mamba's `dt_proj.weight @ dt`, WavLM's projections.
-# Converted it would be quantized in name alone.
+# Found in the source of the parent's forward: Mamba's `dt_proj.weight @ dt`, WavLM's projections. Converting such a
+# layer would have no effect.
 
-#: Functions of transformers that compute a mixer from its projected input on, its projection out included; without
-#: their package they give None, and the mixer goes on by its layers.
+#: Names of transformers' functions that compute a mixer from its projected input on, including the output projection.
+#: Without their package they return None, and the mixer continues with its layers.
 WHOLE = re.compile(r"^mamba\w*(inner_fn|scan_combined)$")
-#: What is asked of a weight without multiplying by it.
+#: Attributes of a weight that can be read without multiplying by it.
 HARMLESS = {"dtype", "device", "shape", "size", "dim", "ndim", "numel", "requires_grad", "is_cuda", "is_meta"}
 
 
 class ModuleUse(NamedTuple):
-    """How a forward uses one of its module's parts."""
+    """Kinds of use of a child module in its parent's forward."""
 
-    #: Whether it reads the weight, and whether it does so in the arguments of functions of `WHOLE` alone.
+    #: True if it reads the weight; and True if it reads it only as an argument of functions of `WHOLE`.
     reads: bool = False
     inside_alone: bool = True
-    #: Whether it does anything else with the part, such as calling it.
+    #: True if it uses the child in another way, such as calling it.
     calls: bool = False
 
 
 def bypassed(module: nn.Module, is_layer: Callable[[nn.Module], bool]) -> dict[nn.Module, str]:
-    """The layers right in a module whose weight its forward multiplies by in their stead, and why each is left alone.
+    """Return the direct child layers whose weight the forward multiplies by without calling them, and the reason.
 
     Args:
-        is_layer: whether a part is a layer that multiplies by a weight.
+        module: the parent.
+        is_layer: function that returns True for a layer that multiplies by a weight.
     """
     layers = {name: part for name, part in module._modules.items() if part is not None and is_layer(part)}
     if not layers or "forward" in module.__dict__:
@@ -84,19 +85,19 @@ def bypassed(module: nn.Module, is_layer: Callable[[nn.Module], bool]) -> dict[n
     mixes, reasons = is_mixer(module), {}
     for name, layer in layers.items():
         use = used.get(name, ModuleUse())
-        # Of a mixer's layers one reading is enough: it may call them in evaluation, and read them in training.
+        # For mixers a single read counts: they may call a layer in evaluation and read its weight in training.
         if use.reads and not (use.calls and (use.inside_alone or not mixes)):
             reasons[layer] = f"{kind.__name__} multiplies by its weight without calling it"
     return reasons
 
 
 def is_mixer(module: nn.Module) -> bool:
-    """True for a mixer of a state space, by the name of its decays in all families."""
+    """Return True for a state-space mixer, recognized by the parameter A_log that all families have."""
     return "A_log" in module._parameters
 
 
 def original_class(module: nn.Module) -> Any:
-    """A module's class as its library made it."""
+    """Return a module's class as its library defined it."""
     kind: Any = unconverted_class(module)
     while "_original" in vars(kind):
         kind = kind._original
@@ -104,7 +105,7 @@ def original_class(module: nn.Module) -> Any:
 
 
 def whole_functions(forward: Any) -> tuple[str, ...]:
-    """The functions of `WHOLE` that a forward calls, where each of them gives None without its package."""
+    """Return the names of functions of `WHOLE` that a forward calls, if each returns None without its package."""
     plain = inspect.unwrap(forward)
     names = [name for name in getattr(plain, "__code__", is_mixer.__code__).co_names if WHOLE.match(name)]
     functions = [plain.__globals__.get(name) for name in names]
@@ -123,8 +124,10 @@ def _gives_none(function: Any) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def uses(kind: type, forward: Any) -> dict[str, ModuleUse]:
-    """What a forward, and the methods that it calls, do with the module's parts, by their names; nothing where no
-    weight is read, or where there is no text."""
+    """Return how a forward, and the methods it calls, use the module's children, by child name.
+
+    Empty if no weight is read, or if there is no source code.
+    """
     functions = list(_reached(kind, forward))
     if not any("weight" in _names(function.__code__) for function in functions):
         return {}
@@ -143,7 +146,7 @@ def uses(kind: type, forward: Any) -> dict[str, ModuleUse]:
 
 
 def _reached(kind: type, forward: Any) -> Iterator[Any]:
-    """The forward and the methods of the class that it calls, without what decorates them."""
+    """Yield the undecorated forward and the class's methods that it calls."""
     names, seen = ["forward"], set[str]()
     while names:
         name = names.pop()
@@ -177,7 +180,7 @@ def _of_text(tree: ast.AST) -> Iterator[tuple[str, ModuleUse]]:
 
 
 def _inside(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
-    """Whether a node stands among the arguments of a function of `WHOLE`."""
+    """Return True if a node is within the arguments of a function of `WHOLE`."""
     while node in parents:
         node = parents[node]
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and WHOLE.match(node.func.id):
@@ -185,13 +188,15 @@ def _inside(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
     return False
 
 
-# ---- calling ---------------------------------------------------------------------------------------------
+# ---- mixers that call their layers ----
 
 
 class CalledMixer(FusedModule):
-    """Stands above a class of mixers whose forward asks one function for all, while one of its layers is quantized."""
+    """Mixin above a mixer class that uses one fused function for all; calls the layers while one of them is
+    quantized.
+    """
 
-    #: The forward of the class below by its layers: in eager mode, and as compilers read it.
+    #: Copies of the original forward that call the layers: for eager mode, and for torch.compile.
     _by_layers: tuple[Any, Any]
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -207,12 +212,12 @@ class CalledMixer(FusedModule):
 
 
 def calls_its_layers(module: nn.Module) -> bool:
-    """True for a mixer that `CalledMixer` has call its layers."""
+    """Return True for a mixer that `CalledMixer` can make call its layers."""
     return is_mixer(module) and bool(whole_functions(original_class(module).forward))
 
 
 def layers_quantize(module: nn.Module) -> bool:
-    """Whether a layer right in a module follows a recipe that quantizes now, or exists only as codes."""
+    """Return True if a direct child layer quantizes under the recipe in force, or has a weight stored as codes."""
     for layer in module._modules.values():
         if isinstance(layer, Quantizable):
             recipe = recipe_in_force(layer.recipe)
@@ -225,7 +230,7 @@ def layers_quantize(module: nn.Module) -> bool:
 
 
 def by_its_layers(forward: Any, snapshot: bool) -> Any:
-    """The forward with functions for all that give None, after which it goes on by its layers."""
+    """Return a copy of the forward whose fused functions return None, after which it calls its layers."""
     return with_functions(forward, tuple((name, _nothing) for name in whole_functions(forward)), snapshot)
 
 
@@ -234,10 +239,12 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def with_functions(forward: Any, functions: tuple[tuple[str, Any], ...], snapshot: bool) -> Any:
-    """A copy of a function, and of what decorates it, that finds these among its globals.
+    """Return a copy of a function, and of its decorators, with these functions among its globals.
 
     Args:
-        snapshot: its other globals are as they are now, in a plain dict, as compilers read them.
+        forward: the function.
+        functions: (name, function) pairs to override.
+        snapshot: True copies the current globals to a plain dict, as torch.compile requires.
     """
     decorated = getattr(forward, "__wrapped__", None)
     if decorated is not None:
@@ -249,7 +256,7 @@ def with_functions(forward: Any, functions: tuple[tuple[str, Any], ...], snapsho
         copied.__kwdefaults__ = forward.__kwdefaults__
         return functools.update_wrapper(copied, inner)
     held: dict[str, Any] = forward.__globals__
-    # Without the name of its module: that is where a compiler would look names up.
+    # Leave out `__name__`: torch.compile would look names up in that module.
     plain = {name: value for name, value in held.items() if name != "__name__"}
     names = plain | dict(functions) if snapshot else OverlaidNames(held, dict(functions))
     copied = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
@@ -258,7 +265,7 @@ def with_functions(forward: Any, functions: tuple[tuple[str, Any], ...], snapsho
 
 
 class OverlaidNames(dict[str, Any]):
-    """Some names, and for all others those of a module as they are when they are asked for."""
+    """Dict of globals with some names overridden; all others are looked up in the original module at access."""
 
     def __init__(self, others: dict[str, Any], own: Mapping[str, Any]) -> None:
         super().__init__(own, __builtins__=others["__builtins__"], __name__=others["__name__"])
@@ -268,31 +275,30 @@ class OverlaidNames(dict[str, Any]):
         return self.others[name]
 
 
-# ---- formula ---------------------------------------------------------------------------------------------
-# Mamba-2 mixers of any family, computed by our convolution, scan and gated norm between their own projections.
+# ---- Mamba-2 mixers with Quaver's convolution, scan and gated norm between their own projections ----
 #
-# What a mixer is made of is told by the names that transformers' classes share; which norm, in which order with the
-# gate and in which groups, is tried on a small copy. A call that goes on from a cache runs the module's own forward.
+# Children and parameters are recognized by transformers' names. The kind of norm, its order with the gate and its
+# groups are tried on a small copy. A call that continues from a cache runs the module's own forward.
 
-#: Parts and parameters of a mixer, and the attributes that say its sizes.
+#: Children and parameters of a mixer, and the attributes with its sizes.
 PARTS, PARAMETERS = ("in_proj", "conv1d", "out_proj"), ("A_log", "D", "dt_bias")
 SIZES = ("num_heads", "head_dim", "n_groups", "ssm_state_size")
-#: What Falcon-H1 multiplies the input of its first projection by, a number, and the output, a buffer.
+#: Falcon-H1's multipliers: attribute with a number for the input of in_proj, and buffer for its output.
 FACTOR, FACTORS = "ssm_in_multiplier", "mup_vector"
 
 
 @dataclass(frozen=True)
 class MixerFormula:
-    """What a mixer computes between its projections."""
+    """Formula of a Mamba-2 mixer between its projections: sizes, activation, step limits and norm."""
 
     sizes: ScanSizes
     activation: str
     dt_limit: tuple[float, float]
-    #: None has no norm behind the scan.
+    #: Gated norm after the scan, or None.
     norm: GatedNormalization | None
-    #: The norm's and the convolution's class and attributes, as they were compared.
+    #: Name, class and attributes of the norm and the convolution, as they were compared.
     skipped: tuple[tuple[str, type, Named], ...] = ()
-    #: Attributes as they were compared.
+    #: Attributes of the mixer as they were compared.
     attributes: Named = ()
 
     def __str__(self) -> str:
@@ -309,12 +315,15 @@ class MixerFormula:
         cache: Any = None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """The mixer of x [B, S, dim] by a module's parts.
+        """Compute the mixer of x [B, S, dim] with a module's children and parameters.
 
         Args:
-            mask: [B, S], 0 where a token is padding.
-            cache: of transformers, to which the last tokens and states are given.
-            cu_seqlens: int [sequences + 1], where sequences of the B · S tokens begin and end: each begins anew.
+            module: the mixer.
+            x: input [B, S, dim].
+            mask: [B, S], 0 for padding, or None.
+            cache: transformers' cache, which receives the last tokens and states, or None.
+            cu_seqlens: int [sequences + 1], boundaries of packed sequences among the B * S tokens; each starts with a
+                zero state.
         """
         parts: Any = module._modules
         x = _masked(x, mask)
@@ -341,7 +350,7 @@ class MixerFormula:
 
 
 def _of_last(mixed: Tensor, states: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens [B, S, channels] and the state of each row's last sequence, other tokens 0."""
+    """Return the tokens [B, S, channels], zeroed before each row's last sequence, and the state of that sequence."""
     batch, length = mixed.shape[:2]
     last, starts = last_starts(cu_seqlens, batch, length)
     places = torch.arange(batch * length, dtype=torch.int64, device=mixed.device).view(batch, length, 1)
@@ -349,7 +358,7 @@ def _of_last(mixed: Tensor, states: Tensor, cu_seqlens: Tensor) -> tuple[Tensor,
 
 
 class FusedMixer(CalledMixer):
-    """Stands above a class of mixers."""
+    """Mixin above a Mamba-2 mixer class that runs Quaver's convolution, scan and gated norm."""
 
     _formula: MixerFormula
 
@@ -366,7 +375,7 @@ class FusedMixer(CalledMixer):
 
 
 def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """(hidden_states, cache_params, attention_mask) of a forward; the first None where there are others."""
+    """Return (hidden_states, cache_params, attention_mask) of a forward's arguments; all None if there are too many."""
     names = "hidden_states", "cache_params", "attention_mask"
     if len(args) > len(names):
         return None, None, None
@@ -375,7 +384,7 @@ def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any
 
 
 def _is_empty(cache: Any, module: Any) -> bool:
-    """Whether a cache has nothing of a layer yet."""
+    """Return True if a cache has no entry for the layer yet."""
     if cache is None:
         return True
     asks, layer = getattr(cache, "get_conv_state", None), getattr(module, "layer_idx", None)
@@ -389,8 +398,10 @@ def _masked(x: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def in_the_way(module: nn.Module, formula: MixerFormula) -> str:
-    """The part that our block would not call and that must be: a hook stands on it, it was exchanged, or an attribute
-    of it was; or ""."""
+    """Return the name of a child that the block would bypass but must not, or "".
+
+    That is a child that has a hook or whose class or attributes have changed.
+    """
     parts: Any = module._modules
     for name, kind, attributes in formula.skipped:
         part = parts.get(name)
@@ -405,13 +416,13 @@ def in_the_way(module: nn.Module, formula: MixerFormula) -> str:
 
 
 def hooked(module: nn.Module, formula: MixerFormula) -> str:
-    """What a hook inside costs, or ""."""
+    """Return a note that a hook on a child makes the module's own forward run, or ""."""
     part = in_the_way(module, formula)
-    return f"a hook on {part}: while it stands the module's own forward runs" if part else ""
+    return f"a hook on {part}: while it is registered, the module's own forward runs" if part else ""
 
 
 def is_mamba2(module: nn.Module) -> bool:
-    """True for what may be a Mamba-2 mixer: its parts and parameters by transformers' names, one decay a head."""
+    """Return True if the module may be a Mamba-2 mixer: transformers' names, and one decay per head."""
     if not is_mixer(module) or module._parameters["A_log"].dim() != 1:  # type: ignore[union-attr]
         return False
     there = all(module._modules.get(name) is not None for name in PARTS)
@@ -420,12 +431,12 @@ def is_mamba2(module: nn.Module) -> bool:
 
 
 def formula_of(module: Any) -> tuple[MixerFormula | None, str]:
-    """What a mixer computes, or None and why it is left alone."""
+    """Return what a mixer computes, or None and the reason why it is not replaced."""
     if why := untold(module.__dict__):
         return None, why
     for name in module._buffers:
         if name != FACTORS:
-            return None, f"it has a buffer {name!r}, and nothing would tell that it was written to"
+            return None, f"it has a buffer {name!r}, and a write to it could not be detected"
     forward = original_class(module).forward
     plain = with_functions(forward, _plain_functions(forward), False)
     reasons = []
@@ -433,12 +444,14 @@ def formula_of(module: Any) -> tuple[MixerFormula | None, str]:
         reasons.append(_differs(module, plain, formula))
         if not reasons[-1]:
             return formula, ""
-    # The one that came furthest.
+    # Report the candidate that passed the most comparisons.
     return None, next((why for why in reasons if "bfloat16" in why), reasons[0])
 
 
 def _plain_functions(forward: Any) -> tuple[tuple[str, Any], ...]:
-    """The functions of packages that a forward calls, each by torch alone: the copy that is tried is on a CPU."""
+    """Return pure-torch versions of the package functions that a forward calls, because the comparison runs on a
+    CPU.
+    """
     plain = inspect.unwrap(forward)
     held = {name: plain.__globals__.get(name) for name in plain.__code__.co_names}
     wrapped = {name: function for name, function in held.items() if hasattr(function, "__wrapped__")}
@@ -462,17 +475,17 @@ def _candidates(module: Any) -> Iterator[MixerFormula]:
         yield MixerFormula(sizes, activation, tuple(limit), one, skipped)
 
 
-#: Tokens, features of the input, and tokens of a chunk of the copy's own scan.
+#: Tokens, input features, and chunk size of the copy's own scan.
 TOKENS, SMALL, CHUNK = 7, 8, 4
-#: How far outputs and gradients may lie from theirs in float32, relative RMS of each; and in bf16, where both round
-#: often, the mean of these from float32, over theirs.
+#: Bounds of the comparison. In float32: relative RMS error per tensor. In bf16, where both round often: ratio of the
+#: block's mean error relative to float32 to the original's.
 WITHIN, FURTHER = 1e-5, 1.25
-#: Inputs in bf16: of one the few heads' gradients say little.
+#: Number of random inputs in bf16; with one, the few heads' gradients are too noisy.
 DRAWN = 4
 
 
 def _differs(module: Any, forward: Any, formula: MixerFormula) -> str:
-    """Where they differ, or "": in training and in evaluation, without padding and with some."""
+    """Return how the outputs differ, or "": in training and evaluation, with and without padding."""
     seen = torch.ones(2, TOKENS, dtype=torch.int64, device="cpu")
     seen[1, :2] = 0
     for dtype, training in itertools.product((torch.float32, torch.bfloat16), (True, False)):
@@ -513,14 +526,14 @@ def _alike(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def _apart(results: Sequence[Tensor | None], exact: Sequence[Tensor | None]) -> list[float]:
-    """Of each, the squared error over the squares."""
+    """Return the relative squared error of each tensor."""
     pairs = [(a.double(), b.double()) for a, b in zip(results, exact, strict=True) if a is not None and b is not None]
     squares = [(float((a - b).square().sum()), float(b.square().sum())) for a, b in pairs]
     return [wrong / right if right else wrong for wrong, right in squares]
 
 
 def small(module: Any, dtype: torch.dtype) -> nn.Module:
-    """A twin of few features of input and output, whose heads are those of the module."""
+    """Return a small copy with few input and output features and the module's own heads."""
     parts: dict[str, nn.Module] = {}
     for i, (name, part) in enumerate(module._modules.items()):
         if name in ("in_proj", "out_proj"):

@@ -1,8 +1,9 @@
-"""MLPs of any family, computed by our projections and activations: two matrices, or gate and up before the last.
+"""Replace MLPs of any family by Quaver's fused projections and activations.
 
     down(activation(up(x)))      down(f(gate(x)) · up(x))      gate and up may be one matrix
 
-Which submodule is which is told by running a small twin: the order of calls, and which activation gives its outputs.
+The role of each child is found by running a small copy: the order of calls, and which activation reproduces its
+    outputs.
 """
 
 import functools
@@ -37,29 +38,29 @@ from quaver.torch.nn.activation import ACTIVATIONS, ActivationInputOp, option_va
 
 @dataclass(frozen=True)
 class MLPFormula:
-    """What an MLP computes, by the names of its parts."""
+    """Formula of an MLP: its activation, and the roles of its children by name."""
 
     activated: ActivationInputOp
-    #: Gate and up, or the one that is both, or up alone.
+    #: Names of the first matrices: gate and up, one that is both, or up alone.
     entrance: tuple[str, ...]
     down: str
-    #: The names of all parts.
+    #: Names of all children.
     parts: tuple[str, ...]
-    #: Activations, which our block does not call, their classes, and their attributes as they were compared.
+    #: Name, class and attributes of the activation children that the block bypasses, as they were compared.
     skipped: tuple[tuple[str, type, Named], ...]
-    #: Dropout before down and after it.
+    #: Names of the dropouts before the down projection, and of those after it.
     inner: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
-    #: Whether the forward takes a second tensor, which it adds.
+    #: True if the forward takes a second tensor that it adds.
     residual: bool = False
-    #: Attributes as they were compared.
+    #: Attributes of the MLP as they were compared.
     attributes: Named = ()
 
     def __str__(self) -> str:
         return f"MLP, {self.activated.name}" + ", eight_bit_activations" * self.activated.eight_bits
 
     def of(self, module: nn.Module, x: Tensor, *residual: Tensor) -> Tensor:
-        """The MLP of x by a module's parts."""
+        """Compute the MLP of x with a module's children."""
         parts: Any = module._modules
         entrance, down = [parts[name] for name in self.entrance], parts[self.down]
         if module.training and any(parts[name].p > 0 for name in self.inner):
@@ -75,7 +76,7 @@ class MLPFormula:
 
 
 class FusedMLP(FusedModule):
-    """Stands above a class of MLPs."""
+    """Mixin above an MLP class that runs Quaver's fused block."""
 
     _formula: MLPFormula
 
@@ -91,8 +92,10 @@ class FusedMLP(FusedModule):
 
 
 def in_the_way(module: nn.Module, formula: MLPFormula) -> str:
-    """The part that our block would not call and that must be: it is new, a hook stands on it, it was exchanged, or an
-    attribute of it; or ""."""
+    """Return the name of a child that the block would bypass but must not, or "".
+
+    That is a new child, or one that has a hook or whose class or attributes have changed.
+    """
     parts: Any = module._modules
     if tuple(parts) != formula.parts:
         return "the parts"
@@ -108,20 +111,23 @@ def in_the_way(module: nn.Module, formula: MLPFormula) -> str:
 
 
 def hooked(module: nn.Module, formula: MLPFormula) -> str:
-    """What a hook inside costs, or ""."""
+    """Return a note on the memory that a hook on a child costs, or ""."""
     part = in_the_way(module, formula)
     if part:
         more = kept_more(module, formula)
-        return f"a hook on {part}: while it stands the module's own forward runs and keeps {more:,} bytes a token more"
+        return (
+            f"a hook on {part}: while it is registered, the module's own forward runs and saves {more:,} more bytes "
+            "per token"
+        )
     if not is_bare(module._modules[formula.down]):  # type: ignore[arg-type]
-        return f"a hook on {formula.down}: while it stands that layer's input is kept and not made again"
+        return f"a hook on {formula.down}: while it is registered, that layer's input is saved instead of recomputed"
     return ""
 
 
 def kept_more(module: nn.Module, formula: MLPFormula) -> int:
-    """Bytes that a token's backward keeps more where the module's own forward runs, without a recipe.
+    """Return how many more bytes per token the module's own forward saves for backward, without a recipe.
 
-    Of a twin, whose widths are taken for those of the module.
+    Measured on a small copy and scaled to the module's widths.
     """
     features = layout(module)
     assert features is not None
@@ -130,7 +136,7 @@ def kept_more(module: nn.Module, formula: MLPFormula) -> int:
         for name, pair in features.items()
         for small, real in zip(pair, _features(module, name), strict=True)
     }
-    # Packed weights may be buffers.
+    # Packed weights of other libraries may be buffers, so there may be no matrix.
     matrix = next((p for p in module.parameters() if p.dim() > 1), None)
     wide_enough = matrix is not None and matrix.dtype.is_floating_point and matrix.element_size() > 1
     dtype = matrix.dtype if matrix is not None and wide_enough else torch.bfloat16
@@ -160,8 +166,11 @@ def _features(module: nn.Module, name: str) -> tuple[int, int]:
 
 
 def is_mlp(module: nn.Module) -> bool:
-    """True for what may be one: two or three matrices that lead back to the features of the input, activations that
-    hold no parameters, dropout, and nothing else."""
+    """Return True if the module may be an MLP.
+
+    It needs two or three matrices that lead back to the input's features, and otherwise only dropout and activations
+    without parameters.
+    """
     if any(p is not None for p in module._parameters.values()) or module._buffers:
         return False
     if any(part is None for part in module._modules.values()) or "attention" in type(module).__name__.lower():
@@ -170,12 +179,12 @@ def is_mlp(module: nn.Module) -> bool:
     return layout(module) is not None and not any(part._modules or part._parameters for part in others)
 
 
-#: Features of a twin: in, and between.
+#: Input features and hidden features of the small copy.
 SMALL = 8, 12
 
 
 def layout(module: nn.Module) -> dict[str, tuple[int, int]] | None:
-    """The matrices of what may be an MLP, by name, with the features in and out that they have in a twin; or None."""
+    """Return the (input, output) features of each matrix in the small copy by name, or None if it is not an MLP."""
     shapes = {name: size[:2] for name, part in module._modules.items() if (size := sizes(part)) is not None}
     if len(shapes) == 2:
         (up, (k, n)), (down, (between, out)) = shapes.items()
@@ -190,7 +199,7 @@ def layout(module: nn.Module) -> dict[str, tuple[int, int]] | None:
 
 
 def sizes(part: nn.Module | None) -> tuple[int, int, bool] | None:
-    """Features in and out of what is called as a linear layer, and whether it has a bias; None of anything else."""
+    """Return (input features, output features, has bias) of a linear layer, or None for other modules."""
     for names in (("in_features", "out_features"), ("nx", "nf")):
         features = [getattr(part, name, None) for name in names]
         if isinstance(features[0], int) and isinstance(features[1], int):
@@ -199,10 +208,11 @@ def sizes(part: nn.Module | None) -> tuple[int, int, bool] | None:
 
 
 def formula_of(module: nn.Module, eight_bits: bool) -> tuple[MLPFormula | None, str]:
-    """What an MLP computes, or None and why it is left alone.
+    """Return what an MLP computes, or None and the reason why it is not replaced.
 
     Args:
-        eight_bits: keep what goes into a gated activation in eight bits.
+        module: the MLP.
+        eight_bits: True saves the input of a gated activation in eight bits.
     """
     dtypes = {p.dtype for p in module.parameters() if p.dim() > 1 and p.dtype in (torch.float32, *NARROW)}
     if len(dtypes) > 1:
@@ -213,7 +223,7 @@ def formula_of(module: nn.Module, eight_bits: bool) -> tuple[MLPFormula | None, 
     traced, why = _traced(module)
     if traced is None:
         return None, why
-    why = "no activation of ours gives its outputs"
+    why = "no activation of Quaver reproduces its outputs"
     for formula in _candidates(module, traced):
         copied = small(module, torch.float32).eval()
         x = _inputs(module, torch.float32, formula.residual)
@@ -236,7 +246,7 @@ NARROW = (torch.bfloat16, torch.float16)
 
 
 def small(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A twin of few features: nn.Linear where its matrices are, and its other parts without their hooks."""
+    """Return a small copy with few features: nn.Linear for each matrix, and the other children without hooks."""
     parts: dict[str, nn.Module] = {}
     features = layout(module)
     assert features is not None
@@ -259,7 +269,7 @@ def _inputs(module: nn.Module, dtype: torch.dtype, residual: bool) -> Iterator[t
 
 @dataclass(frozen=True)
 class _CallTrace:
-    """The parts in the order of their calls, and whether a second tensor is taken."""
+    """Names of the children in call order, and if the forward takes a second tensor."""
 
     called: Sequence[str]
     residual: bool
@@ -270,7 +280,7 @@ def _note(called: list[str], name: str, *_: Any) -> None:
 
 
 def _traced(module: nn.Module) -> tuple[_CallTrace | None, str]:
-    """How a twin's forward calls its parts, in training: evaluation may leave dropout out."""
+    """Record in which order a small copy calls its children, in training mode: evaluation may skip dropout."""
     why = ""
     for residual in (False, True):
         copied = small(module, torch.float32).train()

@@ -1,4 +1,4 @@
-"""Norms of any family, computed by our normalization: over the last axis, by whatever names their parameters go."""
+"""Replace norms of any family by Quaver's normalization over the last axis, and model functions that apply rope."""
 
 import inspect
 import threading
@@ -30,22 +30,22 @@ from quaver.torch.nn.attention.rope import apply_rotary_to_both
 from quaver.torch.nn.norm import NORMALIZATIONS, Normalization
 from quaver.torch.numerics.versions import has_reliable_version
 
-# ---- norms -----------------------------------------------------------------------------------------------
+# ---- norms ----
 
-#: Features of a twin whose norm has no parameters.
+#: Features of the small copy of a norm without parameters.
 WIDTH = 16
-#: What is added to a variance where no attribute says it; the last is torch's where eps is None.
+#: Values of eps to try if no attribute gives it; the last is torch's for eps=None.
 EPS = (1e-5, 1e-6, 1e-12, torch.finfo(torch.float32).eps)
 
 
 @dataclass(frozen=True)
 class NormFormula:
-    """A normalization of the last axis, and the names of gamma and beta among the module's parameters."""
+    """A normalization of the last axis, and the names of the parameters that are gamma and beta."""
 
     normalization: Normalization
     weight: str | None
     bias: str | None
-    #: Attributes as they were compared.
+    #: Attributes of the norm as they were compared.
     attributes: Named = ()
 
     def __str__(self) -> str:
@@ -53,13 +53,13 @@ class NormFormula:
         return f"{n.normalization}, eps={n.eps:g}" + ", zero-centred" * n.zero_centered
 
     def of(self, module: Any, x: Tensor) -> Tensor:
-        """The norm of x by a module's parameters."""
+        """Compute the norm of x with a module's parameters."""
         weight = None if self.weight is None else getattr(module, self.weight)
         return self.normalization(x, weight, None if self.bias is None else getattr(module, self.bias))
 
 
 class FusedNorm(FusedModule):
-    """Stands above a class of norms."""
+    """Mixin above a norm class that runs Quaver's normalization."""
 
     _formula: NormFormula
 
@@ -73,7 +73,7 @@ class FusedNorm(FusedModule):
 
 
 def _fits(module: FusedNorm, x: Tensor) -> bool:
-    """Whether gamma is of x's dtype and size: else theirs promotes or broadcasts."""
+    """Return True if gamma has x's dtype and size; otherwise the original promotes or broadcasts."""
     name = module._formula.weight
     if name is None:
         return x.dim() > 0
@@ -84,20 +84,22 @@ def _fits(module: FusedNorm, x: Tensor) -> bool:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """True for what may be one: no parts, no buffers, vectors for parameters at most, and a norm by name or by eps."""
+    """Return True if the module may be a norm: no children or buffers, at most two vectors, and a norm by name or
+    eps.
+    """
     if module._modules or module._buffers or len(module._parameters) > 2:
         return False
     if any(p is not None and p.dim() != 1 for p in module._parameters.values()):
         return False
     forward: Any = type(module).forward
     if "gate" in getattr(inspect.unwrap(forward), "__code__", is_norm.__code__).co_varnames:
-        # It takes a second tensor, and a mixer hands it one.
+        # A gated norm takes a second tensor from its mixer.
         return False
     return "norm" in unconverted_class(module).__name__.lower() or any("eps" in name for name in module.__dict__)
 
 
 def formula_of(module: nn.Module) -> tuple[NormFormula | None, str]:
-    """What a norm computes, or None and why it is left alone."""
+    """Return what a norm computes, or None and the reason why it is not replaced."""
     kind = original(unconverted_class(module)) or unconverted_class(module)
     names = [name for name, p in module._parameters.items() if p is not None]
     width = next((p.shape[0] for p in module._parameters.values() if p is not None), _width(module))
@@ -113,7 +115,7 @@ def formula_of(module: nn.Module) -> tuple[NormFormula | None, str]:
     def inputs(dtype: torch.dtype) -> Iterator[tuple[Tensor, ...]]:
         return ((x,) for x in rows(width, dtype))
 
-    why = "no normalization of ours gives its outputs"
+    why = "no normalization of Quaver reproduces its outputs"
     try:
         probe = next(rows(width, torch.float32))
         copied = of_dtype(torch.float32).eval()
@@ -132,13 +134,13 @@ def formula_of(module: nn.Module) -> tuple[NormFormula | None, str]:
 
 
 def _width(module: nn.Module) -> int:
-    """Features of a norm without parameters, where an attribute says them."""
+    """Return the features of a norm without parameters, from its attribute normalized_shape if there is one."""
     shape = module.__dict__.get("normalized_shape")
     return int(shape[0]) if isinstance(shape, tuple | list) and len(shape) == 1 else WIDTH
 
 
 def _candidates(module: nn.Module, names: list[str]) -> Iterator[NormFormula]:
-    """Every normalization with as many parameters, gamma first."""
+    """Yield every normalization with as many parameters; gamma comes first."""
     own = [value for value in module.__dict__.values() if isinstance(value, float) and 0 < value < 0.1]
     weight, bias = (*names, None, None)[:2]
     for normalization, (centred, _) in NORMALIZATIONS.items():
@@ -149,20 +151,19 @@ def _candidates(module: nn.Module, names: list[str]) -> Iterator[NormFormula]:
                 yield NormFormula(Normalization(normalization, eps, zero_centered), weight, bias)
 
 
-# ---- ropes -----------------------------------------------------------------------------------------------
-# Functions that turn queries and keys as transformers' models name them, computed by our rotary positions.
+# ---- functions of transformers' models that apply rope to queries and keys ----
 #
-# A model hands its function cosines and sines that are made once for all layers; here they are laid out as
-# `apply_rotary` reads them, a sine negative at the first place of its pair.
+# A model passes cosines and sines that it computes once for all layers. Here they are rearranged for `apply_rotary`,
+# with the sine negated at the first element of each pair.
 
-#: How tables [..., R] lie: an angle at both halves, at both of neighbours, or once.
+#: Layouts of the tables [..., R]: each angle in both halves, at both neighbours, or once.
 HALVES, PAIRS, ONCE = "halves", "pairs", "once"
-#: Llama 4's, whose function takes one tensor of complex numbers; ours do not take its place.
+#: Llama 4's layout, one tensor of complex numbers; its function is not replaced.
 COMPLEX = "complex"
 
 
 class _RopeThreadState(threading.local):
-    #: Weak references to cosines and sines, what else their tables go by, and those; nothing once they have died.
+    #: Weak references to the last cosines and sines, their cache key, and the tables; empty once they are freed.
     last: Sequence[Any] = ()
 
 
@@ -171,12 +172,12 @@ _thread = _RopeThreadState()
 
 @dataclass(frozen=True)
 class Rope:
-    """(q [B, H, S, D], k [B, G, S, D], cos, sin [B, S, R]) to both, rotated: what a model's function computes.
+    """Rope function (q [B, H, S, D], k [B, G, S, D], cos, sin [B, S, R]) that returns q and k rotated.
 
-    With unsqueeze_dim=2, as there, q and k are [B, S, H, D].
+    With unsqueeze_dim=2, as in transformers, q and k are [B, S, H, D].
     """
 
-    #: How its tables lie, and which features are a pair.
+    #: Layout of the tables; and True if neighbouring features form a pair, False if the two halves do.
     lies: str
     interleaved: bool
 
@@ -188,15 +189,15 @@ class Rope:
         return q.transpose(1, 2), k.transpose(1, 2)
 
     def _remembered(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """The tables of the last pair of tensors, which all layers of a model are given: made and kept once."""
+        """Return the tables for these tensors, cached because all layers of a model receive the same ones."""
         if not (has_reliable_version(cos) and has_reliable_version(sin)) or cos.requires_grad or sin.requires_grad:
             return self._tables(cos, sin)
-        # What a graph allocates is filled at its replays alone.
+        # Memory allocated in a CUDA graph is only filled during replays.
         if capture.as_captured(cos.device):
             return self._tables(cos, sin)
         stream = capture.stream_of(cos.device) if cos.is_cuda else 0
         facts = self, cos._version, sin._version, stream, torch.is_inference_mode_enabled()
-        # A copy: the entry may be cleared meanwhile, by another thread.
+        # Copy first: another thread may clear the entry.
         last = tuple(_thread.last)
         if last and last[0]() is cos and last[1]() is sin and last[2] == facts:
             kept: tuple[Tensor, Tensor] = last[3]
@@ -219,7 +220,7 @@ class Rope:
 
 
 def tables(lies: str, width: int, tokens: int, dtype: torch.dtype) -> Any:
-    """Cosines and sines [1, S, R] of made-up angles for R features, or complex numbers [1, S, R / 2]."""
+    """Return random cosines and sines [1, S, R] for R features, or complex numbers [1, S, R / 2]."""
     angle = drawn((1, tokens, width // 2), torch.float32, 7, scale=2.0)
     if lies == COMPLEX:
         return torch.polar(torch.ones_like(angle), angle)
@@ -231,31 +232,35 @@ def tables(lies: str, width: int, tokens: int, dtype: torch.dtype) -> Any:
 
 
 def rope_of(function: Callable[..., Any]) -> Rope | None:
-    """What a model's function computes, if our rotary positions do."""
+    """Return the `Rope` that computes the same as a model's function, or None."""
     with torch.inference_mode(False), torch.enable_grad():
         for rope in (Rope(HALVES, False), Rope(PAIRS, True), Rope(HALVES, True), Rope(ONCE, False)):
             if all(_agrees(function, rope, HEAD, dtype) for dtype in BOUNDS):
-                # Some refuse tables of fewer features than a head's; those that do not must agree.
+                # Some functions reject tables with fewer features than a head; those that accept them must agree.
                 return rope if _agrees(function, rope, HEAD // 2, torch.float32, refusing=True) else None
     return None
 
 
-#: Features of a head.
+#: Features of a head in the comparison.
 HEAD = 16
 
 
 def _agrees(function: Callable[..., Any], rope: Rope, width: int, dtype: torch.dtype, refusing: bool = False) -> bool:
-    """For heads of which so many features turn.
+    """Return True if the function and the rope agree when `width` features of each head rotate.
 
     Args:
-        refusing: the answer where the function does not run.
+        function: the model's function.
+        rope: Quaver's candidate.
+        width: number of rotated features.
+        dtype: dtype of the inputs.
+        refusing: result if the function raises.
     """
     q, k = (drawn((2, heads, 5, HEAD), dtype, heads).requires_grad_() for heads in (4, 2))
     cos, sin = tables(rope.lies, width, 5, dtype)
     try:
         theirs = function(q, k, cos, sin)
     except Exception:
-        # It takes other arguments, or other tables.
+        # The function takes other arguments or tables.
         return refusing
     results = []
     for transposed in (theirs, rope(q, k, cos, sin)):

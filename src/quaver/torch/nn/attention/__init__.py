@@ -1,4 +1,4 @@
-"""Attention: the function, the module, and what says which implementation runs; no residual stream."""
+"""Attention: the function `attention`, the module `DotProductAttention`, and `explain_attention`."""
 
 from quaver.torch.nn.attention.dot_product import AttentionExplanation, DotProductAttention, explain_attention
 from quaver.torch.nn.attention.op import attention

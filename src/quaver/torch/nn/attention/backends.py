@@ -1,6 +1,5 @@
-"""The flash-attn package, where it is installed: causal, windows, ALiBi, soft cap, ragged batches, no masks as tensors.
-
-It aligns everything bottom right.
+"""Implementations of attention: flash-attn, FlexAttention, torch's SDPA and the plain reference; and quantized
+heads.
 """
 
 import math
@@ -20,14 +19,15 @@ from quaver.torch.numerics.quantized import decode_scales, storage
 from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations import ops
 
-# ---- flash -----------------------------------------------------------------------------------------------
+# ---- flash-attn: causal, windows, ALiBi, soft cap, ragged batches, but no tensor masks; always aligned bottom right
+# ----
 
 #: True if flash-attn can be imported.
 INSTALLED = find_spec("flash_attn") is not None
 
 
 def reason(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> str:
-    """ "" to take the call, else why not."""
+    """Return why flash-attn cannot run this call here, or ""."""
     if not INSTALLED:
         return "flash-attn is not installed"
     if not q.is_cuda:
@@ -36,11 +36,14 @@ def reason(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> str:
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> str:
-    """Why flash-attn does not serve this call on any machine; "" if it does."""
+    """Return why flash-attn does not support this call on any machine, or ""."""
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"flash-attn computes in float16 and bfloat16, not {q.dtype}"
     if v.shape[-1] != q.shape[-1] or q.shape[-1] > 256:
-        return f"flash-attn wants q, k and v equally wide, at most 256; these are {q.shape[-1]} and {v.shape[-1]}"
+        return (
+            f"flash-attn requires the same head size for q, k and v, at most 256; these are {q.shape[-1]} and "
+            f"{v.shape[-1]}"
+        )
     others = ("bias", call.bias), ("sinks", call.sinks), ("chunks", call.chunk)
     for name, given in (("mask of tokens or pairs", call.mask), *others):
         if given is not None:
@@ -57,7 +60,7 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> str:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
-    """[B, H, Sq, D] of q [B, H, Sq, D], k [B, G, Sk, D] and v [B, G, Sk, D]."""
+    """Return attention [B, H, Sq, D] of q [B, H, Sq, D], k [B, G, Sk, D] and v [B, G, Sk, D]."""
     import flash_attn  # type: ignore[import-not-found]
 
     options: dict[str, Any] = {
@@ -74,7 +77,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
         y: Tensor = flash_attn.flash_attn_func(*tokens_first, **options)
         return y.transpose(1, 2)
     ends = [x.to(q.device, torch.int32) for x in (call.ragged.of_queries, call.ragged.of_keys)]
-    # A compiler knows no lengths; all tokens bound them.
+    # A compiler does not know the lengths; the number of all tokens is an upper bound.
     lengths = call.ragged.lengths or ([q.shape[2]], [k.shape[2]])
     longest = [max(of, default=0) for of in lengths]
     y = flash_attn.flash_attn_varlen_func(*(x.squeeze(0) for x in tokens_first), *ends, *longest, **options)
@@ -82,7 +85,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
 
 
 def _aligns(call: AttentionCall) -> bool:
-    """True if the result depends on where query 0 stands, and flash-attn puts it elsewhere."""
+    """Return True if the result depends on query alignment and the mask type does not align bottom right as
+    flash-attn does.
+    """
     matters = MASKS[call.mask_type][1] or call.window is not None or call.alibi_slopes is not None
     return matters and not call.mask_type.endswith("bottom_right")
 
@@ -94,46 +99,46 @@ def _equally_long(q: Tensor, k: Tensor, call: AttentionCall) -> bool:
     return call.ragged.of_queries is call.ragged.of_keys or (lengths is not None and lengths[0] == lengths[1])
 
 
-# ---- flex ------------------------------------------------------------------------------------------------
-# torch's FlexAttention: masks, biases, soft cap and sinks as functions of positions, compiled into one GPU kernel.
+# ---- FlexAttention: masks, biases, soft cap and sinks as functions of positions, compiled into one GPU kernel ----
 
-#: Of (batch, head, query, key), all integer tensors.
+#: Function of (batch, head, query, key) indices, all integer tensors.
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-#: The narrowest head that its kernel multiplies.
+#: Smallest head size that its kernel supports.
 NARROWEST = 16
 
 
 def reason_flex(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> str:
-    """ "" to take the call, else why not."""
+    """Return why FlexAttention cannot run this call here, or ""."""
     if not q.is_cuda:
         return (
-            "FlexAttention on a CPU has no backward, and not compiled it computes every score, as the reference does"
+            "FlexAttention on a CPU has no backward, and without compilation it computes every score, as the "
+            "reference does"
             if q.is_cpu
-            else f"FlexAttention was not tried on {q.device.type!r}"
+            else f"FlexAttention was not tested on {q.device.type!r}"
         )
     return unsupported_flex(q, k, v, call)
 
 
 def unsupported_flex(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> str:
-    """Why FlexAttention does not serve this call on any machine; "" if it does."""
+    """Return why FlexAttention does not support this call on any machine, or ""."""
     if call.dropout:
         return "FlexAttention has no dropout"
     if q.dtype is torch.float64:
-        return "FlexAttention computes in float32 at most"
+        return "FlexAttention does not support float64"
     if min(q.shape[-1], v.shape[-1]) < NARROWEST:
-        return f"FlexAttention wants heads of at least {NARROWEST} features"
+        return f"FlexAttention requires heads of at least {NARROWEST} features"
     if not min(q.shape[0], q.shape[2], k.shape[2]):
         return "there is no query or no key"
     if any(x is not None and x.requires_grad for x in (call.bias, call.alibi_slopes)):
-        return "no gradient of a bias or of slopes is taken through FlexAttention"
+        return "FlexAttention here has no gradient of a bias or of ALiBi's slopes"
     return ""
 
 
 def attend_flex(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
-    """[B, H, Sq, Dv] of q [B, H, Sq, D], k [B, G, Sk, D] and v [B, G, Sk, Dv]."""
+    """Return attention [B, H, Sq, Dv] of q [B, H, Sq, D], k [B, G, Sk, D] and v [B, G, Sk, Dv]."""
     if call.ragged is not None:
-        # The lengths on the host would make a kernel of each batch.
+        # Lengths on the host would compile a new kernel for each batch.
         call = call._replace(ragged=call.ragged._replace(lengths=None))
     whole = _attend if q.is_cpu or is_tracing() else _compiled()
     return whole(q, k, v, call)
@@ -145,8 +150,8 @@ def _compiled() -> Callable[..., Tensor]:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
-    """`attend`, as it is to be compiled."""
-    # Here, since torch 2.15 imports sympy with it, a quarter of a second.
+    """Run FlexAttention; this function is what gets compiled."""
+    # Import here: from torch 2.15 on it imports sympy, which takes a quarter of a second.
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     options: dict[str, Any] = {
@@ -159,13 +164,13 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
         y: Tensor = flex_attention(q, k, v, **options)
         return y
     y, aux = flex_attention(q, k, v, return_aux=AuxRequest(lse=True), **options)
-    # One more term exp(sink) in a denominator exp(lse).
+    # The sink adds a term exp(sink) to the denominator exp(lse).
     share = torch.sigmoid(aux.lse - call.sinks.to(aux.lse.dtype)[:, None])
     return (y * share.unsqueeze(-1)).to(q.dtype)
 
 
 def _block_mask(q: Tensor, k: Tensor, call: AttentionCall) -> Any:
-    """The blocks of scores that some query sees, or None if every query sees every key."""
+    """Return the mask of visible blocks of scores, or None if every query sees every key."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     rules = _visible(q, k, call)
@@ -185,7 +190,7 @@ def _block_mask(q: Tensor, k: Tensor, call: AttentionCall) -> Any:
 
 
 def _visible(q: Tensor, k: Tensor, call: AttentionCall) -> list[Rule]:
-    """The conditions that must all hold for a query to see a key."""
+    """Return the conditions that must all hold for a query to see a key."""
     rules: list[Rule] = []
     if call.mask_type == "arbitrary":
         assert isinstance(call.mask, Tensor)
@@ -210,7 +215,7 @@ def _visible(q: Tensor, k: Tensor, call: AttentionCall) -> list[Rule]:
 
 
 def _same_chunk(q: Tensor, k: Tensor, call: AttentionCall, chunk: int) -> Rule:
-    """Whether a key stands in the query's chunk of positions."""
+    """Return the condition that a key is in the query's chunk of positions."""
     ahead, shape = _ahead(q, k, call), scores_shape(q, k)
     where = positions_of_keys(call.mask_type, call.mask, shape, q.device, call.ragged).flatten(1).expand(shape[0], -1)
 
@@ -221,7 +226,7 @@ def _same_chunk(q: Tensor, k: Tensor, call: AttentionCall, chunk: int) -> Rule:
 
 
 def _ahead(q: Tensor, k: Tensor, call: AttentionCall) -> Rule:
-    """How many positions a key lies after a query, as the mask type aligns them."""
+    """Return the function that gives a key's position minus a query's, aligned by the mask type."""
     queries, keys = q.shape[2], k.shape[2]
     bottom_right = call.mask_type.endswith("bottom_right")
     if call.ragged is not None:
@@ -237,7 +242,7 @@ def _ahead(q: Tensor, k: Tensor, call: AttentionCall) -> Rule:
 
 
 def _score(q: Tensor, k: Tensor, call: AttentionCall) -> Callable[..., Tensor] | None:
-    """The function of a scaled score: it is capped, then biased."""
+    """Return the function that caps a scaled score and adds the bias; None if there is neither."""
     cap, bias, slopes = call.soft_cap, call.bias, call.alibi_slopes
     if cap is None and bias is None and slopes is None:
         return None
@@ -257,12 +262,11 @@ def _score(q: Tensor, k: Tensor, call: AttentionCall) -> Callable[..., Tensor] |
     return score
 
 
-# ---- sdpa ------------------------------------------------------------------------------------------------
-# torch's `scaled_dot_product_attention`: of a plain mask it keeps q, k, v, the output and a logarithm for backward.
+# ---- torch's `scaled_dot_product_attention`; with a plain mask it saves q, k, v, the output and the logsumexp ----
 
 
 def reason_sdpa(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> str:
-    """ "" to take the call, else why not."""
+    """Return why SDPA cannot run this call, or ""."""
     if call.soft_cap is not None:
         return "scaled_dot_product_attention has no soft cap"
     if call.sinks is not None:
@@ -271,7 +275,7 @@ def reason_sdpa(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> str:
 
 
 def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
-    """[B, H, Sq, Dv] of q [B, H, Sq, D], k [B, G, Sk, D] and v [B, G, Sk, Dv]."""
+    """Return attention [B, H, Sq, Dv] of q [B, H, Sq, D], k [B, G, Sk, D] and v [B, G, Sk, Dv]."""
     ragged = call.ragged
     if ragged is not None and ragged.lengths is not None and call.bias is None and call.mask is None:
         return _each_sequence(q, k, v, call, *ragged.lengths)
@@ -284,14 +288,14 @@ def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
         return _run(q, k, v, _as_queries(bias, q), False, call)
     if q.is_cpu:
         return _run(q, k, v, _joined(hidden, bias, q), False, call)
-    # Not every kernel of a GPU gives 0 to a row that sees nothing, and gradients without NaN: such a row sees
-    # everything here, and its output is thrown away.
+    # Not every GPU kernel returns 0 and gradients without NaN for a row that sees nothing. Let such a row see
+    # everything and discard its output.
     empty = hidden.all(-1, keepdim=True)
     return torch.where(empty, 0, _run(q, k, v, _joined(hidden & ~empty, bias, q), False, call))
 
 
 def _joined(hidden: Tensor, bias: Tensor | None, q: Tensor) -> Tensor:
-    """One mask as torch takes it: True where seen, or a bias that is -inf where hidden."""
+    """Return one mask as torch takes it: boolean, True where visible, or a bias that is -inf where hidden."""
     return ~hidden if bias is None else _as_queries(bias, q).masked_fill(hidden, -torch.inf)
 
 
@@ -301,12 +305,12 @@ def _each_sequence(
     if not of_queries:
         return attend_sdpa(q, k, v, call._replace(ragged=None))
     parts = zip(q.split(of_queries, 2), k.split(of_keys, 2), v.split(of_keys, 2), strict=True)
-    # Joined with the heads inside the tokens, as a kernel writes them.
+    # Concatenated with heads inside tokens, the layout that a kernel writes.
     return torch.cat([_alone(*part, call).transpose(1, 2) for part in parts], 1).transpose(1, 2)
 
 
 def _alone(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
-    """One sequence of a ragged batch."""
+    """Run one sequence of a ragged batch."""
     aligned = call.alibi_slopes is not None or call.chunk is not None
     mask_type, window = simplify(call.mask_type, call.window, q.shape[2], k.shape[2], aligned)
     return attend_sdpa(q, k, v, call._replace(ragged=None, mask_type=mask_type, window=window))
@@ -319,7 +323,8 @@ def _run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, cal
         if width != q.shape[-1] and not call.dropout:
             return _padded(q, k, v, mask, causal, call)
     elif shared and (mask is not None or q.dtype not in (torch.float16, torch.bfloat16)):
-        # On a GPU only the kernels without a mask and of 16 bits share heads; else torch would keep every probability.
+        # On a GPU only 16-bit kernels without a mask support shared heads; otherwise torch would save all
+        # probabilities.
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         shared = False
     return F.scaled_dot_product_attention(
@@ -328,7 +333,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, cal
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, call: AttentionCall) -> Tensor:
-    """The CPU's kernel wants q, k and v equally wide; zeros change nothing."""
+    """Pad heads with zeros: the CPU kernel requires the same head size for q, k and v. The result is unchanged."""
     width = v.shape[-1]
     most = max(width, q.shape[-1])
     q, k, v = (F.pad(x, (0, most - x.shape[-1])) if x.shape[-1] < most else x for x in (q, k, v))
@@ -336,24 +341,24 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, 
 
 
 def _as_queries(bias: Tensor, q: Tensor) -> Tensor:
-    """The CPU's kernel takes a float32 bias to 16-bit queries; those of a GPU take one like the queries."""
+    """Convert a bias: the CPU kernel takes float32 with 16-bit queries, GPU kernels the dtype of the queries."""
     if q.is_cpu and q.dtype in (torch.float16, torch.bfloat16):
         return bias.float()
     return bias.to(q.dtype)
 
 
-# ---- reference -------------------------------------------------------------------------------------------
-# The plain attention that the others are held against: every score is there, in float32 or float64.
+# ---- reference: plain attention with all scores in float32 or float64, to test the others against ----
 
 
 def attend_reference(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
-    """softmax(q kᵀ scale) v, [B, H, Sq, Dv] in q's dtype, of q [B, H, Sq, D], k [B, G, Sk, D] and v [B, G, Sk, Dv].
+    """Return softmax(q kᵀ scale) v [B, H, Sq, Dv] in q's dtype, for q [B, H, Sq, D], k [B, G, Sk, D] and v [B, G, Sk,
+    Dv].
 
     Bounded: relative RMS 1e-6 of float64 in float32, without dropout.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     heads, groups = q.shape[1], k.shape[1]
-    # Each head of k and v serves the next heads / groups heads of q: [B, G, H / G, S, D].
+    # Each key head serves the next heads / groups query heads: [B, G, H / G, S, D].
     wide, keys, values = q.to(dtype).unflatten(1, (groups, heads // groups)), k.to(dtype), v.to(dtype)
     scores = (wide @ keys.unsqueeze(2).mT).flatten(1, 2) * call.scale
     if call.soft_cap is not None:
@@ -369,15 +374,16 @@ def attend_reference(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Te
 
 
 def softmax(scores: Tensor, hidden: Tensor | None, sinks: Tensor | None = None) -> Tensor:
-    """Over the last axis of [B, H, Sq, Sk], with one more column of logits sinks [H] that is left out again.
+    """Softmax over the last axis of [B, H, Sq, Sk], with an extra column of logits sinks [H] that is dropped from the
+    result.
 
-    Rows that are hidden throughout are 0, and so are their gradients.
+    Rows that are hidden completely are 0, and so are their gradients.
     """
     keys = scores.shape[-1]
     empty = None
     if hidden is not None:
         empty = hidden.all(-1, keepdim=True)
-        # A row of -inf alone would be NaN, in the gradient too.
+        # A row of only -inf would be NaN, also in the gradient.
         scores = torch.where(hidden, torch.where(empty, 0.0, -torch.inf).to(scores.dtype), scores)
     if sinks is not None:
         column = sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
@@ -386,25 +392,24 @@ def softmax(scores: Tensor, hidden: Tensor | None, sinks: Tensor | None = None) 
     return probabilities if empty is None else probabilities.masked_fill(empty, 0)
 
 
-# ---- operands --------------------------------------------------------------------------------------------
-# Quantized operands of attention: a matrix for each (batch, head), all in two plain tensors.
+# ---- quantized operands of attention: a matrix per (batch, head), stored in two tensors ----
 
 
 class QuantizedHeads(NamedTuple):
-    """Matrices [rows, k] of every (batch, head), each quantized on its own; original ≈ data × scale."""
+    """Matrices [rows, k] for every (batch, head), each quantized on its own; original ≈ data × scale."""
 
     #: float8 [B, H, rows, k].
     data: Tensor
-    #: float32 or E8M0's exponents, uint8 [B, H, blocks of rows, blocks of k].
+    #: float32, or E8M0 exponents as uint8: [B, H, blocks of rows, blocks of k].
     scale: Tensor
-    #: How each matrix is quantized.
+    #: Spec with which each matrix is quantized.
     spec: QuantSpec
 
     def part(self, batch: slice, heads: slice) -> "QuantizedHeads":
         return QuantizedHeads(self.data[batch, heads], self.scale[batch, heads], self.spec)
 
     def decode(self) -> Tensor:
-        """float64 [B, H, rows, k]: data × scale."""
+        """Return the dequantized matrices data × scale, float64 [B, H, rows, k]."""
         scale = decode_scales(self.scale, self.spec, None).double()
         width = self.spec.block[1]
         if width is not None and width > 1:
@@ -413,27 +418,29 @@ class QuantizedHeads(NamedTuple):
 
 
 def quantize_heads(x: Tensor, spec: QuantSpec) -> QuantizedHeads:
-    """Quantize x [B, H, rows, k] along k, every (batch, head) as if it were alone.
+    """Quantize x [B, H, rows, k] along k, every (batch, head) on its own.
 
     Exact: the bits of `quaver.reference.quantize` of each matrix.
     """
     batch, heads, rows, k = x.shape
-    # One scale for a matrix is one scale for its elements in a row.
+    # A per-matrix scale equals a per-row scale of the flattened matrix.
     whole = spec.per_tensor
     line = QuantSpec(spec.format, (1, None), spec.scale) if whole else spec
     lines = x.reshape(batch * heads, rows * k) if whole else x.reshape(batch * heads * rows, k)
-    # One that lies transposed would come back so.
+    # Make it contiguous: a transposed input would return a transposed result.
     q = ops.QUANTIZE(lines.contiguous(), line).plain()
     return QuantizedHeads(q.data.view(x.shape), _as_tensor(q.scale, x).view(scales_shape(tuple(x.shape), spec)), spec)
 
 
 def quantize_along_rows(x: Tensor, spec: QuantSpec, known: QuantizedHeads) -> QuantizedHeads | None:
-    """x.T [B, H, k, rows] quantized along rows; None where that is the transpose of what is `known` of x."""
+    """Quantize x.T [B, H, k, rows] along rows; return None if that equals the transpose of `known`, x quantized
+    along k.
+    """
     return None if known.spec == spec and spec.transposable else quantize_heads(x.mT, spec)
 
 
 def along_rows(known: QuantizedHeads | None, transposed: QuantizedHeads | None) -> Tensor:
-    """float64 [B, H, rows, k] of what was quantized along rows, given as `quantize_along_rows` leaves it."""
+    """Return float64 values [B, H, rows, k] quantized along rows, from the result of `quantize_along_rows`."""
     if transposed is not None:
         return transposed.decode().mT
     assert known is not None
@@ -441,12 +448,12 @@ def along_rows(known: QuantizedHeads | None, transposed: QuantizedHeads | None) 
 
 
 def scales_shape(shape: tuple[int, ...], spec: QuantSpec) -> tuple[int, ...]:
-    """Shape of the scales of matrices [B, H, rows, k]."""
+    """Return the shape of the scales of matrices [B, H, rows, k]."""
     return (*shape[:2], *spec.blocks(*shape[2:]))
 
 
 def empty_heads(like: Tensor, shape: tuple[int, ...], spec: QuantSpec) -> QuantizedHeads:
-    """What `quantize_heads` returns for a tensor of this shape, without values."""
+    """Return an uninitialized result of `quantize_heads` for a tensor of this shape."""
     data = like.new_empty(shape, dtype=storage(spec.format))
     narrow = torch.uint8 if spec.scale == "e8m0" else torch.float32
     return QuantizedHeads(data, like.new_empty(scales_shape(shape, spec), dtype=narrow), spec)

@@ -1,12 +1,12 @@
-"""Attention on CPUs whose vector units multiply bf16: all scores of 64 queries at once, without those of later keys.
+"""Attention for CPUs with bf16 matrix instructions: all scores of 64 queries at once, skipping keys after a causal
+tile.
 
-torch's own kernel for a CPU multiplies blocks of 32 queries, which its matrix products take little advantage of, most
-of all in backward. Here a tile is as many rows as a product wants: the queries of all heads that share keys, of as many
-groups of heads as fit the cache. Scores are float32, whatever they are made of, and for backward nothing is kept but q,
-k, v and a logarithm for each query and head: not the output either.
+torch's CPU kernel multiplies blocks of 32 queries, too small for efficient GEMMs, especially in backward. Here a tile
+has the rows that a GEMM needs: the queries of all heads that share keys, for as many groups of heads as fit the cache.
+Scores are float32. Backward saves only q, k, v and a logarithm per query and head, not even the output.
 
-AMD EPYC (Zen 4), one thread, over torch's kernel, forward and backward, causal: 0.45 and 0.39 of its time for 4
-sequences of 256 tokens, 8 heads on 4 of keys, 64 features each; `docs/lab/attention.md` has other shapes.
+AMD EPYC (Zen 4), one thread, relative to torch's kernel, forward and backward, causal: 0.45 and 0.39 of its time for 4
+sequences of 256 tokens, 8 query and 4 key heads of 64 features each; `docs/lab/attention.md` has other shapes.
 Source: the backward from logarithms is FlashAttention's, Dao et al. 2022, arXiv:2205.14135, appendix B.
 """
 
@@ -25,27 +25,27 @@ from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations.autograd import first_derivative, forward_level, transforms_active
 from quaver.torch.operations.operation import Operation
 
-#: Queries of a tile, and scores that are computed together: two MiB.
+#: Queries per tile, and scores computed together: two MiB.
 QUERIES, SCORES = 64, 1 << 19
-#: Fewer scores are torch's, whose kernel is one call.
+#: With fewer scores torch's kernel is used, which is a single call.
 SMALLEST = 1 << 18
-#: The widest heads, and what their width must be a multiple of.
+#: Largest head size, and its required multiple.
 WIDEST, STEP = 256, 32
-#: The longest sequence: libtorch keeps a block for each number of keys, a multiple of `QUERIES`.
+#: Longest sequence: libtorch keeps a kernel for each number of keys, a multiple of `QUERIES`.
 LONGEST = 1024
 
 _LOG2E = math.log2(math.e)
-#: The logarithms of an output that is torch's; those of a sum are never it.
+#: Value of `logarithms` that marks an output computed by torch; a real logarithm of a sum never has it.
 _NONE = -math.inf
 _aten: Any = torch.ops.aten
-#: Whether torch's kernel, which compiled code takes for lengths that do not fit, can be called back and forth.
+#: True if torch's kernel, which compiled code uses for unsupported lengths, can be called forward and backward.
 _REACHED = hasattr(_aten, "_scaled_dot_product_flash_attention_for_cpu") and hasattr(
     _aten, "_scaled_dot_product_flash_attention_for_cpu_backward"
 )
 
 
 def reason(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> str:
-    """ "" to take the call, else why not."""
+    """Return why tiles cannot run this call, or ""."""
     others = call.window, call.bias, call.alibi_slopes, call.sinks, call.soft_cap, call.ragged, call.chunk
     if call.mask_type not in ("none", "causal") or call.dropout or any(option is not None for option in others):
         return "tiles are for the mask none or causal, without another option"
@@ -53,16 +53,21 @@ def reason(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> str:
 
 
 def reason_unsupported(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> str:
-    """Why q [B, H, Sq, D], k [B, G, Sk, D] and v [B, G, Sk, D] are not for these, or "": all but how many there are,
-    of which a compiler shall make no condition."""
+    """Return why tiles do not support q [B, H, Sq, D], k [B, G, Sk, D] and v [B, G, Sk, D], or "".
+
+    While tracing, the lengths are not checked, so that the compiler need not guard on them.
+    """
     if q.dtype is not torch.bfloat16 or not q.is_cpu:
         return "tiles are for bfloat16 on a CPU"
     traced = is_tracing()
-    # First of all that is asked of a small layer.
+    # Checked first, because it rejects small layers.
     if not traced and not fits(q, k, causal):
         return f"tiles are for {QUERIES} to {LONGEST} tokens, {SMALLEST:,} scores or more, and one of torch's threads"
     if q.shape[-1] % STEP or q.shape[-1] > WIDEST or v.shape[-1] != q.shape[-1]:
-        return f"tiles are for heads of {STEP} to {WIDEST} features, a multiple of {STEP}, of q, k and v alike"
+        return (
+            f"tiles are for heads of {STEP} to {WIDEST} features, a multiple of {STEP}, with the same size for q, k "
+            "and v"
+        )
     if not scale > 0:
         return "tiles are for a scale above 0"
     if not gemm.available():
@@ -70,9 +75,9 @@ def reason_unsupported(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: flo
     if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is not torch.bfloat16:
         return "torch.autocast asks for another dtype"
     if traced and not _REACHED:
-        return "torch's own kernel, for lengths that do not fit, goes by other names"
+        return "this version of torch lacks the kernel for other lengths"
     if traced and torch.compiler.is_exporting():
-        return "an exported program holds torch's own operations alone"
+        return "an exported program may only contain torch's own operations"
     plain = traced or (_own(q) and _own(k) and _own(v))
     if plain and not transforms_active() and forward_level() < 0:
         return ""
@@ -80,7 +85,7 @@ def reason_unsupported(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: flo
 
 
 def fits(q: Tensor, k: Tensor, causal: bool) -> bool:
-    """Whether these are long enough, and not too long, which compiled code looks up when it runs."""
+    """Return True if the lengths are within the supported range; compiled code checks this at run time."""
     (batch, heads, queries, _), keys = q.shape, k.shape[2]
     if not QUERIES <= queries <= LONGEST or not QUERIES <= keys <= LONGEST or (causal and queries != keys):
         return False
@@ -92,18 +97,18 @@ def _own(x: Tensor) -> bool:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
-    """[B, H, Sq, D] of q [B, H, Sq, D], k [B, G, Sk, D] and v [B, G, Sk, D]."""
+    """Return attention [B, H, Sq, D] of q [B, H, Sq, D], k [B, G, Sk, D] and v [B, G, Sk, D]."""
     return attended(q, k, v, call.mask_type == "causal", call.scale)
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
-    """`attend` with the options that there are."""
+    """Return attention as `attend` does, with its two supported options as arguments."""
     y: Tensor = _TiledAttentionFunction.apply(q, k, v, causal, float(scale))
     return y
 
 
 NO_DOUBLE_BACKWARD = (
-    "attention of bfloat16 on a CPU has no second derivative, as torch's own has none there; compute the part that is "
+    "attention of bfloat16 on a CPU has no second derivative, as in torch; compute the part that is "
     "differentiated twice in float32 with quaver.torch.only('reference')"
 )
 
@@ -130,18 +135,18 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tup
     logarithms = torch.empty(_logarithms(q), dtype=torch.float32, device="cpu")
     if not fits(q, k, causal):
         y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=heads != groups)
-        # Backward shall not ask again: threads may be others by then.
+        # A marker, so that backward need not check again: the number of threads may have changed by then.
         return _like(y).copy_(y), logarithms.fill_(_NONE)
     rows, of_keys, of_values = _rows(q, groups), _along(_matrices(k)), _down(_matrices(v))
     out, of_rows = torch.empty_like(rows), logarithms.view(*rows.shape[:3], 1)
     for tile, part, n in _parts(rows, keys, causal):
         scores = _scores("scores", rows[tile, part], of_keys[part], n)
         _hide(scores, keys, causal)
-        # The product is rounded before the difference, here and in backward: of the largest, 1 is left however large.
+        # The product is rounded before the difference, here and in backward, so the largest score gives exactly 1.
         top = scores.mul_(scale * _LOG2E).amax(-1, True)
         total = scores.sub_(top).exp2_().sum(-1, True)
         torch.add(total.log2(), top, out=of_rows[tile, part])
-        # Divided after the product, so that the largest of a row is 1, which bf16 holds exactly.
+        # Divide after the GEMM, so that the largest share of a row is 1, which bf16 represents exactly.
         shares = quantize.buffer("shares", scores.shape, torch.bfloat16).copy_(scores)
         sums = quantize.buffer("sums", (*shares.shape[:2], width), torch.float32)
         gemm.multiply_each(shares, of_values[part], sums)
@@ -172,7 +177,7 @@ def _backward(
         scores.mul_(scale * _LOG2E).sub_(logarithms[tile, part]).exp2_()
         shares = quantize.buffer("shares", scores.shape, torch.bfloat16).copy_(scores)
         of_v[part, :n] += torch.bmm(shares.mT, of_rows[tile, part])
-        # P (dP - the sum of P dP along a row).
+        # Gradient of the scores: P (dP - sum of P dP along the row).
         change = _scores("change", of_rows[tile, part], of_values[part], n)
         _hide(change, keys, causal, False)
         change.mul_(scores)
@@ -190,7 +195,7 @@ def _backward(
 
 
 def _parts(rows: Tensor, keys: int, causal: bool) -> Iterator[tuple[int, slice, int]]:
-    """The number of a tile, groups of heads whose scores are computed together, and keys that the tile sees."""
+    """Yield (tile number, groups of heads computed together, number of keys that the tile sees)."""
     tiles, groups, height, _ = rows.shape
     for tile in range(tiles):
         n = (tile + 1 if causal else _tiles(keys)) * QUERIES
@@ -200,17 +205,17 @@ def _parts(rows: Tensor, keys: int, causal: bool) -> Iterator[tuple[int, slice, 
 
 
 def _scores(slot: str, rows: Tensor, pairs: Tensor, n: int) -> Tensor:
-    """rows [N, m, D] times n columns of matrices, float32 [N, m, n], in a slot of `scratch`."""
+    """Multiply rows [N, m, D] by n columns of matrices, float32 [N, m, n], into a reused buffer named `slot`."""
     out = quantize.buffer(slot, (*rows.shape[:2], n), torch.float32)
     gemm.multiply_each(rows, pairs, out)
     return out
 
 
 def _hide(scores: Tensor, keys: int, causal: bool, lowest: bool = True) -> None:
-    """Make what a query does not see -inf, or 0, whatever it is."""
+    """Set the scores of hidden keys to -inf (lowest=True) or 0, whatever their value."""
     n = scores.shape[2]
     if causal:
-        # Of the last columns each query sees those up to its own; all that are padding come later.
+        # In the last tile of columns each query sees the keys up to its own; padding columns come after all of them.
         own = scores.view(torch.int32).view(scores.shape[0], -1, QUERIES, n)[..., n - QUERIES :]
         seen, infinity = _triangle()
         own.bitwise_and_(seen)
@@ -222,14 +227,14 @@ def _hide(scores: Tensor, keys: int, causal: bool, lowest: bool = True) -> None:
 
 @cache
 def _triangle() -> tuple[Tensor, Tensor]:
-    """All bits where a query sees a key of its own tile, and the bits of -inf where it does not."""
+    """Return int32 masks of the diagonal tile: all bits set where visible, and the bits of -inf where hidden."""
     with torch.inference_mode(False):
         seen = torch.ones(QUERIES, QUERIES, dtype=torch.bool, device="cpu").tril_()
         bits = torch.tensor(-torch.inf, dtype=torch.float32, device="cpu").view(torch.int32)
         return torch.where(seen, -1, 0).to(torch.int32), torch.where(seen, 0, bits)
 
 
-# How operands lie: rows [tiles, B × G, H / G × 64, D], matrices [B × G, S, D], each with zeros up to whole tiles.
+# ---- operand layouts: rows [tiles, B × G, H / G × 64, D], matrices [B × G, S, D], zero-padded to whole tiles ----
 
 
 def _tiles(tokens: int) -> int:
@@ -237,12 +242,14 @@ def _tiles(tokens: int) -> int:
 
 
 def _logarithms(q: Tensor) -> int:
-    """How many rows q has, with those that are zeros. As several sizes a compiler would ask which of them are 1."""
+    """Return the number of q's rows with padding. A single size, so that a compiler does not guard on several being
+    1.
+    """
     return q.shape[0] * q.shape[1] * _tiles(q.shape[2]) * QUERIES
 
 
 def _rows(x: Tensor, groups: int) -> Tensor:
-    """Queries [B, H, S, D], those of heads that share keys together."""
+    """Rearrange queries [B, H, S, D] into tiles of rows, with the heads that share keys together."""
     batch, heads, tokens, width = x.shape
     tiles, whole = _tiles(tokens), tokens // QUERIES
     out = torch.empty((tiles, batch, groups, heads // groups, QUERIES, width), dtype=x.dtype, device="cpu")
@@ -256,7 +263,7 @@ def _rows(x: Tensor, groups: int) -> Tensor:
 
 
 def _tokens(rows: Tensor, batch: int, groups: int, tokens: int) -> Tensor:
-    """What `_rows` was given: [B, H, S, D], of which S is outside of H."""
+    """Undo `_rows`: return [B, H, S, D] stored as [B, S, H, D]."""
     tiles, _, height, width = rows.shape
     rows = rows.view(tiles, batch, groups, height // QUERIES, QUERIES, width).permute(1, 2, 3, 0, 4, 5)
     out = _empty(rows, batch, groups * (height // QUERIES), tokens, width)
@@ -269,30 +276,34 @@ def _tokens(rows: Tensor, batch: int, groups: int, tokens: int) -> Tensor:
 
 
 def _matrices(x: Tensor) -> Tensor:
-    """Keys or values [B, G, S, D], contiguous; pairs of features lie where an int32 may."""
+    """Return keys or values [B, G, S, D] as contiguous padded matrices, aligned so that feature pairs can be read as
+    int32.
+    """
     rest = -x.shape[2] % QUERIES
     x = F.pad(x, (0, 0, 0, rest)) if rest else x.contiguous()
     return (x if x.storage_offset() % 2 == 0 else x.clone()).view(-1, *x.shape[2:])
 
 
 def _along(matrices: Tensor) -> Tensor:
-    """As products over features want them: [N, D / 2, S, 2]."""
+    """Rearrange matrices for GEMMs that contract over features: [N, D / 2, S, 2]."""
     return matrices.view(torch.int32).mT.contiguous().view(torch.bfloat16).unflatten(2, (-1, 2))
 
 
 def _down(matrices: Tensor) -> Tensor:
-    """As products over keys want them: [N, S / 2, D, 2]."""
+    """Rearrange matrices for GEMMs that contract over keys: [N, S / 2, D, 2]."""
     return matrices.unflatten(1, (-1, 2)).mT.contiguous()
 
 
 def _empty(like: Tensor, batch: int, heads: int, tokens: int, width: int) -> Tensor:
-    """[B, H, S, D], of which S is outside of H; no view, to which autograd would refuse writes."""
+    """Return an uninitialized [B, H, S, D] stored as [B, S, H, D]; not a view, because autograd rejects writes to
+    views.
+    """
     strides = tokens * heads * width, width, heads * width, 1
     return like.new_empty_strided((batch, heads, tokens, width), strides)
 
 
 def _like(x: Tensor) -> Tensor:
-    """A tensor of x's shape [B, H, S, D], of which S is outside of H."""
+    """Return an uninitialized tensor of x's shape [B, H, S, D], stored as [B, S, H, D]."""
     return _empty(x, *x.shape)
 
 
@@ -305,12 +316,12 @@ def _fake_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tu
 
 
 def _flops(q: Tensor, k: Tensor, *_: Any, **__: Any) -> int:
-    """q kᵀ and P v, of all pairs, as torch counts attention on a GPU."""
+    """Return the FLOPs of q kᵀ and P v for all pairs, as torch counts attention on a GPU."""
     return 4 * q.numel() * k.shape[2]
 
 
 def _flops_backward(grad: Tensor, q: Tensor, k: Tensor, *_: Any, **__: Any) -> int:
-    """q kᵀ once more, and two products for the gradients of scores and of values each."""
+    """Return the FLOPs of q kᵀ again, and of two GEMMs each for the gradients of scores and of values."""
     return 10 * q.numel() * k.shape[2]
 
 

@@ -1,4 +1,4 @@
-"""`DotProductAttention`: the attention function with its options kept, as a module."""
+"""`DotProductAttention`, the attention function with its options as a module; and `explain_attention`."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -28,21 +28,21 @@ from quaver.torch.nn.attention.inputs import (
 from quaver.torch.nn.attention.op import ATTENTION, OFF_BY_ONE, AttentionOpOptions, attention, check_numbers, prepare
 from quaver.torch.state.context import in_force, recipe_in_force
 
-# ---- dot product -----------------------------------------------------------------------------------------
+# ---- module ----
 
 
 @dataclass(frozen=True, kw_only=True)
 class CoreOptions:
-    """Of `DotProductAttention`."""
+    """Options of `DotProductAttention`."""
 
-    # Heads of keys and values, each serving heads / groups of the queries'; None gives each its own.
+    # Number of key/value heads, each serving heads / groups query heads; None for one per query head.
     groups: int | None = None
     mask_type: str = "none"
     window: Window | None = None
     chunk: int | None = None
     scale: float | None = None
     soft_cap: float | None = None
-    # Of the probabilities.
+    # Dropout of the attention probabilities.
     dropout: float = 0.0
     # None, "off_by_one" or "learnable".
     sinks: str | None = None
@@ -50,38 +50,38 @@ class CoreOptions:
     # "bshd", "sbhd" or "thd".
     layout: str = "bshd"
     recipe: str | Recipe | None = None
-    # Of learnable sinks.
+    # Device and dtype of learnable sinks.
     device: Any = None
     dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
 class CoreArguments(CoreOptions):
-    """The arguments of `DotProductAttention`, which says what they are."""
+    """Constructor arguments of `DotProductAttention`; see there."""
 
     heads: int
     head_dim: int | tuple[int, int]
 
 
 class DotProductAttention(nn.Module):
-    """softmax(q kᵀ scale) v of given heads.
+    """Scaled dot-product attention: softmax(q kᵀ scale) v, without projections.
 
     Args:
-        heads: of queries.
+        heads: number of query heads.
         head_dim: features of a head, or (of queries and keys, of values).
-        groups: heads of keys and values, each serving heads / groups of the queries'; None for as many as queries.
-        mask_type, window, chunk, scale, soft_cap, layout: as `quaver.torch.nn.attention.attention`.
-        dropout: of probabilities, in training mode only.
+        groups: number of key/value heads, each serving heads / groups query heads; None for one per query head.
+        mask_type, window, chunk, scale, soft_cap, layout: as for `quaver.torch.nn.attention.attention`.
+        dropout: of the probabilities, in training mode only.
         sinks: None, "off_by_one", or "learnable" for a parameter `sinks` [heads].
-        alibi: scores fall with distance, by slopes 2^(-8 h / heads).
-        recipe: whose `attention` quantizes; None takes the innermost autocast's.
+        alibi: True lowers scores with distance, by slopes 2^(-8 h / heads).
+        recipe: recipe whose `attention` quantizes; None uses the innermost autocast's.
         device, dtype: of the sinks.
     Raises:
-        ValueError: heads, names, window or probability that do not fit.
+        ValueError: invalid heads, names, window or probability.
     """
 
     sinks: nn.Parameter | None
-    #: What computes it; another where a sequence lies in parts on several ranks.
+    #: Function that computes attention; context parallelism replaces it.
     attend: Callable[..., Tensor] = staticmethod(attention)
 
     @takes(CoreArguments)
@@ -103,13 +103,13 @@ class DotProductAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Sinks start at 0, which is off-by-one."""
+        """Set sinks to 0, which equals "off_by_one"."""
         if self.sinks is not None:
             nn.init.zeros_(self.sinks)
 
     @property
     def sizes(self) -> tuple[tuple[int, int], ...]:
-        """Heads of queries, keys and values, and the features of each."""
+        """(heads, features per head) of queries, keys and values."""
         wide, narrow = self.head_dim
         return (self.heads, wide), (self.groups, wide), (self.groups, narrow)
 
@@ -125,11 +125,13 @@ class DotProductAttention(nn.Module):
         mask_type: str | None = None,
         window: Window | None = None,
     ) -> Tensor:
-        """Attention of q on k and v, in the module's layout; see `quaver.torch.nn.attention.attention`.
+        """Compute attention of q on k and v, in the module's layout; see `quaver.torch.nn.attention.attention`.
 
         Args:
-            mask_type: another than the module's for this call, as when keys are cached and queries are the last ones.
-            window: likewise; (-1, -1) is none.
+            q, k, v, mask, bias, cu_seqlens: as for `attention`.
+            mask_type: overrides the module's for this call, for example if keys are cached and the queries are the last
+                ones.
+            window: overrides the module's for this call; (-1, -1) is no window.
         """
         options = self.options(q, k, v, mask_type, window)
         return self.attend(q, k, v, mask=mask, bias=bias, cu_seqlens=cu_seqlens, **options)
@@ -137,7 +139,11 @@ class DotProductAttention(nn.Module):
     def options(
         self, q: Tensor, k: Tensor, v: Tensor, mask_type: str | None = None, window: Window | None = None
     ) -> dict[str, Any]:
-        """What the module adds to a call of `attention`. Raises: ValueError for heads that are not its own."""
+        """Return the keyword arguments that the module adds to a call of `attention`.
+
+        Raises:
+            ValueError: the numbers of heads differ from the module's.
+        """
         self._check_heads(q, k, v)
         recipe = in_force(self.recipe)
         if recipe is not None and recipe.attention is not None:
@@ -157,7 +163,7 @@ class DotProductAttention(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if self.recipe is not None:  # equal recipes are one object
+        if self.recipe is not None:  # Equal recipes are one object.
             self.recipe = recipes.get(self.recipe)
 
     def check(
@@ -171,7 +177,7 @@ class DotProductAttention(nn.Module):
         mask_type: str | None = None,
         window: Window | None = None,
     ) -> None:
-        """Raise the ValueError that `forward` would, for callers with work to do before."""
+        """Raise the ValueError that `forward` would raise, for callers that do other work first."""
         shape = (batch, self.heads, queries, keys)
         ragged = ragged_of(self.layout, cu_seqlens, queries, keys)
         mask_type, window = mask_type or self.mask_type, self.window if window is None else window
@@ -207,9 +213,10 @@ class DotProductAttention(nn.Module):
 
 
 def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor:
-    """float32 [heads]: 2^(-8 h / heads); of no power of two, those of the power below and every other of twice it.
+    """Return ALiBi's slopes 2^(-8 h / heads), float32 [heads].
 
-    Source: Press et al. 2022, as Hugging Face builds them for Bloom, Falcon and MPT.
+    If heads is not a power of two, they are the slopes of the next lower power of two, then every other slope of twice
+    that number. Source: Press et al. 2022, as Hugging Face builds them for Bloom, Falcon and MPT.
     """
     below = 2 ** int(math.log2(heads))
     slopes = [2 ** (-8 * h / below) for h in range(1, below + 1)]
@@ -217,19 +224,18 @@ def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor
     return torch.tensor(slopes, dtype=torch.float32, device=device)
 
 
-# ---- explanation -----------------------------------------------------------------------------------------
-# Which implementation of attention runs for a call, and why the others do not.
+# ---- explanation of a call ----
 
 
 @dataclass(frozen=True, repr=False)
 class AttentionExplanation:
-    """The result of `explain_attention`; an interpreter, a notebook and print show a table."""
+    """Result of `explain_attention`; its repr is a table in an interpreter, in a notebook and in print."""
 
-    #: Shapes, dtype and the options in force.
+    #: Shapes, dtype and options of the call.
     how: str
-    #: The implementation that runs.
+    #: Name of the implementation that runs.
     runs: str
-    #: (implementation, why it does not run) of all the others, in order of preference.
+    #: (implementation, reason why it does not run) for all others, in order of preference.
     passed_over: tuple[tuple[str, str], ...]
 
     def __repr__(self) -> str:
@@ -243,21 +249,21 @@ class AttentionExplanation:
 
 
 def reason_unsupported(passed_over: Sequence[tuple[str, str]]) -> str:
-    """Why other implementations do not run, in a line."""
+    """Return why other implementations do not run, in one line."""
     return "; ".join(f"{name}: {why}" for name, why in passed_over)
 
 
 def explain_attention(
     q: Tensor, k: Tensor, v: Tensor, *, recipe: str | Recipe | None = None, **options: Any
 ) -> AttentionExplanation:
-    """Say what `attention` would run with these arguments; nothing is computed.
+    """Show which implementation `attention` would run with these arguments, without computing anything.
 
-    `quaver.torch.explain(module, q, k, v)` is the same for a `DotProductAttention`, with its options and recipe.
+    `quaver.torch.explain(module, q, k, v)` does the same for a `DotProductAttention`, with its options and recipe.
 
     Args:
-        q, k, v, recipe, options: as `attention`.
+        q, k, v, recipe, options: as for `attention`.
     Returns:
-        An `AttentionExplanation`, which an interpreter shows as a table and a script prints.
+        An `AttentionExplanation`, which an interpreter shows as a table and a script can print.
     Raises:
         ValueError: as `attention`.
     """

@@ -1,7 +1,7 @@
-"""Attention with every product quantized: `fp8_kernels` or `fp8_passes`, tied to autograd and to torch.compile.
+"""Attention with every GEMM quantized, as an autograd function; Triton kernels or plain torch.
 
-For backward it keeps the codes of q, k and v, a logarithm a query, the mask and the bias; never a matrix of scores.
-Each pass is one opaque operator of a compiled graph, so that its bits are eager's.
+Backward saves the codes of q, k and v, a logarithm per query, the mask and the bias, but no matrix of scores. Forward
+and backward are one custom operator each, so that a compiled graph gives the bits of eager mode.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,25 +27,24 @@ from quaver.torch.operations.operation import Implementation, Operation
 from quaver.torch.operations.selecting import unseen
 from quaver.torch.state.context import active_context
 
-# ---- fp8 passes ------------------------------------------------------------------------------------------
-# The two passes of attention with quantized products: `quaver.reference.attention`, many heads at once.
+# ---- forward and backward in plain torch: `quaver.reference.attention`, many heads at once ----
 #
-# As there, what stands between two quantizations is float64 and becomes float32 where it is quantized. Scores and
-# probabilities are not kept: backward makes them again, bit for bit, from the codes of q and k and the logarithms of
-# the softmax's sums. Heads are worked on a few at a time, so that no more than some million scores exist at once.
+# As in the reference, values between two quantizations are float64 and are rounded to float32 before they are
+# quantized. Backward recomputes scores and probabilities bit for bit from the codes of q and k and the softmax's
+# logarithms. Heads are processed a few at a time, so that at most a few million scores exist at once.
 
 HeadsOrNone = TypeVar("HeadsOrNone", QuantizedHeads, QuantizedHeads | None)
 
-#: Scores that exist at once, if a single group of heads does not have more.
+#: Maximum number of scores that exist at once, unless a single group of heads has more.
 SCORES = 1 << 21
 
 
 class Fp8AttentionOptions(NamedTuple):
-    """What the passes take beside the tensors that have gradients."""
+    """Arguments of forward and backward besides the tensors that have gradients."""
 
-    #: bool, [1 or B, 1 or H, 1 or Sq, 1 or Sk], True where a query may not see a key.
+    #: bool, [1 or B, 1 or H, 1 or Sq, 1 or Sk], True where a query may not see a key; or None.
     hidden: Tensor | None
-    #: int64 [1], the number of dropout's mask; None without dropout.
+    #: int64 [1], seed of the dropout mask; None without dropout.
     draw: Tensor | None
     scale: float
     soft_cap: float | None
@@ -54,18 +53,18 @@ class Fp8AttentionOptions(NamedTuple):
 
 
 class SavedOperands(NamedTuple):
-    """The operands that backward needs, in eight bits."""
+    """Quantized operands that are saved for backward."""
 
     q: QuantizedHeads
     k: QuantizedHeads
     v: QuantizedHeads
-    #: q.T quantized along Sq and k.T along Sk; None where they are the transposes of q and k.
+    #: q.T quantized along Sq, and k.T along Sk; None if they equal the transposes of q and k.
     qt: QuantizedHeads | None
     kt: QuantizedHeads | None
 
 
 class BatchHeadSlice(NamedTuple):
-    """Some batches, and some groups with the query heads they serve."""
+    """A range of batches, and a range of groups with the query heads that they serve."""
 
     number: int
     batch: slice
@@ -77,13 +76,13 @@ class BatchHeadSlice(NamedTuple):
         return self.groups.stop - self.groups.start
 
     def of(self, x: Tensor) -> Tensor:
-        """The part of what broadcasts to [B, H, Sq, Sk]."""
+        """Slice a tensor that broadcasts to [B, H, Sq, Sk]."""
         everything = slice(None)
         return x[self.batch if x.shape[0] > 1 else everything, self.heads if x.shape[1] > 1 else everything]
 
 
 def parts(batch: int, heads: int, groups: int, queries: int, keys: int) -> Iterator[BatchHeadSlice]:
-    """All heads of all batches, in parts of at most `SCORES` scores or of one group."""
+    """Yield slices of all batches and heads with at most `SCORES` scores, or one group, each."""
     shared = heads // groups
     at_once = max(SCORES // max(shared * queries * keys, 1), 1)
     batches, some = max(at_once // groups, 1), min(at_once, groups)
@@ -104,11 +103,17 @@ def forward(
     options: Fp8AttentionOptions,
     training: bool,
 ) -> tuple[Tensor, Tensor, SavedOperands | None]:
-    """Attention of q [B, H, Sq, D] on k [B, G, Sk, D] and v [B, G, Sk, Dv].
+    """Compute attention of q [B, H, Sq, D] on k [B, G, Sk, D] and v [B, G, Sk, Dv] with quantized GEMMs.
 
+    Args:
+        q, k, v: float32, bfloat16 or float16.
+        bias: added to the scores, or None.
+        sinks: logits [H] of an extra softmax column, or None.
+        options: further options.
+        training: True to return the operands for backward.
     Returns:
-        The output [B, H, Sq, Dv]; the logarithms of the softmax's sums, float64 [B, H, Sq], -inf where nothing is
-        seen; what backward needs, if training.
+        The output [B, H, Sq, Dv]; the logsumexp of the scores, float64 [B, H, Sq], -inf for a query that sees nothing;
+        the operands for backward, or None.
     """
     spec = options.spec.input
     codes_q, codes_k = quantize_heads(q, spec), quantize_heads(k, spec)
@@ -142,7 +147,7 @@ def backward(
     options: Fp8AttentionOptions,
     needs: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Gradients of q, k, v, bias and sinks, each where it is needed, for grad [B, H, Sq, Dv]."""
+    """Return the gradients of q, k, v, bias and sinks, None where not needed, for grad [B, H, Sq, Dv]."""
     need_q, need_k, need_v, need_bias, need_sinks = needs
     spec = options.spec.grad_output
     do = quantize_heads(grad, spec)
@@ -182,7 +187,7 @@ def backward(
 
 
 def kept_by_dropout(options: Fp8AttentionOptions, part: BatchHeadSlice, shape: Sequence[int]) -> Tensor | None:
-    """True for the probabilities [b, h, Sq, Sk] of a part that dropout keeps; the same whenever it is asked."""
+    """Return the dropout mask [b, h, Sq, Sk] of a slice, True where kept; repeated calls return the same mask."""
     if options.draw is None:
         return None
     batch, heads, queries, keys = shape
@@ -192,7 +197,9 @@ def kept_by_dropout(options: Fp8AttentionOptions, part: BatchHeadSlice, shape: S
 
 
 def empty_tokens(like: Tensor, heads: int, tokens: int, features: int) -> Tensor:
-    """[B, heads, tokens, features] that lies in memory as [B, tokens, heads, features], where projections want it."""
+    """Return an uninitialized [B, heads, tokens, features] stored as [B, tokens, heads, features], as projections
+    need it.
+    """
     return like.new_empty((like.shape[0], tokens, heads, features)).transpose(1, 2)
 
 
@@ -202,19 +209,21 @@ def _parts(q: QuantizedHeads, k: QuantizedHeads) -> Iterator[BatchHeadSlice]:
 
 
 def _heads(x: HeadsOrNone, part: BatchHeadSlice) -> HeadsOrNone:
-    """The part of an operand of every query head."""
+    """Return the slice of an operand with query heads."""
     return None if x is None else x.part(part.batch, part.heads)
 
 
 def _groups(x: HeadsOrNone, part: BatchHeadSlice) -> HeadsOrNone:
-    """The part of an operand of every group."""
+    """Return the slice of an operand with key/value heads."""
     return None if x is None else x.part(part.batch, part.groups)
 
 
 def _scores(
     q: QuantizedHeads, k: QuantizedHeads, bias: Tensor | None, options: Fp8AttentionOptions, part: BatchHeadSlice
 ) -> tuple[Tensor, Tensor | None]:
-    """The scores of a part, float64 [b, h, Sq, Sk], -inf where hidden; and soft_cap's derivative."""
+    """Return the scores of a slice, float64 [b, h, Sq, Sk], -inf where hidden; and the derivative of soft_cap or
+    None.
+    """
     left, right = _heads(q, part).decode(), _groups(k, part).decode()
     scores = _grouped(left, right.shape[1]) @ right.mT
     scores = scores.view(*left.shape[:3], right.shape[2]).mul_(options.scale)
@@ -231,32 +240,32 @@ def _scores(
 
 
 def _softmax(scores: Tensor, logsumexp: Tensor) -> Tensor:
-    """float32 probabilities, 0 in rows that see nothing; the scores are overwritten."""
-    # -inf less -inf would be NaN.
+    """Return float32 probabilities, 0 in rows that see nothing; overwrites the scores."""
+    # -inf minus -inf would be NaN.
     shift = torch.where(logsumexp == -torch.inf, 0.0, logsumexp)
     return scores.sub_(shift.unsqueeze(-1)).exp_().float()
 
 
 def _codes(p: Tensor, mask: Tensor | None) -> Tensor:
-    """E4M3 probabilities as float64, times `PROBABILITY_FACTOR`, 0 where dropped."""
+    """Return probabilities times `PROBABILITY_FACTOR`, rounded to E4M3, as float64; 0 where dropped."""
     if mask is not None:
         p = p.masked_fill(~mask, 0)
     return (p * PROBABILITY_FACTOR).to(torch.float8_e4m3fn).float().double()
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
-    """[b, h, rows, k] of heads as [b, g, rows of the heads that share a group, k]."""
+    """Reshape [b, h, rows, k] to [b, g, rows of the heads that share a group, k]."""
     batch, heads, rows, k = x.shape
     return x.reshape(batch, groups, heads // groups * rows, k)
 
 
 def _ungrouped(x: Tensor, like: Tensor) -> Tensor:
-    """The inverse: [b, h, rows, k], the first three as those of `like`."""
+    """Undo `_grouped`: reshape to [b, h, rows, k], with the first three sizes of `like`."""
     return x.view(*like.shape[:3], x.shape[3])
 
 
 def _sum_shared(x: Tensor, groups: int) -> Tensor:
-    """The sums [b, g, rows, k] over the heads that share a group."""
+    """Sum over the heads that share a group: [b, h, rows, k] to [b, g, rows, k]."""
     return x.unflatten(1, (groups, x.shape[1] // groups)).sum(2)
 
 
@@ -268,7 +277,7 @@ def _scores_backward(
     dq: Tensor | None,
     dk: Tensor | None,
 ) -> None:
-    """Fill the part of dq = dS k scale and of dk = dS.T q scale, for the scores' gradient before scaling."""
+    """Write the slice of dq = dS k scale and of dk = dS.T q scale, where dS is the gradient before scaling."""
     spec, ds = options.spec.grad_output, ds.float()
     codes = quantize_heads(ds, spec)
     if dq is not None:
@@ -283,41 +292,41 @@ def _scores_backward(
 
 
 def _add_to_bias(dbias: Tensor, ds: Tensor, part: BatchHeadSlice) -> None:
-    """Sum the scores' gradient to the shape that the bias had before it was broadcast."""
+    """Add the scores' gradient to the bias's, summed over the axes that were broadcast."""
     narrow = [dim for dim in range(4) if dbias.shape[dim] == 1]
     part.of(dbias).add_(ds.sum(narrow, keepdim=True) if narrow else ds)
 
 
-# ---- fp8 -------------------------------------------------------------------------------------------------
+# ---- autograd function and public entry ----
 
-#: Dropout's masks are told apart by this many bits.
+#: Number of different dropout seeds.
 _DRAWS = 1 << 31
 
 
 def attention_fp8(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, spec: AttentionSpec) -> Tensor:
-    """softmax(cap(q kᵀ scale) + bias) v with the operands of all products quantized, each head on its own.
+    """Return softmax(cap(q kᵀ scale) + bias) v with the operands of all GEMMs quantized, each head on its own.
 
     Args:
         q: [B, H, Sq, D] in float32, bfloat16 or float16.
         k: [B, G, Sk, D]; each of G heads serves H / G heads of q and is quantized once.
         v: [B, G, Sk, Dv].
-        call: the options. Hidden keys draw in the amax of their blocks all the same.
-        spec: how; `Recipe.attention`.
+        call: the options. Hidden keys still count in the amax of their blocks.
+        spec: how to quantize; `Recipe.attention`.
     Returns:
-        [B, H, Sq, Dv] in q's dtype; a query that sees nothing gets 0. A block of an operand that holds an infinity or
-        NaN has the scale NaN. Differentiable in q, k, v, bias and sinks, once.
+        [B, H, Sq, Dv] in q's dtype; 0 for a query that sees nothing. A block of an operand with an infinity or NaN has
+        scale NaN. Once differentiable in q, k, v, bias and sinks.
     Raises:
         ValueError: another dtype.
-    Exact: the codes, those of `quaver.reference.attention`, eager and compiled; by the kernels those of q, k, v
-        and the output's gradient. Bounded: the output and gradients, relative RMS 1e-6 of that reference in float32, by
-        the kernels 1e-3. Statistical: dropout.
+    Exact: the codes equal those of `quaver.reference.attention`, eager and compiled; with the kernels those of q, k, v
+        and the output's gradient. Bounded: output and gradients, relative RMS 1e-6 of that reference in float32, 1e-3
+        with the kernels. Statistical: dropout.
     """
     if q.dtype not in ops.DTYPES:
         raise ValueError(
             f"quantized attention takes float32, bfloat16 or float16, not {q.dtype}: convert q, k and v, or use a "
             "recipe without attention=True"
         )
-    # Kernels go by positions; what runs on a CPU has a mask that layers share.
+    # Kernels take ranges of visible keys; on a CPU the mask is a tensor that layers share.
     by_runs = call.mask is None and (not q.is_cpu or bool(device.asked))
     hidden, runs = (None, call.runs(q, k)) if by_runs else (call.hidden(q, k), None)
     bias, sinks, soft_cap = call.whole_bias(q, k), call.sinks, call.soft_cap
@@ -335,14 +344,14 @@ def attention_fp8(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, spec: At
 def explain(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, bias: Tensor | None, soft_cap: float | None, dropout: float
 ) -> list[tuple[str, str]]:
-    """(implementation, "" or why not) in order of preference, of a call with such tensors and numbers."""
+    """Return (implementation, "" or why it does not run) in order of preference, for a call with these arguments."""
     texts = spec.input.text, spec.grad_output.text
     rows = FORWARD.explain(q, k, v, bias, None, None, None, None, 1.0, soft_cap, dropout, *texts, True)
     return [("fp8" if name == "reference" else f"fp8 {name}", why) for name, why in rows]
 
 
 class _Fp8AttentionFunction(torch.autograd.Function):
-    """Saves plain tensors only."""
+    """Autograd function of quantized attention; saves only plain tensors."""
 
     @staticmethod
     @unseen
@@ -379,7 +388,7 @@ def _gradients(ctx: Any, saved: Sequence[Any], grad: Tensor) -> tuple[Any, ...]:
     return (*(next(gradients) if need else None for need in needs), None, None, None, None, None, None)
 
 
-# The operators: q, k, v and what is made of them as lists of plain tensors.
+# ---- operators, whose arguments are lists of plain tensors ----
 
 
 def _options(
@@ -449,12 +458,14 @@ def _restore(codes: Sequence[Tensor], spec: QuantSpec) -> SavedOperands:
 
 
 def _flops(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
-    """q kᵀ and P v, of all pairs, as torch counts attention."""
+    """Return the FLOPs of q kᵀ and P v for all pairs, as torch counts attention."""
     return 2 * q.shape[:3].numel() * k.shape[2] * (k.shape[3] + v.shape[3])
 
 
 def _flops_backward(grad: Tensor, kept: Sequence[Tensor], *_: Any, **__: Any) -> int:
-    """q kᵀ once more, and two products for the gradients of scores and of values each, as torch counts them."""
+    """Return the FLOPs of q kᵀ again, and of two GEMMs each for the gradients of scores and of values, as torch
+    counts.
+    """
     q, k, v = kept[1:7:2]
     return 2 * q.shape[:3].numel() * k.shape[2] * (3 * q.shape[3] + 2 * v.shape[3])
 

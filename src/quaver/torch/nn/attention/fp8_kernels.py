@@ -1,4 +1,6 @@
-"""Attention with every product quantized, by kernels: what `fp8_passes` computes, in float32 and without scores."""
+"""Quantized attention by Triton kernels: computes what `fp8` does in plain torch, in float32 and without storing
+scores.
+"""
 
 from collections.abc import Sequence
 
@@ -13,7 +15,7 @@ def reason(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, hidden: Tensor | None,
     runs: Tensor | None, draw: Tensor | None, scale: float, soft_cap: float | None, dropout: float, *texts: str | bool,
 ) -> str:  # fmt: skip
-    """Why the kernels do not take a call of forward, or ""; the device has been asked before."""
+    """Return why the kernels do not support a forward call, or ""; the device was checked before."""
     return _why_not(bias, soft_cap, dropout) or gpu.reason(q, k, v, _spec(*texts[:2]))
 
 
@@ -21,7 +23,7 @@ def reason_backward(
     grad: Tensor, kept: Sequence[Tensor], bias: Tensor | None, sinks: Tensor | None, hidden: Tensor | None,
     runs: Tensor | None, draw: Tensor | None, scale: float, soft_cap: float | None, dropout: float, *texts: str,
 ) -> str:  # fmt: skip
-    """The same of backward."""
+    """Return why the kernels do not support a backward call, or ""."""
     return _why_not(bias, soft_cap, dropout) or gpu.reason(kept[1], kept[3], kept[5], _spec(*texts[:2]))
 
 
@@ -37,7 +39,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, bias: None, sinks: Tensor | None, hidden: Tensor | None, runs: Tensor | None,
     draw: None, scale: float, soft_cap: None, dropout: float, input: str, grad_output: str, training: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """The output, and for training what `fp8.FORWARD` keeps."""
+    """Return the output, and for training the tensors that `fp8.FORWARD` saves."""
     spec = _spec(input, grad_output)
     q0, k0 = quantize_heads(q, spec.input), quantize_heads(k, spec.input)
     v0 = quantize_heads(v, spec.input) if training or spec.input.transposable else None
@@ -59,7 +61,7 @@ def backward(
     runs: Tensor | None, draw: None, scale: float, soft_cap: None, dropout: float, input: str, grad_output: str,
     needs: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
-    """The gradients that are needed, of q, k, v and sinks."""
+    """Return the gradients of q, k, v and sinks that are needed."""
     spec = _spec(input, grad_output)
     logsumexp, *codes = kept
     q, k, v, *transposed = zip(codes[::2], codes[1::2], strict=True)

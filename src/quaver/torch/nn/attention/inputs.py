@@ -1,4 +1,4 @@
-"""The arguments of an implementation of attention, once layouts and options are checked and put in one form."""
+"""Arguments of attention in a common form: layouts, ragged batches, masks and windows, validated."""
 
 from functools import lru_cache
 from itertools import pairwise
@@ -14,12 +14,11 @@ from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.numerics.versions import host_values
 from quaver.torch.operations.selecting import unseen
 
-# ---- layout ----------------------------------------------------------------------------------------------
-# Layouts of attention's tensors, and ragged batches: sequences laid end to end, told apart by cumulative lengths.
+# ---- layouts and ragged batches, whose sequences are concatenated and described by cumulative lengths ----
 #
-# Inside, everything is [B, H, S, D]; a ragged batch is a batch of one. Both ways are views.
+# Internally everything is [B, H, S, D]; a ragged batch is a batch of one. Conversions are views.
 
-#: What the axes of q, k and v are.
+#: Axes of q, k and v by layout.
 LAYOUTS = {
     "bshd": "[batch, tokens, heads, features]",
     "sbhd": "[tokens, batch, heads, features]",
@@ -30,16 +29,16 @@ CuSeqlens = Tensor | tuple[Tensor, Tensor]
 
 
 class RaggedLayout(NamedTuple):
-    """Where sequences begin and end among the tokens."""
+    """Boundaries of sequences among the concatenated tokens."""
 
-    #: int [sequences + 1] each, from 0 to the number of tokens.
+    #: Cumulative lengths of queries and of keys, int [sequences + 1] each, from 0 to the number of tokens.
     of_queries: Tensor
     of_keys: Tensor
-    #: The lengths on the host, (of queries, of keys); None while a compiler traces.
+    #: Lengths on the host, (of queries, of keys); None while tracing.
     lengths: tuple[list[int], list[int]] | None
 
     def sequence_of_tokens(self, queries: int, keys: int, device: torch.device | str | None) -> tuple[Tensor, Tensor]:
-        """The number of the sequence that each query and each key belongs to, [queries] and [keys]."""
+        """Return the sequence number of each query and each key, [queries] and [keys]."""
         pairs = ((self.of_queries, queries), (self.of_keys, keys))
         of_queries, of_keys = (_sequence(ends.to(device), tokens) for ends, tokens in pairs)
         return of_queries, of_keys
@@ -47,7 +46,10 @@ class RaggedLayout(NamedTuple):
     def positions(
         self, queries: int, keys: int, bottom_right: bool, device: torch.device | str | None
     ) -> tuple[Tensor, Tensor]:
-        """The position in its own sequence of each query and key, queries' shifted to the keys' end on demand."""
+        """Return the position of each query and key in its sequence.
+
+        With bottom_right, query positions are shifted so that the last query has the position of the last key.
+        """
         starts, key_starts = self.of_queries.to(device), self.of_keys.to(device)
         sequence = _sequence(starts, queries)
         of_queries = torch.arange(queries, dtype=torch.int64, device=device) - starts[sequence]
@@ -60,29 +62,29 @@ class RaggedLayout(NamedTuple):
 def _sequence(cumulative: Tensor, tokens: int) -> Tensor:
     every = torch.arange(tokens, dtype=torch.int64, device=cumulative.device)
     sequence = torch.bucketize(every, cumulative[1:].long(), right=True)
-    # A compiler does not look whether the last sequence ends with the tokens; what lies beyond belongs to it.
+    # While tracing, the end of the last sequence is not checked; tokens after it belong to it.
     return sequence.clamp(max=max(cumulative.shape[0] - 2, 0))
 
 
 def heads_first(x: Tensor, layout: str) -> Tensor:
-    """[B, H, S, D], a view."""
+    """Return x as a view [B, H, S, D]."""
     if layout == "bshd":
         return x.transpose(1, 2)
     return x.permute(1, 2, 0, 3) if layout == "sbhd" else x.transpose(0, 1).unsqueeze(0)
 
 
 def heads_back(x: Tensor, layout: str) -> Tensor:
-    """[B, H, S, D] in the layout, a view."""
+    """Return x [B, H, S, D] as a view in the layout."""
     if layout == "bshd":
         return x.transpose(1, 2)
     return x.permute(2, 0, 1, 3) if layout == "sbhd" else x.squeeze(0).transpose(0, 1)
 
 
 def all_heads_first(layout: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q [B, H, Sq, D], k [B, G, Sk, D] and v [B, G, Sk, Dv], views.
+    """Return views q [B, H, Sq, D], k [B, G, Sk, D] and v [B, G, Sk, Dv].
 
     Raises:
-        ValueError: the layout is none, or shapes, heads or dtypes do not go together.
+        ValueError: unknown layout, or shapes, heads or dtypes that do not fit.
     """
     check_name("layout", layout, LAYOUTS)
     axes = LAYOUTS[layout]
@@ -110,10 +112,10 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
 
 
 def ragged_of(layout: str, cu_seqlens: CuSeqlens | None, queries: int, keys: int) -> RaggedLayout | None:
-    """The cumulative lengths, checked; values only in eager mode, where those of a GPU cost a synchronization."""
+    """Validate cumulative lengths; the values only in eager mode, where those on a GPU cost a synchronization."""
     if layout != "thd":
         if cu_seqlens is not None:
-            raise ValueError(f"cu_seqlens goes with layout 'thd'; {layout!r} has a batch axis and takes a padding mask")
+            raise ValueError(f"cu_seqlens requires layout 'thd'; {layout!r} has a batch axis and takes a padding mask")
         return None
     if cu_seqlens is None:
         raise ValueError("layout 'thd' needs cu_seqlens: int [sequences + 1], from 0 to the number of tokens")
@@ -137,12 +139,14 @@ def ragged_of(layout: str, cu_seqlens: CuSeqlens | None, queries: int, keys: int
 
 
 def lengths_of(cu_seqlens: Tensor, tokens: int, of: str = "") -> list[int] | None:
-    """The lengths on the host, which cost a synchronization with a GPU; None while a compiler traces.
+    """Return the lengths on the host, which costs a synchronization with a GPU; None while tracing.
 
     Args:
-        of: what the tokens are, for messages.
+        cu_seqlens: cumulative lengths.
+        tokens: number of tokens.
+        of: what the tokens are, for error messages.
     Raises:
-        ValueError: it is no int tensor [sequences + 1], or does not ascend from 0 to the number of tokens.
+        ValueError: it is not an int tensor [sequences + 1], or does not ascend from 0 to the number of tokens.
     """
     instance(f"cu_seqlens{of}", "it", cu_seqlens, Tensor, "torch.tensor([0, 5, 9])")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
@@ -166,10 +170,9 @@ def lengths_of(cu_seqlens: Tensor, tokens: int, of: str = "") -> list[int] | Non
     return lengths
 
 
-# ---- masks -----------------------------------------------------------------------------------------------
-# Which query may not see which key. **True in a mask means masked out**, here and everywhere.
+# ---- masks: **True means masked out**, here and everywhere ----
 #
-# Everything is tensor arithmetic on positions: no branch looks at a value, so that a compiler traces it.
+# All masks are tensor arithmetic on positions. No branch reads a value, so a compiler can trace it.
 
 Mask = Tensor | tuple[Tensor, Tensor]
 Window = tuple[int, int]
@@ -187,19 +190,19 @@ def hidden(
     ragged: RaggedLayout | None = None,
     chunk: int | None = None,
 ) -> Tensor | None:
-    """True where a query may not see a key.
+    """Return the mask that is True where a query may not see a key.
 
     Args:
         mask_type: a name from `MASKS`.
-        mask: True where masked out. Padding: [B, Sk] that serves queries and keys, or ([B, Sq], [B, Sk]). Arbitrary:
+        mask: True where masked out. Padding: [B, Sk] for both queries and keys, or ([B, Sq], [B, Sk]). Arbitrary:
             broadcastable to [B, H, Sq, Sk].
         window: (left, right): a query sees that many keys before and after its own position, -1 for all.
         shape: of the scores, (B, H, Sq, Sk).
-        device: of what is returned.
-        ragged: where the sequences lie that the tokens of a batch of one are made of.
-        chunk: a query sees keys of its own run of so many positions alone; None for all.
+        device: of the result.
+        ragged: boundaries of the sequences in a batch of one.
+        chunk: a query sees only keys in its own chunk of this many positions; None for all.
     Returns:
-        Boolean, broadcastable to [B, H, Sq, Sk]; None where nothing is hidden.
+        Boolean, broadcastable to [B, H, Sq, Sk]; None if nothing is hidden.
     """
     parts: list[Tensor] = []
     if mask_type == "arbitrary":
@@ -236,9 +239,10 @@ def runs_of_keys(
     ragged: RaggedLayout | None = None,
     chunk: int | None = None,
 ) -> Tensor | None:
-    """int32 [2, Sq]: the first key that each query sees, and one past the last, where no tensor masks; None for all.
+    """Return the range of visible keys per query, int32 [2, Sq]: first key and one past the last; None if all are
+    visible.
 
-    Neither falls from one query to the next; a query whose two are equal sees nothing.
+    For masks without tensors. Both rows are non-decreasing; a query with an empty range sees nothing.
     """
     left, right = bounds(mask_type, window)
     bottom_right = mask_type.endswith("bottom_right")
@@ -262,7 +266,7 @@ def runs_of_keys(
 
 
 def outside_of(runs: Tensor, keys: int) -> Tensor:
-    """`hidden` of `runs_of_keys`, [1, 1, Sq, Sk]."""
+    """Convert ranges from `runs_of_keys` to a mask [1, 1, Sq, Sk], True where hidden."""
     every = torch.arange(keys, dtype=torch.int32, device=runs.device)
     return ((every < runs[0][:, None]) | (every >= runs[1][:, None]))[None, None]
 
@@ -274,9 +278,9 @@ def ahead_of_query(
     device: torch.device | str | None = None,
     ragged: RaggedLayout | None = None,
 ) -> Tensor:
-    """How many positions each key lies after each query, [B or 1, 1, Sq, Sk], as the mask type aligns them.
+    """Return each key's position minus each query's, [B or 1, 1, Sq, Sk], aligned by the mask type.
 
-    Top left, query 0 stands at key 0; bottom right, the last query stands at the last key, padding not counted.
+    Top left: query 0 is aligned with key 0. Bottom right: the last query is aligned with the last key, without padding.
     """
     _, _, queries, keys = shape
     bottom_right = mask_type.endswith("bottom_right")
@@ -301,7 +305,7 @@ def positions_of_keys(
     device: torch.device | str | None = None,
     ragged: RaggedLayout | None = None,
 ) -> Tensor:
-    """Where keys stand, counted from the first one that is no padding, [B or 1, 1, 1, Sk]: chunks begin by it."""
+    """Return the positions of keys, counted from the first one that is not padding, [B or 1, 1, 1, Sk]; for chunks."""
     if ragged is not None:
         return ragged.positions(shape[2], shape[3], False, device)[1][None, None, None]
     every = torch.arange(shape[3], dtype=torch.int64, device=device)
@@ -311,17 +315,17 @@ def positions_of_keys(
 
 
 def leading_padding(mask: Mask) -> Tensor:
-    """How many keys before the first real one are padding, int64 [B]."""
+    """Return the number of padding keys before the first real one, int64 [B]."""
     return both(mask)[1].long().cumprod(-1).sum(-1)
 
 
 def alibi(slopes: Tensor, ahead: Tensor) -> Tensor:
-    """float32 -slope × distance, [B or 1, H, Sq, Sk], of slopes [H] or [B, H]."""
+    """Return ALiBi's bias -slope × distance, float32 [B or 1, H, Sq, Sk], for slopes [H] or [B, H]."""
     return -slopes.float().reshape(-1, slopes.shape[-1], 1, 1) * ahead.abs()
 
 
 def bounds(mask_type: str, window: Window | None) -> Window:
-    """The window with what a causal mask hides: nothing ahead."""
+    """Return the window combined with the causal mask, which hides all later keys."""
     left, right = window or OPEN
     return (left, 0) if MASKS[mask_type][1] else (left, right)
 
@@ -329,10 +333,13 @@ def bounds(mask_type: str, window: Window | None) -> Window:
 def simplify(
     mask_type: str, window: Window | None, queries: int, keys: int, aligned: bool = False
 ) -> tuple[str, Window | None]:
-    """The plainest mask type and window that hide the same, for masks whose alignment is known by the lengths.
+    """Return the simplest mask type and window that hide the same, for masks whose alignment follows from the lengths.
 
     Args:
-        aligned: something else, ALiBi or chunks, goes by positions too: the mask type still has to say how they align.
+        mask_type: a name from `MASKS`.
+        window: (left, right) or None.
+        queries, keys: numbers of tokens.
+        aligned: True if ALiBi or chunks also depend on the alignment, so that the mask type must keep it.
     """
     if mask_type not in ("none", "causal", "causal_bottom_right"):
         return mask_type, window
@@ -353,17 +360,17 @@ def simplify(
 
 
 def both(mask: Mask) -> tuple[Tensor, Tensor]:
-    """The padding (of queries, of keys)."""
+    """Return the padding masks (of queries, of keys)."""
     return mask if isinstance(mask, tuple) else (mask, mask)
 
 
 def check_mask(
     mask_type: str, mask: Mask | None, window: Window | None, shape: tuple[int, int, int, int], ragged: bool
 ) -> None:
-    """Raise a ValueError that says what does not fit."""
+    """Raise ValueError if mask, mask type, window and shape do not fit."""
     if ragged and mask_type in MASKS and mask_type.startswith("padding"):
         plain = mask_type.removeprefix("padding").removeprefix("_") or "none"
-        raise ValueError(f"ragged tokens have no padding: cu_seqlens says where sequences end; give {plain!r}")
+        raise ValueError(f"concatenated sequences have no padding: cu_seqlens gives their ends; give {plain!r}")
     check_type(mask_type, mask is not None)
     check_window(mask_type, window)
     for part in mask if isinstance(mask, tuple) else () if mask is None else (mask,):
@@ -381,13 +388,13 @@ def check_mask(
 
 
 def check_chunk(chunk: int | None) -> None:
-    """Raise a ValueError unless it is a number of positions, or None."""
+    """Raise ValueError unless chunk is a positive number of positions or None."""
     if chunk is not None and (not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1):
         raise ValueError(f"chunk is {chunk!r}; give a number of positions above 0, or None for one chunk")
 
 
 def check_fits(name: str, x: Tensor, shape: tuple[int, int, int, int]) -> None:
-    """Raise unless x is a tensor that broadcasts to the scores."""
+    """Raise ValueError unless x is a tensor that broadcasts to the scores."""
     if not isinstance(x, Tensor):
         raise ValueError(f"the {name} is a {type(x).__name__}; give a tensor that broadcasts to [B, H, Sq, Sk]")
     ours = (1,) * (4 - x.dim()) + tuple(x.shape)
@@ -416,42 +423,42 @@ def _four(x: Tensor) -> Tensor:
     return x.reshape((1,) * (4 - x.dim()) + tuple(x.shape))
 
 
-# ---- call ------------------------------------------------------------------------------------------------
+# ---- AttentionCall ----
 
 
 class AttentionCall(NamedTuple):
-    """The options beside q [B, H, Sq, D], k [B, G, Sk, D] and v [B, G, Sk, Dv]."""
+    """Options of a call besides q [B, H, Sq, D], k [B, G, Sk, D] and v [B, G, Sk, Dv]."""
 
     mask_type: str = "none"
     mask: Mask | None = None
     window: Window | None = None
-    #: [1 or B, 1 or H, 1 or Sq, 1 or Sk], added to the scores.
+    #: [1 or B, 1 or H, 1 or Sq, 1 or Sk], added to the scores; or None.
     bias: Tensor | None = None
-    #: [H] or [B, H].
+    #: [H] or [B, H], or None.
     alibi_slopes: Tensor | None = None
-    #: [H]: logits of one more column of the softmax, whose value is 0.
+    #: [H]: logits of an extra softmax column whose value is 0; or None.
     sinks: Tensor | None = None
     scale: float = 1.0
     soft_cap: float | None = None
     dropout: float = 0.0
-    #: Not None where the batch is one of sequences laid end to end.
+    #: Boundaries of concatenated sequences, or None for a regular batch.
     ragged: RaggedLayout | None = None
-    #: A query sees keys of its own run of so many positions alone.
+    #: A query sees only keys in its own chunk of this many positions; None for all.
     chunk: int | None = None
 
     def hidden(self, q: Tensor, k: Tensor) -> Tensor | None:
-        """True where masked out, broadcastable to [B, H, Sq, Sk]; None for nowhere."""
+        """Return the mask, True where masked out, broadcastable to [B, H, Sq, Sk]; None if nothing is hidden."""
         shape = scores_shape(q, k)
         if self.mask is not None or self.ragged is not None or not _keepable(q):
             return hidden(self.mask_type, self.mask, self.window, shape, q.device, self.ragged, self.chunk)
         return _by_position(self.mask_type, self.window, self.chunk, *shape[2:], q.device, capture.stream_of(q.device))
 
     def runs(self, q: Tensor, k: Tensor) -> Tensor | None:
-        """`runs_of_keys` of these, where no tensor masks; None where every query sees every key."""
+        """Return `runs_of_keys` for this call, which has no tensor mask; None if every query sees every key."""
         return runs_of_keys(self.mask_type, self.window, q.shape[2], k.shape[2], q.device, self.ragged, self.chunk)
 
     def whole_bias(self, q: Tensor, k: Tensor) -> Tensor | None:
-        """The bias and that of ALiBi, broadcastable to [B, H, Sq, Sk]; None for neither."""
+        """Return the sum of bias and ALiBi's bias, broadcastable to [B, H, Sq, Sk]; None if there is neither."""
         if self.alibi_slopes is None:
             return self.bias
         ahead = ahead_of_query(self.mask_type, self.mask, scores_shape(q, k), q.device, self.ragged)
@@ -460,7 +467,7 @@ class AttentionCall(NamedTuple):
 
 
 def _keepable(q: Tensor) -> bool:
-    """Whether what is made now may serve later calls: nothing traced or faked, nor what only a CUDA graph fills."""
+    """Return True if a mask created now may be cached: not traced or fake, and not filled only by a CUDA graph."""
     if is_tracing() or type(q) is not Tensor:
         return False
     return not capture.as_captured(q.device)
@@ -477,14 +484,14 @@ def _by_position(
     device: torch.device,
     stream: int,
 ) -> Tensor | None:
-    """`hidden` of what does not depend on tokens, [1, 1, Sq, Sk]: the layers of a model share one for backward.
+    """Return the cached mask [1, 1, Sq, Sk] that depends only on positions; the layers of a model share it.
 
-    Each stream has its own: another does not wait for the one that makes it.
+    Cached per stream: another stream would not wait for the kernel that fills it.
     """
     with torch.inference_mode(False):
         return hidden(mask_type, None, window, (1, 1, queries, keys), device, chunk=chunk)
 
 
 def scores_shape(q: Tensor, k: Tensor) -> tuple[int, int, int, int]:
-    """(B, H, Sq, Sk)."""
+    """Return the shape of the scores (B, H, Sq, Sk)."""
     return q.shape[0], q.shape[1], q.shape[2], k.shape[2]

@@ -1,4 +1,4 @@
-"""Keys and values of the tokens so far, so that decoding computes each token once."""
+"""Key/value caches for decoding: contiguous, paged, and paged with explicit steps."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,24 +6,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# ---- contiguous ------------------------------------------------------------------------------------------
+# ---- contiguous ----
 
 
 class KVCache:
-    """One stretch of memory a layer, [B, capacity, G, D], made when the first keys and values come.
+    """Key/value cache with one buffer [B, capacity, G, D] per layer, allocated at the first update.
 
     Args:
-        layers: how many attention layers share it.
-        capacity: tokens that each of a batch's sequences may have.
+        layers: number of attention layers that share it.
+        capacity: maximum number of tokens per sequence.
     Raises:
-        ValueError: numbers that are not positive.
-    All sequences of a batch have the same length; `PagedKVCache` holds different ones. Gradients do not pass.
-    Exact.
+        ValueError: numbers that are not positive. All sequences of a batch have the same length; use `PagedKVCache` for
+            different lengths. No gradients. Exact.
     """
 
     def __init__(self, layers: int, capacity: int) -> None:
         if layers < 1 or capacity < 1:
-            raise ValueError(f"a cache for {layers} layers of {capacity} tokens holds nothing; give numbers above 0")
+            raise ValueError(f"a cache needs positive numbers of layers and tokens, not {layers} and {capacity}")
         self.capacity = capacity
         self._counts = [0] * layers
         self._keys: list[Tensor | None] = [None] * layers
@@ -31,44 +30,44 @@ class KVCache:
 
     @property
     def layers(self) -> int:
-        """How many layers share the cache."""
+        """Number of layers that share the cache."""
         return len(self._counts)
 
     @property
     def batch(self) -> int | None:
-        """B; None before the first update."""
+        """Batch size B; None before the first update."""
         first = next((k for k in self._keys if k is not None), None)
         return None if first is None else first.shape[0]
 
     @property
     def length(self) -> int:
-        """Tokens that every layer holds: during a forward pass, those before it."""
+        """Number of tokens that every layer has cached; during a forward, those before it."""
         return min(self._counts)
 
     @property
     def offset(self) -> int:
-        """Where the next tokens stand, for rope: `length`."""
+        """Position of the next token, for rope; equals `length`."""
         return self.length
 
     @property
     def lengths(self) -> Tensor:
-        """`length` of each sequence, int64 [B], where the keys are."""
+        """`length` for each sequence, int64 [B], on the device of the keys."""
         first = next((k for k in self._keys if k is not None), None)
         if first is None:
             return torch.zeros(0, dtype=torch.int64, device="cpu")
         return torch.full((first.shape[0],), self.length, dtype=torch.int64, device=first.device)
 
     def held(self, layer: int) -> int:
-        """Tokens that one layer holds."""
+        """Return the number of tokens that one layer has cached."""
         return self._counts[layer]
 
     def mask(self, mask: Any, mask_type: str, queries: int) -> tuple[Any, str]:
-        """(mask, mask_type) for attention of the newest tokens to what `update` returned.
+        """Return (mask, mask_type) for attention of the new tokens on the result of `update`.
 
         Args:
             mask: for mask type "arbitrary", broadcastable to [B, H, queries, total].
-            mask_type: the layer's; a causal one puts the last query at the last key.
-            queries: how many tokens are new.
+            mask_type: mask type of the layer; a causal one aligns the last query with the last key.
+            queries: number of new tokens.
         Raises:
             ValueError: as `check_mask`.
         """
@@ -78,11 +77,13 @@ class KVCache:
         return mask, "causal_bottom_right" if "causal" in mask_type else "none"
 
     def check_mask(self, mask: Any, mask_type: str, tokens: tuple[int, int] | None = None) -> None:
-        """Raise a ValueError for padding, which sequences of one length do not have, or a mask of another type."""
+        """Raise ValueError for a padding mask, which sequences of equal length do not have, or a mask of an
+        unsupported type.
+        """
         if mask_type.startswith("padding") and mask is not None:
             raise ValueError(
-                "a KVCache holds sequences of one length, without padding; give prompts of different lengths to a "
-                "PagedKVCache, or each its own KVCache"
+                "the sequences of a KVCache have the same length, without padding; use a PagedKVCache for prompts "
+                "of different lengths, or one KVCache for each"
             )
         if mask is not None and mask_type != "arbitrary":
             raise ValueError(f"mask_type {mask_type!r} takes no mask; make the layer with 'arbitrary'")
@@ -91,14 +92,15 @@ class KVCache:
         """Append one layer's keys and values.
 
         Args:
-            layer: from 0.
-            k: [B, S, G, D]; v: [B, S, G, Dv].
+            layer: index of the layer, from 0.
+            k: [B, S, G, D].
+            v: [B, S, G, Dv].
         Returns:
-            (keys, values) of all tokens so far, [B, total, G, D] and [B, total, G, Dv]: views of the cache, which hold
-            until the next reset, reorder or truncate.
+            (keys, values) of all tokens so far, [B, total, G, D] and [B, total, G, Dv]: views of the cache, valid until
+            the next reset, reorder or truncate.
         Raises:
-            ValueError: no room, shapes or dtypes other than before, tensors that require gradients, or a layer ahead
-                of the others; nothing has been written then.
+            ValueError: the capacity is exceeded, shapes or dtypes differ from earlier ones, tensors require gradients,
+                or the layer is ahead of the others. Nothing is written in that case.
         """
         check_new(k, v, layer, self.layers)
         start = self._counts[layer]
@@ -120,10 +122,10 @@ class KVCache:
         return keys[:, :end], values[:, :end]
 
     def _memory(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Of an empty layer: what it has if the new tokens fit in, else new."""
+        """Return the buffers of an empty layer, reused if the new tokens fit, else newly allocated."""
         held = self._keys[layer], self._values[layer]
         enlarged: list[Tensor] = []
-        # An inference tensor could not be written outside inference mode.
+        # Inference tensors cannot be written outside inference mode.
         with torch.inference_mode(False):
             for old, new in zip(held, (k, v), strict=True):
                 if old is None or not same(old, new):
@@ -133,30 +135,30 @@ class KVCache:
         return keys, values
 
     def reset(self) -> None:
-        """Forget every token; the next update may bring another batch or dtype."""
+        """Drop all tokens; the next update may have another batch size or dtype."""
         self._counts = [0] * self.layers
 
     def truncate(self, length: int) -> None:
-        """Forget the tokens from `length` on.
+        """Drop the tokens from `length` on.
 
         Raises:
-            ValueError: there are fewer.
+            ValueError: there are fewer tokens.
         """
         if not 0 <= length <= self.length:
-            raise ValueError(f"the cache holds {self.length} tokens; it cannot be cut to {length}")
+            raise ValueError(f"the cache holds {self.length} tokens; it cannot be truncated to {length}")
         self._counts = [length] * self.layers
 
     def reorder(self, indices: Tensor) -> None:
-        """Sequence i becomes what sequence indices[i] was, as beam search needs it.
+        """Replace sequence i by sequence indices[i], for beam search.
 
         Args:
-            indices: int [B'], each below B; B' may differ from B, to widen a batch into beams.
+            indices: int [B'], each below B; B' may differ from B, to expand a batch into beams.
         Raises:
-            ValueError: nothing is held yet, or indices (on the CPU) of no row.
+            ValueError: the cache is empty, or indices (on the CPU) are out of range.
         """
         if not any(self._counts):
             raise ValueError("the cache is empty; reorder it after the first update")
-        if indices.is_cpu:  # reading them on a GPU would wait for it
+        if indices.is_cpu:  # Reading indices on a GPU would synchronize.
             check_indices(indices.tolist(), self.batch or 0)
         for layer, count in enumerate(self._counts):
             for store in (self._keys, self._values):
@@ -171,79 +173,79 @@ class KVCache:
 
 
 def check_new(k: Tensor, v: Tensor, layer: int, layers: int) -> None:
-    """Raise a ValueError where these are not one layer's keys and values."""
+    """Raise ValueError unless k and v are keys and values of one layer."""
     if not 0 <= layer < layers:
         raise ValueError(f"layer {layer} of a cache for {layers}; make it for more layers, or count from 0")
     if k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:
         raise ValueError(f"keys have shape {tuple(k.shape)} and values {tuple(v.shape)}; both are [B, S, G, D or Dv]")
     if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
-        raise ValueError("a cache passes no gradients on to earlier tokens; decode under torch.no_grad()")
+        raise ValueError("a cache does not support gradients of earlier tokens; decode under torch.no_grad()")
 
 
 def check_even(counts: list[int], layer: int) -> None:
-    """Raise a ValueError where a layer already holds what the next forward brings: its tokens would stand twice."""
+    """Raise ValueError if a layer already has the tokens of this forward, which would be appended twice."""
     if counts[layer] > min(counts):
         raise ValueError(
             f"layer {layer} holds {counts[layer]} tokens and layer {counts.index(min(counts))} of the cache "
-            f"{min(counts)}: a forward broke off between them, or the cache was made for more layers than the model "
+            f"{min(counts)}: a forward failed between them, or the cache was made for more layers than the model "
             f"has; truncate() it to {min(counts)}, or make another"
         )
 
 
 def check_indices(indices: list[int], batch: int) -> None:
-    """Raise a ValueError unless these are rows of a batch."""
+    """Raise ValueError unless all indices are rows of the batch."""
     if any(not 0 <= i < batch for i in indices):
-        raise ValueError(f"the indices {indices} are not all rows of the {batch} held; give 0 to {batch - 1}")
+        raise ValueError(
+            f"the indices {indices} are not all rows of the {batch} cached sequences; give 0 to {batch - 1}"
+        )
 
 
 def same(held: Tensor, new: Tensor, axes: tuple[int, ...] = (0, 2, 3)) -> bool:
-    """Whether new tokens fit those held in dtype, device and along these axes."""
+    """Return True if new tokens match the cache in dtype, device and the sizes of these axes."""
     sizes = all(held.shape[a] == new.shape[a] for a in axes)
     return sizes and held.dtype == new.dtype and held.device == new.device
 
 
 def check_same(held: Tensor, new: Tensor, what: str, axes: tuple[int, ...] = (0, 2, 3)) -> None:
-    """Raise a ValueError where they do not."""
+    """Raise ValueError unless new tokens match the cache as in `same`."""
     if not same(held, new, axes):
         raise ValueError(
-            f"the cache holds {what} {tuple(held.shape)} in {held.dtype} on {held.device}, and was given "
+            f"the cache holds {what} {tuple(held.shape)} in {held.dtype} on {held.device}, but got "
             f"{tuple(new.shape)} in {new.dtype} on {new.device}; reset() it, or use another"
         )
 
 
-# ---- paged -----------------------------------------------------------------------------------------------
-# A key-value cache in pages, for sequences of different lengths that come and go.
+# ---- paged, for sequences of different lengths that are added and freed ----
 #
-# Source: Kwon et al. 2023 (PagedAttention), arXiv:2309.06180. Attention reads contiguous keys here: an update gathers
-# them, so that memory is saved between steps and not during one.
+# Source: Kwon et al. 2023 (PagedAttention), arXiv:2309.06180. Attention here reads contiguous keys, so an update
+# gathers them: memory is saved between steps but not within one.
 
 
 class PagedKVCache:
-    """Pages of tokens, shared by all sequences; a sequence has a list of them, and gives them back when it is freed.
+    """Key/value cache in pages of tokens that all sequences share; freeing a sequence returns its pages.
 
     Args:
-        layers: how many attention layers share it.
-        pages: how many there are, for all sequences together.
-        page_size: tokens of a page.
+        layers: number of attention layers that share it.
+        pages: number of pages for all sequences together.
+        page_size: tokens per page.
     Raises:
-        ValueError: numbers that are not positive.
-    The rows of a batch are the sequences of `use`, by default all in the order they were added; an update of an empty
-    cache adds one for each row. Gradients do not pass.
-    Exact.
+        ValueError: numbers that are not positive. The rows of a batch are the sequences set by `use`, by default all in
+            the order in which they were added. An update of an empty cache adds a sequence per row. No gradients.
+            Exact.
     """
 
     def __init__(self, layers: int, pages: int, page_size: int = 16) -> None:
         if min(layers, pages, page_size) < 1:
             raise ValueError(
-                f"a cache for {layers} layers with {pages} pages of {page_size} tokens holds nothing; "
-                "give numbers above 0"
+                f"a cache needs positive numbers of layers, pages and tokens per page, not {layers}, {pages} and "
+                f"{page_size}"
             )
         self.layers, self.pages, self.page_size = layers, pages, page_size
         self._serial = 0
         self.reset()
 
     def reset(self) -> None:
-        """Free every sequence, and the memory; the next update may bring another dtype."""
+        """Free all sequences and the memory; the next update may have another dtype."""
         self._keys: list[Tensor | None] = [None] * self.layers
         self._values: list[Tensor | None] = [None] * self.layers
         self._free = list(range(self.pages))[::-1]
@@ -255,58 +257,58 @@ class PagedKVCache:
 
     @property
     def capacity(self) -> int:
-        """Tokens that fit in all pages."""
+        """Number of tokens that fit in all pages."""
         return self.pages * self.page_size
 
     @property
     def free_pages(self) -> int:
-        """Pages that no sequence has."""
+        """Number of unused pages."""
         return len(self._free)
 
     @property
     def sequences(self) -> list[int]:
-        """The sequences that the rows of a batch are, in order."""
+        """Sequences that are the rows of a batch, in order."""
         return list(self._table) if self._rows is None else list(self._rows)
 
     @property
     def batch(self) -> int:
-        """How many these are."""
+        """Number of sequences in use."""
         return len(self.sequences)
 
     @property
     def lengths(self) -> Tensor:
-        """Tokens of each of them that every layer holds, int64 [B], where the keys are."""
+        """Number of tokens per sequence in use that every layer has cached, int64 [B], on the device of the keys."""
         return self._tensor(tuple(min(self._counts[s]) for s in self.sequences))
 
     @property
     def length(self) -> int:
-        """The largest of `lengths`."""
+        """Largest of `lengths`."""
         return max((min(self._counts[s]) for s in self.sequences), default=0)
 
     @property
     def offset(self) -> int | Tensor:
-        """Where the next tokens stand, for rope: `lengths`, or one number where they are equal."""
+        """Position of the next token, for rope: `lengths`, or an int if all are equal."""
         counts = {min(self._counts[s]) for s in self.sequences} or {0}
         return counts.pop() if len(counts) == 1 else self.lengths
 
     def held(self, layer: int) -> Tensor:
-        """Tokens of each of them that one layer holds, int64 [B]."""
+        """Return the number of tokens per sequence that one layer has cached, int64 [B]."""
         return self._tensor(tuple(self._counts[s][layer] for s in self.sequences))
 
     def padding(self) -> Tensor:
-        """bool [B, longest], True where what `update` last returned is padding."""
+        """Return bool [B, longest], True where the last result of `update` is padding."""
         held = self._newest()
         at = torch.arange(max(held, default=0), dtype=torch.int64, device=self._device())
         return at >= self._tensor(held)[:, None]
 
     def mask(self, mask: Any, mask_type: str, queries: int) -> tuple[Any, str]:
-        """(mask, mask_type) for attention of the newest tokens to what `update` returned.
+        """Return (mask, mask_type) for attention of the new tokens on the result of `update`.
 
         Args:
-            mask: None, or bool [B, queries], True where new tokens at the end of a row are padding; `truncate` forgets
-                those afterwards.
-            mask_type: the layer's; a causal one puts each row's last query at its last key.
-            queries: how many tokens are new.
+            mask: None, or bool [B, queries], True where new tokens at the end of a row are padding; drop those
+                afterwards with `truncate`.
+            mask_type: mask type of the layer; a causal one aligns each row's last query with its last key.
+            queries: number of new tokens.
         Raises:
             ValueError: as `check_mask`.
         """
@@ -321,7 +323,7 @@ class PagedKVCache:
         return (of_queries, of_keys), "padding_causal_bottom_right" if causal else "padding"
 
     def check_mask(self, mask: Any, mask_type: str, tokens: tuple[int, int]) -> None:
-        """Raise a ValueError for a mask of another shape than the new tokens [B, queries], or an arbitrary one."""
+        """Raise ValueError for an arbitrary mask, or one whose shape is not that of the new tokens [B, queries]."""
         if mask_type == "arbitrary" or (mask is not None and mask.shape != tokens):
             raise ValueError(
                 f"with a PagedKVCache a mask says which of the new tokens {list(tokens)} are padding; "
@@ -329,17 +331,17 @@ class PagedKVCache:
             )
 
     def add(self) -> int:
-        """A new, empty sequence; its number."""
+        """Add an empty sequence and return its number."""
         sequence, self._serial = self._serial, self._serial + 1
         self._table[sequence] = []
         self._counts[sequence] = [0] * self.layers
         return sequence
 
     def free(self, sequence: int) -> None:
-        """Give a sequence's pages back.
+        """Free a sequence's pages.
 
         Raises:
-            ValueError: there is no such sequence.
+            ValueError: unknown sequence.
         """
         self._check_known([sequence])
         self._last = None
@@ -349,10 +351,10 @@ class PagedKVCache:
             self._rows = [s for s in self._rows if s != sequence]
 
     def use(self, sequences: list[int] | None) -> None:
-        """Say which sequences the rows of the next batches are, in order; None: all.
+        """Set which sequences are the rows of the following batches, in order; None for all.
 
         Raises:
-            ValueError: one that there is not, or one twice.
+            ValueError: an unknown sequence, or one that occurs twice.
         """
         if sequences is not None:
             self._check_known(sequences)
@@ -364,14 +366,15 @@ class PagedKVCache:
         """Append one layer's keys and values to the sequences in use.
 
         Args:
-            layer: from 0.
-            k: [B, S, G, D]; v: [B, S, G, Dv].
+            layer: index of the layer, from 0.
+            k: [B, S, G, D].
+            v: [B, S, G, Dv].
         Returns:
-            (keys, values) of all tokens so far, [B, longest, G, D] and [B, longest, G, Dv], copied; rows that are
-            shorter are filled up with their own first token, which `padding` masks out.
+            (keys, values) of all tokens so far, [B, longest, G, D] and [B, longest, G, Dv], as copies. Shorter rows are
+            filled with their own first token, which `padding` masks out.
         Raises:
-            ValueError: no pages left, another number of rows, shapes or dtypes other than before, tensors that
-                require gradients, or a layer ahead of the others; nothing has been written then.
+            ValueError: no free pages, a wrong number of rows, shapes or dtypes that differ from earlier ones, tensors
+                that require gradients, or a layer ahead of the others. Nothing is written in that case.
         """
         check_new(k, v, layer, self.layers)
         for held, new, what in ((self._keys[layer], k, "keys"), (self._values[layer], v, "values")):
@@ -398,15 +401,15 @@ class PagedKVCache:
         return keys[every], values[every]
 
     def truncate(self, lengths: list[int]) -> None:
-        """Cut the sequences in use to these lengths: what padded prompts brought in, or what was rejected.
+        """Truncate the sequences in use to these lengths, to drop padding of prompts or rejected tokens.
 
         Raises:
-            ValueError: another number of lengths, or a sequence that is shorter.
+            ValueError: a wrong number of lengths, or a sequence that is shorter.
         """
         rows = self.sequences
         held = [min(self._counts[s]) for s in rows]
         if len(lengths) != len(rows) or any(not 0 <= n <= h for n, h in zip(lengths, held, strict=False)):
-            raise ValueError(f"the sequences hold {held} tokens; they cannot be cut to {list(lengths)}")
+            raise ValueError(f"the sequences hold {held} tokens; they cannot be truncated to {list(lengths)}")
         self._last = None
         for sequence, length in zip(rows, lengths, strict=True):
             self._counts[sequence] = [length] * self.layers
@@ -415,10 +418,10 @@ class PagedKVCache:
             self._table[sequence] = self._table[sequence][:kept]
 
     def reorder(self, indices: Tensor) -> None:
-        """Row i becomes what row indices[i] was, as beam search needs it; pages are copied.
+        """Replace row i by row indices[i], for beam search; pages are copied.
 
         Raises:
-            ValueError: another number of indices than rows, one of no row, or no room for longer rows.
+            ValueError: a wrong number of indices, an index out of range, or no free pages for longer rows.
         """
         rows, source = self.sequences, [int(i) for i in indices]
         if len(source) != len(rows):
@@ -446,11 +449,11 @@ class PagedKVCache:
         return None if first is None else first.device
 
     def _newest(self) -> tuple[int, ...]:
-        """Tokens of each row in the layer that was updated last."""
+        """Return the tokens per row in the layer that was updated last."""
         return tuple(max(self._counts[s]) for s in self.sequences)
 
     def _tensor(self, values: tuple[int, ...]) -> Tensor:
-        """int64; the same object for the same numbers, so that a step's layers share what rope makes of it."""
+        """Return values as an int64 tensor; the same object for the same values, so that layers share rope's tables."""
         if self._indices is None or self._indices[0] != values:
             self._indices = values, torch.tensor(values, dtype=torch.int64, device=self._device())
         return self._indices[1]
@@ -458,7 +461,7 @@ class PagedKVCache:
     def _check_known(self, sequences: list[int]) -> None:
         for sequence in sequences:
             if sequence not in self._table:
-                raise ValueError(f"there is no sequence {sequence}; those held are {list(self._table)}")
+                raise ValueError(f"there is no sequence {sequence}; the cache has {list(self._table)}")
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
@@ -471,24 +474,26 @@ class PagedKVCache:
             )
 
     def _reserve(self, ends: dict[int, int]) -> None:
-        """Pages for these lengths, all or none."""
+        """Allocate pages for these lengths, all or none."""
         wanted = {s: max(0, self._pages_for(end) - len(self._table[s])) for s, end in ends.items()}
         self._require(sum(wanted.values()))
         for sequence, count in wanted.items():
             self._table[sequence] += [self._free.pop() for _ in range(count)]
 
     def _pool(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The layer's memory, [capacity, G, D]."""
+        """Return the layer's buffers [capacity, G, D]."""
         keys, values = self._keys[layer], self._values[layer]
         if keys is None or values is None:
-            # An inference tensor could not be written outside inference mode.
+            # Inference tensors cannot be written outside inference mode.
             with torch.inference_mode(False):
                 keys, values = (t.new_empty(self.capacity, *t.shape[2:]) for t in (k, v))
             self._keys[layer], self._values[layer] = keys, values
         return keys, values
 
     def _slots(self, rows: list[int], ends: list[int], tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Where the new tokens go, [B S], and where all of them are, [B, longest]; the layers of a step share them."""
+        """Return the slots of the new tokens [B * S] and of all tokens [B, longest]; cached for the layers of a
+        step.
+        """
         key = (tuple(rows), tuple(ends), tokens, device)
         if self._last is None or self._last[0] != key:
             longest = max(ends, default=0)
@@ -497,27 +502,24 @@ class PagedKVCache:
                 at = torch.arange(end, dtype=torch.int64, device="cpu")
                 pages = torch.tensor(self._table[sequence], dtype=torch.int64, device="cpu")
                 every[i, :end] = pages[at // self.page_size] * self.page_size + at % self.page_size
-                # A token of its own: another sequence's NaN would pass a mask that multiplies by 0.
+                # Use the row's own first token: another sequence's NaN would survive a mask that multiplies by 0.
                 every[i, end:] = every[i, 0] if longest else 0
             new = [row[end - tokens : end] for row, end in zip(every, ends, strict=True)]
             self._last = key, torch.cat(new).to(device) if new else every.flatten().to(device), every.to(device)
         return self._last[1], self._last[2]
 
 
-# ---- stepped ---------------------------------------------------------------------------------------------
-# A cache whose steps are begun from outside: how many new tokens each sequence has, by whatever names it.
-#
-# As Megatron-LM's and Transformer Engine's `InferenceParams`, over pages of keys and values.
+# ---- paged with explicit steps, like Megatron-LM's and Transformer Engine's `InferenceParams` ----
 
 
 class SteppedKVCache:
-    """Keys and values of sequences that come and go; a step is begun by `pre_step`.
+    """Key/value cache for named sequences that are added and freed; `pre_step` begins a step.
 
-    Heads and dtypes are those of the first tokens that come.
+    The first tokens determine heads and dtypes.
 
     Args:
-        pages: of each layer.
-        page_size: tokens of a page.
+        pages: pages per layer.
+        page_size: tokens per page.
     """
 
     def __init__(self, pages: int, page_size: int) -> None:
@@ -525,15 +527,15 @@ class SteppedKVCache:
         self.reset()
 
     def reset(self) -> None:
-        """Forget every sequence."""
+        """Drop all sequences."""
         self._caches: dict[int, PagedKVCache] = {}
-        #: Tokens of each sequence before this step, and those that are new.
+        #: Tokens of each sequence before this step, and new ones.
         self._held: dict[Any, int] = {}
         self._new: dict[Any, int] = {}
         self._numbers: dict[int, dict[Any, int]] = {}
 
     def pre_step(self, tokens: Mapping[Any, int]) -> None:
-        """Begin a step: how many new tokens each sequence has, in the order of rows. Sequences left out are over."""
+        """Begin a step with the number of new tokens per sequence, in row order. Sequences not listed are freed."""
         self._held = {s: self._held.get(s, 0) + self._new.get(s, 0) for s in tokens}
         self._new = dict(tokens)
         for layer, numbers in self._numbers.items():
@@ -541,14 +543,16 @@ class SteppedKVCache:
                 self._caches[layer].free(numbers.pop(sequence))
 
     def lengths(self) -> Tensor:
-        """Tokens of each row before this step, int32."""
+        """Return the tokens of each row before this step, int32."""
         return torch.tensor(list(self._held.values()), dtype=torch.int32, device="cpu")
 
     def join(self, layer: int, k: Tensor, v: Tensor, mask_type: str) -> tuple[Tensor, Tensor, Any, str]:
-        """Append a layer's keys and values [B, S, G, D], each row padded at its end; all of them, a mask and its type.
+        """Append a layer's keys and values [B, S, G, D], with rows padded at the end.
 
+        Returns:
+            Keys and values of all tokens, a mask, and its mask type.
         Raises:
-            ValueError: no step has begun for so many rows; and as `PagedKVCache`.
+            ValueError: `pre_step` was called for another number of rows; or as `PagedKVCache`.
         """
         if len(self._new) != k.shape[0]:
             raise ValueError(

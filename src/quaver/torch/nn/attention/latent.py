@@ -1,6 +1,7 @@
-"""Multi-head latent attention: keys and values of all heads are made of one narrow latent a token, which a cache keeps.
+"""Multi-head latent attention: keys and values of all heads are computed from one small latent per token, which is
+cached.
 
-Source: DeepSeek-AI 2024, arXiv:2405.04434 §2.1; its rope key, one for all heads, is §2.1.3.
+Source: DeepSeek-AI 2024, arXiv:2405.04434 §2.1; the rope key shared by all heads is §2.1.3.
 """
 
 from dataclasses import KW_ONLY, dataclass, replace
@@ -20,39 +21,39 @@ from quaver.torch.nn.norm import normalized_projections
 
 @dataclass(frozen=True, kw_only=True)
 class LatentConfig:
-    """Features of latents and heads of multi-head latent attention."""
+    """Sizes of the latents and heads of multi-head latent attention."""
 
-    # Of what keys and values are made of; a cache keeps so many a token, and rope_dim.
+    # Features of the key/value latent; the cache stores kv_rank + rope_dim features per token.
     kv_rank: int
-    # Of a head's queries and keys: those without positions, and those that rope turns, of keys one for all heads.
+    # Features of a head's queries and keys without rope, and with rope; the rope key is shared by all heads.
     plain_dim: int
     rope_dim: int
-    # Of a head's values.
+    # Features of a head's values.
     value_dim: int
-    # Of what queries are made of; None makes them of x.
+    # Features of the query latent; None projects queries from x directly.
     q_rank: int | None = None
 
     def __post_init__(self) -> None:
         sizes = {name: size for name, size in vars(self).items() if size is not None}
         wrong = {name: size for name, size in sizes.items() if not isinstance(size, int) or size < 1}
         if wrong:
-            raise ValueError(f"LatentConfig takes numbers of features above 0, and got {wrong}")
+            raise ValueError(f"LatentConfig takes positive numbers of features, but got {wrong}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentOptions(CoreOptions, PartOptions):
-    """Of latent attention with its projections."""
+    """Options of latent attention and its projections."""
 
-    # Of the projection out; None is as bias.
+    # Bias of the output projection; None uses `bias`.
     out_bias: bool | None = None
     rope: RotaryEmbedding | None = None
-    # Of the latents' norms; None takes eps.
+    # eps of the latents' norms; None uses `eps`.
     qk_norm_eps: float | None = None
 
 
 @dataclass(frozen=True)
 class LatentArguments(LatentOptions):
-    """The arguments of `LatentAttention`, which says what they are."""
+    """Constructor arguments of `LatentAttention`; see there."""
 
     dim: int
     heads: int
@@ -61,24 +62,25 @@ class LatentArguments(LatentOptions):
 
 
 class LatentAttention(ComposedBlock):
-    """out(attention(q, k, v)), k and v being made of a latent of x that is narrower than they are.
+    """Multi-head latent attention: out(attention(q, k, v)) with k and v computed from a small latent of x.
 
         q = q_up(q_norm(q_down(x)))                      heads of plain_dim, then rope_dim features
         c, r = kv_down(x)                                kv_rank features, and the rope_dim of one key for all heads
         k, v = kv_up(kv_norm(c))                         heads of plain_dim features of keys, then value_dim of values
-        q = (q plain, rope(q turning)), k = (k, rope(r))
+        q = (q plain, rope(q rotary)), k = (k, rope(r))
 
     Args:
         dim: features of x and of the output.
-        heads: of queries, keys and values.
-        latent: a `LatentConfig`, the sizes; with q_rank None there is `q_proj` in place of `q_down_proj` and
-        `q_up_proj`. rope: of latent.rope_dim features; None turns nothing.
-        bias: of `q_down_proj` and `kv_down_proj`; out_bias: of `o_proj`, None as bias.
-        qk_norm_eps: of the latents' RMSNorms; None takes eps.
-        mask_type, window, chunk, scale, soft_cap, dropout, sinks, alibi, layout: as `DotProductAttention`.
-        normalization: of x, before the projections; with eps, zero_centered and norm_bias.
-        recipe, seed: as `quaver.torch.Linear`.
-    Submodules: `norm` if there is one, `q_down_proj`, `q_norm`, `q_up_proj`, `kv_down_proj`, `kv_norm`, `kv_up_proj`,
+        heads: number of heads.
+        latent: a `LatentConfig` with the sizes; with q_rank=None, `q_proj` replaces `q_down_proj` and `q_up_proj`.
+        rope: rotary embedding of latent.rope_dim features; None for no rotation.
+        bias: True for a bias in `q_down_proj` and `kv_down_proj`.
+        out_bias: bias of `o_proj`; None uses `bias`.
+        qk_norm_eps: eps of the latents' RMSNorms; None uses `eps`.
+        mask_type, window, chunk, scale, soft_cap, dropout, sinks, alibi, layout: as for `DotProductAttention`.
+        normalization: norm of x before the projections; with eps, zero_centered and norm_bias.
+        recipe, seed: as for `quaver.torch.Linear`. Submodules: `norm` if there is one, `q_down_proj`, `q_norm`,
+            `q_up_proj`, `kv_down_proj`, `kv_norm`, `kv_up_proj`,
         `core`, `o_proj`.
     Raises:
         ValueError: sizes that do not fit.
@@ -92,10 +94,10 @@ class LatentAttention(ComposedBlock):
         wide = latent.plain_dim + latent.rope_dim
         if options.groups not in (None, heads):
             raise ValueError(
-                f"groups is {options.groups}; each head of latent attention has keys of its own: leave it out"
+                f"groups is {options.groups}, but each head of latent attention has its own keys: leave it out"
             )
         if options.rope is not None and options.rope.head_dim != latent.rope_dim:
-            raise ValueError(f"rope turns {options.rope.head_dim} features, and latent.rope_dim is {latent.rope_dim}")
+            raise ValueError(f"rope rotates {options.rope.head_dim} features, but latent.rope_dim is {latent.rope_dim}")
         self.core = DotProductAttention(heads, (wide, latent.value_dim), **pick(CoreOptions, options))
         self.dim, self.latent, self.layout = dim, latent, options.layout
         self.register_module("rope", options.rope)
@@ -124,11 +126,13 @@ class LatentAttention(ComposedBlock):
         cache: KVCache | PagedKVCache | None = None,
         layer: int = 0,
     ) -> Tensor:
-        """Attend from x to itself; arguments as of `MultiheadAttention`.
+        """Self-attention on x; arguments as for `MultiheadAttention`.
 
         Args:
-            cache: holds kv_rank + rope_dim features a token and layer; keys and values of all tokens are made of them
-                in each call.
+            x: input in the module's layout.
+            mask, bias, positions, cu_seqlens, layer: as for `MultiheadAttention`.
+            cache: stores kv_rank + rope_dim features per token and layer; each call recomputes keys and values of all
+                tokens.
         """
         check_input(self, x)
         core: Any = self._modules["core"]
@@ -154,7 +158,7 @@ class LatentAttention(ComposedBlock):
         return projected
 
     def _down(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [..., heads, features], the latent [..., kv_rank] and the key that turns [..., 1, rope_dim]."""
+        """Return queries [..., heads, features], the latent [..., kv_rank] and the rope key [..., 1, rope_dim]."""
         parts: Any = self._modules
         first = "q_proj" if self.latent.q_rank is None else "q_down_proj"
         q, narrow = normalized_projections(parts["norm"], x, [parts[first], parts["kv_down_proj"]])
@@ -173,7 +177,7 @@ class LatentAttention(ComposedBlock):
         return torch.cat((plain, transposed), -1), apply_rotary(r, cos, sin, rope.interleaved)
 
     def _up(self, c: Tensor, r: Tensor, normalized: bool) -> tuple[Tensor, Tensor]:
-        """Keys and values of all heads, of latents and the keys that are turned."""
+        """Return keys and values of all heads, from latents and rotated rope keys."""
         parts: Any = self._modules
         (kv,) = normalized_projections(None if normalized else parts["kv_norm"], c, [parts["kv_up_proj"]])
         kv = kv.unflatten(-1, (self.core.heads, -1))

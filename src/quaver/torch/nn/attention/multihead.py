@@ -1,4 +1,4 @@
-"""Multi-head attention with everything around it: norm, projections, rotary positions, and the projection out."""
+"""Multi-head attention with norm, projections, rotary embedding and output projection."""
 
 import itertools
 from collections.abc import Sequence
@@ -26,25 +26,25 @@ from quaver.torch.nn.mlp import ComposedBlock, PartOptions
 from quaver.torch.nn.norm import QK_NORM_SCOPES, norm_of_heads, normalized_projections
 from quaver.torch.state.layer_state import state_of
 
-#: What x is in each layout.
+#: Axes of x by layout.
 SHAPES = {"bshd": "[batch, tokens, features]", "sbhd": "[tokens, batch, features]", "thd": "[tokens, features]"}
 DIMS = {layout: shape.count(",") + 1 for layout, shape in SHAPES.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions(CoreOptions, PartOptions):
-    """Of attention with its projections."""
+    """Options of attention and its projections."""
 
-    # Features of a head, or (of queries and keys, of values); None divides the input's among the heads.
+    # Features of a head, or (of queries and keys, of values); None divides the input's features by the heads.
     head_dim: int | tuple[int, int] | None = None
-    # Of the projection of keys, and of the projection out; None is as bias.
+    # Bias of the key projection, and of the output projection; None uses `bias`.
     key_bias: bool | None = None
     out_bias: bool | None = None
     rope: RotaryEmbedding | None = None
-    # (gain, length): queries grow with their position.
+    # (gain, length): queries are scaled by their position.
     temperature: tuple[float, int] | None = None
     position_bias: RelativePositionBias | None = None
-    # A normalization of queries and keys, its eps, whether to turn first, and a row of `QK_NORM_SCOPES`.
+    # Norm of queries and keys, its eps, True to apply it after rope, and a name in `QK_NORM_SCOPES`.
     qk_norm: str | None = None
     qk_norm_eps: float | None = None
     qk_norm_after_rope: bool = False
@@ -53,49 +53,51 @@ class AttentionOptions(CoreOptions, PartOptions):
 
 @dataclass(frozen=True)
 class AttentionArguments(AttentionOptions):
-    """The arguments of `MultiheadAttention`, which says what they are."""
+    """Constructor arguments of `MultiheadAttention`; see there."""
 
     dim: int
     heads: int
     _: KW_ONLY
-    # Features of the output; None keeps dim.
+    # Features of the output; None uses dim.
     out: int | None = None
-    # Features of the memory that keys and values are made of; None has no memory.
+    # Features of the memory for keys and values; None for self-attention.
     memory_dim: int | None = None
-    # Give norm(x), too.
+    # Also return norm(x).
     return_normalized: bool = False
 
 
 class MultiheadAttention(ComposedBlock):
-    """out(attention(q, k, v)), q, k and v being projections of x, or k and v of a memory.
+    """Multi-head attention: out(attention(q, k, v)), with q, k and v projected from x, or k and v from a memory.
 
     Args:
         dim: features of x.
-        heads: of the queries.
-        groups: heads of keys and values, each shared by heads / groups query heads; None gives each its own.
-        head_dim: features of a head, or (of queries and keys, of values); None divides dim among the heads.
-        out: features of the output; None keeps dim.
-        memory_dim: features of the memory that keys and values are made of: cross attention.
-        fused: one matrix `qkv_proj`, whose rows are all heads of the queries, then of the keys, then of the values
-            (with a memory: `q_proj` and `kv_proj`); else `q_proj`, `k_proj` and `v_proj`.
-        bias: of the projections; key_bias: of `k_proj`, for fused=False; out_bias: of `o_proj`; None as bias.
-        rope: rotary positions of queries and keys; None has none. Layers may share one.
-        temperature: (gain, length); the query at position p is multiplied by 1 + gain log(1 + floor((p + 1) / length)).
-        position_bias: a `RelativePositionBias`, whose numbers are added to the scores. Layers may share one.
-        qk_norm: "RMSNorm", "LayerNorm" or "L2" (`Norm`) of queries and keys.
-        qk_norm_eps: of those norms; None takes eps.
-        qk_norm_after_rope: turn first.
-        qk_norm_scope: a row of `QK_NORM_SCOPES`: whose features are normalized, and by which gamma.
-        mask_type, window, chunk, scale, soft_cap, dropout, sinks, alibi, layout: as `DotProductAttention`.
-        normalization: of x, before the projections; with eps, zero_centered and norm_bias.
-        return_normalized: give (output, norm(x)) instead of the output.
-        recipe, seed: as `quaver.torch.Linear`; a recipe's `attention` quantizes the products of attention too.
-    Submodules: `norm` if there is one, the projections, `q_norm` and `k_norm` if there are, `core`, `o_proj`.
+        heads: number of query heads.
+        groups: number of key/value heads, each shared by heads / groups query heads; None for one per query head.
+        head_dim: features of a head, or (of queries and keys, of values); None divides dim by the heads.
+        out: features of the output; None uses dim.
+        memory_dim: features of the memory for keys and values (cross attention).
+        fused: True for one matrix `qkv_proj` with the rows of all query heads, then keys, then values (with a memory:
+            `q_proj` and `kv_proj`); False for `q_proj`, `k_proj` and `v_proj`.
+        bias: True for a bias in the projections.
+        key_bias: bias of `k_proj`, for fused=False; None uses `bias`.
+        out_bias: bias of `o_proj`; None uses `bias`.
+        rope: rotary embedding of queries and keys, or None. Layers may share one.
+        temperature: (gain, length): the query at position p is multiplied by 1 + gain log(1 + floor((p + 1) / length)).
+        position_bias: a `RelativePositionBias`, which is added to the scores. Layers may share one.
+        qk_norm: "RMSNorm", "LayerNorm" or "L2" norm of queries and keys.
+        qk_norm_eps: eps of those norms; None uses `eps`.
+        qk_norm_after_rope: True applies these norms after rope.
+        qk_norm_scope: a name in `QK_NORM_SCOPES`: which features are normalized together, and with which gamma.
+        mask_type, window, chunk, scale, soft_cap, dropout, sinks, alibi, layout: as for `DotProductAttention`.
+        normalization: norm of x before the projections; with eps, zero_centered and norm_bias.
+        return_normalized: return (output, norm(x)) instead of the output.
+        recipe, seed: as for `quaver.torch.Linear`; a recipe's `attention` also quantizes the GEMMs of attention.
+            Submodules: `norm` if there is one, the projections, `q_norm` and `k_norm` if there are, `core`, `o_proj`.
     Raises:
-        ValueError: heads that do not divide, names that do not exist, or options that exclude one another.
+        ValueError: heads that do not divide, unknown names, or incompatible options.
     Source: Vaswani et al. 2017, arXiv:1706.03762; GQA: arXiv:2305.13245; norms of queries and keys: arXiv:2302.05442.
-        "L2" after the rotation is Llama 4's (transformers' Llama4TextL2Norm), and so is the temperature, of layers
-        without rope (arXiv:2501.19399).
+        "L2" after rope is Llama 4's (transformers' Llama4TextL2Norm), and so is the temperature, in layers without rope
+        (arXiv:2501.19399).
     """
 
     return_normalized = False
@@ -151,17 +153,17 @@ class MultiheadAttention(ComposedBlock):
 
         Args:
             x: [B, S, dim] in layout "bshd", [S, B, dim] in "sbhd", [T, dim] in "thd".
-            memory: as x, of memory_dim features; only with cross attention.
-            mask, bias, cu_seqlens: as `DotProductAttention`.
-            positions: of `rope`; None counts from 0, or from the number of tokens in the cache.
-            cache: earlier tokens' keys and values, which the new ones join; a causal mask aligns the last query with
-                the last key. Layout "bshd".
-            layer: this layer's place in the cache.
-            mask_type, window, rope: others than the module's, for this call; a window (-1, -1) is none.
+            memory: in x's layout, with memory_dim features; only for cross attention.
+            mask, bias, cu_seqlens: as for `DotProductAttention`.
+            positions: positions for `rope`; None counts from 0, or from the number of cached tokens.
+            cache: keys and values of earlier tokens, to which the new ones are appended; a causal mask aligns the last
+                query with the last key. Layout "bshd" only.
+            layer: index of this layer in the cache.
+            mask_type, window, rope: override the module's for this call; a window (-1, -1) is none.
         Returns:
-            x's shape, with `out` features; and norm(x) if return_normalized.
+            x's shape with `out` features; with return_normalized (output, norm(x)).
         Raises:
-            ValueError: a memory is missing or not wanted; a cache with a memory or another layout.
+            ValueError: a memory is missing or unexpected; a cache with a memory or another layout.
         """
         check_input(self, x)
         if self.cross is (memory is None):
@@ -174,7 +176,7 @@ class MultiheadAttention(ComposedBlock):
             raise ValueError(f"the memory has shape {tuple(memory.shape)}; its last axis must be {self.memory_dim}")
         if cache is not None:
             if self.cross:
-                raise ValueError("a cache holds keys and values of x itself, and this attention has a memory")
+                raise ValueError("a cache cannot be used with a memory")
             check_cached(self.core, self.layout, x, mask, cache, mask_type, window)
         elif not (mask is None and bias is None and cu_seqlens is None and mask_type is None and window is None):
             where = 1 if self.layout == "bshd" else 0
@@ -208,8 +210,10 @@ class MultiheadAttention(ComposedBlock):
     def _project(
         self, x: Tensor, memory: Tensor | None, cu_seqlens: Any, rope: RotaryEmbedding | None
     ) -> tuple[Tensor, ...]:
-        """norm(x), or x where nothing asks for that; q, k and v, each [..., its heads, its features of a head], or one
-        tensor of all heads, which `rope` parts."""
+        """Return norm(x) (x itself unless return_normalized), and q, k and v, each [..., heads, features of a head].
+
+        If rope can rotate and split the fused projection itself, a single tensor of all heads replaces q, k and v.
+        """
         parts: Any = self._modules
         names, sizes = list(self._parts), parts["core"].sizes
         first = [parts[name] for name in (names if memory is None else names[:1])]
@@ -225,10 +229,10 @@ class MultiheadAttention(ComposedBlock):
             widths = (self._parts[name] for name in names)
             split = (y.split(of, -1) if len(of) > 1 else (y,) for y, of in zip(outputs, widths, strict=True))
             outputs = tuple(itertools.chain.from_iterable(split))
-        # As `unflatten`, in three quarters of its time.
+        # Same as `unflatten`, in three quarters of its time.
         q, k, v = (y.view(*y.shape[:-1], *size) for y, size in zip(outputs, sizes, strict=True))
         if transposed and torch.is_grad_enabled():
-            # Of a fused projection backward will need v alone: a copy lets the rest go.
+            # Backward will need only v of the fused projection: a copy lets the rest be freed.
             v = v.contiguous()
         return x, q, k, v
 
@@ -257,7 +261,7 @@ class MultiheadAttention(ComposedBlock):
         return q, k, v
 
     def _normalized(self, x: Tensor, name: str) -> Tensor:
-        """Queries or keys [..., heads, D] after their norm."""
+        """Apply the norm of queries or keys to x [..., heads, D]."""
         norm: Any = self._modules[name]
         if self.qk_norm_scope == "all_heads":
             y: Tensor = norm(x.flatten(-2)).unflatten(-1, x.shape[-2:])
@@ -266,17 +270,19 @@ class MultiheadAttention(ComposedBlock):
 
 
 def _check(options: AttentionArguments, heads: int, wide: int) -> None:
-    """Raise the ValueError for what does not go together."""
+    """Raise ValueError for options that do not fit each other."""
     rope, bias, temperature = options.rope, options.position_bias, options.temperature
     if rope is not None and rope.head_dim != wide:
-        raise ValueError(f"rope turns heads of {rope.head_dim} features, and these have {wide}")
+        raise ValueError(f"rope rotates heads of {rope.head_dim} features, but these have {wide}")
     if options.fused and options.key_bias not in (None, options.bias):
-        raise ValueError(f"key_bias={options.key_bias} beside bias={options.bias} wants matrices apart: fused=False")
+        raise ValueError(
+            f"key_bias={options.key_bias} with bias={options.bias} requires separate matrices: fused=False"
+        )
     check_name("qk_norm_scope", options.qk_norm_scope, QK_NORM_SCOPES)
     if options.qk_norm_scope != "head" and options.qk_norm is None:
         raise ValueError(f"qk_norm_scope={options.qk_norm_scope!r} without a norm: give qk_norm, such as 'RMSNorm'")
     if options.qk_norm_scope == "each_head" and options.qk_norm == "L2":
-        raise ValueError("qk_norm 'L2' has no gamma that each head could have; give qk_norm_scope='head'")
+        raise ValueError("qk_norm 'L2' has no gamma, so it cannot have one per head; give qk_norm_scope='head'")
     pair = isinstance(temperature, tuple) and len(temperature) == 2
     if temperature is not None and (not pair or not temperature[1] > 0):
         raise ValueError(f"temperature is {temperature}; give (gain, length), a length in tokens above 0")
@@ -288,7 +294,7 @@ def _check(options: AttentionArguments, heads: int, wide: int) -> None:
 
 
 def check_input(module: Any, x: Tensor) -> None:
-    """Raise a ValueError unless x is of a module's layout and features."""
+    """Raise ValueError unless x has the module's layout and features."""
     if x.dim() != DIMS[module.layout] or x.shape[-1] != module.dim:
         raise ValueError(
             f"{type(module).__name__}({module.dim}) got an input of shape {tuple(x.shape)}; "
@@ -305,20 +311,20 @@ def check_cached(
     mask_type: str | None = None,
     window: Window | None = None,
 ) -> None:
-    """Refuse, before the cache has taken anything, what does not go with one."""
+    """Raise ValueError for options that a cache does not support, before the cache is modified."""
     if layout != "bshd":
-        raise ValueError("a cache holds keys and values of x itself in layout 'bshd'")
+        raise ValueError("a cache requires layout 'bshd'")
     mask_type, window = mask_type or core.mask_type, core.window if window is None else window
     if "causal" not in mask_type and (window is not None or core.chunk is not None or core.alibi):
         raise ValueError(
-            "with a cache queries stand at the last keys, and a window, chunks or ALiBi with mask_type "
-            f"{mask_type!r} count from the first; make the layer with mask_type='causal'"
+            "with a cache, queries are aligned with the last keys, but a window, chunks or ALiBi with mask_type "
+            f"{mask_type!r} count from the first key; make the layer with mask_type='causal'"
         )
     cache.check_mask(mask, mask_type, (x.shape[0], x.shape[1]))
 
 
 def head_sizes(dim: int, heads: int, head_dim: int | tuple[int, int] | None) -> tuple[int, int]:
-    """Features of a head of queries and keys, and of values."""
+    """Return the features of a head of queries and keys, and of values."""
     if isinstance(head_dim, tuple):
         if len(head_dim) != 2:
             raise ValueError(f"head_dim is {head_dim}; give a number, or (of queries and keys, of values)")
@@ -326,14 +332,14 @@ def head_sizes(dim: int, heads: int, head_dim: int | tuple[int, int] | None) -> 
     if head_dim is None:
         if heads < 1 or dim % heads:
             raise ValueError(
-                f"{dim} features do not divide among {heads} heads; give head_dim, or a dim that is a multiple"
+                f"{dim} features do not divide by {heads} heads; give head_dim, or a dim that is a multiple"
             )
         head_dim = dim // heads
     return head_dim, head_dim
 
 
 def _projections(fused: bool, cross: bool) -> dict[str, tuple[str, ...]]:
-    """What each projection makes."""
+    """Return the outputs of each projection, by its name."""
     if not fused:
         return {name: (name,) for name in ("q_proj", "k_proj", "v_proj")}
     if cross:

@@ -1,4 +1,4 @@
-"""softmax(q kᵀ scale) v with the masks that models use, as one operation with several implementations."""
+"""The function `attention`: softmax(q kᵀ scale) v with common masks and options, and its implementations."""
 
 import math
 from typing import NamedTuple
@@ -39,12 +39,12 @@ ATTENTION: Operation[Tensor] = Operation(
     ],
 )
 
-#: The one sink that needs no tensor: a logit of 0 for every head, softmax's denominator plus one.
+#: Value of `sinks` for a logit of 0 for every head, which adds one to the softmax's denominator.
 OFF_BY_ONE = "off_by_one"
 
 
 class AttentionOpOptions(NamedTuple):
-    """The options of `attention` as they are given, which says what they are."""
+    """The options of `attention` as passed by the caller; see there."""
 
     mask_type: str = "none"
     mask: Mask | None = None
@@ -79,33 +79,35 @@ def attention(
     cu_seqlens: CuSeqlens | None = None,
     recipe: str | Recipe | None = None,
 ) -> Tensor:
-    """Attention of [B, Sq, H, D] on [B, Sk, G, D], each of G heads serving H / G query heads (MQA, GQA).
+    """Compute attention of [B, Sq, H, D] on [B, Sk, G, D]; each of G key heads serves H / G query heads (MQA, GQA).
 
     Args:
-        q: [B, Sq, H, D]; as `layout` says.
+        q: [B, Sq, H, D], or as `layout` says.
         k: [B, Sk, G, D].
         v: [B, Sk, G, Dv].
         mask_type: a name of `quaver.reference.attention.MASKS`. "causal" hides key j from query i if j > i; with
-            "_bottom_right" the last query sees the last key: if j > i + (keys - queries), padding not counted.
-            "padding" takes a mask of tokens, "arbitrary" one of pairs.
-        mask: True where masked out. Padding: [B, Sk] that serves queries and keys, or ([B, Sq], [B, Sk]).
-            Arbitrary: broadcastable to [B, H, Sq, Sk].
-        window: (left, right): a query sees that many keys before and after its own position, -1 for all.
-            The position is the one that the mask type aligns by.
-        chunk: a query sees keys of its own run of so many positions alone, counted from the first that is no padding
-            (Llama 4); None for all.
-        bias: added to the scores; broadcastable to [B, H, Sq, Sk]. One of -inf hides, as a mask does.
-        alibi_slopes: [H] or [B, H]: score -= slope × distance, positions aligned as the mask type aligns them.
-        sinks: one more column of the softmax, whose value is 0: logits [H], or "off_by_one" for logits of 0.
-        scale: of the scores; None is 1 / sqrt(D).
+            "_bottom_right" the last query sees the last key: if j > i + (keys - queries), without padding. "padding"
+            takes a mask of tokens, "arbitrary" one of pairs.
+        mask: True where masked out. Padding: [B, Sk] for both queries and keys, or ([B, Sq], [B, Sk]). Arbitrary:
+            broadcastable to [B, H, Sq, Sk].
+        window: (left, right): a query sees that many keys before and after its own position, -1 for all. Positions are
+            aligned as the mask type says.
+        chunk: a query sees only keys in its own chunk of this many positions, counted from the first token that is not
+            padding (Llama 4); None for all.
+        bias: added to the scores; broadcastable to [B, H, Sq, Sk]. -inf hides, as a mask does.
+        alibi_slopes: [H] or [B, H]: score -= slope × distance, with positions aligned as the mask type says.
+        sinks: an extra softmax column whose value is 0: logits [H], or "off_by_one" for logits of 0.
+        scale: factor of the scores; None is 1 / sqrt(D).
         soft_cap: scores become cap tanh(scores / cap), before bias and mask (Gemma-2).
-        dropout: probability of dropping a probability, always in force; the others grow by 1 / (1 - dropout).
-        layout: "bshd", "sbhd" ([S, B, H, D]) or "thd": sequences laid end to end, [T, H, D], with
-        cu_seqlens: int [sequences + 1], where each begins and the last ends; a pair (of queries, of keys) where they
-            differ. On the CPU it costs a GPU no synchronization. Masks, windows and ALiBi count within a sequence.
-        recipe: whose `attention` quantizes q, k, v, the probabilities and their gradients; None leaves them alone.
+        dropout: probability of dropping an attention weight, always applied; the others are scaled by 1 / (1 -
+            dropout).
+        layout: "bshd", "sbhd" ([S, B, H, D]) or "thd", concatenated sequences [T, H, D] with cu_seqlens.
+        cu_seqlens: int [sequences + 1], start of each sequence and end of the last; a pair (of queries, of keys) if
+            they differ. On the CPU it avoids a GPU synchronization. Masks, windows and ALiBi apply within a sequence.
+        recipe: recipe whose `attention` quantizes q, k, v, the probabilities and their gradients; None does not
+            quantize.
     Returns:
-        [B, Sq, H, Dv] in q's dtype, or as the layout. A query that sees no key gets 0, and so do its gradients.
+        [B, Sq, H, Dv] in q's dtype, or as the layout. A query that sees no key gets 0 and zero gradients.
     Raises:
         ValueError: shapes, heads, dtypes, masks, windows or cumulative lengths that do not fit.
     Bounded: relative RMS 1e-6 of float64 in float32, without dropout. Statistical with it.
@@ -125,7 +127,7 @@ def attention(
         and 0 <= dropout < 1
         and _plain(q, k, v)
     ):
-        # Masks, options and reasons would take as long as the kernel of a small layer.
+        # Fast path: validating masks and options would take as long as the kernel of a small layer.
         return _as_it_is(q, k, v, mask_type == "causal", dropout, scale)
     options = AttentionOpOptions(
         *(mask_type, mask, window, bias, alibi_slopes, sinks, scale, soft_cap, dropout, layout, cu_seqlens, chunk)
@@ -141,9 +143,9 @@ def attention(
 
 
 def _as_it_is(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float, scale: float | None) -> Tensor:
-    """Attention of [B, S, H, D] without a mask of its own: by tiles, or torch's."""
+    """Compute attention of [B, S, H, D] without mask tensors: by CPU tiles, or torch's SDPA."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    # Its length first: of a small layer nothing more is asked.
+    # Check the length first: small layers need no further checks.
     if q.is_cpu and q.dtype is torch.bfloat16 and not dropout and (is_tracing() or cpu_tiles.fits(q, k, causal)):
         factor = 1 / math.sqrt(q.shape[-1] or 1) if scale is None else scale
         if not cpu_tiles.reason_unsupported(q, k, v, causal, factor):
@@ -163,7 +165,7 @@ def _as_it_is(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float, sca
 def prepare(
     q: Tensor, k: Tensor, v: Tensor, options: AttentionOpOptions
 ) -> tuple[Tensor, Tensor, Tensor, AttentionCall]:
-    """q [B, H, Sq, D], k [B, G, Sk, D], v [B, G, Sk, Dv] and the options, all checked and in one form."""
+    """Return q [B, H, Sq, D], k [B, G, Sk, D], v [B, G, Sk, Dv] and the options, validated and in a common form."""
     mask_type, mask, window, bias, alibi_slopes, sinks, scale, soft_cap, dropout, layout, cu_seqlens, chunk = options
     kind = ops.autocast_device(q)
     if torch.is_autocast_enabled(kind):
@@ -204,7 +206,7 @@ def prepare(
 
 
 def check_numbers(soft_cap: float | None, dropout: float) -> None:
-    """Raise the ValueError for these two, if they are not what attention takes."""
+    """Raise ValueError unless soft_cap and dropout are valid."""
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"soft_cap is {soft_cap}; give a positive number, or None for no cap")
     if not 0 <= dropout < 1:
@@ -216,7 +218,7 @@ def _shape(x: object) -> tuple[int, ...] | None:
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """True if scaled_dot_product_attention takes these as they are, with its best kernel."""
+    """Return True if scaled_dot_product_attention supports these tensors unchanged with its best kernel."""
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         return False
     batch, _, heads, dim = q.shape

@@ -1,4 +1,4 @@
-"""Relative position biases: a learnt number a head for each bucket of distances, added to attention's scores.
+"""T5's relative position bias: a learned number per head and bucket of distances, added to attention's scores.
 
 Source: Raffel et al. 2019 (T5), arXiv:1910.10683, and its public code's rule for the buckets.
 """
@@ -13,16 +13,16 @@ from quaver.options import checks
 
 
 class RelativePositionBias(nn.Module):
-    """T5's bias of scores. Layers may share one, as T5's do.
+    """T5's bias of attention scores. Layers may share one, as in T5.
 
     Args:
-        heads: of the queries.
-        buckets: how many in all; half of them for keys that come later, if bidirectional.
-        max_distance: from here on everything is in the last bucket.
+        heads: number of query heads.
+        buckets: number of buckets; half of them are for later keys if bidirectional.
+        max_distance: distances from here on share the last bucket.
         bidirectional: False puts every later key into bucket 0, as decoders do.
-    Parameter: `weight` [buckets, heads], T5's `relative_attention_bias.weight`.
+        device, dtype: of the parameter. Parameter: `weight` [buckets, heads], T5's `relative_attention_bias.weight`.
     Raises:
-        ValueError: too few buckets, or a distance that they all reach one by one.
+        ValueError: too few buckets, or a max_distance that single-distance buckets already reach.
     """
 
     weight: nn.Parameter
@@ -45,15 +45,15 @@ class RelativePositionBias(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Gaussian with deviation 1."""
+        """Initialize the weight from a normal distribution with standard deviation 1."""
         nn.init.normal_(self.weight)
 
     def forward(self, queries: int, keys: int, offset: int | Tensor = 0) -> Tensor:
-        """The bias to hand to attention.
+        """Return the bias for attention's scores.
 
         Args:
-            queries, keys: how many there are; key 0 stands at position 0.
-            offset: where query 0 stands, a number, or int [B]: how many tokens a cache holds.
+            queries, keys: numbers of tokens; key 0 has position 0.
+            offset: position of query 0, an int or int [B]: the number of cached tokens.
         Returns:
             [1 or B, heads, queries, keys] in the weight's dtype; differentiable in the weight.
         """
@@ -71,19 +71,18 @@ class RelativePositionBias(nn.Module):
 
 
 def relative_position_buckets(before: Tensor, buckets: int, max_distance: int, bidirectional: bool) -> Tensor:
-    """The bucket of each distance: near ones have one each, far ones share it on a logarithmic scale.
+    """Return the bucket of each distance: one per small distance, logarithmically shared by large ones.
 
     Args:
-        before: int64, how many positions the key stands before the query, negative after it.
-        buckets, max_distance, bidirectional: as `RelativePositionBias`.
+        before: int64, query position minus key position.
+        buckets, max_distance, bidirectional: as for `RelativePositionBias`.
     Returns:
-        int64 of the same shape.
-    Exact.
+        int64 of the same shape. Exact.
     """
     side = buckets // 2 if bidirectional else buckets
     near = side // 2
     distance = before.abs() if bidirectional else before.clamp(min=0)
-    # The bound of each shared bucket, from integers: a logarithm would round differently from machine to machine.
+    # Integer bounds of each shared bucket: a logarithm of the distance would round differently across machines.
     shared = side - near
     bounds = [math.ceil(near * (max_distance / near) ** (i / shared) - 1e-9) for i in range(1, shared)]
     far = torch.full_like(distance, near)
@@ -96,7 +95,7 @@ def relative_position_buckets(before: Tensor, buckets: int, max_distance: int, b
 def _check(heads: int, buckets: int, max_distance: int, bidirectional: bool) -> None:
     near = (buckets // 2 if bidirectional else buckets) // 2
     if heads < 1:
-        raise ValueError(f"a bias of {heads} heads holds nothing; give a number above 0")
+        raise ValueError(f"a bias needs a positive number of heads, not {heads}")
     if near < 1 or (bidirectional and buckets % 2):
         least = 4 if bidirectional else 2
         raise ValueError(f"{buckets} buckets are too few or odd; give {least} or more, an even number if bidirectional")

@@ -1,6 +1,6 @@
-"""Rotary positions: pairs of a head's features turn by an angle that grows with the position.
+"""Rotary position embedding (rope): rotates pairs of a head's features by angles that grow with the position.
 
-Source: Su et al. 2021, arXiv:2104.09864; turning only the first features is GPT-NeoX's.
+Source: Su et al. 2021, arXiv:2104.09864; rotating only the first features is GPT-NeoX's.
 """
 
 from typing import Any
@@ -18,17 +18,16 @@ from quaver.torch.operations.autograd import forward_level, transforms_active
 from quaver.torch.operations.operation import Implementation, Operation
 from quaver.torch.operations.selecting import unseen
 
-# ---- positions -------------------------------------------------------------------------------------------
-# Where tokens stand: the positions that rotary embeddings turn by, by layout, and queries that grow with them.
+# ---- positions of tokens by layout, and queries scaled by position ----
 
-#: The layouts by name, and how many axes x has.
+#: Number of axes of x by layout.
 LAYOUTS = {"bshd": 4, "sbhd": 4, "thd": 3}
 
 
 def positions_of(
     x: Tensor, layout: str, positions: Tensor | None, offset: int | Tensor, cu_seqlens: Tensor | None
 ) -> Tensor:
-    """Positions in the axes of x before its heads, 1 where they are the same for all."""
+    """Return positions with the axes of x before its heads; size 1 where they are equal."""
     if layout == "thd":
         return _ragged(x, positions, offset, cu_seqlens)
     batch, tokens = x.shape[:2] if layout == "bshd" else (x.shape[1], x.shape[0])
@@ -57,9 +56,13 @@ def positions_of(
 
 
 def tempered(q: Tensor, positions: Tensor, gain: float, length: int) -> Tensor:
-    """Queries [..., heads, D] times 1 + gain log(1 + floor((p + 1) / length)), p their positions [...], in float32.
+    """Multiply queries [..., heads, D] by 1 + gain log(1 + floor((p + 1) / length)), in float32.
 
-    Exact: eager and compiled alike but for the logarithm's last bit. Source: Nakanishi 2025, arXiv:2501.19399.
+    Args:
+        q: queries.
+        positions: their positions p, [...].
+        gain, length: constants of the formula.
+    Exact: eager and compiled agree except for the logarithm's last bit. Source: Nakanishi 2025, arXiv:2501.19399.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     factor = torch.log1p(torch.floor((positions.to(wide) + 1) / length)) * gain + 1
@@ -67,7 +70,7 @@ def tempered(q: Tensor, positions: Tensor, gain: float, length: int) -> Tensor:
 
 
 def _ragged(x: Tensor, positions: Tensor | None, offset: int | Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Positions [T] of sequences one after the other."""
+    """Return the positions [T] of concatenated sequences."""
     tokens = x.shape[0]
     if positions is not None and positions.shape != (tokens,):
         raise ValueError(
@@ -76,11 +79,13 @@ def _ragged(x: Tensor, positions: Tensor | None, offset: int | Tensor, cu_seqlen
     several = isinstance(offset, Tensor) and offset.dim() == 1
     if cu_seqlens is None:
         if positions is None or several:
-            raise ValueError("layout 'thd' needs cu_seqlens, where each sequence begins; or positions of every token")
+            raise ValueError(
+                "layout 'thd' needs cu_seqlens with the start of each sequence, or positions of every token"
+            )
         return positions + offset
     _check_lengths(cu_seqlens, tokens)
     counted = torch.arange(tokens, dtype=torch.int64, device=x.device)
-    # The last start that is not above the token; empty sequences share theirs with the next.
+    # The last start not above the token; an empty sequence shares its start with the next one.
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), counted, right=True)
     if positions is None:
         positions = counted - cu_seqlens[sequence]
@@ -97,7 +102,7 @@ def _check_lengths(cu_seqlens: Tensor, tokens: int) -> None:
         raise ValueError(
             f"cu_seqlens has shape {tuple(cu_seqlens.shape)}, {cu_seqlens.dtype}; give int [sequences + 1]"
         )
-    # Reading them on a GPU would wait for it.
+    # Reading the values on a GPU would synchronize.
     if not cu_seqlens.is_cpu or is_tracing():
         return
     ends = cu_seqlens.tolist()
@@ -105,29 +110,26 @@ def _check_lengths(cu_seqlens: Tensor, tokens: int) -> None:
         raise ValueError(f"cu_seqlens is {ends}; it must ascend from 0 to the number of tokens, {tokens}")
 
 
-# ---- rotary ----------------------------------------------------------------------------------------------
-# Turning pairs of features by angles, as plain functions of tensors.
+# ---- rotation of feature pairs ----
 #
-# Cosines and sines stand at both places of their pair, a sine negative at the first one, so that turning is
-# x * cos + partner(x) * sin: a few operations whatever the pairs are, of which autograd keeps cos and sin alone.
-# Compiled, both the tables and the turning are opaque operators: Inductor's cosine, its fused multiply-add on a GPU and
-# its skipped rounding to bf16 would give other bits than eager mode. On a GPU one kernel turns queries and keys, with
-# the bits of the plain formula.
-#
+# Cosines and sines are stored for both elements of a pair, with the sine negated for the first, so that rotation is x *
+# cos + partner(x) * sin: a few operations for any pairing, for which autograd saves only cos and sin. Under a compiler
+# both tables and rotation are custom operators: Inductor's cosine, its fused multiply-add on a GPU and its skipped
+# rounding to bf16 would change bits. On a GPU one kernel rotates queries and keys with the bits of the plain formula.
 # Source: Su et al. 2021, arXiv:2104.09864.
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """x * cos + partner(x) * sin for the first features of x, as many as the tables have; the rest stay.
+    """Return x * cos + partner(x) * sin for the first features of x, as many as the tables have; the rest is copied.
 
     Args:
         x: [..., D].
-        cos: float32, broadcastable to [..., turning]: the cosine of a pair's angle, at both of its places.
-        sin: the same of the sine, negative at the first place. `RotaryEmbedding.tables` makes both.
-        interleaved: pairs are neighbours (0, 1), (2, 3) ...; else feature i goes with i + turning / 2.
+        cos: float32, broadcastable to [..., rotated features]: the cosine of a pair's angle, for both elements.
+        sin: the sine, negated for the first element. `RotaryEmbedding.tables` creates both.
+        interleaved: True pairs neighbours (0, 1), (2, 3) ...; False pairs feature i with i + half.
     Returns:
-        [..., D] in x's dtype, contiguous, computed in float32 and rounded once, gradients too.
-    Exact: the bits of eager mode, compiled too.
+        [..., D] in x's dtype, contiguous, computed in float32 and rounded once, also gradients.
+    Exact: the bits of eager mode, also compiled.
     """
     return TURN(x, None, cos, sin, interleaved, False)[0]
 
@@ -135,7 +137,9 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False)
 def apply_rotary_to_both(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`apply_rotary` of queries and keys that stand at the same positions: one launch on a GPU. Exact: its bits."""
+    """Apply `apply_rotary` to queries and keys with the same positions, in one launch on a GPU. Exact: the same
+    bits.
+    """
     if q.shape[:-2] != k.shape[:-2] or q.shape[-1] != k.shape[-1]:
         return apply_rotary(q, cos, sin, interleaved), apply_rotary(k, cos, sin, interleaved)
     q, k = TURN(q, k, cos, sin, interleaved, False)
@@ -143,16 +147,20 @@ def apply_rotary_to_both(
 
 
 def apply_rotary_to_parts(x: Tensor, heads: int, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, ...]:
-    """q and k, turned as by `apply_rotary`, and v, of x [..., all their heads, D]: one launch on a GPU, there and back.
+    """Split x into q, k and v and rotate q and k, in one launch on a GPU, forward and backward.
 
     Args:
-        heads: those of q, which come first; k and v have half of the others each.
+        x: [..., all heads, D].
+        heads: number of heads of q, which come first; k and v have half of the rest each.
+        cos, sin, interleaved: as for `apply_rotary`.
     """
     return TURN_PARTS(x, heads, cos, sin, interleaved)
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
-    """One way or back. Plain operations: autograd, torch.func and double backward follow them."""
+    """Rotate forward, or with `back` in the opposite direction, in plain operations that autograd and torch.func
+    support.
+    """
     turning = cos.shape[-1]
     wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
     if turning != x.shape[-1]:
@@ -170,7 +178,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) ->
 
 
 def _not_launched(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *_: Any) -> str:
-    """Why no kernel turns these where kernels run, or ""."""
+    """Return why no kernel can rotate these tensors, or ""."""
     for x in (q,) if k is None else (q, k):
         if x.is_meta or type(x) is not Tensor or cos.device != x.device:
             return "the kernel takes plain tensors on one GPU"
@@ -182,8 +190,11 @@ def _not_launched(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *_: Any
 
 
 class _FusedRotaryFunction(torch.autograd.Function):
-    """Heads turned by the kernel, whose gradients are turned back by it, and so on: queries, and keys if there are any;
-    or, if it is said how many heads are q's, one tensor to q, k and v, or those back to it."""
+    """Autograd function of the rotation kernel; its backward rotates gradients back with the same kernel.
+
+    With heads=None it rotates queries and optionally keys. Otherwise it splits one tensor into q, k and v, or joins
+    them.
+    """
 
     @staticmethod
     @unseen
@@ -209,12 +220,12 @@ class _FusedRotaryFunction(torch.autograd.Function):
 def _plain_parts(x: Tensor, heads: int, *tables: Any) -> tuple[Tensor, ...]:
     groups = (x.shape[-2] - heads) // 2
     q, k, v = x.split((heads, groups, groups), -2)
-    # Of x backward will need v alone: a copy lets the rest go.
+    # Backward will need only v of x: a copy lets the rest be freed.
     return *TURN(q, k, *tables, False), v.contiguous() if torch.is_grad_enabled() else v
 
 
 class _RotaryFunction(torch.autograd.Function):
-    """The opaque turning, whose gradient is the turning back."""
+    """Autograd function of the custom operator; its gradient is the opposite rotation."""
 
     @staticmethod
     @unseen
@@ -270,7 +281,7 @@ def _tables_fake(where: Tensor, rows: Tensor, length: int, text: str, interleave
 
 _KERNEL = Implementation("triton", f"{ops.GPU}.norm:turn", f"{ops.GPU}.norm:reason")
 _PARTS = Implementation("triton", f"{ops.GPU}.norm:turn_parts")
-#: (q, k of the same tokens or None, cos, sin, interleaved, whether to turn back) to both, turned.
+#: Rotate (q, k of the same tokens or None, cos, sin, interleaved, True to rotate back); returns both, rotated.
 TURN: Operation[tuple[Tensor, ...]] = Operation(
     "turn(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool back) -> Tensor",
     [
@@ -286,7 +297,8 @@ TURN: Operation[tuple[Tensor, ...]] = Operation(
     kernel=_kernel,
     traced=_traced,
 )
-#: (all heads of q, k and v, how many are q's, cos, sin, interleaved) to q and k, turned, and v.
+#: Split and rotate (all heads of q, k and v, number of q's heads, cos, sin, interleaved); returns rotated q and k, and
+#: v.
 TURN_PARTS: Operation[tuple[Tensor, ...]] = Operation(
     "turn_parts",
     [
@@ -300,9 +312,9 @@ TURN_PARTS: Operation[tuple[Tensor, ...]] = Operation(
     ],
     traced=_plain_parts,
 )
-#: (positions [...], `Frequencies.rows` [n, turning / 2], the length of the longest sequence for frequencies that go by
-#: it or -1 to take the largest position's, `Frequencies.text`, interleaved as `apply_rotary`) to what that takes: cos
-#: and sin float32 [..., 1, turning], the 1 for the heads. Exact: eager's bits, compiled too.
+#: Cosines and sines float32 [..., 1, rotated features], the 1 for heads, as `apply_rotary` takes them. Arguments:
+#: positions [...], `Frequencies.rows` [n, rotated features / 2], length of the longest sequence for length-dependent
+#: frequencies (-1 for the largest position + 1), `Frequencies.text`, interleaved. Exact: eager's bits, also compiled.
 TABLES: Operation[tuple[Tensor, Tensor]] = Operation(
     "rotary_tables(Tensor where, Tensor rows, SymInt length, str text, bool interleaved) -> (Tensor cos, Tensor sin)",
     _tables,
@@ -310,29 +322,29 @@ TABLES: Operation[tuple[Tensor, Tensor]] = Operation(
 )
 
 
-# ---- embedding -------------------------------------------------------------------------------------------
+# ---- module ----
 
 __all__ = ["RotaryEmbedding", "apply_rotary"]
 
-#: How many tables a module keeps: a model rarely turns by more than two kinds of positions in one step.
+#: Number of cached tables per module: a model rarely uses more than two kinds of positions in one step.
 KEPT = 4
 
 
 class RotaryEmbedding(nn.Module):
-    """Turns queries or keys by their positions. No parameters and nothing in the state dict; layers may share one.
+    """Rotary position embedding of queries or keys. No parameters and no entry in the state dict; layers may share one.
 
     Args:
-        head_dim: D, the features of a head.
+        head_dim: D, features of a head.
         theta: base of the frequencies.
-        fraction: of the D features that turn, the first ones; the rest stay.
-        interleaved: pairs are neighbours (0, 1), (2, 3) ...; else feature i goes with i + half.
-        scaling: Hugging Face's `rope_parameters`: {"rope_type": "yarn", "factor": 4.0, ...}; its rope_theta and
-            partial_rotary_factor, where given, are used instead of theta and fraction.
-        max_positions: Hugging Face's max_position_embeddings, the length trained with.
-        device: of the frequencies, which stay float32 whatever the model is cast to.
+        fraction: share of the D features that rotates, the first ones; the rest is unchanged.
+        interleaved: True pairs neighbours (0, 1), (2, 3) ...; False pairs feature i with i + half.
+        scaling: Hugging Face's `rope_parameters`, such as {"rope_type": "yarn", "factor": 4.0, ...}; its rope_theta and
+            partial_rotary_factor, if present, override theta and fraction.
+        max_positions: Hugging Face's max_position_embeddings, the length used in training.
+        device: of the frequencies, which stay float32 even if the model is cast.
     Raises:
-        ValueError: an unknown rope_type, a missing or unknown key, an odd number of features that would turn.
-    Bounded: relative RMS 1e-6 of float64 in float32, for positions whose angles float32 holds.
+        ValueError: an unknown rope_type, a missing or unknown key, or an odd number of rotated features.
+    Bounded: relative RMS 1e-6 of float64 in float32, for positions whose angles float32 can represent.
     """
 
     inverse_frequency: Tensor
@@ -365,14 +377,14 @@ class RotaryEmbedding(nn.Module):
         layout: str = "bshd",
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """Turn queries or keys.
+        """Rotate queries or keys.
 
         Args:
             x: [B, S, H, D] in layout "bshd", [S, B, H, D] in "sbhd", [T, H, D] in "thd".
             positions: [S] or [B, S], and [T] in thd; None counts 0, 1, 2 ..., in thd from each sequence's start.
-            offset: added to the positions, a number or [B]: how many tokens stand before, in a cache for example.
-            layout: one of `LAYOUTS`.
-            cu_seqlens: int [B + 1], for thd: where each sequence begins, and T.
+            offset: added to the positions, an int or [B], such as the number of cached tokens.
+            layout: a name in `LAYOUTS`.
+            cu_seqlens: int [B + 1], for thd: start of each sequence, and T.
         Returns:
             x's shape and dtype.
         Raises:
@@ -390,7 +402,7 @@ class RotaryEmbedding(nn.Module):
         layout: str = "bshd",
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(cos, sin) for `apply_rotary`, float32, broadcastable to x; arguments as of `forward`."""
+        """Return (cos, sin) for `apply_rotary`, float32, broadcastable to x; arguments as for `forward`."""
         if (
             isinstance(positions, list | tuple)
             or isinstance(offset, list | tuple)
@@ -405,14 +417,14 @@ class RotaryEmbedding(nn.Module):
             return self._build(x, positions, offset, layout, cu_seqlens)
         versions = tuple(t._version for t in tensors)
         numbers = (id(t) if isinstance(t, Tensor) else t for t in given)
-        # Another stream does not wait for the one that makes them.
+        # Another stream would not wait for the kernels that fill the tables.
         key = (x.shape[:-2], x.shape[-1], layout, x.device, capture.stream_of(x.device), versions, *numbers)
         kept = self._kept.get(key)
         if kept is None:
-            # Saved for backward later on, so they must not be inference tensors.
+            # Saved for backward later, so they must not be inference tensors.
             with torch.inference_mode(False), torch.no_grad():
                 fresh = unseen(self._build)(x, positions, offset, layout, cu_seqlens)
-            # The tensors stay with the entry, so that their ids are not given to others.
+            # Keep the tensors with the entry, so that their ids are not reused.
             kept = self._kept[key] = (*fresh, tensors)
             if len(self._kept) > KEPT:
                 del self._kept[next(iter(self._kept))]
@@ -427,7 +439,7 @@ class RotaryEmbedding(nn.Module):
         if positions is None and not isinstance(offset, Tensor) and layout != "thd":
             length = offset + x.shape[0 if layout == "sbhd" else 1]
         if self.inverse_frequency.is_meta and not x.is_meta:
-            # Nothing in a checkpoint fills them, and load_state_dict(assign=True) leaves them where they were.
+            # A module built on meta: no checkpoint fills the frequencies, and load_state_dict(assign=True) skips them.
             self.inverse_frequency = self.frequencies.rows(x.device)
         return TABLES(where, self.inverse_frequency, length, self._text, self.interleaved)
 
@@ -435,16 +447,16 @@ class RotaryEmbedding(nn.Module):
         check_name("layout", layout, LAYOUTS)
         if x.dim() != LAYOUTS[layout] or x.shape[-1] != self.head_dim:
             raise ValueError(
-                f"rope with layout {layout!r} takes {', '.join(layout.upper())} with D = {self.head_dim}, "
-                f"and got a tensor of shape {tuple(x.shape)}"
+                f"rope with layout {layout!r} takes {', '.join(layout.upper())} with D = {self.head_dim}, but got "
+                f"a tensor of shape {tuple(x.shape)}"
             )
 
     def reset_parameters(self) -> None:
-        """Fill the frequencies where they are."""
+        """Recompute the frequencies on their device."""
         self.inverse_frequency = self.frequencies.rows(self.inverse_frequency.device)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Move, but neither round the frequencies nor leave them uninitialized."""
+        """Move the module, but recompute the frequencies so that they are neither rounded nor uninitialized."""
         super()._apply(fn, recurse)
         self._kept = {}
         self.reset_parameters()

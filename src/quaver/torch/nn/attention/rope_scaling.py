@@ -1,6 +1,6 @@
-"""The frequencies of rotary positions, by the names Hugging Face gives to the ways of stretching them.
+"""Frequencies of rotary embeddings, with Hugging Face's names for the scaling methods.
 
-`KINDS` is the table, by `rope_type`; adding one is a row. Everything is float32 and in the order of operations of
+`KINDS` is the table by `rope_type`; add a row for a new method. All computations are float32 in the order of
 `transformers.modeling_rope_utils`: at position 100,000 an ulp of a frequency is a hundredth of a radian.
 
 Source: Su et al. 2021, arXiv:2104.09864; linear: Chen et al. 2023, arXiv:2306.15595; dynamic NTK: bloc97 and emozilla
@@ -22,55 +22,59 @@ from quaver.recipes.text import check_name, suggest
 
 @dataclass(frozen=True, kw_only=True)
 class Frequencies:
-    """What the angles of a rotary embedding are made of."""
+    """Parameters of a rotary embedding's frequencies."""
 
-    #: How many features turn: two for each frequency.
+    #: Number of rotated features, two per frequency.
     dim: int
     #: Base of the frequencies.
     theta: float
-    #: A row of `KINDS`.
+    #: Name in `KINDS`.
     rope_type: str
-    #: The keys of Hugging Face's `rope_parameters` that this row reads, sorted.
+    #: The keys of Hugging Face's `rope_parameters` that this kind reads, sorted.
     options: tuple[tuple[str, Any], ...] = ()
     #: Hugging Face's max_position_embeddings.
     max_positions: int | None = None
 
     def get(self, key: str, default: Any = None) -> Any:
-        """An option; None counts as not given, as in Hugging Face's configurations."""
+        """Return an option, or the default if it is missing or None, as in Hugging Face's configurations."""
         value = dict(self.options).get(key)
         return default if value is None else value
 
     def rows(self, device: Any = None) -> Tensor:
-        """float32 [n, dim / 2]: row 0 serves every length, unless the type goes by it. Exact: made on the CPU."""
+        """Return float32 [n, dim / 2] frequencies. Row 0 is for every length unless the kind depends on it. Exact:
+        made on the CPU.
+        """
         device = torch.get_default_device() if device is None else torch.device(device)
         if device.type == "meta":
             return torch.empty(KINDS[self.rope_type].count, self.dim // 2, dtype=torch.float32, device=device)
         return KINDS[self.rope_type].rows(self).to(device)
 
     def at(self, rows: Tensor, length: int | Tensor) -> Tensor:
-        """float32 [dim / 2] for sequences of a length; a tensor [] stays on its device, without a synchronization."""
+        """Return float32 [dim / 2] frequencies for a sequence length; a tensor [] stays on its device without
+        synchronization.
+        """
         by_length = KINDS[self.rope_type].by_length
         return rows[0] if by_length is None else by_length(self, rows, length)
 
     @property
     def by_length(self) -> bool:
-        """Whether the frequencies depend on the longest sequence."""
+        """True if the frequencies depend on the longest sequence."""
         return KINDS[self.rope_type].by_length is not None
 
     @functools.cached_property
     def attention_factor(self) -> float:
-        """What cosines and sines are multiplied by."""
+        """Factor of cosines and sines."""
         return KINDS[self.rope_type].attention_factor(self)
 
     @property
     def text(self) -> str:
-        """Everything as one string, which `parse` reads."""
+        """All fields as one string, which `parse` reads."""
         return json.dumps([self.dim, self.theta, self.rope_type, self.options, self.max_positions])
 
 
 @functools.lru_cache(maxsize=64)
 def parse(text: str) -> Frequencies:
-    """The inverse of `Frequencies.text`."""
+    """Return the `Frequencies` of a string made by `Frequencies.text`."""
     dim, theta, rope_type, options, max_positions = json.loads(text)
     pairs = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in options)
     return Frequencies(dim=dim, theta=theta, rope_type=rope_type, options=pairs, max_positions=max_positions)
@@ -78,35 +82,35 @@ def parse(text: str) -> Frequencies:
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScalingKind:
-    """One way of making frequencies."""
+    """One method of computing frequencies."""
 
-    #: float32 [count, dim / 2] on the CPU.
+    #: Function that returns float32 [count, dim / 2] on the CPU.
     rows: Callable[[Frequencies], Tensor]
     count: int = 1
-    #: Keys that must be there, and keys that may.
+    #: Required keys, and optional keys.
     required: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
-    #: Whether the factor may be left out where both lengths are known: it is their ratio.
+    #: True if the factor may be omitted when both lengths are known: it is their ratio.
     factor_from_lengths: bool = False
-    #: Whether all features turn, and partial_rotary_factor is a number of the formula.
+    #: True if all features rotate and partial_rotary_factor is a parameter of the formula.
     whole: bool = False
     attention_factor: Callable[[Frequencies], float] = lambda _: 1.0
-    #: Chooses or makes the frequencies for a length, if they depend on it.
+    #: Function that selects or computes the frequencies for a length, or None if they do not depend on it.
     by_length: Callable[[Frequencies, Tensor, int | Tensor], Tensor] | None = None
 
 
 def frequencies(
     head_dim: int, theta: float, fraction: float, scaling: dict[str, Any] | None, max_positions: int | None
 ) -> Frequencies:
-    """Check Hugging Face's `rope_parameters` and bring them into order.
+    """Validate Hugging Face's `rope_parameters` and return them as `Frequencies`.
 
     Args:
         head_dim: features of a head.
-        theta, fraction: what holds where `scaling` has no rope_theta or partial_rotary_factor.
-        scaling: the dict; its rope_type (or, in older files, type) is a row of `KINDS`.
-        max_positions: max_position_embeddings; stands in for a missing original_max_position_embeddings.
+        theta, fraction: defaults if `scaling` has no rope_theta or partial_rotary_factor.
+        scaling: the dict; its rope_type (or, in older files, type) is a name in `KINDS`.
+        max_positions: max_position_embeddings; replaces a missing original_max_position_embeddings.
     Raises:
-        ValueError: an unknown type, a missing, unknown or senseless key, an odd number of features that would turn.
+        ValueError: an unknown type, a missing, unknown or invalid key, or an odd number of rotated features.
     """
     if not isinstance(scaling, Mapping | None):
         raise ValueError(f"scaling is {scaling!r}; give Hugging Face's dict, {{'rope_type': 'linear', 'factor': 2.0}}")
@@ -122,7 +126,7 @@ def frequencies(
     if rope_type == "dynamic" and max_positions is None:
         max_positions = given.get(ORIGINAL)
     if not 0 < fraction <= 1:
-        raise ValueError(f"fraction is {fraction}; give the part of the features that turns, above 0 and up to 1")
+        raise ValueError(f"fraction is {fraction}; give the share of the features that rotates, above 0 and up to 1")
     if not theta > 0:
         raise ValueError(f"theta is {theta}; the base of the frequencies is above 0, 10000 for example")
     _check_keys(rope_type, kind, given, max_positions)
@@ -130,12 +134,16 @@ def frequencies(
         given["partial_rotary_factor"] = fraction
     dim = head_dim if kind.whole else int(head_dim * fraction)
     if dim % 2 or dim == 0:
-        raise ValueError(f"rope turns pairs of features, and {fraction} of {head_dim} is {dim}; make it an even number")
+        raise ValueError(
+            f"rope rotates pairs of features, and {fraction} of {head_dim} is {dim}; make it an even number"
+        )
     if rope_type == "dynamic" and dim < 4:
-        raise ValueError(f"rope_type 'dynamic' keeps one frequency and stretches others; {dim} features have only one")
+        raise ValueError(
+            f"rope_type 'dynamic' keeps one frequency and stretches the others, but {dim} features have only one"
+        )
     for key in ("short_factor", "long_factor"):
         if key in given and len(given[key]) != dim // 2:
-            raise ValueError(f"{key} has {len(given[key])} numbers; {dim} features that turn need {dim // 2}")
+            raise ValueError(f"{key} has {len(given[key])} numbers; {dim} rotated features need {dim // 2}")
     options = tuple(sorted((k, tuple(v) if isinstance(v, list) else v) for k, v in given.items()))
     return Frequencies(dim=dim, theta=float(theta), rope_type=rope_type, options=options, max_positions=max_positions)
 
@@ -153,7 +161,7 @@ def _check_keys(rope_type: str, kind: RopeScalingKind, given: dict[str, Any], ma
     if rope_type == "dynamic" and max_positions is None:
         raise ValueError("rope_type 'dynamic' stretches beyond max_positions; give it")
     if not isinstance(given.get("factor", 1), int | float) or not given.get("factor", 1) > 0:
-        raise ValueError(f"factor is {given['factor']!r}; say how many times longer sequences become, above 0")
+        raise ValueError(f"factor is {given['factor']!r}; give the factor by which sequences become longer, above 0")
     if given.get("high_freq_factor", math.inf) <= given.get("low_freq_factor", 0):
         raise ValueError(
             f"high_freq_factor is {given['high_freq_factor']} and low_freq_factor {given['low_freq_factor']}; "
@@ -161,11 +169,11 @@ def _check_keys(rope_type: str, kind: RopeScalingKind, given: dict[str, Any], ma
         )
 
 
-# The rows. Each follows the order of operations of the code whose checkpoints it reads.
+# ---- methods; each follows the order of operations of the code whose checkpoints it reads ----
 
 
 def _exponents(dim: int, device: Any = "cpu") -> Tensor:
-    """2 i / dim."""
+    """Return 2 i / dim."""
     return torch.arange(0, dim, 2, dtype=torch.int64, device=device).float() / dim
 
 
@@ -178,7 +186,7 @@ def _linear(f: Frequencies) -> Tensor:
 
 
 def _proportional(f: Frequencies) -> Tensor:
-    """The first frequencies of all; the others are 0, so that their features stay."""
+    """Return the first frequencies of a full set; the others are 0, so that their features do not rotate."""
     turning = int(f.get("partial_rotary_factor") * f.dim // 2)
     frequencies = _plain(f)
     frequencies[:, turning:] = 0
@@ -186,7 +194,7 @@ def _proportional(f: Frequencies) -> Tensor:
 
 
 def _ntk_base(f: Frequencies, length: Any) -> Any:
-    """theta grown so that the lowest frequency, and it alone, is stretched by what `length` needs."""
+    """Return theta increased so that only the lowest frequency is stretched by the full factor for `length`."""
     factor, original = f.get("factor"), f.max_positions
     return f.theta * ((factor * length / original) - (factor - 1)) ** (f.dim / (f.dim - 2))
 
@@ -201,13 +209,13 @@ def _dynamic_at(f: Frequencies, rows: Tensor, length: int | Tensor) -> Tensor:
         if length <= f.max_positions:
             return rows[0]
         length = torch.full((), length, dtype=torch.int64, device=rows.device)
-    # An integer times a float would be of torch's default dtype.
+    # An integer times a float would have torch's default dtype.
     grown = 1.0 / _ntk_base(f, length.float()) ** _exponents(f.dim, rows.device)
     return torch.where(length > f.max_positions, grown, rows[0])
 
 
 def _llama3(f: Frequencies) -> Tensor:
-    """Long waves are stretched, short ones kept, those between go from one to the other."""
+    """Stretch long wavelengths, keep short ones, and interpolate between them."""
     plain, factor = _plain(f), f.get("factor")
     low, high, original = f.get("low_freq_factor"), f.get("high_freq_factor"), f.get(ORIGINAL)
     wave = 2 * math.pi / plain
@@ -223,11 +231,11 @@ def _factor(f: Frequencies) -> float:
 
 
 def _yarn(f: Frequencies) -> Tensor:
-    """Features that turn often keep their frequency, rare ones are stretched, with a ramp between."""
+    """Keep the frequency of features that rotate often, stretch slow ones, with a linear ramp in between."""
     original = f.get(ORIGINAL)
 
     def feature(turns: float) -> float:
-        """The index at which a feature turns so often over the original length."""
+        """Return the feature index that makes this many rotations over the original length."""
         return f.dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(f.theta))
 
     low, high = feature(f.get("beta_fast") or 32), feature(f.get("beta_slow") or 1)
@@ -253,7 +261,7 @@ def _yarn_attention(f: Frequencies) -> float:
 
 
 def _longrope(f: Frequencies) -> Tensor:
-    """Row 0 for sequences up to the original length, row 1 beyond."""
+    """Return row 0 for sequences up to the original length, and row 1 for longer ones."""
     stretch = torch.tensor([f.get("short_factor"), f.get("long_factor")], dtype=torch.float32, device="cpu")
     return 1.0 / (stretch * f.theta ** _exponents(f.dim))
 

@@ -1,1 +1,1 @@
-"""Mixture of experts: routing, permutation of tokens, and the layers."""
+"""Mixture of experts: routing, permutation of tokens, and layers."""

@@ -1,6 +1,6 @@
-"""A mixture of experts in the place of an MLP: a router, experts, and an MLP that every token goes through besides.
+"""Mixture of experts as a replacement for an MLP: router, experts, and an optional shared expert for all tokens.
 
-y = Σ over the k experts e that x chose of weight · expert[e](norm(x))  +  shared(norm(x))
+y = Σ over the k experts e that x is routed to of weight · expert[e](norm(x))  +  shared(norm(x))
 """
 
 import math
@@ -26,15 +26,14 @@ from quaver.torch.nn.moe.routing import Router, Routing, RoutingConfig
 from quaver.torch.operations import ops
 from quaver.torch.state.context import checkpoint
 
-# ---- stack -----------------------------------------------------------------------------------------------
-# Many MLPs of one kind in two stacks of matrices, each of which sees the tokens that chose it.
+# ---- experts: MLPs stacked in two grouped linear layers ----
 #
-# down[e](activation(up[e](x)))        or, gated,        down[e](f(gate[e](x)) · up[e](x))
+#     down[e](activation(up[e](x)))        or, gated,        down[e](f(gate[e](x)) · up[e](x))
 
 
 @dataclass(frozen=True)
 class ExpertsArguments:
-    """The arguments of `Experts`, which says what they are."""
+    """Constructor arguments of `Experts`; see there."""
 
     experts: int
     dim: int
@@ -55,23 +54,24 @@ class ExpertsArguments:
 
 
 class Experts(ComposedBlock):
-    """MLPs of which each token goes through those that it chose, summed with its weights.
+    """Expert MLPs: each token is processed by its chosen experts, whose outputs are summed with the token's weights.
 
     Args:
-        experts: how many.
+        experts: number of experts.
         dim: features of input and output.
-        hidden: features between, of each expert.
-        activation, activation_options: as `MLP`.
-        bias: of both matrices.
-        layout: of both weights, as `GroupedLinear` takes it.
-        interleaved: a gated activation's gate and value lie by turns, as gpt-oss has them, and not one after the other.
-        pad: rows of each expert are filled with zeros up to a multiple of it; see `permute`.
-        codes_alone: where the recipe's blocks lie within a row, keep tokens as codes alone, of whose values the
-            weight's gradient is made; docs/blocks/experts.md has what that changes. Else it is made of the tokens.
-        eight_bit_activations: as `MLP`.
-        recipe, seed: as `quaver.torch.Linear`.
-    Submodules: `gate_up_proj`, the gate's rows first, or `up_proj` if there is no gate; `down_proj`; `GroupedLinear`s.
-    Exact: codes and scales, those of each expert's tokens alone; nothing waits for how many each has.
+        hidden: hidden features of each expert.
+        activation, activation_options: as for `MLP`.
+        bias: True for a bias in both linear layers.
+        layout: layout of both weights, as for `GroupedLinear`.
+        interleaved: gate and value rows alternate, as in gpt-oss, instead of gate first.
+        pad: each expert's rows are padded with zeros to a multiple of it; see `permute`.
+        codes_alone: if the recipe's blocks lie within a row, save tokens only as codes and compute the weight gradient
+            from the dequantized codes; docs/blocks/experts.md describes the effect. False computes it from the tokens.
+        eight_bit_activations: as for `MLP`.
+        recipe, seed: as for `quaver.torch.Linear`. Submodules: `gate_up_proj`, the gate's rows first, or `up_proj`
+            without a gate; and `down_proj`. Both are `GroupedLinear`.
+    Exact: codes and scales equal those of each expert's tokens alone. The number of tokens per expert is not read on
+    the host, so the GPU is not synchronized.
     """
 
     @takes(ExpertsArguments)
@@ -80,7 +80,9 @@ class Experts(ComposedBlock):
         check_permute((0, 1), True, options.experts, options.pad, None)
         gated = get_activation(options.activation).gated
         if options.interleaved and not gated:
-            raise ValueError(f"activation {options.activation!r} has no gate to be interleaved; leave interleaved out")
+            raise ValueError(
+                f"activation {options.activation!r} has no gate, so it cannot be interleaved; leave interleaved out"
+            )
         self.dim, self.hidden, self.activation = options.dim, options.hidden, options.activation
         self.pad, self.codes_alone = options.pad, options.codes_alone
         values = option_values(options.activation, options.activation_options or {})
@@ -102,7 +104,7 @@ class Experts(ComposedBlock):
 
     @property
     def experts(self) -> int:
-        """How many there are."""
+        """Number of experts."""
         return self.down_proj.groups
 
     def forward(
@@ -113,13 +115,14 @@ class Experts(ComposedBlock):
         capacity: int | None = None,
         meanwhile: Callable[[], Tensor] | None = None,
     ) -> Any:
-        """x [T, dim] to [T, dim].
+        """Apply the experts to x [T, dim]; returns [T, dim].
 
         Args:
-            indices, weights: [T, k], as `route` gives them.
-            capacity: choices that an expert takes at most; see `permute`.
-            meanwhile: what may be computed while rows travel, where experts lie on several ranks: the output is
-                (this one's, what it gives) then.
+            x: tokens [T, dim].
+            indices, weights: [T, k], from `route`.
+            capacity: maximum number of choices per expert; see `permute`.
+            meanwhile: function to run while rows are communicated, if experts are distributed over ranks. The method
+                then returns (output, result of the function).
         Raises:
             ValueError: shapes or dtypes that do not fit.
         """
@@ -130,19 +133,22 @@ class Experts(ComposedBlock):
         return y if meanwhile is None else (y, meanwhile())
 
     def checked(self, x: Tensor, indices: Tensor, capacity: int | None, experts: int) -> Tensor:
-        """Tokens in the dtype that products have.
+        """Validate tokens and indices, and return the tokens in the dtype of the GEMMs.
 
         Args:
-            experts: how many may be chosen.
+            x: tokens [T, dim].
+            indices: [T, k].
+            capacity: maximum number of choices per expert, or None.
+            experts: number of experts that may be chosen.
         Raises:
-            ValueError: what does not fit, in a sentence.
+            ValueError: shapes, dtypes or options that do not fit.
         """
         integers = indices.dtype in (torch.int64, torch.int32)
         check_permute(tuple(indices.shape), integers, experts, self.pad, capacity)
         if x.dim() != 2 or x.shape[1] != self.dim or x.shape[0] != indices.shape[0]:
             raise ValueError(
-                f"experts of {self.dim} features got tokens {tuple(x.shape)} and indices {tuple(indices.shape)}; give "
-                f"[T, {self.dim}] and [T, k] of the same tokens"
+                f"experts of {self.dim} features got tokens of shape {tuple(x.shape)} and indices "
+                f"{tuple(indices.shape)}; give [T, {self.dim}] and [T, k] of the same tokens"
             )
         device = ops.autocast_device(x)
         if torch.is_autocast_enabled(device) and x.dtype in ops.DTYPES:
@@ -153,9 +159,9 @@ class Experts(ComposedBlock):
             stored_weight.check_uncast(down, down.weight)
             if x.dtype is not own:
                 raise ValueError(
-                    f"experts have weights in codes of {own} and got {x.dtype} tokens; convert the tokens, enter "
-                    f"torch.autocast, or call model.to({x.dtype}) before it is sharded: a MixedPrecisionPolicy casts "
-                    "no codes"
+                    f"experts have weights stored as codes of {own} and got {x.dtype} tokens; convert the tokens, "
+                    f"enter torch.autocast, or call model.to({x.dtype}) before it is sharded: a "
+                    "MixedPrecisionPolicy does not cast codes"
                 )
         if x.dtype is not own:
             raise ValueError(
@@ -164,11 +170,11 @@ class Experts(ComposedBlock):
         return x
 
     def on_rows(self, rows: RowInputOp, taken: Sequence[Tensor | None], offsets: Tensor) -> Tensor:
-        """[rows, dim] of rows that are made of some tensors inside of the first product.
+        """Apply the experts to rows that the first GEMM's input op creates; returns [rows, dim].
 
         Args:
-            rows, taken: as `GroupedLinear.project` takes them.
-            offsets: int32 [experts], where each expert's rows end.
+            rows, taken: input op and its tensors, as for `GroupedLinear.project`.
+            offsets: int32 [experts], end of each expert's rows.
         """
         entrance: Any = self._modules[self._entrance]
         return self._rest(entrance.project(rows, taken, offsets), offsets)
@@ -189,24 +195,24 @@ class Experts(ComposedBlock):
         return f"activation={self.activation!r}" + "".join(f", {name}={value}" for name, value in shown.items())
 
 
-# ---- mixture ---------------------------------------------------------------------------------------------
+# ---- mixture of experts ----
 
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureConfig(RoutingConfig):
-    """The options of a mixture of experts beyond those of an MLP: how tokens choose, and what is made of it."""
+    """Options of a mixture of experts beyond those of an MLP: routing, shared expert and layout."""
 
-    # Hidden features of the shared MLP, 0 for none; DeepSeek's n shared experts are one of n times an expert's.
+    # Hidden features of the shared MLP, 0 for none. DeepSeek's n shared experts equal one MLP of n times the features.
     shared: int = 0
-    # The shared MLP's output is multiplied by the sigmoid of a product of each token, as Qwen2-MoE's.
+    # Multiply the shared MLP's output by a sigmoid gate per token, as in Qwen2-MoE.
     shared_gate: bool = False
-    # Of the shared MLP: gate and up are one matrix.
+    # Gate and up of the shared MLP are one matrix.
     shared_fused: bool = True
-    # Choices that an expert takes are this times an even share, rounded up; None takes all.
+    # Capacity of an expert as a multiple of an even share of the choices, rounded up; None for no limit.
     capacity: float | None = None
-    # Give (output, `Routing`) instead of the output, for losses and counts.
+    # Return (output, `Routing`) instead of the output, for losses and counts.
     return_routing: bool = False
-    # Of `Experts`.
+    # Options of `Experts`.
     layout: Layout = "nk"
     interleaved: bool = False
     pad: int = 1
@@ -216,27 +222,27 @@ class MixtureConfig(RoutingConfig):
         super().check()
         if self.shared < 0 or (self.shared_gate and not self.shared):
             raise ValueError(
-                f"shared is {self.shared}, the hidden features of an MLP that every token goes through: give some, or "
-                "0 and no shared_gate"
+                f"shared is {self.shared}, the hidden features of the shared expert: give a positive number, or 0 "
+                "and no shared_gate"
             )
         if self.capacity is not None and not (math.isfinite(self.capacity) and self.capacity > 0):
             raise ValueError(
-                f"capacity is {self.capacity}, which drops every token: an expert takes that many times an even share; "
-                "give more than 0, such as 1.25, or None"
+                f"capacity is {self.capacity}, which drops every token: it is a multiple of an even share of the "
+                "choices; give more than 0, such as 1.25, or None"
             )
 
     def capacity_of(self, tokens: int) -> int | None:
-        """Choices that an expert takes of so many tokens: one at least."""
+        """Return the maximum number of choices per expert for this many tokens, at least 1, or None."""
         if self.capacity is None:
             return None
-        # Of whole numbers alone, which compilers follow for any number of tokens.
+        # Integer arithmetic only, which torch.compile can trace for any number of tokens.
         parts, of = Fraction(self.capacity).limit_denominator(1 << 16).as_integer_ratio()
         return max(1, -(-parts * tokens * self.k // (of * self.experts)))
 
 
 @dataclass(frozen=True)
 class MoEArguments(PartOptions):
-    """The arguments of `MoE`, which says what they are."""
+    """Constructor arguments of `MoE`; see there."""
 
     dim: int
     hidden: int
@@ -250,20 +256,20 @@ class MoEArguments(PartOptions):
 
 
 class MoE(ComposedBlock):
-    """Experts that each token chooses from, and perhaps a shared one, after a normalization if there is one.
+    """Mixture of experts with an optional shared expert and an optional norm in front.
 
     Args:
         dim: features of input and output.
-        hidden: features between, of each expert.
-        mixture: a `MixtureConfig`: how many experts, how tokens choose, and all else that an MLP has not.
-        activation, activation_options, eight_bit_activations: as `MLP`, of the shared one too.
-        bias: of all matrices but the router's, which has `MixtureConfig.router_bias`.
+        hidden: hidden features of each expert.
+        mixture: a `MixtureConfig` with the number of experts, the routing, and all other options that an MLP lacks.
+        activation, activation_options, eight_bit_activations: as for `MLP`; also for the shared expert.
+        bias: True for a bias in all linear layers but the router, which has `MixtureConfig.router_bias`.
         normalization: "LayerNorm", "RMSNorm" or None; with eps, zero_centered and norm_bias.
-        recompute: keep only x for backward, and make everything else again.
-        recipe, seed: as `quaver.torch.Linear`. The router and the shared gate are in high precision.
-    Attribute: `return_routing`, whether a call gives (output, `Routing`); it may be set at any time.
-    Submodules: `norm` if there is one; `router`; `experts`; `shared`, an `MLP`; `shared_gate`, a `Gate`.
-    Exact: the codes and scales of the parts called one after the other.
+        recompute: save only x for backward and recompute everything else.
+        recipe, seed: as for `quaver.torch.Linear`. The router and the shared gate stay in high precision. Attribute:
+            `return_routing`, True if a call returns (output, `Routing`); it may be set at any time. Submodules: `norm`
+            if there is one; `router`; `experts`; `shared`, an `MLP`; `shared_gate`, a `SigmoidGate`.
+    Exact: the codes and scales equal those of calling the parts one after the other.
     """
 
     @takes(MoEArguments)
@@ -304,7 +310,9 @@ class MoE(ComposedBlock):
         self.register_module("shared_gate", gate)
 
     def forward(self, x: Tensor) -> Any:
-        """x [..., dim] to [..., dim]; and the `Routing` of all tokens while `return_routing` is set."""
+        """Apply the mixture to x [..., dim]; returns the same shape, with `return_routing` (output, `Routing` of all
+        tokens).
+        """
         if not x.dim() or x.shape[-1] != self.dim:
             raise ValueError(
                 f"MoE({self.dim}) got an input of shape {tuple(x.shape)}; its last axis must be {self.dim}"
@@ -329,7 +337,7 @@ class MoE(ComposedBlock):
         return y.view(x.shape), *routing
 
     def _shared(self, tokens: Tensor) -> Tensor:
-        """What every token goes through."""
+        """Apply the shared expert and its gate to all tokens."""
         parts: Any = self._modules
         z: Tensor = parts["shared"](tokens)
         gate = parts["shared_gate"]
@@ -341,9 +349,9 @@ class MoE(ComposedBlock):
 
 
 class SigmoidGate(nn.Module):
-    """The sigmoid of a product of each token, [T, dim] to [T, 1], in high precision under every recipe.
+    """Sigmoid of a linear function of each token, [T, dim] to [T, 1], in high precision under every recipe.
 
-    Parameter: `weight` [1, dim], which begins as nn.Linear's.
+    Parameter: `weight` [1, dim], initialized as nn.Linear's.
     """
 
     weight: nn.Parameter
@@ -354,7 +362,7 @@ class SigmoidGate(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fill the weight as nn.Linear does."""
+        """Initialize the weight as nn.Linear does."""
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
 
     def forward(self, tokens: Tensor) -> Tensor:

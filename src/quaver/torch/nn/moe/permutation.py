@@ -1,10 +1,10 @@
-"""Rows of tokens laid expert by expert, and summed again: neither knows what an expert computes.
+"""Permute tokens into the order of their experts, and sum the experts' outputs back per token.
 
     permute      rows[places[t k + j]] = x[t]                          for each token t and each of its k choices j
-    unpermute    y[t] = Σ_j weights[t, j] · rows[places[t k + j]]      added from j = 0 on, in float32
+    unpermute    y[t] = Σ_j weights[t, j] · rows[places[t k + j]]      added in the order of j, in float32
 
-Each is the other's derivative. How many rows there are does not depend on who goes where, and nothing waits for a GPU:
-a compiler sees one graph, and a CUDA graph repeats it.
+Each is the other's derivative. The number of rows does not depend on the routing, and the GPU is never synchronized:
+torch.compile sees one graph, and a CUDA graph can replay it.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from quaver.torch.operations.autograd import refuse_transforms
 from quaver.torch.operations.functional import quantize
 from quaver.torch.operations.ops import on_host
 
-# ---- permutation -----------------------------------------------------------------------------------------
+# ---- permute and unpermute ----
 
 NO_TRANSFORMS = (
     "permute and unpermute do not run under torch.func transforms such as vmap and grad, and have no forward-mode "
@@ -36,34 +36,36 @@ NO_TRANSFORMS = (
 class Permuted(NamedTuple):
     """Tokens in the order of their experts."""
 
-    #: [rows, H] as x, or `Quantized`: those of expert 0 first, of an expert in the order of tokens; zeros up to the
-    #: next multiple of `pad`, and beyond the last expert's end.
+    #: [rows, H], of x's dtype or `Quantized`. Expert 0's rows come first; within an expert they follow the token order.
+    #: Rows of padding and rows after the last expert's end are zero.
     rows: Any
-    #: int32 [experts]: where each expert's rows end, its padding included, as `grouped_matmul` takes them.
+    #: int32 [experts]: end of each expert's rows, including padding, as `grouped_matmul` takes them.
     offsets: Tensor
-    #: int64 [T × k], in the order of tokens and of the choices of each: its row, -1 if it was dropped.
+    #: int64 [T * k], by token and choice: the row of each choice, -1 if it was dropped.
     places: Tensor
 
 
 def permute(
     x: Tensor | Quantized, indices: Tensor, experts: int, *, pad: int = 1, capacity: int | None = None
 ) -> Permuted:
-    """Copy each token's row to those of each expert that it chose.
+    """Copy each token's row to each expert that it chose.
 
     Args:
-        x: [T, H], differentiable; or `Quantized` in blocks of a row or with one scale for all, whose codes and scales
-            are copied as bytes: the same as quantizing what was permuted, at 1/k of the work and of the bytes read.
-        indices: int64 [T, k], as `route` gives them. A number outside of [0, experts) is a choice of no expert here.
-        experts: how many there are.
-        pad: each expert's rows are filled with zeros up to a multiple of it.
-        capacity: how many choices an expert takes, those of the first tokens; all others are dropped. None drops none.
+        x: [T, H], differentiable; or `Quantized` with blocks within a row or one scale per tensor, whose codes and
+            scales are copied as bytes. That equals quantizing the permuted rows, at 1/k of the work and of the bytes
+            read.
+        indices: int64 [T, k], from `route`. A number outside [0, experts) is a choice of an expert on another rank.
+        experts: number of experts.
+        pad: each expert's rows are padded with zeros to a multiple of it.
+        capacity: maximum number of choices per expert; the first tokens have priority, the rest is dropped. None drops
+            none.
     Returns:
-        T k + min(T k, experts) (pad - 1) rows, rounded down to a multiple of pad; with a capacity no more than all
-        experts take.
+        T k + min(T k, experts) (pad - 1) rows, rounded down to a multiple of pad; with a capacity at most the capacity
+        of all experts.
     Raises:
-        ValueError: shapes that do not fit, a capacity or a pad of less than one, an operand whose scales are of
-            several rows and not of all.
-    Exact: rows, and the gradient of x, which adds up its copies' in float32 from the first choice on and rounds once.
+        ValueError: shapes that do not fit, a capacity or pad below one, or an operand with blocks of several rows.
+    Exact: the rows, and the gradient of x, which sums the copies' gradients in float32 in the order of choices and
+    rounds once.
     """
     if not isinstance(x, Quantized):
         instance("permute", "x", x, Tensor, "torch.randn(tokens, features)")
@@ -88,18 +90,18 @@ def permute(
 
 
 def unpermute(rows: Tensor, places: Tensor, k: int, weights: Tensor | None = None) -> Tensor:
-    """Sum what came of each token's k rows, each times its weight.
+    """Sum each token's k rows, each multiplied by its weight.
 
     Args:
         rows: [rows, H], differentiable.
-        places: [T × k] of `permute`.
-        k: choices of each token.
-        weights: [T, k], differentiable; None is 1 for each. They multiply in float32.
+        places: [T * k] from `permute`.
+        k: choices per token.
+        weights: [T, k], differentiable; None is 1 for each. The products are computed in float32.
     Returns:
         [T, H] in rows' dtype. A dropped choice adds nothing.
     Raises:
         ValueError: shapes that do not fit.
-    Exact: the products and their sum from the first choice on are float32's (float64's of such), rounded once.
+    Exact: products and sum, in the order of choices, are computed in float32 (float64 for float64), rounded once.
     """
     instance("unpermute", "rows", rows, Tensor, "those of permute")
     instance("unpermute", "places", places, Tensor, "those of permute")
@@ -117,7 +119,7 @@ def _refuse_transforms(*tensors: Tensor | None) -> None:
 
 
 def order(indices: Tensor, experts: int, pad: int = 1, capacity: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Where rows lie: offsets and places as `Permuted` has them, and the choice that each row is of, -1 for none.
+    """Compute the permutation: offsets and places as in `Permuted`, and the choice of each row, -1 for an empty row.
 
     Exact: `quaver.reference.moe.places`.
     """
@@ -131,7 +133,7 @@ def order(indices: Tensor, experts: int, pad: int = 1, capacity: int | None = No
         sizes = sizes.clamp(max=capacity)
     ends = torch.cumsum((sizes + (pad - 1)) // pad * pad, 0)
     total = rows_of(count, experts, pad, capacity)
-    # Where each expert's first row lies, less the number of choices before its own.
+    # Difference between an expert's first row and the index of its first choice in sorted order.
     shift = ends - (sizes + (pad - 1)) // pad * pad - begin
     ours = ids.clamp(0, experts - 1)
     within = torch.arange(count, dtype=torch.int64, device=device)
@@ -141,14 +143,14 @@ def order(indices: Tensor, experts: int, pad: int = 1, capacity: int | None = No
         there = there & (within - begin[ours] < capacity)
     row = torch.where(there, row, -1)
     places = torch.empty_like(row).scatter(0, by_expert, row)
-    # One row more, for those that have none.
+    # One extra row receives the dropped choices and is cut off.
     sources = torch.full((total + 1,), -1, dtype=torch.int64, device=device)
     sources = sources.scatter(0, torch.where(there, row, total), by_expert)[:total]
     return ends.to(torch.int32), places, sources
 
 
 def take(x: Tensor, sources: Tensor, k: int) -> Tensor:
-    """x [T, n] by the choice that each row is of; zeros for those of none."""
+    """Gather rows of x [T, n] by the choice of each row; empty rows are zero."""
     if not x.shape[0]:
         return x.new_zeros((sources.shape[0], x.shape[1]))
     rows = x.index_select(0, sources.clamp(min=0) // k)
@@ -157,12 +159,14 @@ def take(x: Tensor, sources: Tensor, k: int) -> Tensor:
 
 
 def _may_be(mask: Tensor) -> bool:
-    """Whether some of a mask may be set: looked at on a CPU, where that waits for nothing."""
+    """Return True if a mask may have a True element; the values are only read on a CPU, where that does not
+    synchronize.
+    """
     return not on_host(mask) or bool(mask.any())
 
 
 def combined(rows: Tensor, places: Tensor, k: int, weights: Tensor | None) -> Tensor:
-    """Sums of the k rows of each token."""
+    """Return the weighted sum of each token's k rows."""
     wide = torch.promote_types(rows.dtype, torch.float32)
     each, total = places.view(-1, k), None
     if not rows.shape[0]:
@@ -181,7 +185,7 @@ def combined(rows: Tensor, places: Tensor, k: int, weights: Tensor | None) -> Te
 
 
 class GatherRows(torch.autograd.Function):
-    """Rows of tokens; its derivative sums them up."""
+    """Autograd function that gathers token rows; its derivative sums them per token."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sources: Tensor, places: Tensor, k: int) -> Tensor:
@@ -196,7 +200,7 @@ class GatherRows(torch.autograd.Function):
 
 
 class Combine(torch.autograd.Function):
-    """Weighted sums of rows; its derivatives are rows of tokens, and products of two rows."""
+    """Autograd function of the weighted sum of rows; its derivatives are gathered rows and products of two rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, places: Tensor, k: int, weights: Tensor | None) -> Tensor:
@@ -221,14 +225,14 @@ class Combine(torch.autograd.Function):
 
 
 def inverse(places: Tensor, count: int) -> Tensor:
-    """The choice that each of so many rows is of, -1 for none."""
+    """Return the choice of each row, -1 for an empty row."""
     sources = torch.full((count + 1,), -1, dtype=torch.int64, device=places.device)
     numbers = torch.arange(places.shape[0], dtype=torch.int64, device=places.device)
     return sources.scatter(0, torch.where(places < 0, count, places), numbers)[:count]
 
 
 def _products(g: Tensor, rows: Tensor, places: Tensor, k: int) -> Tensor:
-    """[T, k]: each token's g times each of its rows, summed in float32; 0 for a dropped choice."""
+    """Return [T, k]: dot products of each token's g with its rows, in float32; 0 for a dropped choice."""
     wide = torch.promote_types(g.dtype, torch.float32)
     each, along = places.view(-1, k), g.to(wide)
     if not rows.shape[0]:
@@ -238,7 +242,7 @@ def _products(g: Tensor, rows: Tensor, places: Tensor, k: int) -> Tensor:
 
 
 def take_quantized(q: Quantized, sources: Tensor, k: int) -> Quantized:
-    """Codes and scales by the choice that each row is of; a row of none is what zeros are quantized to."""
+    """Gather codes and scales by the choice of each row; an empty row has the codes of zeros."""
     q = q.upright()
     token, none = sources.clamp(min=0) // k, (sources < 0).unsqueeze(1)
     zeros = quantize(torch.zeros((1, q.shape[1]), dtype=torch.float32, device=q.device), q.spec)
@@ -256,25 +260,26 @@ def take_quantized(q: Quantized, sources: Tensor, k: int) -> Quantized:
     return Quantized(data, scale, q.spec, (sources.shape[0], q.shape[1]), False, q.tensor_factor, q.amax)
 
 
-# ---- rows ------------------------------------------------------------------------------------------------
-# What experts multiply, made inside of their products: rows of tokens, and activations of their first products.
+# ---- input ops of the experts' GEMMs: gathered tokens, and activations ----
 #
-# Neither is kept for backward in high precision. Tokens are quantized before they are laid out, where no scale reaches
-# over two rows: once for all k experts, and kept once, of which backward lays out the rows again.
+# Neither is saved for backward in high precision. Tokens are quantized before they are gathered if no block spans two
+# rows: once for all k experts. They are saved once, and backward gathers the rows again.
 
 
 def moves(spec: QuantSpec | None) -> bool:
-    """Whether tokens quantized by a spec and then laid out are the rows, quantized group by group."""
+    """Return True if quantizing tokens and then gathering them gives the same operand as quantizing each group's
+    rows.
+    """
     return spec is not None and spec.block[0] == 1 and spec.rounding == "nearest" and not spec.two_level
 
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Rows of x [T, K], by the choice of which each row is, and by the row of each choice."""
+    """Input op that gathers rows of x [T, K], from the choice of each row and the row of each choice."""
 
-    #: Choices of each token.
+    #: Choices per token.
     k: int
-    #: The weight's gradient is of the values of the codes; else it quantizes the tokens along its own axis.
+    #: Compute the weight gradient from dequantized codes; False quantizes the tokens along the token axis.
     codes_alone: bool = False
     recomputes_input: bool = True
 
@@ -290,7 +295,7 @@ class TokenRows:
     def recompute_input(self, saved: Sequence[Any], spec: QuantSpec | None) -> Tensor | Quantized:
         tokens, q, sources, _ = saved
         if tokens is not None:
-            # What wgrad reuses of fprop is quantized by groups, and what it does not it quantizes itself.
+            # Operands that wgrad reuses from fprop are quantized per group; others wgrad quantizes itself.
             return take(tokens, sources, self.k)
         return take_quantized(q, sources, self.k)
 
@@ -305,10 +310,12 @@ class TokenRows:
 
 @dataclass(frozen=True)
 class ActivationRows:
-    """What an activation makes of the first products: one tensor, whose gate and value lie side by side or by turns."""
+    """Input op that applies the activation to the first GEMM's output, with gate and value halves or alternating
+    columns.
+    """
 
     prologue: ActivationInputOp
-    #: Columns are gate, value, gate, value and so on, as gpt-oss has them.
+    #: Columns alternate between gate and value, as in gpt-oss.
     interleaved: bool = False
 
     @property

@@ -1,7 +1,7 @@
-"""Which experts a token goes to, and how much each counts: scores of logits, the k best, weights.
+"""Routing of tokens to experts: scores from logits, the k best experts, and their weights; balancing losses and bias.
 
 Sources: Shazeer et al. 2017, arXiv:1701.06538 (softmax of the k best); Switch, arXiv:2101.03961, and Mixtral,
-arXiv:2401.04088; DeepSeek-V2, arXiv:2405.04434, and V3, arXiv:2412.19437 (sigmoid, groups, a bias that only chooses);
+arXiv:2401.04088; DeepSeek-V2, arXiv:2405.04434, and V3, arXiv:2412.19437 (sigmoid, groups, a bias for selection only);
 the square root of softplus is DeepSeek-V4's.
 """
 
@@ -18,23 +18,22 @@ from quaver.recipes.text import instance
 from quaver.reference.moe import TINY, check_route
 from quaver.torch.operations import ops
 
-# ---- routing ---------------------------------------------------------------------------------------------
+# ---- route ----
 
-#: Below it softplus(z) is exp(z) in float32, and the derivative of its root is still a number.
+#: Logit below which softplus(z) equals exp(z) in float32; above it the derivative of its root is finite.
 FAR = -40.0
 
 
 class Routing(NamedTuple):
-    """What `route` decides for T tokens, E experts and k choices."""
+    """Result of `route` for T tokens, E experts and k choices."""
 
-    #: int64 [T, k], the best first.
+    #: int64 [T, k], best expert first.
     indices: Tensor
-    #: [T, k], float32, or float64 of such logits; differentiable.
+    #: [T, k], float32, or float64 for float64 logits; differentiable.
     weights: Tensor
-    #: [T, E], of the weights' dtype: scores that add up to 1 for each token, which balancing losses take;
-    #: differentiable.
+    #: [T, E], dtype of the weights: scores normalized to sum 1 per token, for balancing losses; differentiable.
     probabilities: Tensor
-    #: [T, E], of the weights' dtype: what was given, which the z loss takes.
+    #: [T, E], dtype of the weights: the input logits, for the z loss.
     logits: Tensor
 
 
@@ -43,14 +42,14 @@ def _root_of_softplus(z: Tensor) -> Tensor:
     return torch.where(z < FAR, (z / 2).exp(), near)
 
 
-#: Logits to scores, each of them monotone.
+#: Score functions of logits, all monotone.
 SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda z: torch.softmax(z, -1),
     "sigmoid": torch.sigmoid,
     "sqrtsoftplus": _root_of_softplus,
 }
 
-#: Logits to the logarithms of their scores.
+#: Logarithms of the score functions, up to a constant per token.
 LOG_SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda z: z,
     "sigmoid": F.logsigmoid,
@@ -71,28 +70,29 @@ def route(
     scale: float = 1.0,
     normalize: bool | None = None,
 ) -> Routing:
-    """Choose k of E experts for each token by their scores, and give each a weight.
+    """Choose k of E experts per token by their scores, and compute a weight for each.
 
-    Without bias and groups the k largest logits are chosen. Else the k largest of score + bias, within the
-    `top_groups` groups of neighbouring experts whose best have the largest sum.
+    Without bias and groups, the k largest logits are chosen. Otherwise the k largest of score + bias are chosen, from
+    the `top_groups` groups of neighbouring experts whose best scores have the largest sum.
 
     Args:
-        logits: [T, E], float32, bfloat16, float16 or float64; computed with in float32 or float64.
-        k: experts a token.
-        scores: a row of `SCORES`.
-        softmax_first: take the softmax over all experts and then choose, as Qwen3 does; False takes it over the chosen
-            logits alone, as gpt-oss does, which with normalize=True is the same.
-        groups, top_groups: into how many groups of E / groups experts, and how many of them a token may choose from.
-        best_of_group: how many scores of a group are summed; None is k / top_groups, rounded down, at least 1.
-        bias: [E], added to scores where experts are chosen and not where they are weighted; gets no gradient.
-        scale: multiplies the weights.
-        normalize: divide the chosen scores by their sum; None does of sigmoid and sqrtsoftplus where k is more than 1.
+        logits: [T, E], float32, bfloat16, float16 or float64; computed in float32 or float64.
+        k: experts per token.
+        scores: a name in `SCORES`.
+        softmax_first: True takes the softmax over all experts before choosing, as Qwen3 does. False takes it over the
+            chosen logits only, as gpt-oss does, which equals True with normalize=True.
+        groups: number of groups of E / groups experts.
+        top_groups: number of groups that a token may choose from.
+        best_of_group: number of scores per group that are summed; None is k / top_groups, rounded down, at least 1.
+        bias: [E], added to scores for the choice but not for the weights; gets no gradient.
+        scale: factor of the weights.
+        normalize: divide the chosen scores by their sum; None does so for sigmoid and sqrtsoftplus if k > 1.
     Returns:
-        Of equal scores the expert of the lower number is chosen. NaN counts as the largest: a token with one chooses
-        experts that exist, and its weights are NaN, or of scores that are not normalized those of NaN logits alone.
-        A logit of -inf has score 0.
+        Of equal scores the expert with the lower number is chosen. NaN counts as the largest: a token with NaN chooses
+        valid experts, and all its weights are NaN; without normalization only those of NaN logits. A logit of -inf has
+        score 0.
     Raises:
-        ValueError: options that do not fit one another or the logits.
+        ValueError: options that do not fit each other or the logits.
     Exact: the choice without bias and groups, by the logits in float32. Bounded: scores, weights and their gradients,
         relative RMS 1e-6 of float64 in float32.
     """
@@ -113,47 +113,47 @@ def route(
         chosen = torch.softmax(chosen, -1)
     elif normalize or (normalize is None and scores != "softmax" and k > 1):
         chosen = chosen / (chosen.sum(-1, keepdim=True) + TINY)
-    # From logarithms: at logits near -60 the sum of all scores is below any floor that a division could have.
+    # Computed from log scores: at logits near -60 the sum of the scores underflows any epsilon of a division.
     lowest = torch.finfo(z.dtype).min / 2
     probabilities = torch.softmax(LOG_SCORES[scores](z).clamp(min=lowest), -1)
     return Routing(indices, chosen if scale == 1.0 else chosen * scale, probabilities, z)
 
 
 def best(x: Tensor, k: int) -> Tensor:
-    """The places of the k largest of each row of x [T, E], int64 [T, k], in descending order.
+    """Return the indices of the k largest values of each row of x [T, E], int64 [T, k], in descending order.
 
-    Of equal numbers the first comes first; NaN is more than infinity, and -0 equals 0. Exact: compared as float32.
+    Of equal values the first comes first; NaN is larger than infinity, and -0 equals 0. Exact: compared as float32.
     """
     bits = (x.to(torch.float32) + 0.0).view(torch.int32)
     bits = torch.where(x.isnan(), 0x7FC00000, bits)
-    # Negative numbers descend as their bits ascend.
+    # The bits of negative floats sort in reverse order.
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     last_first = torch.arange(x.shape[1] - 1, -1, -1, dtype=torch.int64, device=x.device)
-    # No two keys of a row are equal, so that torch has no choice among them.
+    # The keys of a row are unique, so topk's result is unambiguous.
     keys = (order.to(torch.int64) << 32) | last_first
     return keys.topk(k, -1)[1]
 
 
 def _within_groups(by: Tensor, groups: int, top: int, count: int) -> Tensor:
-    """[T, E] with -inf for the experts of all but the best groups."""
+    """Return [T, E] with -inf for the experts outside of the best groups."""
     each = by.unflatten(1, (groups, by.shape[1] // groups))
     sums = each.topk(count, -1)[0].sum(-1)
     keep = torch.zeros_like(sums, dtype=torch.bool).scatter(1, best(sums, top), True)
     return each.masked_fill(~keep.unsqueeze(-1), -torch.inf).flatten(1)
 
 
-# ---- balancing -------------------------------------------------------------------------------------------
-# What keeps experts evenly busy: losses of a `Routing`, and a bias that is moved in place of a loss.
+# ---- load balancing: losses of a `Routing`, and a bias that replaces a loss ----
 #
-# All are functions of what `route` gives: a layer has no loss of its own, and nothing is remembered between calls.
+# All are functions of `route`'s result. Layers have no loss of their own, and no state is stored between calls.
 
 
 def token_counts(indices: Tensor, experts: int, mask: Tensor | None = None) -> Tensor:
-    """How many choices fell on each expert.
+    """Count how often each expert was chosen.
 
     Args:
         indices: [T, k].
-        mask: bool [T], False for tokens that do not count, such as padding.
+        experts: number of experts.
+        mask: bool [T], False for tokens to ignore, such as padding.
     Returns:
         int64 [experts]. Exact.
     """
@@ -165,29 +165,31 @@ def token_counts(indices: Tensor, experts: int, mask: Tensor | None = None) -> T
 def balance_loss(
     routing: Routing, *, sequences: int = 1, mask: Tensor | None = None, counts: Tensor | None = None
 ) -> Tensor:
-    """E × the sum over experts of (share of choices that fell on it) × (mean of its probability).
+    """Load-balancing loss: E × the sum over experts of (share of choices) × (mean probability).
 
-    It is 1 where experts are equally busy and equally probable. The share has no gradient.
+    It is 1 if all experts are equally loaded and equally probable. The share has no gradient.
 
     Args:
-        routing: of T tokens.
-        sequences: into so many parts of T / sequences tokens, one after the other, is the batch divided, and the loss
-            is the mean of theirs: DeepSeek's sequence-wise loss. 1 balances the whole batch, as Switch does.
-        mask: bool [T], False for tokens that do not count, such as padding.
-        counts: [E], choices of more tokens than these, such as `token_counts` summed over ranks: the shares are theirs,
-            which balances a batch that lies on many ranks. With sequences=1 alone.
+        routing: routing of T tokens.
+        sequences: number of consecutive parts of T / sequences tokens into which the batch is divided; the loss is
+            their mean (DeepSeek's sequence-wise loss). 1 balances the whole batch, as Switch does.
+        mask: bool [T], False for tokens to ignore, such as padding.
+        counts: [E], choices of more tokens than these, such as `token_counts` summed over ranks. The shares are
+            computed from them, which balances a batch that is spread over ranks. Requires sequences=1.
     Returns:
-        A float32 scalar, differentiable; 0 of no tokens. It is 1 / k of the one in transformers, which sums shares.
+        A differentiable float32 scalar; 0 for no tokens. It is 1 / k of transformers' loss, which sums shares.
     Raises:
-        ValueError: sequences that do not divide the tokens, a mask or counts of another shape.
+        ValueError: sequences that do not divide the tokens, or a mask or counts of another shape.
     Source: Fedus et al. 2021, arXiv:2101.03961, equation 4; Lepikhin et al. 2020, arXiv:2006.16668; DeepSeek-V3,
-    arXiv:2412.19437, equations 17 to 20; Qiu et al. 2025, arXiv:2501.11873, of counts.
+    arXiv:2412.19437, equations 17 to 20; for counts Qiu et al. 2025, arXiv:2501.11873.
     """
     indices, probabilities = routing.indices, routing.probabilities
     (tokens, k), experts = indices.shape, probabilities.shape[1]
     _check(tokens, sequences, mask)
     if counts is not None and (sequences != 1 or tuple(counts.shape) != (experts,)):
-        raise ValueError(f"counts are of a whole batch: give [{experts}] with sequences=1, not {tuple(counts.shape)}")
+        raise ValueError(
+            f"counts apply to the whole batch: give [{experts}] with sequences=1, not {tuple(counts.shape)}"
+        )
     each = tokens // sequences
     kept = torch.ones_like(probabilities[:, 0]) if mask is None else mask.to(probabilities.dtype)
     if mask is not None:
@@ -205,12 +207,13 @@ def balance_loss(
 
 
 def z_loss(routing: Routing, mask: Tensor | None = None) -> Tensor:
-    """The mean over tokens of the square of log(sum of exp(logits)), which keeps logits small.
+    """Router z-loss: the mean over tokens of log(sum of exp(logits))², which keeps logits small.
 
     Args:
-        mask: bool [T], False for tokens that do not count.
+        routing: routing of T tokens.
+        mask: bool [T], False for tokens to ignore.
     Returns:
-        A scalar of the logits' dtype, differentiable; 0 of no tokens.
+        A differentiable scalar of the logits' dtype; 0 for no tokens.
     Source: Zoph et al. 2022, arXiv:2202.08906, equation 5.
     """
     logits = routing.logits
@@ -223,22 +226,23 @@ def z_loss(routing: Routing, mask: Tensor | None = None) -> Tensor:
 
 @torch.no_grad()
 def update_bias(bias: Tensor, counts: Tensor, rate: float = 1e-3) -> None:
-    """Raise the bias of experts with fewer choices than the mean by `rate`, and lower it of those with more, in place.
+    """Raise the bias of experts with fewer choices than the mean by `rate`, and lower that of the others, in place.
 
-    Call it once a step, with the choices of all ranks and micro-batches: the bias then balances without a loss.
+    Call it once per step with the choices of all ranks and micro-batches; the bias then balances without a loss.
 
     Args:
         bias: [E], as `route` takes it: float32, since steps of 1e-3 vanish in 16 bits.
-        counts: [E], of `token_counts`.
+        counts: [E], from `token_counts`.
+        rate: step size.
     Raises:
-        ValueError: shapes that differ, or a bias in 16 bits.
-    Exact. Source: Wang et al. 2024, arXiv:2408.15664, algorithm 1; DeepSeek-V3, arXiv:2412.19437.
+        ValueError: shapes that differ, or a bias in 16 bits. Exact. Source: Wang et al. 2024, arXiv:2408.15664,
+            algorithm 1; DeepSeek-V3, arXiv:2412.19437.
     """
     if bias.shape != counts.shape or bias.dim() != 1:
         raise ValueError(f"bias and counts are of the same experts; these are {tuple(bias.shape)} and {counts.shape}")
     if bias.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"bias is {bias.dtype}, in which steps of {rate} vanish: keep it in float32")
-    # Compared as whole numbers: a float32 mean of large counts is off.
+        raise ValueError(f"bias is {bias.dtype}, in which steps of {rate} vanish: use float32")
+    # Compare integers: a float32 mean of large counts is inexact.
     bias += rate * torch.sign(counts.sum() - counts * counts.shape[0]).to(bias.dtype)
 
 
@@ -251,15 +255,14 @@ def _check(tokens: int, sequences: int, mask: Tensor | None) -> None:
         )
 
 
-# ---- router ----------------------------------------------------------------------------------------------
-# The matrix that scores experts for each token, in high precision under every recipe, and how tokens choose by it.
+# ---- router: logits of all experts per token, in high precision under every recipe ----
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingConfig:
-    """How each token chooses experts: the arguments of `route`, and what a router has besides."""
+    """Routing options: the arguments of `route`, and biases of the router."""
 
-    # How many there are, and how many a token goes to.
+    # Number of experts, and number of experts per token.
     experts: int
     k: int
     scores: str = "softmax"
@@ -269,26 +272,27 @@ class RoutingConfig:
     best_of_group: int | None = None
     scale: float = 1.0
     normalize: bool | None = None
-    # A parameter that is added to the logits, as gpt-oss has it.
+    # A bias parameter of the logits, as in gpt-oss.
     router_bias: bool = False
-    # A buffer that is added to scores where experts are chosen, and moved by `Router.update_bias`.
+    # A buffer that is added to scores for the choice, updated by `Router.update_bias`.
     balance_bias: bool = False
 
     def check(self) -> None:
-        """Refuse what does not fit. Raises: ValueError."""
+        """Raise ValueError if the options do not fit each other."""
         given = self.groups, self.top_groups, self.best_of_group, None, self.normalize
         check_route((0, self.experts), self.k, self.scores, self.softmax_first, *given)
 
 
 class Router(nn.Module):
-    """Logits of all experts for each token, and the choice by them.
+    """Router: logits of all experts for each token, and the choice by them.
 
     Args:
         dim: features of a token.
-        choice: how experts are chosen.
-    Parameters: `weight` [experts, dim], and `bias` [experts] if there is one, which begin as nn.Linear's. Buffer:
-        `balance` [experts], float32 whatever the module is cast to, 0 at first.
-    No recipe and no torch.autocast reaches it: logits are float32's, or float64's, of any dtype of weights.
+        choice: routing options.
+        device, dtype: of the parameters. Parameters: `weight` [experts, dim], and optionally `bias` [experts],
+            initialized as nn.Linear's. Buffer: `balance`
+        [experts], initially 0, float32 even if the module is cast.
+    Recipes and torch.autocast do not affect it: logits are computed in float32, or float64, for weights of any dtype.
     """
 
     weight: nn.Parameter
@@ -309,7 +313,7 @@ class Router(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fill weight and bias as nn.Linear does, and balance with 0."""
+        """Initialize weight and bias as nn.Linear does, and balance with 0."""
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
         if self.bias is not None:
             bound = 1 / math.sqrt(self.dim) if self.dim else 0.0
@@ -318,7 +322,7 @@ class Router(nn.Module):
             nn.init.zeros_(self.balance)
 
     def forward(self, x: Tensor) -> Routing:
-        """The routing of x [T, dim]."""
+        """Return the routing of x [T, dim]."""
         choice, wide = self.choice, torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(ops.autocast_device(x), enabled=False):
             bias = None if self.bias is None else self.bias.to(wide)
@@ -337,19 +341,20 @@ class Router(nn.Module):
             )
 
     def update_bias(self, counts: Tensor, rate: float = 1e-3) -> None:
-        """Move `balance` towards even choices, once a step.
+        """Update `balance` towards an even load; call it once per step.
 
         Args:
-            counts: [experts], choices of all tokens of the step, as `token_counts` gives them, summed over ranks.
+            counts: [experts], choices of all tokens of the step, from `token_counts`, summed over ranks.
+            rate: step size.
         Raises:
-            ValueError: there is no balance: make the router with balance_bias=True.
+            ValueError: the router has no balance; construct it with balance_bias=True.
         """
         if self.balance is None:
-            raise ValueError("this router has no balance to move: make it with balance_bias=True")
+            raise ValueError("this router has no balance to update: make it with balance_bias=True")
         update_bias(self.balance, counts, rate)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Move and cast, but leave the balance its dtype: steps of 1e-3 vanish in 16 bits."""
+        """Move and cast the module, but keep the balance's dtype: steps of 1e-3 vanish in 16 bits."""
         balance = self._buffers.pop("balance", None)
         try:
             super()._apply(fn, recurse)

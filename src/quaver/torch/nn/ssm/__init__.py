@@ -1,1 +1,1 @@
-"""State-space layers: Mamba-2, its convolution, its scan and its gated norm."""
+"""State-space layers: Mamba-2 with its convolution, scan and gated norm."""

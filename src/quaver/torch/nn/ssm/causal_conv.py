@@ -1,8 +1,8 @@
-"""The short causal convolution before a scan: each channel by itself, over its last few tokens, and its activation.
+"""Causal depthwise convolution before a scan, with its activation; and the chunks into which a scan divides sequences.
 
     z_t = bias + Σ_k weight[:, k] x_(t-K+1+k),    y = activation(z)
 
-Backward keeps x and makes z again. Source: Gu and Dao 2023, arXiv:2312.00752 §3.4.
+Backward saves x and recomputes z. Source: Gu and Dao 2023, arXiv:2312.00752 §3.4.
 """
 
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ from quaver.torch.nn.attention.inputs import lengths_of
 from quaver.torch.operations import ops
 from quaver.torch.operations.operation import Implementation, Operation
 
-# ---- convolution -----------------------------------------------------------------------------------------
+# ---- convolution ----
 
 SENTENCE = (
-    "this convolution has no derivative beyond its own backward, which is written by hand (no second derivative, no "
-    "torch.func): use torch.nn.functional.conv1d there"
+    "this convolution supports first derivatives only (no second derivative, no torch.func), because its backward "
+    "is written by hand: use torch.nn.functional.conv1d there"
 )
 
 
@@ -37,22 +37,26 @@ def causal_conv1d(
     initial: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """The depthwise convolution of x with the tokens before, and an activation, in float32, rounded once.
+    """Causal depthwise convolution followed by an activation, in float32, rounded once.
 
     Args:
         x: [B, T, channels]; with cu_seqlens [T, channels].
-        weight: [channels, K], the last tap for the token itself. bias: [channels].
-        activation: a row of `ACTIVATIONS` of one tensor; "linear" is none.
-        initial: [B or sequences, K - 1, channels], the tokens before the first; None is zeros.
-        cu_seqlens: int [sequences + 1], where sequences laid end to end begin and end.
+        weight: [channels, K]; the last tap is for the token itself.
+        bias: [channels].
+        activation: a name in `ACTIVATIONS` that takes one tensor; "linear" is none.
+        initial: [B or sequences, K - 1, channels], the tokens before the first one; None is zeros.
+        cu_seqlens: int [sequences + 1], boundaries of concatenated sequences.
     Returns:
         x's shape and dtype.
     Raises:
-        ValueError: shapes that do not fit, an activation that is gated or unknown.
-    Bounded: in float32 1e-6 relative RMS of float64, outputs and gradients. NaN stays within the K tokens that read it.
+        ValueError: shapes that do not fit, or an activation that is gated or unknown.
+    Bounded: in float32, relative RMS 1e-6 of float64 for outputs and gradients. NaN only affects the K tokens that read
+    it.
     """
     if get_activation(activation).gated:
-        raise ValueError(f"activation {activation!r} takes two tensors; give one of a single tensor, such as 'silu'")
+        raise ValueError(
+            f"activation {activation!r} takes two tensors; give one that takes a single tensor, such as 'silu'"
+        )
     dims = 3 if cu_seqlens is None else 2
     if x.dim() != dims or weight.dim() != 2 or weight.shape[0] != x.shape[-1] or not weight.shape[1]:
         raise ValueError(
@@ -73,7 +77,9 @@ def causal_conv1d(
 
 
 def last_tokens(x: Tensor, taps: int, initial: Tensor | None = None) -> Tensor:
-    """What a convolution of so many taps reads of x [B, T, channels] when it goes on: [B, taps - 1, channels]."""
+    """Return the tokens that a convolution of this many taps needs to continue x [B, T, channels]: [B, taps - 1,
+    channels].
+    """
     before = taps - 1
     if x.shape[1] >= before:
         return x[:, x.shape[1] - before :]
@@ -84,7 +90,9 @@ def last_tokens(x: Tensor, taps: int, initial: Tensor | None = None) -> Tensor:
 
 @dataclass(frozen=True)
 class Convolution:
-    """The function of x [B, T, channels], weight, bias, initial and cu_seqlens, of which the last three may be None."""
+    """Convolution of x [B, T, channels], weight, bias, initial and cu_seqlens as an op with its own backward; the
+    last three may be None.
+    """
 
     activation: str
 
@@ -97,12 +105,13 @@ class Convolution:
 
 
 class CausalConv1d(nn.Module):
-    """`causal_conv1d` with parameters of torch's names and shapes.
+    """Module of `causal_conv1d`, with torch's parameter names and shapes.
 
     Args:
-        channels, taps: of the weight. bias: whether there is one.
-        activation: a row of `ACTIVATIONS` of one tensor.
-    Parameters: `weight` [channels, 1, taps], `bias` [channels].
+        channels, taps: sizes of the weight.
+        bias: True for a bias.
+        activation: a name in `ACTIVATIONS` that takes one tensor.
+        device, dtype: of the parameters. Parameters: `weight` [channels, 1, taps], `bias` [channels].
     Bounded: as the function.
     """
 
@@ -128,13 +137,13 @@ class CausalConv1d(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As torch.nn.Conv1d's."""
+        """Initialize the parameters as torch.nn.Conv1d does."""
         bound = self.weight.shape[2] ** -0.5
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -bound, bound)
 
     def forward(self, x: Tensor, initial: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
-        """x [B, T, channels], or with cu_seqlens [T, channels], to the same; as `causal_conv1d`."""
+        """Convolve x [B, T, channels], or with cu_seqlens [T, channels]; returns the same shape. As `causal_conv1d`."""
         options = {"activation": self.activation, "initial": initial, "cu_seqlens": cu_seqlens}
         return causal_conv1d(x, self.weight.squeeze(1), self.bias, **options)  # type: ignore[arg-type]
 
@@ -144,13 +153,13 @@ class CausalConv1d(nn.Module):
 
 
 class _PaddedRows:
-    """x with the tokens before each sequence put in front of it, wide: what the taps read, [B or 1, rows, channels]."""
+    """Input in float32 with the tokens before each sequence prepended: what the taps read, [B or 1, rows, channels]."""
 
     def __init__(self, x: Tensor, weight: Tensor, initial: Tensor | None, cu_seqlens: Tensor | None) -> None:
         self.wide = torch.promote_types(x.dtype, torch.float32)
         self.taps = weight.to(self.wide).t().contiguous()
         self.before = before = weight.shape[1] - 1
-        #: Where each sequence begins among the rows, and its length; None where the batch has one a row.
+        #: (first row, length) of each concatenated sequence; None for a regular batch.
         self.places: list[tuple[int, int]] | None = None
         if cu_seqlens is None:
             self.rows = F.pad(x.to(self.wide), (0, 0, before, 0))
@@ -169,11 +178,11 @@ class _PaddedRows:
 
     @property
     def outputs(self) -> int:
-        """Rows that have all their taps."""
+        """Number of rows that have all their taps."""
         return max(0, self.rows.shape[1] - self.before)
 
     def convolved(self, bias: Tensor | None) -> Tensor:
-        """z, of all rows."""
+        """Return z for all rows."""
         n = self.outputs
         z = self.rows[:, :n] * self.taps[0]
         for k in range(1, self.before + 1):
@@ -181,13 +190,13 @@ class _PaddedRows:
         return z if bias is None else z.add_(bias.to(self.wide))
 
     def picked(self, z: Tensor) -> Tensor:
-        """Those of the tokens."""
+        """Return the rows of z that belong to tokens."""
         if self.places is None:
             return z
         return torch.cat([z[:, :0], *(z[:, start : start + length] for start, length in self.places)], 1)
 
     def spread(self, g: Tensor) -> Tensor:
-        """The other way, zeros elsewhere."""
+        """Undo `picked`: write a gradient of tokens to their rows, zeros elsewhere."""
         if self.places is None:
             return g
         spread = g.new_zeros(1, self.outputs, g.shape[2])
@@ -196,7 +205,7 @@ class _PaddedRows:
         return spread
 
     def parted(self, g: Tensor) -> tuple[Tensor, Tensor]:
-        """A gradient of the rows as that of x and that of what comes before."""
+        """Split a gradient of the rows into that of x and that of the tokens before."""
         before = self.before
         if self.places is None:
             return g[:, before:], g[:, :before]
@@ -246,7 +255,7 @@ def _fake_backward(g: Tensor, *given: Any) -> list[Tensor]:
 
 _TENSORS = "Tensor x, Tensor weight, Tensor? bias, Tensor? initial, Tensor? cu_seqlens, str activation"
 _KERNELS = f"{ops.GPU}.ssm"
-#: Of x [B, T, channels], with cu_seqlens of one row.
+#: Takes x [B, T, channels]; with cu_seqlens B is 1.
 FORWARD: Operation[Tensor] = Operation(
     f"causal_conv1d({_TENSORS}) -> Tensor",
     [
@@ -255,7 +264,7 @@ FORWARD: Operation[Tensor] = Operation(
     ],
     fake=lambda x, *_: x.new_empty(x.shape),
 )
-#: (the gradient, what forward was given) to the gradients of x, weight, bias and initial, empty where there is none.
+#: (gradient, forward's arguments) to the gradients of x, weight, bias and initial, empty for absent ones.
 BACKWARD: Operation[list[Tensor]] = Operation(
     f"causal_conv1d_backward(Tensor g, {_TENSORS}) -> Tensor[]",
     [
@@ -266,24 +275,25 @@ BACKWARD: Operation[list[Tensor]] = Operation(
 )
 
 
-# ---- sequences -------------------------------------------------------------------------------------------
-# Sequences laid end to end, and the chunks that a scan cuts them into: none has tokens of two sequences.
+# ---- chunks of concatenated sequences; no chunk has tokens of two sequences ----
 
 
 class SequenceChunks(NamedTuple):
-    """Places for the tokens of all sequences, `size` to a chunk; a sequence's last chunk may have some to spare."""
+    """Assignment of the tokens of all sequences to chunks of `size` slots; a sequence's last chunk may have empty
+    slots.
+    """
 
     size: int
-    #: By chunk: the sequence that begins with it, or -1; and the sequence that ends with it, or -1.
+    #: Per chunk: the sequence that begins with it, or -1; and the sequence that ends with it, or -1.
     begins: list[int]
     ends: list[int]
-    #: The token of each place, int64 [chunks · size]; None where they lie so anyway.
+    #: Token of each slot, int64 [chunks * size]; None if tokens are already in slot order.
     tokens: Tensor | None
-    #: bool [chunks, size], True where no token is; None where there is one everywhere.
+    #: bool [chunks, size], True for an empty slot; None if there is none.
     spare: Tensor | None
 
     def taken(self, x: Tensor, first: int, last: int, dtype: torch.dtype) -> Tensor:
-        """x [tokens, ...] in some chunks: [chunks, size, ...] in a dtype, 0 in places to spare."""
+        """Gather x [tokens, ...] for a range of chunks: [chunks, size, ...] in a dtype, 0 in empty slots."""
         a, b, lead = first * self.size, last * self.size, (last - first, self.size)
         if self.tokens is None:
             return x[a:b].to(dtype).view(*lead, *x.shape[1:])
@@ -293,7 +303,7 @@ class SequenceChunks(NamedTuple):
         return taken.masked_fill_(self.spare[first:last].view(*lead, *(1,) * (x.dim() - 1)), 0)
 
     def put(self, out: Tensor, values: Tensor, first: int, last: int) -> None:
-        """Write values [chunks, size, ...] to their tokens in out [tokens, ...]."""
+        """Scatter values [chunks, size, ...] to their tokens in out [tokens, ...]."""
         flat = values.reshape(-1, *values.shape[2:])
         if self.tokens is None:
             out[first * self.size : last * self.size].copy_(flat)
@@ -306,7 +316,7 @@ class SequenceChunks(NamedTuple):
 
 
 def chunks_of(lengths: Sequence[int], size: int, device: torch.device) -> SequenceChunks:
-    """The chunks of sequences that lie one after the other."""
+    """Divide concatenated sequences of these lengths into chunks."""
     counts = [-(-length // size) for length in lengths]
     begins, ends = [-1] * sum(counts), [-1] * sum(counts)
     for sequence, (count, last) in enumerate(zip(counts, accumulate(counts), strict=True)):

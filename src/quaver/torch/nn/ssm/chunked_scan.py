@@ -1,14 +1,14 @@
-"""The scan chunk by chunk, in plain torch: inside a chunk by products of matrices, between chunks by their states.
+"""The scan of Mamba-2 chunk by chunk in plain torch: matrix products within a chunk, states between chunks.
 
-With c_l the sum of A dt up to token l of a chunk, P the state that enters it, and xd = dt x:
+With c_l the cumulative sum of A dt up to token l of a chunk, P the state that enters it, and xd = dt x:
 
     M[l, s] = (C_l · B_s) exp(c_l - c_s) for s ≤ l, else 0
     y_l = Σ_s M[l, s] xd_s + exp(c_l) P C_l + D x_l
-    the state that leaves = exp(c_last) P + Σ_s exp(c_last - c_s) xd_s ⊗ B_s
+    state that leaves = exp(c_last) P + Σ_s exp(c_last - c_s) xd_s ⊗ B_s
 
-c is summed in float64. A float32 difference of two of its values is taken of two parts, of which the larger are
-multiples of `GRID` and their difference is exact: what lies between two near tokens keeps its digits, however far the
-sums have gone before. Backward makes all of it again and keeps nothing but what forward was given.
+c is summed in float64. For float32 differences, c is split into two parts. The larger parts are multiples of `GRID`, so
+their difference is exact: the difference between two nearby tokens keeps its precision however large the sums are.
+Backward recomputes everything and saves only forward's arguments.
 Source: Dao and Gu 2024, arXiv:2405.21060 §6.
 """
 
@@ -22,16 +22,15 @@ from torch import Tensor
 
 from quaver.torch.nn.ssm.causal_conv import SequenceChunks
 
-# ---- recurrent -------------------------------------------------------------------------------------------
-# The recurrence of a state space with one decay a head, token by token: what a scan computes, plain and slow.
+# ---- recurrence, token by token: the plain and slow definition of the scan ----
 #
 #     h_t = exp(A dt_t) h_(t-1) + dt_t x_t ⊗ B_t          h [P, N] for each head
 #     y_t = h_t C_t + D x_t
 #
-# In the dtype of what it is given, differentiable by autograd any number of times and under transforms of torch.func.
+# It runs in the dtype of its inputs and supports higher derivatives and torch.func transforms.
 # Source: Dao and Gu 2024, arXiv:2405.21060.
 
-#: No bound below and none above.
+#: Limits of the step that do not clamp.
 UNLIMITED = (0.0, float("inf"))
 
 
@@ -41,10 +40,13 @@ def steps_of(
     softplus: bool = True,
     limit: tuple[float, float] = UNLIMITED,
 ) -> Tensor:
-    """The steps: softplus(dt + bias), held within the limit. NaN stays.
+    """Return the steps softplus(dt + bias), clamped to the limit. NaN stays NaN.
 
     Args:
-        dt: [..., H]. bias: [H].
+        dt: [..., H].
+        bias: [H] or None.
+        softplus: False leaves out the softplus.
+        limit: (least, most).
     """
     dt = dt if bias is None else dt + bias
     dt = F.softplus(dt) if softplus else dt
@@ -54,11 +56,15 @@ def steps_of(
 def step(
     state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """One token: its output [batch, H, P], and the state after it.
+    """Compute one token: its output [batch, H, P], and the state after it.
 
     Args:
-        state: [batch, H, P, N]. x: [batch, H, P]. dt: the step itself, [batch, H]. A: [H]. B, C: [batch, G, N].
-        D: [H] or [H, P].
+        state: [batch, H, P, N].
+        x: [batch, H, P].
+        dt: steps, [batch, H].
+        A: [H].
+        B, C: [batch, G, N].
+        D: [H] or [H, P], or None.
     """
     batch, heads, dim, size = state.shape
     groups = B.shape[1]
@@ -73,12 +79,15 @@ def step(
 def recurrence(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, initial: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The outputs [batch, T, H, P], and the state after the last token [batch, H, P, N].
+    """Compute the scan token by token: outputs [batch, T, H, P], and the last state [batch, H, P, N].
 
     Args:
-        x: [batch, T, H, P]. dt: the steps themselves, [batch, T, H]. A: [H]. B, C: [batch, T, G, N], each group serving
-            H / G heads. D: [H] or [H, P]. initial: [batch, H, P, N]; None is zeros.
-    NaN makes all later tokens of its head NaN, and no earlier one.
+        x: [batch, T, H, P].
+        dt: steps, [batch, T, H].
+        A: [H].
+        B, C: [batch, T, G, N]; each group serves H / G heads.
+        D: [H] or [H, P], or None.
+        initial: [batch, H, P, N]; None is zeros. NaN makes all later tokens of its head NaN, but no earlier one.
     """
     batch, tokens, heads, dim = x.shape
     state = x.new_zeros(batch, heads, dim, B.shape[-1]) if initial is None else initial
@@ -90,25 +99,25 @@ def recurrence(
 
 
 def skip(D: Tensor) -> Tensor:
-    """D [H] or [H, P] as it multiplies x [..., H, P]."""
+    """Return D [H] or [H, P] in a shape that broadcasts with x [..., H, P]."""
     return D[:, None] if D.dim() == 1 else D
 
 
-# ---- chunked ---------------------------------------------------------------------------------------------
+# ---- chunked scan ----
 
-#: exp of a negative exponent beyond it is 0 and of a positive one infinite, by dtype: A dt is held within, so that sums
-#: of a chunk stay finite and no difference of infinities is taken.
+#: Bound of A dt by dtype: exp of larger exponents is 0 or infinite anyway. Clamping keeps the sums of a chunk finite,
+#: so that no difference of infinities occurs.
 BOUND = {torch.float32: 128.0, torch.float64: 1024.0}
-#: Multiples of it up to 2^16 are float32 numbers.
+#: Multiples of it up to 2^16 are exact in float32.
 GRID = 2.0**-8
-#: Elements of the largest tensor that is made at a time: some of them stay in a CPU's second cache.
+#: Maximum elements of a temporary tensor, so that a few of them fit a CPU's L2 cache.
 ELEMENTS = 1 << 18
 
 
 class ScanInputs(NamedTuple):
-    """What a scan is given, of all sequences end to end; the states are float32, or float64 as x is."""
+    """Arguments of a scan, with all sequences concatenated; the states are float32, or float64 like x."""
 
-    #: [T, H, P], [T, H] (the steps themselves), [H], [T, G, N], [T, G, N].
+    #: x [T, H, P], dt [T, H] (the steps), A [H], B and C [T, G, N].
     x: Tensor
     dt: Tensor
     A: Tensor
@@ -121,40 +130,40 @@ class ScanInputs(NamedTuple):
 
     @property
     def wide(self) -> torch.dtype:
-        """What is computed in."""
+        """Dtype of the computation."""
         return torch.promote_types(self.x.dtype, torch.float32)
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:
-        """Groups, heads that share one, features of a head, features of a state, and heads."""
+        """(groups, heads per group, features of a head, features of a state, heads)."""
         _, heads, dim = self.x.shape
         groups, state = self.B.shape[1:]
         return groups, heads // groups, dim, state, heads
 
 
 class ScanChunks(NamedTuple):
-    """Some chunks, wide: G groups of r heads, L places."""
+    """Arguments for a range of chunks in the dtype of the computation: n chunks, G groups of r heads, L slots."""
 
-    #: [n, G, r, L, P], [n, G, r, L], and [n, G, L, N] of both.
+    #: x [n, G, r, L, P], dt [n, G, r, L], B and C [n, G, L, N].
     x: Tensor
     dt: Tensor
     B: Tensor
     C: Tensor
-    #: The sums of A dt, float64 [n, G, r, L].
+    #: Cumulative sums of A dt, float64 [n, G, r, L].
     sums: Tensor
 
     @property
     def entering(self) -> Tensor:
-        """By how much the state that enters has decayed at each token."""
+        """Decay of the entering state at each token."""
         return torch.exp(self.sums.to(self.x.dtype))
 
     @property
     def leaving(self) -> Tensor:
-        """By how much what each token adds has decayed at the end."""
+        """Decay of each token's contribution at the end of the chunk."""
         return (self.sums[..., -1:] - self.sums).to(self.x.dtype).exp_()
 
     def decays(self) -> Tensor:
-        """exp(c_l - c_s) [n, G, r, L, L], 0 for s > l."""
+        """Return exp(c_l - c_s) [n, G, r, L, L], 0 for s > l."""
         size, sums = self.x.shape[-2], self.sums
         if self.x.dtype is torch.float64:
             exponents = sums[..., :, None] - sums[..., None, :]
@@ -169,7 +178,7 @@ class ScanChunks(NamedTuple):
 
 
 def forward(given: ScanInputs, chunks: SequenceChunks, sequences: int) -> tuple[Tensor, Tensor]:
-    """y [T, H, P] in x's dtype, and the state after each sequence, wide [sequences, H, P, N]."""
+    """Return y [T, H, P] in x's dtype, and the state after each sequence [sequences, H, P, N], float32 or float64."""
     y, D = torch.empty_like(given.x, memory_format=torch.contiguous_format), _wide_skip(given)
     states = _States(given, sequences)
     for first, last in _pieces(given, chunks):
@@ -187,14 +196,14 @@ def forward(given: ScanInputs, chunks: SequenceChunks, sequences: int) -> tuple[
 def backward(
     g: Tensor, g_final: Tensor, given: ScanInputs, chunks: SequenceChunks, sequences: int
 ) -> list[Tensor | None]:
-    """The gradients of x, dt, A, B, C, D and the initial states, the last two None where they are."""
+    """Return the gradients of x, dt, A, B, C, D and the initial states; the last two are None if absent."""
     groups, shared, dim, _, heads = given.sizes
     D, wide = _wide_skip(given), given.wide
     dx, ddt, dB, dC = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (given.x, given.dt, *given[3:5]))
     dA = given.x.new_zeros(groups, shared, 1, dtype=torch.float64)
     dD = None if given.D is None else given.x.new_zeros(groups, shared, 1, dim, dtype=wide)
     entered = _entered(given, chunks, sequences)
-    # The gradient of the state that leaves a chunk, from the last to the first.
+    # Gradient of the state that leaves a chunk, from the last chunk to the first.
     leaving = g_final.to(wide).clone()
     A = given.A.to(wide).view(groups, shared, 1)
     for first, last in reversed(list(_pieces(given, chunks))):
@@ -204,7 +213,7 @@ def backward(
         gy_in = gy * into[..., None]
         passed = _passed_back(chunks, first, outer(gy_in, piece.C), leaving, piece.sums)
         parts = _ChunkGradients(piece, gy, gy_in, out_of, entered[first:last], passed)
-        # A dt of token j decays what comes before it on the way to what comes after.
+        # dt of token j decays what earlier tokens contribute to later ones.
         da = parts.decayed_inside() + parts.decayed_across()
         dxd = parts.of_x()
         ddt_here = (dxd * piece.x).sum(-1).addcmul_(da, A)
@@ -226,11 +235,13 @@ def backward(
 
 
 class _ChunkGradients:
-    """What the gradients of a piece are made of.
+    """Intermediate results of the gradients for a range of chunks.
 
     Args:
-        gy, gy_in: of the output, and times what the entering state has decayed by.
-        out_of: `Piece.leaving`.
+        piece: arguments of the chunks.
+        gy: gradient of the output.
+        gy_in: gy times the decay of the entering state.
+        out_of: `ScanChunks.leaving`.
         entered: the states that enter, [n, G, r, P, N].
         passed: the gradients of the states that leave.
     """
@@ -242,15 +253,15 @@ class _ChunkGradients:
         self.xd = piece.x * piece.dt[..., None]
         self.xd_out = self.xd * out_of[..., None]
         decays = piece.decays()
-        #: The gradient of M, times the decay: what is left is that of C · B.
+        #: Gradient of M times the decay, which is the gradient of C · B.
         self.of_products = (gy @ self.xd.mT).mul_(decays)
         self.products = (piece.C @ piece.B.mT)[:, :, None]
         self.M = decays.mul_(self.products)
-        #: dy/d(state that leaves), of each token: what its x is multiplied by.
+        #: Derivative of the leaving state with respect to each token's xd, applied to its gradient.
         self.from_leaving = across(piece.B, passed).mul(out_of[..., None])
 
     def of_x(self) -> Tensor:
-        """Of xd."""
+        """Return the gradient of xd."""
         return torch.add(self.M.mT @ self.gy, self.from_leaving)
 
     def of_B_and_C(self) -> tuple[Tensor, Tensor]:
@@ -259,15 +270,17 @@ class _ChunkGradients:
         return (summed.mT @ self.piece.C).add_(back(self.xd_out, self.passed)), of_C
 
     def decayed_inside(self) -> Tensor:
-        """Of A dt, by way of M: the sum of M's entries with l ≥ j > s, each times its gradient."""
+        """Return the gradient of A dt through M: for each j the sum of M's entries with l ≥ j > s times their
+        gradients.
+        """
         between = (self.of_products * self.products).tril_(-1)
         size = between.shape[-1]
         later = torch.ones(size, size, dtype=between.dtype, device=between.device).triu_()
-        # [j, s]: over l ≥ j, and of those s < j. A difference of sums over rows and columns would lose the small ones.
+        # [j, s]: sum over l ≥ j, for s < j. A difference of row and column sums would lose small terms.
         return (later @ between).tril_(-1).sum(-1)
 
     def decayed_across(self) -> Tensor:
-        """Of A dt, by way of the states that enter and leave."""
+        """Return the gradient of A dt through the entering and leaving states."""
         from_entered = (across(self.piece.C, self.entered).mul_(self.gy_in)).sum(-1)
         to_leaving = (self.from_leaving * self.xd).sum(-1)
         through = (self.entered * self.passed).sum((-1, -2)) * self.piece.entering[..., -1]
@@ -277,7 +290,7 @@ class _ChunkGradients:
 
 
 class _States:
-    """The state of each sequence as chunks go by."""
+    """Running state of each sequence over the chunks."""
 
     def __init__(self, given: ScanInputs, sequences: int) -> None:
         groups, shared, dim, size, heads = given.sizes
@@ -288,7 +301,7 @@ class _States:
         self.sequence = -1
 
     def pass_on(self, chunks: SequenceChunks, first: int, added: Tensor, sums: Tensor) -> None:
-        """In place of what some chunks add to their states, [n, G, r, P, N], the states that enter them.
+        """Replace each chunk's contribution to its state, [n, G, r, P, N], by the state that enters it, in place.
 
         `final` is written where a sequence ends.
         """
@@ -305,7 +318,7 @@ class _States:
 
 
 def _entered(given: ScanInputs, chunks: SequenceChunks, sequences: int) -> Tensor:
-    """The state that enters each chunk, [chunks, G, r, P, N]."""
+    """Return the state that enters each chunk, [chunks, G, r, P, N]."""
     states = _States(given, sequences)
     entered = given.x.new_empty(len(chunks.begins), *states.shape, dtype=given.wide)
     for first, last in _pieces(given, chunks):
@@ -315,10 +328,15 @@ def _entered(given: ScanInputs, chunks: SequenceChunks, sequences: int) -> Tenso
 
 
 def _passed_back(chunks: SequenceChunks, first: int, entering: Tensor, leaving: Tensor, sums: Tensor) -> Tensor:
-    """The gradient of the state that leaves each of some chunks, of that of what enters it by way of its outputs.
+    """Return the gradient of the state that leaves each chunk, from the last chunk to the first.
 
     Args:
-        leaving: by sequence, [sequences, H, P, N]: of its last state, and afterwards of its first.
+        chunks: the chunks of all sequences.
+        first: number of the first chunk in this range.
+        entering: gradient of each entering state through the chunk's outputs.
+        leaving: gradient of the running state per sequence, [sequences, H, P, N]; updated in place to that of the first
+            state.
+        sums: cumulative sums of A dt.
     """
     passed = torch.empty_like(entering)
     decays = torch.exp(sums[..., -1].to(entering.dtype))[..., None, None]
@@ -331,14 +349,14 @@ def _passed_back(chunks: SequenceChunks, first: int, entering: Tensor, leaving: 
 
 
 def _sequence(chunks: SequenceChunks, chunk: int) -> int:
-    """The sequence that a chunk belongs to."""
+    """Return the sequence to which a chunk belongs."""
     while chunks.begins[chunk] < 0:
         chunk -= 1
     return chunks.begins[chunk]
 
 
 def _pieces(given: ScanInputs, chunks: SequenceChunks) -> Iterator[tuple[int, int]]:
-    """(first, last) of the chunks that are computed at a time."""
+    """Yield (first, last) of the ranges of chunks that are computed at a time."""
     _, _, dim, state, heads = given.sizes
     each = max(1, ELEMENTS // (heads * max(chunks.size**2, dim * state)))
     total = len(chunks.begins)
@@ -357,38 +375,38 @@ def _read(given: ScanInputs, chunks: SequenceChunks, first: int, last: int) -> S
 
 
 def _heads_first(x: Tensor, groups: int) -> Tensor:
-    """[n, L, H, P] as [n, G, r, L, P]."""
+    """Rearrange [n, L, H, P] to [n, G, r, L, P]."""
     return x.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).contiguous()
 
 
 def _tokens_first(x: Tensor) -> Tensor:
-    """[n, G, r, L, P] as [n, L, H, P]."""
+    """Rearrange [n, G, r, L, P] to [n, L, H, P]."""
     return x.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 def _wide_skip(given: ScanInputs) -> Tensor | None:
-    """D as it multiplies [n, G, r, L, P]."""
+    """Return D in a shape that broadcasts with [n, G, r, L, P]."""
     groups, shared, *_ = given.sizes
     return None if given.D is None else skip(given.D).to(given.wide).view(groups, shared, 1, -1)
 
 
 def _added(piece: ScanChunks, out: Tensor | None = None) -> Tensor:
-    """What each chunk adds to the state that leaves it, [n, G, r, P, N]."""
+    """Return each chunk's contribution to its leaving state, [n, G, r, P, N]."""
     return outer(piece.x * (piece.dt * piece.leaving)[..., None], piece.B, out)
 
 
 def _multiplied(piece: ScanChunks, xd: Tensor, decays: Tensor) -> Tensor:
-    """M xd."""
+    """Return M xd."""
     n, groups, shared, size, dim = xd.shape
     M = decays.mul_((piece.C @ piece.B.mT)[:, :, None])
     return torch.bmm(M.view(-1, size, size), xd.view(-1, size, dim)).view(n, groups, shared, size, dim)
 
 
-# Products of all heads of a group at once: [n, G, r, L, P] with [n, G, L, N] and [n, G, r, P, N].
+# ---- batched products of [n, G, r, L, P] with [n, G, L, N] and [n, G, r, P, N], for all heads of a group at once ----
 
 
 def outer(x: Tensor, B: Tensor, out: Tensor | None = None) -> Tensor:
-    """Σ_l x_l ⊗ B_l of each head, [n, G, r, P, N]; out: where to write it, contiguous."""
+    """Return Σ_l x_l ⊗ B_l per head, [n, G, r, P, N], written to `out` (contiguous) if passed."""
     n, groups, shared, size, dim = x.shape
     rows = x.mT.reshape(n * groups, shared * dim, size)
     place = None if out is None else out.view(n * groups, shared * dim, -1)
@@ -397,14 +415,14 @@ def outer(x: Tensor, B: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def across(C: Tensor, state: Tensor) -> Tensor:
-    """The state of each head times C_l, [n, G, r, L, P], a view."""
+    """Return each head's state times C_l, [n, G, r, L, P], as a view."""
     n, groups, shared, dim, width = state.shape
     rows = torch.bmm(C.view(n * groups, -1, width), state.reshape(n * groups, shared * dim, width).mT)
     return rows.view(n, groups, -1, shared, dim).transpose(2, 3)
 
 
 def back(y: Tensor, state: Tensor) -> Tensor:
-    """Σ over a group's heads of y_l times the state, [n, G, L, N]."""
+    """Return the sum over a group's heads of y_l times the state, [n, G, L, N]."""
     n, groups, shared, size, dim = y.shape
     rows = y.transpose(2, 3).reshape(n * groups, size, shared * dim)
     return torch.bmm(rows, state.reshape(n * groups, shared * dim, -1)).view(n, groups, size, -1)

@@ -1,9 +1,9 @@
-"""RMSNorm with a gate: the output of a scan is gated and normalized, before or after, on its way to the projection out.
+"""RMSNorm with a gate, applied to the output of a scan before the output projection.
 
     y = rms(x silu(gate)) gamma,        or, normalized first,        y = rms(x) gamma silu(gate)
 
-rms(v) = v / sqrt(mean(v²) + eps), the mean of each group of neighbouring features by itself. In float32, rounded once;
-backward keeps x, the gate and a number a row and group. Source: Dao and Gu 2024, arXiv:2405.21060 §8.
+rms(v) = v / sqrt(mean(v²) + eps), with the mean over each group of neighbouring features. Computed in float32, rounded
+once; backward saves x, the gate and one number per row and group. Source: Dao and Gu 2024, arXiv:2405.21060 §8.
 """
 
 from collections.abc import Sequence
@@ -25,21 +25,23 @@ from quaver.torch.operations import ops
 from quaver.torch.operations.operation import Implementation, Operation
 
 SENTENCE = (
-    "this normalization has no derivative beyond its own backward, which is written by hand (no second derivative, no "
-    "torch.func): write it by torch's own operations there"
+    "this normalization supports first derivatives only (no second derivative, no torch.func), because its "
+    "backward is written by hand: use torch's own operations there"
 )
 
 
 @dataclass(frozen=True)
 class GatedNormalization:
-    """The function of x, gate and gamma that a `GatedRMSNorm` computes, as a prologue of
-    `quaver.torch.linear.quantized_input`."""
+    """Gated normalization as a function of x, gate and gamma, usable as an input op of
+    `quaver.torch.linear.quantized_input`.
+    """
 
     groups: int
     eps: float
     norm_before_gate: bool
     recomputes_input: bool = False
-    #: eps for a compiler: of dynamic shapes a number is a symbol, which two autograd functions cannot share.
+    #: eps as text for torch.compile: with dynamic shapes a float becomes a symbol, which two autograd functions cannot
+    #: share.
     written: str = field(init=False, repr=False, compare=False, default="")
 
     def __post_init__(self) -> None:
@@ -74,18 +76,19 @@ class GatedNormalization:
 
 
 class GatedRMSNorm(nn.Module):
-    """rms(x silu(gate)) gamma, or rms(x) gamma silu(gate), each group of features normalized by itself.
+    """Gated RMSNorm: rms(x silu(gate)) gamma, or rms(x) gamma silu(gate), with each group of features normalized on its
+    own.
 
     Args:
-        dim: features, the last axis of x and gate.
-        groups: of neighbouring features; 1 normalizes all together.
+        dim: number of features, the last axis of x and gate.
+        groups: number of groups of neighbouring features; 1 normalizes all together.
         eps: added to the mean of the squares.
-        norm_before_gate: normalize first.
-    Parameters: `weight` [dim], gamma.
-    Input x and gate [..., dim] in one dtype, whatever the parameter is; output of that dtype.
+        norm_before_gate: True normalizes before gating.
+        device, dtype: of the parameter. Parameter: `weight` [dim], gamma. Inputs x and gate [..., dim] share a dtype,
+            which the output has too, for any dtype of the parameter.
     Raises:
-        ValueError: groups that do not divide, or inputs that do not fit.
-    Bounded: relative RMS 1e-6 of float64 in float32. NaN and infinities make their group NaN or 0.
+        ValueError: groups that do not divide dim, or inputs that do not fit.
+    Bounded: in float32, relative RMS 1e-6 of float64. NaN and infinities make their group NaN or 0.
     """
 
     weight: nn.Parameter
@@ -110,7 +113,7 @@ class GatedRMSNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """gamma 1."""
+        """Set gamma to 1."""
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
@@ -118,7 +121,7 @@ class GatedRMSNorm(nn.Module):
         return self.formula(x, gate, self.weight)
 
     def check_input(self, x: Tensor, gate: Tensor) -> None:
-        """Raise a ValueError unless both are [..., dim] of one dtype."""
+        """Raise ValueError unless x and gate are [..., dim] of one dtype."""
         if x.shape != gate.shape or x.dtype is not gate.dtype or not x.dim() or x.shape[-1] != self.dim:
             raise ValueError(
                 f"GatedRMSNorm({self.dim}) got x {tuple(x.shape)} {x.dtype} and a gate {tuple(gate.shape)} "
@@ -132,7 +135,7 @@ class GatedRMSNorm(nn.Module):
 
 
 def gated_projection(norm: GatedRMSNorm, x: Tensor, gate: Tensor, layer: Linear) -> Tensor:
-    """layer(norm(x, gate)), of whose normalized input only what the GEMM consumes is kept."""
+    """Return layer(norm(x, gate)), saving for backward only the operand of the GEMM, not the normalized input."""
     if norm.__class__.forward is not GatedRMSNorm.forward or not is_bare(norm):
         projected: Tensor = layer(norm(x, gate))
         return projected
@@ -144,7 +147,7 @@ def _plain_forward(
     x: Tensor, gate: Tensor, gamma: Tensor, groups: int, eps: float, norm_before_gate: bool
 ) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(x.dtype, torch.float32)
-    # The order of a sum, and where vectors end, must not depend on how the operands lie.
+    # Make them contiguous: the order of the sum and the vectorization must not depend on strides.
     value, z = (t.to(wide).contiguous() for t in (x, gate))
     passed = F.silu(z)
     v = value if norm_before_gate else value * passed
@@ -175,7 +178,7 @@ def _plain_backward(
     of_gamma = product.flatten(0, -2).sum(0) if product.dim() > 1 else product.clone()
     along = along * gamma.to(wide)
     product = product.mul_(gamma.to(wide)).unflatten(-1, (groups, -1))
-    # f times what is left of the gradient once its share along v̂ is taken off.
+    # f times the gradient minus its component along v̂.
     inner = (v.unflatten(-1, (groups, -1)) * product.mean(-1, True)).flatten(-2)
     of_v = ((along - inner).unflatten(-1, (groups, -1)) * factor).flatten(-2)
     if not norm_before_gate:
@@ -195,15 +198,16 @@ def _fake_backward(g: Tensor, *given: Any) -> list[Tensor]:
     return [t.new_empty(t.shape) for t in given[:3]]
 
 
-#: (x and gate [..., d], gamma [d], groups, eps, whether the norm comes first) to the output in x's dtype, and the
-#: factors that normalize, float32 [..., groups, 1].
+#: Normalize (x and gate [..., d], gamma [d], groups, eps, True if the norm comes first). Returns the output in x's
+#: dtype and the factors 1 / sqrt(...), float32 [..., groups, 1].
 GATED_NORMALIZE: Operation[tuple[Tensor, Tensor]] = Operation(
     "gated_normalize(Tensor x, Tensor gate, Tensor gamma, int groups, float eps, bool norm_before_gate)"
     " -> (Tensor, Tensor)",
     [Implementation("reference", _plain_forward)],
     fake=_fake_forward,
 )
-#: (grad_output, x, gate, gamma, factors, groups, whether the norm comes first) to the gradients of x, gate and gamma.
+#: Backward of (grad_output, x, gate, gamma, factors, groups, True if the norm comes first): gradients of x, gate and
+#: gamma.
 GATED_NORMALIZE_BACKWARD: Operation[list[Tensor]] = Operation(
     "gated_normalize_backward(Tensor g, Tensor x, Tensor gate, Tensor gamma, Tensor factor, int groups,"
     " bool norm_before_gate) -> Tensor[]",

@@ -1,11 +1,11 @@
-"""The Mamba-2 block: a projection in, a short convolution, the scan, a gated norm, a projection out.
+"""The Mamba-2 block: input projection, short convolution, scan, gated norm and output projection.
 
     z, x B C, dt = in_proj(norm(u))
     x, B, C      = silu(conv1d(x B C))
     y            = scan(x, softplus(dt + dt_bias), -exp(A_log), B, C) + D x
     output       = out_proj(gated_norm(y, z))
 
-Both projections are quantized layers; what stands between them is computed in float32. Source: Dao and Gu 2024,
+Both projections are quantized layers; everything between them is computed in float32. Source: Dao and Gu 2024,
 arXiv:2405.21060.
 """
 
@@ -31,63 +31,61 @@ from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations.autograd import Fork, Join
 from quaver.torch.state.context import checkpoint
 
-# ---- cache -----------------------------------------------------------------------------------------------
-# What state-space layers remember of the tokens so far: a state of one size, however many tokens there were.
+# ---- cache for decoding, whose size does not depend on the number of tokens ----
 
 
 class StateCache:
-    """The last tokens of each layer's convolution and the state of its scan, made when the first tokens come.
+    """Cache of state-space layers for decoding: the last tokens of each layer's convolution and the state of its scan.
 
     Args:
-        layers: how many state-space layers share it; the attention layers of a hybrid have a `KVCache` beside it.
+        layers: number of state-space layers that share it; the attention layers of a hybrid model use a `KVCache`.
     Raises:
-        ValueError: a number that is not positive.
-    All sequences of a batch have the same length. Gradients do not pass. A state is a sum over tokens and cannot be
-    cut: keep a `copy.deepcopy` to come back to. Exact: what was written.
+        ValueError: a number that is not positive. All sequences of a batch have the same length. No gradients. A state
+            is a sum over tokens and cannot be truncated: keep a `copy.deepcopy` to return to. Exact.
     """
 
     def __init__(self, layers: int) -> None:
         if layers < 1:
-            raise ValueError(f"a cache for {layers} layers holds nothing; give a number above 0")
+            raise ValueError(f"a cache needs a positive number of layers, not {layers}")
         self._counts = [0] * layers
-        #: [B, taps - 1, channels] in the dtype of the tokens, and [B, H, P, N] in float32 or float64.
+        #: [B, taps - 1, channels] in the tokens' dtype, and [B, H, P, N] in float32 or float64, per layer.
         self._tokens: list[Tensor | None] = [None] * layers
         self._states: list[Tensor | None] = [None] * layers
 
     @property
     def layers(self) -> int:
-        """How many layers share the cache."""
+        """Number of layers that share the cache."""
         return len(self._counts)
 
     @property
     def batch(self) -> int | None:
-        """B; None before the first update."""
+        """Batch size B; None before the first update."""
         first = next((state for state in self._states if state is not None), None)
         return None if first is None else first.shape[0]
 
     @property
     def length(self) -> int:
-        """Tokens that every layer has seen: during a forward pass, those before it."""
+        """Number of tokens that every layer has processed; during a forward, those before it."""
         return min(self._counts)
 
     def held(self, layer: int) -> int:
-        """Tokens that one layer has seen."""
+        """Return the number of tokens that one layer has processed."""
         return self._counts[layer]
 
     def read(self, layer: int, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """One layer's last tokens and state, which hold until its next update; (None, None) before the first.
+        """Return one layer's last tokens and state, valid until its next update; (None, None) before the first.
 
         Args:
-            layer: from 0.
-            x: what comes next, [B, S, ...].
+            layer: index of the layer, from 0.
+            x: the next tokens, [B, S, ...].
         Raises:
-            ValueError: a layer that is not there or is ahead of the others, another batch, or gradients that would have
-                to pass.
+            ValueError: a layer that does not exist or is ahead of the others, another batch size, or x that requires
+                gradients.
         """
         if not 0 <= layer < self.layers:
             raise ValueError(f"layer {layer} of a cache for {self.layers}; make it for more layers, or count from 0")
         if torch.is_grad_enabled() and x.requires_grad:
-            raise ValueError("a cache passes no gradients on to earlier tokens; decode under torch.no_grad()")
+            raise ValueError("a cache does not support gradients of earlier tokens; decode under torch.no_grad()")
         check_even(self._counts, layer)
         if not self._counts[layer]:
             return None, None
@@ -95,18 +93,20 @@ class StateCache:
         assert tokens is not None and state is not None
         if tokens.shape[0] != x.shape[0]:
             raise ValueError(
-                f"the cache holds {tokens.shape[0]} sequences and was given {x.shape[0]}; reset() it, or use another"
+                f"the cache holds {tokens.shape[0]} sequences, but got {x.shape[0]}; reset() it, or use another"
             )
         return tokens, state
 
     def update(self, layer: int, tokens: Tensor, state: Tensor, count: int) -> None:
-        """Write one layer's last tokens and state, in place of those that were there.
+        """Replace one layer's last tokens and state.
 
         Args:
-            tokens: [B, taps - 1, channels]. state: [B, H, P, N].
-            count: how many tokens are new.
+            layer: index of the layer, from 0.
+            tokens: [B, taps - 1, channels].
+            state: [B, H, P, N].
+            count: number of new tokens.
         Raises:
-            ValueError: other shapes or dtypes than before; nothing has been written then.
+            ValueError: shapes or dtypes that differ from earlier ones; nothing is written in that case.
         """
         new = tokens.detach(), state.detach()
         stores = self._tokens, self._states
@@ -115,7 +115,7 @@ class StateCache:
                 held = store[layer]
                 assert held is not None
                 check_same(held, value, what, tuple(range(value.dim())))
-        # An inference tensor could not be written outside inference mode.
+        # Inference tensors cannot be written outside inference mode.
         with torch.inference_mode(False):
             for store, value in zip(stores, new, strict=True):
                 held = store[layer]
@@ -125,34 +125,34 @@ class StateCache:
         self._counts[layer] += count
 
     def reset(self) -> None:
-        """Forget every token; the next update may bring another batch or dtype."""
+        """Drop all tokens; the next update may have another batch size or dtype."""
         self._counts = [0] * self.layers
 
     def truncate(self, length: int) -> None:
-        """Forget all tokens, or none.
+        """Drop all tokens (length 0), or none.
 
         Raises:
-            ValueError: some would have to be left.
+            ValueError: only some tokens would be dropped.
         """
         if length == 0:
             self.reset()
         elif length != self.length or len(set(self._counts)) > 1:
             raise ValueError(
-                f"the cache has seen {self.length} tokens and a state cannot be cut to {length}: keep a copy.deepcopy "
-                "of the cache to come back to, or reset() it"
+                f"the cache has seen {self.length} tokens and a state cannot be truncated to {length}: keep a "
+                "copy.deepcopy of the cache to return to, or reset() it"
             )
 
     def reorder(self, indices: Tensor) -> None:
-        """Sequence i becomes what sequence indices[i] was, as beam search needs it.
+        """Replace sequence i by sequence indices[i], for beam search.
 
         Args:
-            indices: int [B'], each below B; B' may differ from B, to widen a batch into beams.
+            indices: int [B'], each below B; B' may differ from B, to expand a batch into beams.
         Raises:
-            ValueError: nothing is held yet, or indices (on the CPU) of no row.
+            ValueError: the cache is empty, or indices (on the CPU) are out of range.
         """
         if not any(self._counts):
             raise ValueError("the cache is empty; reorder it after the first update")
-        if indices.is_cpu:  # reading them on a GPU would wait for it
+        if indices.is_cpu:  # Reading indices on a GPU would synchronize.
             check_indices(indices.tolist(), self.batch or 0)
         for store in (self._tokens, self._states):
             for layer, held in enumerate(store):
@@ -161,14 +161,14 @@ class StateCache:
                         store[layer] = held[indices.to(held.device)]
 
 
-# ---- mamba2 ----------------------------------------------------------------------------------------------
+# ---- block ----
 
-#: Where the gate stands: before the norm, after it, or without a norm.
+#: Order of gate and norm: gate before the norm, after it, or no norm.
 GATES = ("gate_first", "norm_first", "no_norm")
 
 
 class ScanSizes(NamedTuple):
-    """Of a scan."""
+    """Sizes of a scan."""
 
     heads: int
     head_dim: int
@@ -177,34 +177,34 @@ class ScanSizes(NamedTuple):
 
     @property
     def channels(self) -> int:
-        """Of the convolution: x, B and C."""
+        """Channels of the convolution: x, B and C."""
         return self.heads * self.head_dim + 2 * self.groups * self.state
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mamba2Options(PartOptions):
-    """Of the block."""
+    """Options of the block."""
 
-    # Features of the scan's input; None is twice dim.
+    # Features of the scan's input; None is 2 * dim.
     inner: int | None = None
     head_dim: int = 64
-    # Features of a state, and groups of heads that share B and C.
+    # Features of a state, and number of groups of heads that share B and C.
     state: int = 128
     groups: int = 1
-    # Of the convolution.
+    # Options of the convolution.
     taps: int = 4
     conv_bias: bool = True
     conv_activation: str = "silu"
-    # Of in_proj and out_proj; out_bias None is as bias.
+    # Bias of in_proj and out_proj; None for out_bias uses `bias`.
     bias: bool = False
     out_bias: bool | None = None
-    # A row of `GATES`, groups of features that are normalized by themselves (None as groups), and eps (None as eps).
+    # A name in `GATES`; number of feature groups of the norm (None uses `groups`); its eps (None uses `eps`).
     gate: str = "gate_first"
     gate_groups: int | None = None
     gate_eps: float | None = None
-    # The least and the most of a step.
+    # Minimum and maximum of a step.
     dt_limit: tuple[float, float] = UNLIMITED
-    # What parameters begin with: steps, drawn evenly on a logarithmic scale, and decays.
+    # Initial values: range of the steps, drawn log-uniformly, and of the decays.
     dt_range: tuple[float, float] = (1e-3, 1e-1)
     A_range: tuple[float, float] = (1.0, 16.0)
     chunk_size: int | None = None
@@ -212,33 +212,38 @@ class Mamba2Options(PartOptions):
 
 @dataclass(frozen=True)
 class Mamba2Arguments(Mamba2Options):
-    """The arguments of `Mamba2`, which says what they are."""
+    """Constructor arguments of `Mamba2`; see there."""
 
     dim: int
     _: KW_ONLY
 
 
 class Mamba2(nn.Module):
-    """The Mamba-2 block, as Mamba-2, Nemotron-H, Bamba, Zamba2, Granite 4 and Falcon-H1 have it.
+    """The Mamba-2 block, as in Mamba-2, Nemotron-H, Bamba, Zamba2, Granite 4 and Falcon-H1.
 
     Args:
         dim: features of input and output.
-        inner: features of the scan's input; None is twice dim. head_dim: of a head.
-        state: features of a state (d_state, N). groups: of heads that share B and C.
-        taps: of the convolution (d_conv); conv_bias, conv_activation: of it.
-        bias: of both projections; out_bias: of `out_proj`, None as bias.
+        inner: features of the scan's input; None is 2 * dim.
+        head_dim: features of a head.
+        state: features of a state (d_state, N).
+        groups: number of groups of heads that share B and C.
+        taps: taps of the convolution (d_conv).
+        conv_bias, conv_activation: bias and activation of the convolution.
+        bias: True for a bias in both projections.
+        out_bias: bias of `out_proj`; None uses `bias`.
         gate: "gate_first", rms(y silu(z)); "norm_first", rms(y) silu(z); "no_norm", y silu(z).
-        gate_groups: of features that are normalized by themselves, None as groups; gate_eps: None as eps.
-        dt_limit: the least and the most of a step.
-        dt_range, A_range: of the steps and decays that parameters begin with.
-        chunk_size: of the scan, None chooses.
-        normalization: of the input, before `in_proj`; with eps, zero_centered and norm_bias.
-        recipe, seed: as `quaver.torch.Linear`, of both projections.
-    Submodules: `norm` if there is one, `in_proj` (z, x, B, C and dt below one another), `conv1d`, `gated_norm` unless
-        "no_norm", `out_proj`. Parameters of its own: `dt_bias`, `A_log` and `D` [heads], which want no weight decay.
+        gate_groups: number of feature groups of the norm; None uses `groups`.
+        gate_eps: eps of the norm; None uses `eps`.
+        dt_limit: minimum and maximum of a step.
+        dt_range, A_range: ranges of initial steps and decays.
+        chunk_size: chunk size of the scan; None chooses.
+        normalization: norm of the input before `in_proj`; with eps, zero_centered and norm_bias.
+        recipe, seed: as for `quaver.torch.Linear`, for both projections. Submodules: `norm` if there is one, `in_proj`
+            (rows of z, x, B, C and dt), `conv1d`, `gated_norm` unless "no_norm",
+        `out_proj`. Own parameters: `dt_bias`, `A_log` and `D` [heads], which should have no weight decay.
     Raises:
-        ValueError: sizes that do not divide, names that do not exist.
-    Bounded: convolution, scan and norm within 1e-6, 9e-7 and 1e-6 of float64 in float32.
+        ValueError: sizes that do not divide, or unknown names.
+    Bounded: in float32, convolution, scan and norm within 1e-6, 9e-7 and 1e-6 of float64.
     Source: Dao and Gu 2024, arXiv:2405.21060.
     """
 
@@ -270,7 +275,7 @@ class Mamba2(nn.Module):
         self._reset_own()
 
     def reset_parameters(self) -> None:
-        """Each part as it begins by itself; steps and decays are drawn."""
+        """Reset the parameters of each part; initial steps and decays are random."""
         for part in self.children():
             part.reset_parameters()  # type: ignore[operator]
         self._reset_own()
@@ -280,7 +285,7 @@ class Mamba2(nn.Module):
         parameters: Any = self._parameters
         low, high = map(math.log, self.dt_range)
         steps = torch.empty_like(parameters["dt_bias"], dtype=torch.float32).uniform_(low, high).exp_().clamp_(min=1e-4)
-        # softplus of it is the step.
+        # Inverse of softplus, so that softplus(dt_bias) is the step.
         parameters["dt_bias"].copy_(steps + torch.log(-torch.expm1(-steps)))
         parameters["A_log"].copy_(torch.empty_like(steps).uniform_(*self.A_range).log_())
         parameters["D"].fill_(1.0)
@@ -294,14 +299,16 @@ class Mamba2(nn.Module):
         cache: StateCache | None = None,
         layer: int = 0,
     ) -> Tensor:
-        """x [B, S, dim], or with cu_seqlens [T, dim], to the same.
+        """Run the block on x [B, S, dim], or with cu_seqlens [T, dim]; returns the same shape.
 
         Args:
-            mask: bool [B, S], True where a token is padding, which stands before a sequence and leaves no trace.
-            cu_seqlens: int [sequences + 1], where sequences laid end to end begin and end: each begins anew.
-            cache: what earlier tokens have left, where these go on; layer: this layer's place in it.
+            x: input.
+            mask: bool [B, S], True for padding, which must precede a sequence and has no effect on it.
+            cu_seqlens: int [sequences + 1], boundaries of concatenated sequences; each starts with a zero state.
+            cache: state of earlier tokens, from which these continue.
+            layer: index of this layer in the cache.
         Raises:
-            ValueError: inputs that do not fit, or a cache beside cu_seqlens.
+            ValueError: inputs that do not fit, or a cache together with cu_seqlens.
         """
         _check_input(self, x, mask, cu_seqlens, cache)
         parts: Any = self._modules
@@ -309,12 +316,12 @@ class Mamba2(nn.Module):
         parted = self.inner, self.sizes.channels, self.heads
         if projected.shape[-1] != sum(parted):
             raise ValueError(
-                f"in_proj gives {projected.shape[-1]} features in place of {sum(parted)}: a Mamba2 is not divided "
-                "among ranks; leave its layers out of the plan"
+                f"in_proj gives {projected.shape[-1]} features instead of {sum(parted)}: a Mamba2 cannot be "
+                "sharded across ranks; leave its layers out of the plan"
             )
         z, mixed, dt = projected.split(parted, -1)
         if mask is not None:
-            # A step of a NaN would spoil its chunk, though it adds nothing.
+            # A NaN step in padding would make its chunk NaN although it contributes nothing.
             mixed, dt = (t.masked_fill(mask[..., None], 0) for t in (mixed, dt))
         tokens, state = (None, None) if cache is None else cache.read(layer, x)
         convolved = parts["conv1d"](mixed, tokens, cu_seqlens)
@@ -342,11 +349,15 @@ def scanned(
     dt_limit: tuple[float, float],
     **how: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The scan of x, B and C side by side: [..., heads · head_dim], and the last states.
+    """Scan the concatenated x, B and C; returns [..., heads * head_dim], and the last states.
 
     Args:
-        parameters: `A_log`, `D` and `dt_bias`.
-        how: of `ssd`.
+        convolved: x, B and C along the last axis.
+        dt: steps before bias and softplus.
+        parameters: dict with `A_log`, `D` and `dt_bias`.
+        sizes: sizes of the scan.
+        dt_limit: minimum and maximum of a step.
+        how: further arguments of `ssd`.
     """
     heads, head_dim, groups, state = sizes
     x, B, C = convolved.split((heads * head_dim, groups * state, groups * state), -1)
@@ -357,7 +368,7 @@ def scanned(
     return y.flatten(-2), last
 
 
-#: The gate without a norm.
+#: Input op of the gate without a norm.
 SWIGLU = ActivationInputOp("swiglu", ())
 
 
@@ -390,24 +401,25 @@ def _check_input(
             f"cu_seqlens [tokens, {block.dim}]"
         )
     if cache is not None and cu_seqlens is not None:
-        raise ValueError("a cache goes on with sequences of one length; give each its own call, or leave out the cache")
+        raise ValueError(
+            "a cache cannot be combined with cu_seqlens; run each sequence in its own call, or leave out the cache"
+        )
     if mask is not None and (mask.shape != x.shape[:-1] or mask.dtype is not torch.bool):
         raise ValueError(
             f"mask is {mask.dtype} {tuple(mask.shape)}; give bool {tuple(x.shape[:-1])}, True where a token is padding"
         )
 
 
-# ---- layer -----------------------------------------------------------------------------------------------
-# A whole layer: a Mamba-2 block, and perhaps an MLP, around the residual stream.
+# ---- layer: a Mamba-2 block and an optional MLP on the residual stream ----
 
 
 @dataclass(frozen=True)
 class Mamba2LayerArguments(Mamba2Options, MLPOptions):
-    """The arguments of `Mamba2Layer`, which says what they are."""
+    """Constructor arguments of `Mamba2Layer`; see there."""
 
     dim: int
     _: KW_ONLY
-    # Features between the matrices of an MLP; None has no MLP.
+    # Hidden features of an MLP; None for no MLP.
     hidden: int | None = None
     activation: str = "swiglu"
     mlp_bias: bool | None = None
@@ -419,20 +431,22 @@ class Mamba2LayerArguments(Mamba2Options, MLPOptions):
 
 
 class Mamba2Layer(ComposedBlock):
-    """x + mixer(norm(x)), a `Mamba2`, and, with `hidden`, an `MLP` after it in the same way.
+    """Mamba-2 layer: x + mixer(norm(x)) with a `Mamba2`, and with `hidden` an `MLP` after it in the same way.
 
     Args:
         dim: features of the residual stream.
         inner, head_dim, state, groups, taps, conv_bias, conv_activation, gate, gate_groups, gate_eps: of the block; see
-            `Mamba2`. dt_limit, dt_range, A_range, chunk_size: likewise.
-        hidden, activation, activation_options, fused, eight_bit_activations: of the MLP; see `MLP`. hidden None: none.
-        normalization: "RMSNorm" or "LayerNorm", at the entrance of both; with eps, zero_centered and norm_bias.
-        bias: of all matrices; out_bias: of the block's last one; mlp_bias: of the MLP, where they differ from it.
-        residual_scale: each part's output is multiplied by it before it is added.
-        residual_in_fp32: the stream is float32, whatever the parts compute in.
-        recompute: "full" makes everything again in backward.
-        recipe, seed: as `quaver.torch.Linear`.
-    Submodules: `mixer`, `mlp` or None, each with its `norm` inside.
+            `Mamba2`.
+        dt_limit, dt_range, A_range, chunk_size: likewise.
+        hidden, activation, activation_options, fused, eight_bit_activations: of the MLP; see `MLP`. None for hidden: no
+            MLP.
+        normalization: "RMSNorm" or "LayerNorm" in front of both; with eps, zero_centered and norm_bias.
+        bias: True for a bias in all linear layers.
+        out_bias, mlp_bias: override `bias` for the block's output projection and the MLP.
+        residual_scale: factor of each part's output before it is added.
+        residual_in_fp32: True keeps the residual stream in float32.
+        recompute: "full" recomputes the layer in backward.
+        recipe, seed: as for `quaver.torch.Linear`. Submodules: `mixer`, `mlp` or None, each with its `norm` inside.
     Raises:
         ValueError: options that do not fit.
     """
@@ -460,7 +474,9 @@ class Mamba2Layer(ComposedBlock):
         cache: StateCache | None = None,
         layer: int = 0,
     ) -> Tensor:
-        """x [B, S, dim], or with cu_seqlens [T, dim], to the same; arguments as of `Mamba2`."""
+        """Run the layer on x [B, S, dim], or with cu_seqlens [T, dim]; returns the same shape. Arguments as for
+        `Mamba2`.
+        """
         if cache is None and self.recompute == "full" and torch.is_grad_enabled():
             y: Tensor = checkpoint(self._forward, x, mask=mask, cu_seqlens=cu_seqlens)
             return y
@@ -476,7 +492,7 @@ class Mamba2Layer(ComposedBlock):
         return self._add(x, parts["mlp"](h))
 
     def _branch(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The stream, and what a part reads of it."""
+        """Return the residual stream, and the input of a part."""
         x, h = Fork.apply(x, 2) if is_tracing() else (x, x)
         if not self.residual_in_fp32:
             return x, h

@@ -1,4 +1,4 @@
-"""The scan of Mamba-2 as one operation with several implementations: outputs, last states, and all gradients."""
+"""`ssd`: the scan of Mamba-2 with outputs, last states and all gradients, and its implementations."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,32 +19,31 @@ from quaver.torch.nn.ssm.chunked_scan import UNLIMITED, recurrence, skip, step, 
 from quaver.torch.operations import ops
 from quaver.torch.operations.operation import Implementation, Operation
 
-# ---- packages --------------------------------------------------------------------------------------------
-# The scans of mamba-ssm and fla, where they are installed: by name alone, and where they give what ours gives.
+# ---- scans of mamba-ssm and fla, used only if selected by name ----
 #
-# Before its first use on a GPU and dtype a small scan of each is compared, outputs and gradients. None was ever run
-# here: they need a GPU, the first one to be built.
+# Before its first use on a device and dtype, a small scan of the package is compared with the recurrence, outputs and
+# gradients. Neither was tested here: they need a GPU, mamba-ssm even to be built.
 
-#: Tokens of a chunk where none are asked for: as configurations of Mamba-2 begin.
+#: Default chunk size for mamba-ssm, as in configurations of Mamba-2.
 CHUNK = 256
-#: How far its small scan may be from the recurrence in float32, relative RMS.
+#: Largest relative RMS difference of the package's small scan from the float32 recurrence, by dtype.
 WITHIN = {torch.float32: 5e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 
 def installed(name: str) -> bool:
-    """Whether a package can be imported."""
+    """Return True if a package can be imported."""
     return find_spec(name) is not None
 
 
 def reason(name: str, x: Tensor, *others: Any) -> str:
-    """ "" for this package to take the call, else why not."""
+    """Return why a package cannot run this call, or ""."""
     said = name.replace("_", "-")
     if not installed(name):
         return f"{said} is not installed"
     if not x.is_cuda:
         return f"{said} runs on GPUs, and this is {x.device.type!r}"
     if name == "mamba_ssm" and others[7] is not None and others[6] is not None:
-        return "mamba-ssm takes no initial states of sequences laid end to end"
+        return "mamba-ssm does not support initial states of concatenated sequences"
     if x.dtype not in WITHIN:
         return f"{said} computes in {', '.join(map(str, WITHIN))}, not in {x.dtype}"
     return _differs(name, x.device, x.dtype)
@@ -54,7 +53,7 @@ def by_mamba_ssm(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, dt_bias: Tensor | None,
     initial: Tensor | None, cu_seqlens: Tensor | None, how: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As `quaver.torch.nn.ssm.scan.ssd` of x [B, T, H, P]."""
+    """Run `quaver.torch.nn.ssm.scan.ssd` with mamba-ssm, for x [B, T, H, P]."""
     from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined  # type: ignore[import-not-found]
 
     packed: dict[str, Any] = {}
@@ -79,7 +78,7 @@ def by_fla(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, dt_bias: Tensor | None,
     initial: Tensor | None, cu_seqlens: Tensor | None, how: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The same by gated linear attention with one decay a head: B are its keys, C its queries, dt x its values."""
+    """Run the scan with fla's gated linear attention, one decay per head: keys B, queries C, values dt x."""
     from fla.ops.simple_gla import chunk_simple_gla  # type: ignore[import-not-found]
 
     least, most = map(float, how.limit.split(","))
@@ -96,13 +95,13 @@ def by_fla(
     return y, state.float().mT
 
 
-#: By the name that is imported: (as `quaver.torch.nn.ssm.scan.SSD`) to outputs and last states.
+#: Package scans by import name: functions with the arguments of `SSD` that return outputs and last states.
 PACKAGES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"mamba_ssm": by_mamba_ssm, "fla": by_fla}
 
 
 @cache
 def _differs(name: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Why the package's scan is not taken, or ""."""
+    """Return why the package's scan is not used after comparison with the recurrence, or ""."""
 
     class How:
         softplus, limit, chunk = True, "0.0,inf", 64
@@ -132,16 +131,16 @@ def _differs(name: str, device: torch.device, dtype: torch.dtype) -> str:
     return ""
 
 
-# ---- op --------------------------------------------------------------------------------------------------
+# ---- ssd ----
 
-#: Tokens of a chunk where none are asked for: for large states, and for small ones.
+#: Default chunk size for states of at least `LARGE_STATE` elements, and for smaller ones.
 SCAN_CHUNK, SMALL_CHUNK, LARGE_STATE = 64, 32, 4096
-#: The largest chunk, of which the sums of decays lie within what `chunked.GRID` allows.
+#: Largest chunk size for which the cumulative decays stay within the range that `chunked_scan.GRID` allows.
 LARGEST = 256
 
 SENTENCE = (
-    "the scan has no derivative beyond its own backward, which is written by hand (no second derivative, no "
-    "torch.func): use quaver.torch.nn.ssm.chunked_scan.recurrence there"
+    "the scan supports first derivatives only (no second derivative, no torch.func), because its backward is "
+    "written by hand: use quaver.torch.nn.ssm.chunked_scan.recurrence there"
 )
 
 
@@ -160,27 +159,29 @@ def ssd(
     cu_seqlens: Tensor | None = None,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The scan of a state space with one decay a head (state-space duality, Mamba-2), chunk by chunk.
+    """Scan of a state space with one decay per head (state-space duality, Mamba-2), computed chunk by chunk.
 
-        h_t = exp(A dt_t) h_(t-1) + dt_t x_t ⊗ B_t,    y_t = h_t C_t + D x_t,    dt held within dt_limit
+        h_t = exp(A dt_t) h_(t-1) + dt_t x_t ⊗ B_t,    y_t = h_t C_t + D x_t,    dt clamped to dt_limit
 
     Args:
         x: [B, T, H, P]; with cu_seqlens [T, H, P].
         dt: [B, T, H], or [T, H]; the step is softplus(dt + dt_bias).
-        A: [H], below 0 in all models.
+        A: [H], negative in all models.
         B, C: [B, T, G, N], or [T, G, N], in x's dtype; each group serves H / G heads.
-        D: [H] or [H, P]; None skips nothing.
-        dt_bias: [H]. dt_softplus: False takes dt + dt_bias itself. dt_limit: (least, most) of the step.
-        initial_states: [B, H, P, N], or one a sequence; None begins at 0.
-        cu_seqlens: int [sequences + 1], where sequences laid end to end begin and end: each begins anew.
-        chunk_size: tokens that products of matrices take at once, to 256; None chooses. It changes no result but by
-            rounding.
+        D: [H] or [H, P], or None for no skip connection.
+        dt_bias: [H].
+        dt_softplus: False uses dt + dt_bias without softplus.
+        dt_limit: (least, most) of the step.
+        initial_states: [B, H, P, N], or one per sequence; None is zeros.
+        cu_seqlens: int [sequences + 1], boundaries of concatenated sequences; each starts with its own initial state.
+        chunk_size: tokens per chunk, up to 256; None chooses. It affects results only by rounding.
     Returns:
-        y in x's shape and dtype, and the state after each sequence, [B or sequences, H, P, N], float32 or as x float64.
+        y in x's shape and dtype, and the state after each sequence, [B or sequences, H, P, N], float32 (float64 if x
+        is).
     Raises:
         ValueError: shapes, dtypes, limits or cumulative lengths that do not fit.
-    Bounded: in float32 9e-7 relative RMS of float64's recurrence, outputs and gradients. NaN makes what follows it in
-        its sequence NaN, and may make its own chunk so; no other sequence.
+    Bounded: in float32, relative RMS 9e-7 of the float64 recurrence, outputs and gradients. NaN makes all later tokens
+        of its sequence NaN, and possibly its whole chunk, but no other sequence.
     Source: Dao and Gu 2024, arXiv:2405.21060.
     """
     for name, given in {"x": x, "dt": dt, "A": A, "B": B, "C": C}.items():
@@ -193,7 +194,9 @@ def ssd(
         lengths_of(cu_seqlens, x.shape[0])  # type: ignore[arg-type]
         x, dt, B, C = (t.unsqueeze(0) for t in (x, dt, B, C))
     elif x.dim() != 4:
-        raise ValueError(f"x is {list(x.shape)}, of sequences laid end to end: give cu_seqlens, where each begins")
+        raise ValueError(
+            f"x is {list(x.shape)}, which is for concatenated sequences: give cu_seqlens with their boundaries"
+        )
     sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     state = (sequences, *x.shape[2:], B.shape[-1])
     if initial_states is not None and initial_states.shape != state:
@@ -205,12 +208,14 @@ def ssd(
 
 @dataclass(frozen=True)
 class ScanOptions:
-    """What is no tensor; and the scan of tensors, which keeps for backward what it is given and nothing else."""
+    """Options of a scan that are not tensors; also the scan as an op with its own backward, which saves only its
+    arguments.
+    """
 
     softplus: bool
-    #: Of the step, written: a compiler makes symbols of numbers.
+    #: Limits of the step as text: a compiler would turn numbers into symbols.
     limit: str
-    #: Tokens of a chunk, 0 for as many as the implementation takes.
+    #: Chunk size, 0 for the implementation's default.
     chunk: int
 
     def forward(self, *tensors: Tensor | None) -> tuple[tuple[Tensor, Tensor], Sequence[Tensor | None]]:
@@ -222,7 +227,7 @@ class ScanOptions:
 
 
 def check_chunk(size: int | None) -> None:
-    """Refuse a chunk of another number of tokens than the scan takes. Raises: ValueError."""
+    """Raise ValueError for a chunk size that the scan does not support."""
     if size is not None and (isinstance(size, bool | float) or not 1 <= size <= LARGEST):
         raise ValueError(f"chunk_size is {size}; give 1 to {LARGEST} tokens, or None")
 
@@ -258,7 +263,7 @@ def _check_parameters(x: Tensor, D: Tensor | None, dt_bias: Tensor | None, dt_li
         raise ValueError(f"dt_limit is {dt_limit}; give (least, most) of a step, such as (0.0, inf)")
 
 
-# One token, without gradients: the recurrence itself.
+# ---- one token without gradients: the recurrence ----
 
 
 def _no_single_step(x: Tensor, *others: Any) -> str:
@@ -291,7 +296,7 @@ def _limit(text: str) -> tuple[float, float]:
     return least, most
 
 
-# Many tokens, with a backward of our own.
+# ---- many tokens, with a hand-written backward ----
 
 
 def _in_chunks(*given: Any) -> tuple[Tensor, Tensor]:
@@ -328,7 +333,7 @@ def _plain_backward(g: Tensor, g_final: Tensor, *given: Any) -> list[Tensor]:
 
 
 def _through(g: Tensor, dt: Tensor, softplus: bool, limit: tuple[float, float]) -> Tensor:
-    """The gradient of dt, of that of the step; comparisons with NaN are false, and its gradient stays."""
+    """Convert the gradient of the step to that of dt. Comparisons with NaN are false, so a NaN gradient stays."""
     unheld = F.softplus(dt) if softplus else dt
     g = g.masked_fill((unheld < limit[0]) | (unheld > limit[1]), 0)
     return g * torch.sigmoid(dt) if softplus else g
@@ -343,7 +348,7 @@ def _lengths(x: Tensor, cu_seqlens: Tensor | None) -> list[int]:
 
 
 def _size(size: int, flat: chunked_scan.ScanInputs, lengths: Sequence[int]) -> int:
-    """Of a chunk: no more than the longest sequence has."""
+    """Return the chunk size, at most the length of the longest sequence."""
     if not size:
         size = SCAN_CHUNK if flat.x.shape[-1] * flat.B.shape[-1] >= LARGE_STATE else SMALL_CHUNK
     return max(1, min(size, max(lengths, default=1)))
@@ -373,7 +378,7 @@ _TENSORS = (
     " Tensor? cu_seqlens, bool softplus, str limit, int chunk"
 )
 _KERNELS = f"{ops.GPU}.ssm"
-#: Of x [B, T, H, P], with cu_seqlens of one row: the outputs, and the last states.
+#: For x [B, T, H, P], with cu_seqlens B is 1; returns outputs and last states.
 FORWARD: Operation[tuple[Tensor, Tensor]] = Operation(
     f"ssd({_TENSORS}) -> (Tensor, Tensor)",
     [
@@ -382,7 +387,7 @@ FORWARD: Operation[tuple[Tensor, Tensor]] = Operation(
     ],
     fake=_fake_forward,
 )
-#: (gradients of both, what forward was given) to the gradients of the tensors, empty where there is none.
+#: (gradients of both, forward's arguments) to the gradients of the tensors, empty for absent ones.
 BACKWARD: Operation[list[Tensor]] = Operation(
     f"ssd_backward(Tensor g, Tensor g_final, {_TENSORS}) -> Tensor[]",
     [
@@ -391,7 +396,7 @@ BACKWARD: Operation[list[Tensor]] = Operation(
     ],
     fake=_fake_backward,
 )
-#: The same with a derivative; packages are chosen by name alone: `with quaver.torch.only("mamba_ssm")`.
+#: The differentiable scan. Packages are used only if selected by name: `with quaver.torch.only("mamba_ssm")`.
 SSD: Operation[tuple[Tensor, Tensor]] = Operation(
     "ssd_differentiably",
     [
