@@ -15,9 +15,7 @@ CLAUSES = ("What", "Whether", "Of")
 
 @cache
 def modules() -> dict[str, ast.Module]:
-    return {
-        path.relative_to(SOURCE).as_posix(): ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))
-    }
+    return {path.relative_to(SOURCE).as_posix(): ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
 
 
 def front_end(path: str) -> str:
