@@ -300,7 +300,7 @@ def test_each_layer_left_alone_has_its_reason() -> None:
         "attention": "rule 'attention' leaves it untouched",
         "attention.out_proj": "nn.MultiheadAttention reads its weight without calling it",
         "lazy": "its weight has no shape yet; run one forward first",
-        "odd": "it has a buffer 'count' of its own",
+        "odd": "it already has a buffer named 'count'",
         "replaced": "its forward was replaced on the instance",
         "untouched": "rule 'untouched' leaves it untouched",
         "small": "no rule matches it",

@@ -234,7 +234,7 @@ def test_bad_input_is_a_sentence() -> None:
     for options, sentence in (
         ({"norm_position": "pree"}, "did you mean 'pre'"),
         ({"parallel": "both"}, "give False, True"),
-        ({"parallel": True, "cross_attention": True}, "has no cross attention"),
+        ({"parallel": True, "cross_attention": True}, "requires norm_position 'pre' and no cross attention"),
         ({"recompute": "all"}, "give None, 'mlp' or 'full'"),
         ({"dropout": 1.5}, "dropout is 1.5"),
         ({"drop_path": 0.1, "layout": "thd"}, "no batch axis"),

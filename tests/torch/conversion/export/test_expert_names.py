@@ -92,7 +92,7 @@ def test_mxfp4_holds_experts_alone(tmp_path: Path) -> None:
         qt.export(trained, tmp_path / "out", format="mxfp4")
     result = qt.export(trained, tmp_path / "out", format="mxfp4", high_precision=["*.self_attn.*"])
     assert all(name.endswith("experts.down_proj") or "gate_up" in name for name in next(iter(result.layers.values())))
-    with pytest.raises(ValueError, match="it holds no stack of experts as one tensor; use format='mxfp4', or"):
+    with pytest.raises(ValueError, match="it stores no stack of experts as one tensor; use format='mxfp4', or"):
         qt.export(trained, tmp_path / "other")
     trained = gpt_oss()
     qt.convert(trained, quaver.Rules({"*.experts": "mxfp8", "*": None}))

@@ -190,7 +190,7 @@ def test_without_gradients_and_in_inference_mode_the_bits_are_the_same() -> None
     [
         (lambda x: [t.float() for t in x], "bfloat16"),
         (lambda x: [t[..., :24] for t in x], "features"),
-        (lambda x: [x[0], x[1], x[2][..., :32]], "alike"),
+        (lambda x: [x[0], x[1], x[2][..., :32]], "the same size"),
         (lambda x: [t[:, :63] for t in x], "tokens"),
         (lambda x: [x[0][:, :64], *x[1:]], "tokens"),
         (lambda x: [torch.cat([t] * 6, 1) for t in x], "1024"),

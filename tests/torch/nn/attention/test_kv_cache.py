@@ -343,7 +343,7 @@ def test_an_index_of_no_row_is_a_sentence(kind: str) -> None:
     cache = MAKERS[kind](1, 8)
     cache.update(0, tokens(3, 2), tokens(3, 2))
     for wrong in (3, -1):
-        with pytest.raises(ValueError, match=r"are not all rows of the 3 held; give 0 to 2"):
+        with pytest.raises(ValueError, match=r"are not all rows of the 3 cached sequences; give 0 to 2"):
             cache.reorder(torch.tensor([0, 1, wrong]))
 
 

@@ -261,7 +261,7 @@ def test_meta_device_is_filled_later() -> None:
 
 
 def test_bad_input_is_a_sentence() -> None:
-    with pytest.raises(ValueError, match="do not divide among 5 heads"):
+    with pytest.raises(ValueError, match="do not divide by 5 heads"):
         qt.MultiheadAttention(64, 5)
     with pytest.raises(ValueError, match=r"head_dim is \(8,\); give a number, or"):
         qt.MultiheadAttention(64, 4, head_dim=(8,))  # type: ignore[arg-type]

@@ -346,8 +346,8 @@ def test_the_plain_function_takes_any_tables() -> None:
 @pytest.mark.parametrize(
     "shape, options, said",
     [
-        ((5, 1, 6), {}, r"layout 'bshd' takes B, S, H, D with D = 6, and got a tensor of shape \(5, 1, 6\)"),
-        ((2, 5, 1, 8), {}, r"with D = 6, and got a tensor of shape \(2, 5, 1, 8\)"),
+        ((5, 1, 6), {}, r"layout 'bshd' takes B, S, H, D with D = 6, but got a tensor of shape \(5, 1, 6\)"),
+        ((2, 5, 1, 8), {}, r"with D = 6, but got a tensor of shape \(2, 5, 1, 8\)"),
         ((2, 5, 1, 6), {"layout": "bsh"}, r"no layout 'bsh'; did you mean 'bshd'\?"),
         (
             (2, 5, 1, 6),
