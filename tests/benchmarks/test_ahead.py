@@ -94,7 +94,7 @@ def test_a_carried_cache_leaves_nothing_to_compile_and_needs_no_compiler(tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.skipif(stub_driver.compiler() is None, reason="needs a C compiler")
-def test_what_walks_note_and_others_compile_leaves_nothing_to_compile(
+def test_recorded_launches_compiled_elsewhere_leave_nothing_to_compile(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The compiling processes launch in another order than the walks: kernels have the same names all the same."""
@@ -122,7 +122,7 @@ def test_a_walk_over_tests_goes_on_where_they_would_fail() -> None:
         names["case"]()
 
 
-def test_what_a_test_wants_raised_need_not_be_raised_there() -> None:
+def test_expected_errors_need_not_be_raised_during_recording() -> None:
     may_raise = lenient._may_raise(pytest.raises)
     with may_raise(ValueError):
         pass
@@ -140,7 +140,7 @@ def test_a_product_that_no_cpu_has_gives_zeros_however_small_it_is() -> None:
     assert y.shape == (4, 4) and y.dtype is torch.float32
 
 
-def test_a_list_of_files_is_written_anew_where_it_lies(tmp_path: Path) -> None:
+def test_a_list_of_files_is_rewritten_in_place(tmp_path: Path) -> None:
     place = tmp_path / "kernel"
     place.mkdir()
     (place / "cast.json").write_text("{}")

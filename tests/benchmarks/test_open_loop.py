@@ -25,7 +25,7 @@ def test_a_moment_rounded_to_nearest_goes_on_moving_its_weight_and_one_at_random
     assert went[names[0]] == 1 and went[names[1]] < 1.1 and went[names[2]] > 10
 
 
-def test_the_page_has_the_kept_figures() -> None:
+def test_the_page_has_the_recorded_figures() -> None:
     newest = max(results.FOLDER.glob("open-loop-*.json"))
     lines = open_loop.table(json.loads(newest.read_text(encoding="utf-8"))["figures"])
     assert "\n".join(lines) in open_loop.PAGE.read_text(encoding="utf-8")

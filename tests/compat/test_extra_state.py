@@ -164,7 +164,7 @@ def test_an_mlps_layers_each_take_their_own(version: str, theirs: Any) -> None:
         layers[0].backward(layers[1].backward(2 * z / z.numel(), 0.05) * (h > 0), 0.05)
 
 
-def test_what_has_recorded_nothing_is_unset() -> None:
+def test_state_without_recordings_is_unset() -> None:
     plain = Plain(torch.zeros(4, 4), torch.zeros(4), 1)
     plain.history[:, 2], plain.scale[2] = 0, 1.0
     (buffers,) = extra_state.histories(state_of([plain], object()), "x", 1)
@@ -274,7 +274,7 @@ def test_a_planted_file_runs_nothing(how: str, tmp_path: Path) -> None:
     assert not mark.exists()
 
 
-def test_what_does_not_fit_is_a_sentence() -> None:
+def test_invalid_arguments_give_a_clear_error() -> None:
     plain = Plain(torch.zeros(8, 8), torch.zeros(8), 1)
     state = {"weight": torch.zeros(8, 8), "bias": torch.zeros(8)}
     old = state_of([plain])

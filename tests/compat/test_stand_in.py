@@ -65,7 +65,7 @@ def test_one_that_is_installed_is_hidden_until_then() -> None:
     assert not [finder for finder in sys.meta_path if isinstance(finder, stand_in._Finder)]
 
 
-def test_it_comes_and_goes_and_what_is_bound_stays_ours() -> None:
+def test_the_stand_in_can_be_removed_and_bound_names_stay() -> None:
     bound = []
     for _ in range(2):
         quaver.compat.install("transformer_engine")
@@ -90,7 +90,7 @@ def test_threads_import_one_module() -> None:
 
 
 @pytest.mark.parametrize("library, other", [("transformer_engine", "accelerate"), ("torchao", "transformers")])
-def test_what_has_looked_already_is_named(library: str, other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_libraries_imported_earlier_are_named(library: str, other: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, other, sys)
     with pytest.raises(RuntimeError, match=f"{other} is imported already, and has looked for {library}: call quaver"):
         quaver.compat.install(library)

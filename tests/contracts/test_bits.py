@@ -224,7 +224,7 @@ def test_an_optimizers_words_are_the_references(first: int) -> None:
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5, 7, 16, 33])
-def test_rows_draw_what_they_have_in_the_whole_operand(k: int) -> None:
+def test_rows_draw_the_same_noise_as_in_the_whole_operand(k: int) -> None:
     every = uniform(12, k, 5, 7, 2, torch.device("cpu"))
     rows = torch.tensor([11, 0, 3, 4, 9])
     assert torch.equal(rows_of_uniform(rows, k, 5, 7, 2), every[rows])
@@ -240,7 +240,7 @@ def test_torch_draws_the_numbers_of_numpy(shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("spec", [s for s in SPECS.values() if s.two_level or s.format.name in FLOAT8], ids=str)
-def test_what_is_preferred_here_is_not_the_plain_one(spec: QuantSpec) -> None:
+def test_the_preferred_implementation_is_not_the_plain_one(spec: QuantSpec) -> None:
     """Of formats that are emulated there is the plain one alone."""
     runs = next(name for name, why in QUANTIZE.explain(torch.zeros(2, 2), spec) if not why)
     assert runs != "reference", "the two implementations that the tests above compare are one"

@@ -119,7 +119,7 @@ def test_an_issue_template_is_a_form(path: Path) -> None:
     assert any(field.get("validations", {}).get("required") for field in fields.values())
 
 
-def test_the_constraints_pin_what_builds_the_distribution() -> None:
+def test_the_constraints_pin_the_build_requirements() -> None:
     pinned = {
         line.partition("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
     }

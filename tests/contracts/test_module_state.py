@@ -156,7 +156,7 @@ def present() -> set[str]:
     return filled_names
 
 
-def test_what_modules_keep_is_known_to_be_safe_in_threads() -> None:
+def test_module_state_is_reviewed_for_thread_safety() -> None:
     unknown = sorted(present() - set(SAFE))
     assert not unknown, f"filled without a word on threads, add a reason to SAFE or a lock: {unknown}"
     assert not sorted(set(SAFE) - present()), "no longer there, take them out of SAFE"
@@ -175,7 +175,7 @@ def test_what_modules_keep_is_known_to_be_safe_in_threads() -> None:
         ("held = {}\ndef f(k):\n    del held[k]", {"m:held"}),
     ],
 )
-def test_what_a_function_fills_is_seen(source: str, expected: set[str]) -> None:
+def test_state_filled_by_functions_is_found(source: str, expected: set[str]) -> None:
     assert set(filled("m", source)) == expected
 
 
@@ -197,7 +197,7 @@ def test_a_layer_keeps_one_attribute_more_than_a_plain_one(recipe: str) -> None:
             assert (state_of(one).serial, state_of(one).delayed) == (state_of(layer).serial, state_of(layer).delayed)
 
 
-def test_a_copy_of_a_layers_state_begins_anew_but_for_what_names_it() -> None:
+def test_a_copied_layer_state_is_fresh_except_for_its_name() -> None:
     state = LayerState(7, recipes.get("delayed"))
     state.pieces, state.members = {"gate": 3}, ("0", "1")
     kept = ("__weakref__", "serial", "delayed", "copied", "family", "pieces", "members")

@@ -123,7 +123,7 @@ def prose(path: Path) -> list[tuple[int, str]]:
 
 
 @pytest.mark.skipif(not FILES, reason="which files there are is asked of git")
-def test_what_is_spoken_of_is_there() -> None:
+def test_names_in_prose_exist() -> None:
     pages = [HOME / file for file in FILES if file.endswith((".py", ".md")) and file != "CHANGELOG.md"]
     absent = [
         f"{path.relative_to(HOME)}:{line}: {name}"
@@ -150,7 +150,7 @@ def test_what_is_spoken_of_is_there() -> None:
         "the table (`nowhere.py`)",
     ],
 )
-def test_what_is_not_there_is_seen(line: str) -> None:
+def test_missing_names_are_found(line: str) -> None:
     assert len(missing(line)) == 1
 
 
@@ -163,5 +163,5 @@ def test_what_is_not_there_is_seen(line: str) -> None:
         "write `src/quaver/recipes/NAME.py`",
     ],
 )
-def test_what_is_there_or_is_of_others_is_let_be(line: str) -> None:
+def test_existing_and_foreign_names_pass(line: str) -> None:
     assert not missing(line)

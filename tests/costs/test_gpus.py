@@ -61,7 +61,7 @@ def test_no_two_cards_have_one_driver_name() -> None:
         (None, "GPU None"),
     ],
 )
-def test_an_unknown_card_is_a_sentence_that_lists_the_known_ones(name: str, said: str) -> None:
+def test_an_unknown_gpu_lists_the_known_ones(name: str, said: str) -> None:
     with pytest.raises(ValueError, match=said) as raised:
         hardware.get(name)
     assert all(known in str(raised.value) for known in GPUS)

@@ -27,7 +27,7 @@ REUSED = {
 
 
 @pytest.mark.parametrize("name", REUSED)
-def test_what_each_recipe_reuses(name: str) -> None:
+def test_each_recipe_reuses_the_expected_operands(name: str) -> None:
     assert get(name).plan == REUSED[name]
 
 
@@ -76,7 +76,7 @@ def test_saved_bytes_count_padding_and_partial_blocks() -> None:
     assert saved_bytes(get("bf16"), 3, 5, itemsize=4) == 60
 
 
-def test_a_scale_of_one_is_kept_in_four_bytes_as_it_is_stored() -> None:
+def test_a_tensor_scale_counts_four_bytes() -> None:
     spec = QuantSpec(E4M3, (1, 32), "unit")
     gemm = GemmSpec(spec, spec)
     recipe = Recipe(name="units", fprop=gemm, dgrad=gemm, wgrad=gemm)

@@ -66,7 +66,7 @@ def test_bytes_on_the_wire_by_hand() -> None:
     assert split.wire["tensor"] == pytest.approx(4 * 2 * 4 * 2 * 8192 * 1024 / 2)
 
 
-def test_what_is_the_same_work_takes_the_same_time_however_it_is_split() -> None:
+def test_the_same_work_takes_the_same_time_for_any_split() -> None:
     model = llama("wide", 8, 4096, 32, 8, 128, 14_336)
     for name in ("gemms", "attention", "elementwise"):
         whole = step(model, "bf16", 8).parts[name]

@@ -67,7 +67,7 @@ def test_a_loss_that_is_not_finite_updates_nothing_and_training_goes_on() -> Non
     assert np.isfinite(loss) and np.isfinite(norm)
 
 
-def test_a_loaded_checkpoint_is_what_later_steps_go_on_from() -> None:
+def test_later_steps_continue_from_a_loaded_checkpoint() -> None:
     captured, eager = learner("delayed", "step"), learner("delayed", "none")
     for step, batch in enumerate(batches(5)):
         captured.step(batch, rate(step))
@@ -77,7 +77,7 @@ def test_a_loaded_checkpoint_is_what_later_steps_go_on_from() -> None:
         assert captured.step(batch, rate(step)) == eager.step(batch, rate(step)), f"step {step}"
 
 
-def test_other_shapes_and_reads_of_the_device_are_sentences() -> None:
+def test_other_shapes_and_device_reads_give_clear_errors() -> None:
     doubled = CapturedStep(lambda x: x * 2, warm_up=1)
     x = torch.ones(3, device="cuda")
     assert [doubled(x * n).tolist() for n in (1, 2, 3)] == [[2.0] * 3, [4.0] * 3, [6.0] * 3]
@@ -223,7 +223,7 @@ def test_threads_that_load_kernels_at_once_get_the_results_of_one() -> None:
         assert torch.equal(outputs[number], layer(x).detach()), number
 
 
-def test_a_tensor_of_another_device_than_the_steps_is_a_sentence() -> None:
+def test_a_tensor_on_another_device_gives_a_clear_error() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
     with pytest.raises(ValueError, match=r"records what runs on cuda:0, and is given a tensor on cuda:1"):

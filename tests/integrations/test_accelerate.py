@@ -147,7 +147,7 @@ def test_the_seam_of_this_version_is_the_known_one() -> None:
     check_seam(accelerate.Accelerator)
 
 
-def test_a_version_without_the_seam_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_without_the_hook_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(accelerate.Accelerator, SEAM)
     with pytest.raises(ValueError, match=r"has no _prepare_ao.*call quaver\.torch\.convert.*mixed_precision='bf16'"):
         accelerator_of("fp8")

@@ -176,7 +176,7 @@ def test_the_order_of_rules_options_and_skips_outlive_the_folder(plain: Path, tm
     assert loaded(tmp_path).model.layers[0].mlp.up_proj.history.shape == (5, 3)
 
 
-def test_a_config_that_no_folder_keeps_is_a_sentence() -> None:
+def test_an_invalid_config_gives_a_clear_error() -> None:
     with pytest.raises(ValueError, match=r"give QuaverConfig\('mxfp8', options="):
         QuaverConfig(recipes.mxfp8())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no recipe 'mxfp9'"):

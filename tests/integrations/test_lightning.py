@@ -259,7 +259,7 @@ def adversaries_in_steps(model: Any, batch: Tensor, optimizers: Any, losses: lis
     losses.append(loss.item())
 
 
-def test_a_precision_that_is_not_ours_is_a_sentence() -> None:
+def test_an_unsupported_precision_gives_a_clear_error() -> None:
     with pytest.raises(ValueError, match=r"has 32-true, bf16-mixed, 16-mixed\. To keep weights in bfloat16, cast"):
         QuaverPrecision("delayed", "bf16-true")
     with pytest.raises(ValueError, match="no recipe 'mxfp9'"):

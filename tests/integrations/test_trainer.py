@@ -96,7 +96,7 @@ def test_counting_saturation_is_logged_and_changes_no_loss(tmp_path: Path) -> No
     assert not any("saturated_input" in row for row in runs[0])
 
 
-def test_resuming_without_the_state_is_a_sentence_before_a_step(tmp_path: Path) -> None:
+def test_resuming_without_the_state_fails_before_a_step(tmp_path: Path) -> None:
     model = tiny("llama")
     qt.convert(model, "delayed")
     train(model, tmp_path, [])

@@ -36,7 +36,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("thing", FILES, ids=lambda thing: thing.__name__)
-def test_what_is_given_by_place_is_in_its_order(thing: Any) -> None:
+def test_positional_arguments_have_the_original_order(thing: Any) -> None:
     source = beside.FOLDER / "transformer_engine" / "pytorch" / FILES[thing]
     if not source.is_file():
         pytest.skip(f"transformer-engine {beside.VERSION} is not in {beside.FOLDER}: make test-integrations")

@@ -75,7 +75,7 @@ def test_a_layers_bias_gradient_is_summed_by_a_kernel(
     assert_bitwise(layer.bias.grad, expected)
 
 
-def test_what_the_kernel_does_not_sum_is_summed_by_torch() -> None:
+def test_unsupported_sums_use_torch() -> None:
     with qt.only("triton"):
         for given, wanted in ((torch.float64, torch.float32), (torch.float32, torch.float64)):
             x = torch.ones(2, 3, dtype=given)

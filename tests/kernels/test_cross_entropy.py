@@ -92,7 +92,7 @@ def test_an_ignored_row_has_no_gradient_whatever_it_holds_and_an_unknown_target_
     assert_bitwise(plain, in_place)
 
 
-def test_targets_and_weights_that_lie_apart_are_read_where_they_lie() -> None:
+def test_strided_targets_and_weights_are_read_in_place() -> None:
     logits = torch.randn(6, 40, device=DEVICE)
     targets = torch.randint(40, (6, 3), device=DEVICE)[:, 1]
     weights = torch.randn(1, device=DEVICE).expand(6)

@@ -65,7 +65,7 @@ def test_outer_scales_can_stay_outside(label: str) -> None:
             assert_equal(inner, q.dequantize())
 
 
-def test_what_bfloat16_does_not_hold_is_refused() -> None:
+def test_formats_beyond_bfloat16_are_refused() -> None:
     x = torch.ones(8, 8, device=DEVICE)
     for spec in (QuantSpec(E4M3, scale="fp32"), QuantSpec(E4M3, (1, 128), "fp32")):
         with pytest.raises(ValueError, match="decode to float32"):

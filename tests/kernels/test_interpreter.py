@@ -165,7 +165,7 @@ def mixed(small, wide, real, floats, wholes, N: tl.constexpr):
     tl.store(wholes + 5 * N + at, tl.sum(byte[:, None].to(tl.int32) * at[None, :] + 1, 1))
 
 
-def test_operands_of_several_types_become_what_they_become_in_torch() -> None:
+def test_mixed_types_promote_as_in_torch() -> None:
     """See tests/interpreting.py: of types it is known what they become, of numbers nothing."""
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
@@ -265,7 +265,7 @@ def extremes(x, y, out, N: tl.constexpr):
     tl.store(out + 3 * N + at, tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL))
 
 
-def test_extremes_drop_nan_unless_asked_to_keep_it() -> None:
+def test_extremes_drop_nan_unless_told_to_propagate_it() -> None:
     """As PTX's `max.f32` and `min.f32` do without and with `.NaN`."""
     values = torch.tensor([torch.nan, 1.0, -2.0, torch.inf])
     x, y, out = values.repeat_interleave(4), values.repeat(4), torch.empty(4, 16)

@@ -65,7 +65,7 @@ def test_programs_that_take_rows_in_several_steps(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("spec", [ROWS, RATIO], ids=str)
-def test_amaxes_that_are_given_go_before_those_measured(spec: QuantSpec, transposed: bool) -> None:
+def test_given_amaxes_replace_measured_ones(spec: QuantSpec, transposed: bool) -> None:
     x = torch.randn(48, 70, device=DEVICE)
     x = x.t() if transposed else x
     x[3, 5] = torch.inf

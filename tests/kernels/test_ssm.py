@@ -59,7 +59,7 @@ def test_heads_that_share_a_program_and_few_bits(dtype: torch.dtype, monkeypatch
     assert_near(tensors((1, 70, 4, 16, 2, 20), dtype=dtype), ROUNDED[dtype])
 
 
-def test_sequences_laid_end_to_end_are_each_alone() -> None:
+def test_packed_sequences_are_independent() -> None:
     values, ends = tensors((1, 80, 2, 5, 1, 3)), [0, 2, 2, 43, 80]
     flat = {name: value[0] if name in ("x", "dt", "B", "C") else value for name, value in values.items()}
     flat["initial_states"] = torch.randn(4, 2, 5, 3)
@@ -95,7 +95,7 @@ def test_values_that_hurt_in_a_sequence_and_a_head_each() -> None:
                 assert_close(f"{name}, sequence {sequence}", one[sequence], other[sequence], BOUND)
 
 
-def test_what_is_not_finite_spoils_no_earlier_chunk_and_no_other_sequence() -> None:
+def test_nonfinite_values_spoil_no_earlier_chunk_and_no_other_sequence() -> None:
     values = tensors((5, 38, 2, 4, 1, 4))
     clean = by_kernels(values)
     for sequence, (name, value) in enumerate(
@@ -124,7 +124,7 @@ def test_softplus_keeps_its_digits_on_both_sides() -> None:
             assert_close(f"{name} where dt is {step}", ours, truth, BOUND)
 
 
-def test_what_the_kernels_do_not_take_goes_the_plain_way() -> None:
+def test_unsupported_inputs_use_the_plain_implementation() -> None:
     taken = tensors((1, 4, 2, 8, 1, 8))
     refused = {
         "float64": {name: value.double() for name, value in taken.items()},
@@ -141,7 +141,7 @@ def test_what_the_kernels_do_not_take_goes_the_plain_way() -> None:
     assert_close("y", y.cpu(), exact(refused["wide heads in float32"])[0], BOUND)
 
 
-def test_a_block_computes_under_the_kernels_what_it_does_without() -> None:
+def test_a_block_computes_the_same_with_kernels() -> None:
     """Of heads that lie in the output of a projection, beside others' features."""
     torch.manual_seed(0)
     block = qt.Mamba2(16, inner=16, head_dim=8, state=6, groups=1, normalization="RMSNorm").to(DEVICE)

@@ -167,7 +167,7 @@ def test_a_text_is_one_recipes() -> None:
     assert all(get(recipe) == recipe for recipe in recipes)
 
 
-def test_what_is_no_flag_is_refused_after_one_that_is_was_taken() -> None:
+def test_an_invalid_flag_is_refused_after_a_valid_one() -> None:
     """What a recipe function has built before it looks up, by what was given."""
     assert get("mxfp8", weight_2d=True) is get("mxfp8", weight_2d=True)
     for other in (1, 1.0, np.True_, "True"):
@@ -175,7 +175,7 @@ def test_what_is_no_flag_is_refused_after_one_that_is_was_taken() -> None:
             get("mxfp8", weight_2d=other)
 
 
-def test_a_recipe_of_ones_own_is_taken_as_it_is_and_interned() -> None:
+def test_a_custom_recipe_is_used_unchanged_and_interned() -> None:
     def one_of_its_own() -> Recipe:
         return Recipe("mine", GemmSpec(ROW, ROW), GemmSpec(None, None), GemmSpec(None, None))
 

@@ -73,6 +73,6 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
 
 
 @pytest.mark.parametrize("build, word", REFUSED, ids=[word for _, word in REFUSED])
-def test_what_makes_no_sense_is_refused(build: Callable[[], object], word: str) -> None:
+def test_invalid_arguments_are_refused(build: Callable[[], object], word: str) -> None:
     with pytest.raises(ValueError, match=word):
         build()

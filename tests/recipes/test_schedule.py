@@ -92,13 +92,13 @@ def test_in_a_list_a_part_with_until_goes_on_to_the_next_comma() -> None:
         (", ".join(["bf16 until 5"] * 200), "has 200 parts; give at most 100"),
     ],
 )
-def test_what_is_no_schedule_is_one_sentence_that_says_what_to_write(text: str, said: str) -> None:
+def test_an_invalid_schedule_gives_an_error_that_says_what_to_write(text: str, said: str) -> None:
     with pytest.raises(ValueError) as error:
         recipes.schedule(text, steps=300, peak=1.0)
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
-def test_what_a_part_ends_by_must_be_given() -> None:
+def test_the_quantity_that_ends_a_part_must_be_given() -> None:
     with pytest.raises(ValueError, match="is a share of a run's steps; give steps="):
         recipes.schedule("nvfp4 until 85%, bf16")
     for peak in (None, 0.0, math.inf, math.nan):
@@ -145,7 +145,7 @@ def test_a_loss_is_the_mean_of_the_last_steps_and_of_no_fewer() -> None:
     assert in_force(recipes.schedule("nvfp4 until loss<1.5, bf16"), above, above) == [0] * SMOOTHED, "it is not below"
 
 
-def test_a_part_whose_end_lies_behind_it_is_left_out() -> None:
+def test_a_part_that_has_already_ended_is_left_out() -> None:
     schedule = recipes.schedule("mxfp8 until lr<50%, nvfp4 until 3, bf16", peak=1.0)
     assert in_force(schedule, [1.0, 1.0, 1.0, 0.4, 0.3], [1.0] * 5) == [0, 0, 0, 2, 2]
 

@@ -42,7 +42,7 @@ def edges(largest: float) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", SCALES)
-def test_the_exponent_is_the_largest_that_does_not_saturate_and_is_held(name: str) -> None:
+def test_the_exponent_is_the_largest_that_does_not_saturate_and_is_clamped(name: str) -> None:
     largest, bounds = SCALES[name]
     a = edges(largest)
     p = exponent(a, largest, bounds)

@@ -25,7 +25,7 @@ CALLS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("model", ["model", 3, None, [nn.Linear(2, 2)]], ids=str)
-def test_what_is_no_module_is_a_type_error(name: str, model: Any) -> None:
+def test_non_modules_raise_a_type_error(name: str, model: Any) -> None:
     with pytest.raises(TypeError, match=f"(?s){name}.* a {type(model).__name__}"):
         CALLS[name](model)
 

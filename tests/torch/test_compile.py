@@ -542,7 +542,7 @@ def test_layers_of_one_input_quantize_it_once(name: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_what_a_layer_gives_may_be_written_to(compiled: bool) -> None:
+def test_layer_outputs_may_be_written_in_place(compiled: bool) -> None:
     """As nn.ReLU(inplace=True) does, and Falcon, which adds attention's output to the MLP's."""
     layers = nn.ModuleList([qt.Linear(32, 32, recipe="tensorwise"), qt.LayerNormMLP(32, 64, recipe="tensorwise")])
 

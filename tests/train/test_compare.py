@@ -48,9 +48,7 @@ def test_an_interval_is_students(number: int, t: float) -> None:
     assert interval_of(1.0, number) == pytest.approx(t, abs=0.01)
 
 
-def test_a_report_of_two_seeds_has_a_wide_interval_and_says_what_speeds_are(
-    make_config: MakeConfig, tmp_path: Path
-) -> None:
+def test_a_report_of_two_seeds_has_a_wide_interval_and_explains_speeds(make_config: MakeConfig, tmp_path: Path) -> None:
     runs = [made_up("bf16", seed, 0, make_config) for seed in (0, 1)]
     runs += [made_up("mxfp8", seed, 0.001 * (seed + 1), make_config) for seed in (0, 1)]
     text = report.write_report(Comparison(folder=tmp_path, runs=tuple(runs), jobs=1), []).read_text()
@@ -58,7 +56,7 @@ def test_a_report_of_two_seeds_has_a_wide_interval_and_says_what_speeds_are(
     assert "exact emulation on a CPU" in text
 
 
-def test_the_time_left_is_what_the_steps_so_far_took() -> None:
+def test_the_time_left_follows_the_steps_so_far() -> None:
     assert time_left(60, 100, 400) == "about 3 min left"
     assert time_left(10, 100, 400) == "about 30 s left"
     assert time_left(10, 0, 400) == time_left(10, 400, 400) == ""
@@ -97,7 +95,7 @@ def test_the_loss_is_plotted(make_config: MakeConfig, tmp_path: Path) -> None:
     assert picture.stat().st_size > 10_000
 
 
-def test_labels_are_moved_apart() -> None:
+def test_labels_do_not_overlap() -> None:
     moved = spread([0.0, 0.01, 0.02, 0.9], 0.1)
     assert all(right - left > 0.0999 for left, right in pairwise(moved))
     assert moved[3] == 0.9 and moved[0] == pytest.approx(0.04)
@@ -161,7 +159,7 @@ def test_a_folder_in_the_place_of_a_file_is_seen_before_any_run(make_config: Mak
     assert not list(Path(config.out).glob("bf16*"))
 
 
-def test_what_runs_write_is_no_text(make_config: MakeConfig, text: Path) -> None:
+def test_files_written_by_runs_are_not_training_text(make_config: MakeConfig, text: Path) -> None:
     before = data.load(make_config())
     first = make_config(str(text / "runs" / "first"), steps=1)
     run_training(first)

@@ -105,9 +105,7 @@ def test_ranks_that_would_divide_such_layers_are_refused(
         mesh.sizes_of(config, recipe_name.find_recipe("bf16"))
 
 
-def test_a_router_whose_logits_are_not_finite_is_named(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_router_with_nonfinite_logits_is_named(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(MODELS["mixtral-tiny"], 256, 0, torch.device("cpu"))
     router = model.layers[1].mlp.router
     router.register_forward_hook(lambda module, inputs, routing: routing._replace(logits=routing.logits * torch.nan))

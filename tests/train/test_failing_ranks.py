@@ -195,7 +195,7 @@ def test_a_rank_that_dies_or_has_a_nan_is_named_and_the_run_goes_on(make_config:
 
 
 @pytest.mark.ranks
-def test_a_rank_that_stands_still_is_named_when_the_others_have_waited(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_stuck_rank_is_named_after_the_timeout(make_config: MakeConfig, tmp_path: Path) -> None:
     starts = begun(make_config, tmp_path, SLOW, timeout=TIMEOUT)
     starts |= begun(make_config, tmp_path, ["write"], timeout=TIMEOUT, async_save=True)
     seen = outcomes(starts, patient=False)

@@ -126,7 +126,7 @@ def test_odd_command_lines_and_folders_are_answered_for_ten_minutes(where: Place
 
 
 @pytest.mark.parametrize("seeds", [(501,), pytest.param((500, 502, 503), marks=pytest.mark.slow)])
-def test_the_same_holds_in_a_process_of_its_own(where: Place, tmp_path: Path, seeds: tuple[int, ...]) -> None:
+def test_a_separate_process_behaves_the_same(where: Place, tmp_path: Path, seeds: tuple[int, ...]) -> None:
     """Where arguments and outputs are the system's, not typer's stand-ins; a process takes seconds."""
     for seed in seeds:
         arguments = fuzzing.command_line(seed, where, tmp_path / f"case-{seed}")
@@ -137,7 +137,7 @@ def test_the_same_holds_in_a_process_of_its_own(where: Place, tmp_path: Path, se
         assert "Traceback" not in said and not judged(done.returncode, said), (seed, arguments, said)
 
 
-def test_every_recipe_text_is_a_recipe_or_a_sentence() -> None:
+def test_every_recipe_text_gives_a_recipe_or_a_clear_error() -> None:
     for seed in range(4000):
         text = fuzzing.recipe(Random(seed))
         for part in [text, *config.split(text)]:

@@ -54,7 +54,7 @@ def check(model: str, make_config: MakeConfig, optimizer: str, recipe: str) -> N
     assert expected.beside + expected.moments == bytes_of(states)
 
 
-def test_presets_keep_what_they_promise() -> None:
+def test_presets_use_the_promised_memory() -> None:
     """Of 8b's matrices alone, under recipes whose weight codes serve both GEMMs."""
     from quaver.train.commands.plan import optimizers, plan
 

@@ -169,6 +169,6 @@ def test_gated_activations_are_known_by_their_names(name: str) -> None:
 @pytest.mark.parametrize(
     "typed, meant", [("gemma2-tny", "gemma2-tiny"), ("qwen-8b", "qwen3-8b"), ("falcon", "falcon-7b")]
 )
-def test_a_misspelt_model_is_told_the_nearest(typed: str, meant: str) -> None:
+def test_a_misspelt_model_suggests_the_nearest(typed: str, meant: str) -> None:
     with pytest.raises(ValueError, match=rf"model '{typed}' is not known; did you mean '{meant}'\?"):
         TrainConfig(model=typed)

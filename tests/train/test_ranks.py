@@ -359,7 +359,9 @@ def test_ranks_share_words_that_divide_among_them() -> None:
         mesh.check_words(288, 64)
 
 
-def test_what_one_rank_meets_is_one_sentence_and_no_hang(make_config: MakeConfig, text: Path, tmp_path: Path) -> None:
+def test_an_error_on_one_rank_is_reported_once_without_a_hang(
+    make_config: MakeConfig, text: Path, tmp_path: Path
+) -> None:
     other = tmp_path / "other"
     shutil.copytree(text, other)
     (other / "30.txt").write_text("something else " * 200, encoding="utf-8")
@@ -443,7 +445,7 @@ def test_what_one_rank_meets_is_one_sentence_and_no_hang(make_config: MakeConfig
         (2, {"capture": "step"}, "capture step records one process's step; leave it out"),
     ],
 )
-def test_what_ranks_cannot_do_is_said_before_anything_is_read(
+def test_options_unsupported_by_ranks_are_refused_before_anything_is_read(
     make_config: MakeConfig,
     monkeypatch: pytest.MonkeyPatch,
     world: int,
@@ -458,7 +460,7 @@ def test_what_ranks_cannot_do_is_said_before_anything_is_read(
 
 
 @pytest.mark.parametrize("name", sorted(recipes.RECIPES))
-def test_what_is_asked_of_parts_is_what_layers_ask(name: str) -> None:
+def test_part_requirements_match_the_layers(name: str) -> None:
     recipe = recipes.get(name)
     asked = [page.needed(recipe, layout, tokens) for layout in page.LAYOUTS for tokens in (False, True)]
     assert mesh.multiple_of(recipe) == math.lcm(*asked)
@@ -499,7 +501,7 @@ def test_ranks_that_are_killed_while_they_save_leave_a_whole_checkpoint(
     assert farthest(losses_of(recorded(straight)), losses_of(recorded(again))) < 1e-6
 
 
-def test_a_checkpoint_whose_parts_do_not_make_a_whole_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_with_missing_parts_is_refused(tmp_path: Path) -> None:
     from safetensors.numpy import save_file
 
     from quaver.train import checkpoint as parts

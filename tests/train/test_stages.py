@@ -176,7 +176,7 @@ def test_each_stage_has_one_rank_and_schedules_take_turns_as_torch_s_do() -> Non
         ),
     ],
 )
-def test_what_a_schedule_does_not_take_is_said_before_anything_is_read(
+def test_invalid_schedules_are_refused_before_anything_is_read(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], sentence: str
 ) -> None:
     monkeypatch.setenv("RANK", "0")

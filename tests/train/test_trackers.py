@@ -169,7 +169,7 @@ def test_a_new_run_in_a_cleared_folder_is_a_new_run_of_wandb(make_config: MakeCo
     assert len({run for run, _ in wandb_runs(folder)}) == 2
 
 
-def test_wandb_without_a_key_is_a_sentence_before_anything_trains(
+def test_wandb_without_a_key_gives_a_clear_error_before_anything_trains(
     make_config: MakeConfig, offline: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs("wandb")
@@ -187,7 +187,7 @@ def test_wandb_without_a_key_is_a_sentence_before_anything_trains(
 @pytest.mark.parametrize(
     "start", [run_training, lambda config: compare_runs(config, ["mxfp8"])], ids=["train", "compare"]
 )
-def test_a_missing_library_is_a_sentence_before_the_text_is_read(
+def test_a_missing_library_gives_a_clear_error_before_the_text_is_read(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, library: str, start: Any
 ) -> None:
     def without(name: str, package: str | None = None) -> ModuleSpec | None:

@@ -27,7 +27,7 @@ def where(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return lambda *paths: monkeypatch.setattr(installing, "pythons", lambda version: iter(paths))
 
 
-def test_without_its_python_a_command_runs_in_this_one_and_that_is_said(
+def test_without_its_python_a_command_runs_in_this_one_with_a_note(
     where: Callable[..., None], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     where(NOWHERE)

@@ -77,7 +77,7 @@ def test_clamped_swiglu_takes_its_limit() -> None:
     assert_close("limit 1", activate("clamped_swiglu", g, v, limit=1.0), sigmoid(np.float64([1.702])) * 2, 1e-6)
 
 
-def test_a_wrong_name_or_number_of_arrays_is_a_sentence() -> None:
+def test_a_wrong_name_or_number_of_arrays_gives_a_clear_error() -> None:
     x = jnp.ones(3)
     with pytest.raises(ValueError, match="no activation 'swigelu'; did you mean 'swiglu'"):
         activate("swigelu", x, x)

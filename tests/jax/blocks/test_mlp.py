@@ -52,7 +52,7 @@ def test_each_of_the_two_layers_has_a_state() -> None:
     assert after["wo"]["history"][1, 1:].tolist() == [np.abs(wo).max(), 1.0]
 
 
-def test_a_matrix_that_does_not_fit_the_activation_is_a_sentence() -> None:
+def test_a_matrix_that_does_not_fit_the_activation_gives_a_clear_error() -> None:
     wi, wo, _, _ = map(jnp.asarray, parameters("gelu"))
     with pytest.raises(
         ValueError, match=r"'swiglu' needs a first matrix \[d, hidden, 2\], gate and value, and got one"

@@ -68,7 +68,7 @@ def test_a_row_of_zeros_stays_zero_and_nan_spoils_only_its_row() -> None:
         assert (y[0] == 0).all() and np.isnan(y[1]).all() and np.isfinite(y[2]).all()
 
 
-def test_what_does_not_fit_is_a_sentence() -> None:
+def test_invalid_arguments_give_a_clear_error() -> None:
     x = jnp.ones((2, 8))
     with pytest.raises(ValueError, match=r"scale has shape \(7,\), and x \(2, 8\) needs \(8,\)"):
         layer_norm(x, jnp.ones(7))

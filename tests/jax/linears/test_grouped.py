@@ -97,7 +97,7 @@ def test_empty_groups_and_rows_of_no_group(name: str, sizes: tuple[int, ...]) ->
         assert noise < (0.35 if name == "nvfp4" else 0.08), f"{noise:.3f}"
 
 
-def test_what_cuda_runs_has_the_same_products() -> None:
+def test_the_cuda_path_has_the_same_products() -> None:
     """ragged_dot is CUDA's part; it runs on a CPU too, only slower."""
     x, w, g = arrays()
 

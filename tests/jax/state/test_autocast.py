@@ -83,7 +83,7 @@ def test_the_bodies_of_transformations_are_too(how: str) -> None:
     assert not (quantized == plain).all() and (function(X) == plain).all()
 
 
-def test_backward_uses_what_forward_used() -> None:
+def test_backward_uses_the_recipe_of_forward() -> None:
     with qj.autocast("tensorwise"):
         _, back = jax.vjp(lambda w: qj.linear(X, w), W)
         inside = back(jnp.ones((4, 8)))[0]

@@ -54,7 +54,7 @@ def test_a_teacher_in_the_same_loss_reads_the_state_that_the_student_writes() ->
     jax.tree.map(assert_bitwise, got, expected)
 
 
-def test_the_gradient_of_x_alone_under_random_rounding_is_told_of_its_noise() -> None:
+def test_the_gradient_of_x_alone_under_stochastic_rounding_warns_about_its_noise() -> None:
     state = qj.state.init("nvfp4")
     with pytest.raises(ValueError, match=r"gradient of x alone.*argnums=\(0, 1\)\)\(x, state\)"):
         jax.grad(lambda x: qj.linear(x, W, recipe="nvfp4", state=state).sum())(X)
@@ -62,7 +62,7 @@ def test_the_gradient_of_x_alone_under_random_rounding_is_told_of_its_noise() ->
     assert jax.eval_shape(of_both, X, state)[1]["count"].shape == (2,)
 
 
-def test_a_step_that_forgets_the_state_is_told_of_stop_gradient() -> None:
+def test_a_step_without_the_state_suggests_stop_gradient() -> None:
     with pytest.raises(ValueError, match=r"put jax.lax.stop_gradient around its weights, its bias and its state"):
         jax.grad(lambda w: linear(X, w, qj.state.init(RECIPE)).sum())(W)
 

@@ -60,7 +60,7 @@ def test_a_roll_is_the_references(recipe: Recipe) -> None:
             assert_bitwise(np.asarray(got["factor"])[i], np.float32(factor), f"factor, column {i}")
 
 
-def test_what_is_not_finite_is_not_recorded() -> None:
+def test_nonfinite_values_are_not_recorded() -> None:
     recipe = recipes.delayed(history=3)
     got = after(recipe, [jnp.inf, jnp.nan, 2.0], qj.state.init(recipe))
     assert_bitwise(np.asarray(got["history"]) + 0.0, np.float32([[0, 0, 0], [0, 0, 0], [0, 0, 2]]))
@@ -252,7 +252,7 @@ def test_a_recipe_that_remembers_nothing_has_no_state() -> None:
     assert qj.state.init(None) == {}
 
 
-def test_counts_that_were_added_up_are_told() -> None:
+def test_summed_counts_are_refused() -> None:
     with pytest.raises(ValueError, match="roundings"):
         qj.state.check([{"count": jnp.float32([2.0**25, 0])}], "nvfp4")
 
@@ -272,6 +272,6 @@ CURRENT = recipes.delayed(history=4)
         (lambda state, n: jax.jit(lambda x, n: qj.linear(x, x, seed=n))(jnp.ones((4, 4)), n), "seed is a Python int"),
     ],
 )
-def test_what_must_be_known_when_a_program_is_traced_is_told(misuse: Any, sentence: str) -> None:
+def test_traced_values_that_must_be_static_are_refused(misuse: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         misuse(states.init(CURRENT), 3)

@@ -100,7 +100,7 @@ def test_a_figure_that_was_changed_by_hand_is_believed_on_no_architecture(old: s
         assert check.unlike({}, KEYS, arch, edited) == ["row: one"]
 
 
-def test_a_launch_that_changed_or_is_new_is_not_believed_and_one_that_is_gone_is_told(tmp_path: Path) -> None:
+def test_changed_and_new_launches_are_remeasured_and_missing_ones_reported(tmp_path: Path) -> None:
     kept = written(tmp_path / "measured.json", entries(measured.figures(CODE, planted())))
     keys = {"row: one": "4" * 64, "row: three": "3" * 64}
     assert kept.holding(keys, 90) == {} and check.unlike({}, keys, 90, kept) == ["row: one", "row: three"]
@@ -109,7 +109,7 @@ def test_a_launch_that_changed_or_is_new_is_not_believed_and_one_that_is_gone_is
     assert "`python -m tests.kernels.gate --measure`" in said and "sm_90 row 19; and 5 more" in said
 
 
-def test_what_compiles_to_other_figures_than_the_file_has_is_told(tmp_path: Path) -> None:
+def test_figures_that_differ_from_the_file_are_reported(tmp_path: Path) -> None:
     figures = measured.figures(CODE, planted())
     kept = written(tmp_path / "measured.json", entries(figures))
     fresh = {"row: one": Checked("row: one", {}, (), figures)}
@@ -124,7 +124,7 @@ def test_it_holds_for_no_other_version_of_triton(tmp_path: Path) -> None:
     assert kept.holding(KEYS, 90) == {} and check.unlike({}, KEYS, 90, kept) == [] and kept.gone({90: {}}) == []
 
 
-def test_what_is_believed_is_judged_by_the_rules_and_the_ceilings(tmp_path: Path) -> None:
+def test_recorded_figures_are_judged_by_the_rules_and_the_ceilings(tmp_path: Path) -> None:
     """Nothing is compiled."""
     recorded = planted()
     keys = {recorded.name: key(recorded, 90)}
@@ -148,7 +148,7 @@ def everywhere(names: set[str]) -> dict[int, set[str]]:
     return dict.fromkeys(ARCHITECTURES, names)
 
 
-def test_what_changed_is_compiled_on_every_architecture_and_of_very_many_those_of_a_choice() -> None:
+def test_changed_kernels_are_compiled_on_every_architecture_or_sampled_when_many() -> None:
     table = ceilings.load().rows
     of = launches(list(table))
     chosen = turns.chosen(of, everywhere(set()), table, True)

@@ -29,7 +29,7 @@ COMPILED = {
 
 
 @pytest.mark.parametrize("text", roundtrip.SPECS)
-def test_a_kernel_writes_and_reads_what_numpy_does(text: str) -> None:
+def test_a_kernel_writes_and_reads_the_same_codes_as_numpy(text: str) -> None:
     interpreter.mend()
     spec = StateSpec.parse(text)
     rng = np.random.default_rng(0)

@@ -111,7 +111,7 @@ def test_hooks_of_all_kinds_are_still_called() -> None:
     assert sorted(called) == ["accumulated", "backward", "backward pre", "forward", "pre", "state dict"]
 
 
-def test_attributes_training_mode_and_requires_grad_are_kept() -> None:
+def test_attributes_training_mode_and_requires_grad_are_preserved() -> None:
     model = mlp()
     model[0].note = "mine"  # type: ignore[assignment]
     model[0].weight.tag = 7  # type: ignore[attr-defined]
@@ -136,7 +136,7 @@ def test_tied_weights_stay_tied_and_train(recipe: str) -> None:
     assert not torch.equal(before, model.embed.weight)
 
 
-def test_an_instance_held_twice_is_converted_once_and_works_at_both_places() -> None:
+def test_a_module_used_twice_is_converted_once_and_works_at_both_places() -> None:
     shared = nn.Linear(16, 16)
     model = nn.ModuleDict({"a": shared, "b": nn.Linear(16, 16), "c": shared})
     report = qt.convert(model, "delayed")
@@ -148,7 +148,7 @@ def test_an_instance_held_twice_is_converted_once_and_works_at_both_places() -> 
     assert qt.revert(model) == ["a", "b"] and type(shared) is nn.Linear
 
 
-def test_an_instance_held_twice_is_matched_by_either_name() -> None:
+def test_a_module_used_twice_is_matched_by_either_name() -> None:
     shared = nn.Linear(16, 16)
     model = nn.ModuleDict({"a": shared, "b": nn.Linear(16, 16), "lm_head": shared})
     report = qt.convert(model, "mxfp8", skip=["lm_head"])
@@ -231,7 +231,7 @@ def test_a_copy_of_a_layer_that_was_parametrized_after_converting_rolls() -> Non
 # Subclasses, and what is left alone.
 
 
-def test_subclasses_without_a_forward_of_their_own_are_converted_and_stay_what_they_were() -> None:
+def test_subclasses_without_their_own_forward_are_converted_and_keep_their_class() -> None:
     model = nn.Sequential(Plain(16, 16), nn.ReLU(), Plain(16, 16))
     qt.convert(model, "mxfp8")
     assert isinstance(model[0], Plain) and isinstance(model[0], qt.Linear)
@@ -692,7 +692,7 @@ def test_reverting_experts_leaves_nothing_that_ddp_reads() -> None:
     assert not hasattr(model, DDP_IGNORES)
 
 
-def test_ddp_is_told_to_leave_the_histories_alone() -> None:
+def test_ddp_ignores_histories() -> None:
     model = Tied()
     model._ddp_params_and_buffers_to_ignore = ["embed.weight"]  # type: ignore[assignment]
     qt.convert(model, "delayed", skip=["head"])
@@ -812,7 +812,7 @@ class Experts(nn.Module):
     ],
     ids=["embedding", "convolution", "norm", "attention", "experts", "LSTM"],
 )
-def test_the_share_counts_what_gemms_read_whoever_holds_it(other: Callable[[], nn.Module], parameters: int) -> None:
+def test_the_share_counts_all_parameters_read_by_gemms(other: Callable[[], nn.Module], parameters: int) -> None:
     for size, warned in ((128, False), (32, parameters > 1024)):
         model = nn.ModuleDict({"linear": nn.Linear(size, size), "other": other()})
         with warnings.catch_warnings(record=True) as seen:
@@ -826,7 +826,7 @@ def test_the_share_counts_what_gemms_read_whoever_holds_it(other: Callable[[], n
             assert qt.convert(model, "mxfp8", skip=["other", "other.*"]).unreached_parameters == 0
 
 
-def test_a_weight_that_another_library_quantized_is_a_sentence() -> None:
+def test_a_weight_quantized_by_another_library_gives_a_clear_error() -> None:
     quantization = pytest.importorskip("torchao.quantization")
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     qt.convert(model, "mxfp8")

@@ -250,7 +250,7 @@ def test_in_bf16_it_is_no_further_from_float32_than_theirs(name: str) -> None:
         assert float((a.float() - c).norm()) <= 1.1 * float((b.float() - c).norm()), ("output", "gradient of x")[i]
 
 
-def test_parameters_are_the_layers_own_where_they_are_stored_alike() -> None:
+def test_parameters_are_shared_where_both_layers_store_them_the_same_way() -> None:
     copies = {
         "gpt_neox": {"attention.qkv_proj.weight", "attention.qkv_proj.bias"},
         "falcon 40b": {"attention.qkv_proj.weight"},
@@ -275,7 +275,7 @@ def test_parameters_are_the_layers_own_where_they_are_stored_alike() -> None:
 
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
 @pytest.mark.parametrize("name", ["qwen3", "olmo2", "gpt_neox", "t5", "deepseek_v3"])
-def test_what_is_read_trains_under_recipes_and_reading_draws_no_noise(name: str, recipe: str) -> None:
+def test_loaded_layers_train_under_recipes_and_loading_draws_no_noise(name: str, recipe: str) -> None:
     theirs, read = layer_of(name)
     torch.manual_seed(5)
     ours = qt.from_huggingface(theirs, **read)
@@ -318,7 +318,7 @@ def changed(method: str, of: Callable[[Any], Any], what: Callable[[Tensor], Tens
     return theirs
 
 
-def test_what_computes_something_else_is_refused_by_the_part_that_does() -> None:
+def test_unsupported_parts_are_refused_by_name() -> None:
     for of, says in (
         (lambda layer: layer.input_layernorm, "LlamaRMSNorm gives other outputs than LayerNorm, RMSNorm and L2"),
         (
@@ -332,7 +332,7 @@ def test_what_computes_something_else_is_refused_by_the_part_that_does() -> None
             qt.from_huggingface(changed("forward", of, lambda y: y * 1.01))
 
 
-def test_bad_input_is_a_sentence() -> None:
+def test_bad_input_gives_a_clear_error() -> None:
     llama, bert = layer_of("llama")[0], layer_of("bert")[0]
     converted = layer_of("llama")[0]
     qt.convert(nn.ModuleList([converted]), "tensorwise")

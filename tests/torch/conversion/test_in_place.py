@@ -35,7 +35,7 @@ def apart(a: Tensor, b: Tensor) -> float:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_computes_what_transformers_computes(family: str) -> None:
+def test_a_family_matches_transformers(family: str) -> None:
     plain, (ours, report) = model_of(family), converted(family)
     names = list(plain.state_dict())
     assert all(row.block for row in report.blocks), str(report)
@@ -111,7 +111,7 @@ def test_revert_gives_the_very_model_back() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "mxfp8", "bf16"])
-def test_less_is_kept_under_every_recipe(recipe: str) -> None:
+def test_every_recipe_saves_less_for_backward(recipe: str) -> None:
     from benchmarks.cases.models.model_memory import kept
 
     x, plain, converted, ours = tokens(), *(llama(torch.bfloat16) for _ in range(3))
@@ -352,7 +352,7 @@ def hard(module: nn.Module) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("part", ["norm", "layers.0.mlp"])
-def test_what_is_not_finite_and_what_is_empty(part: str) -> None:
+def test_nonfinite_and_empty_inputs(part: str) -> None:
     plain, model = llama(), llama()
     qt.convert(model, "bf16", blocks=True)
     for ours, theirs in zip(hard(model.model.get_submodule(part)), hard(plain.model.get_submodule(part)), strict=True):
@@ -384,7 +384,7 @@ def test_dropout_is_honoured_where_it_stands() -> None:
         assert all(apart(results[1][name], value) <= FLOAT32 for name, value in results[0].items())
 
 
-def test_an_unknown_activation_is_left_alone_and_said() -> None:
+def test_an_unknown_activation_is_left_unchanged_and_reported() -> None:
     model = tiny("llama", hidden_act="mish")
     report = qt.convert(model, "bf16", blocks=True)
     whys = {row.why for row in report.blocks if row.kind == "LlamaMLP"}
@@ -524,7 +524,7 @@ def test_attention_is_ours_and_falls_back(monkeypatch: pytest.MonkeyPatch) -> No
     assert "flash_attention_2" in str(qt.convert(flash, "bf16", blocks=True))
 
 
-def test_tables_that_were_written_to_are_laid_out_anew() -> None:
+def test_modified_tables_are_rebuilt() -> None:
     rope = Rope(HALVES, False)
     q, k = torch.randn(1, 2, 5, 8), torch.randn(1, 1, 5, 8)
     cos, sin = tables(HALVES, 8, 5, torch.float32)
@@ -536,7 +536,7 @@ def test_tables_that_were_written_to_are_laid_out_anew() -> None:
     assert not ropes._thread.last or ropes._thread.last[0]() is not None
 
 
-def test_tables_of_inference_are_not_kept_for_training() -> None:
+def test_tables_made_in_inference_mode_are_not_reused_in_training() -> None:
     rope = Rope(HALVES, False)
     q, k = (torch.randn(1, heads, 5, 8, requires_grad=True) for heads in (2, 1))
     cos, sin = tables(HALVES, 8, 5, torch.float32)

@@ -145,7 +145,7 @@ def test_a_subclass_that_computes_something_else_is_left_alone(kind: type[nn.Lin
 @pytest.mark.parametrize(
     "around", [torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)], ids=["inference", "autocast"]
 )
-def test_a_subclass_is_asked_apart_from_what_surrounds_the_call(around: Callable[[], Any]) -> None:
+def test_a_subclass_is_probed_independently_of_the_call_context(around: Callable[[], Any]) -> None:
     swap_class._computes.clear()
     model = nn.Sequential(FalconLinear(32, 32))
     with around():
@@ -154,7 +154,7 @@ def test_a_subclass_is_asked_apart_from_what_surrounds_the_call(around: Callable
     swap_class._computes.clear()
 
 
-def test_a_subclass_that_cannot_be_asked_is_left_alone() -> None:
+def test_a_subclass_that_cannot_be_probed_is_left_unchanged() -> None:
     swap_class._computes.clear()
     with FakeTensorMode(), pytest.warns(UserWarning):
         report = qt.convert(nn.Sequential(FalconLinear(32, 32)), "mxfp8")
@@ -163,7 +163,7 @@ def test_a_subclass_that_cannot_be_asked_is_left_alone() -> None:
     assert "0" in qt.convert(nn.Sequential(FalconLinear(32, 32)), "mxfp8").converted
 
 
-def test_a_subclass_is_not_kept_by_what_is_known_of_it() -> None:
+def test_cached_facts_do_not_keep_a_subclass_alive() -> None:
     class Own(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
             return F.linear(input, self.weight, self.bias)
@@ -178,7 +178,7 @@ def test_a_subclass_is_not_kept_by_what_is_known_of_it() -> None:
     assert gone() is None
 
 
-def test_a_subclass_is_asked_by_its_instance() -> None:
+def test_a_subclass_is_probed_through_its_instance() -> None:
     model = nn.Sequential(Rescaled(16, 16), Rescaled(16, 16))
     model[1].scale = 2.0
     report = qt.convert(model, "mxfp8")
@@ -199,7 +199,7 @@ def conv1d(n: int = 24, k: int = 32) -> tuple[Conv1D, nn.Linear]:
 
 
 @pytest.mark.parametrize("recipe", QUANTIZING)
-def test_a_conv1d_computes_what_the_linear_layer_of_its_transpose_computes(recipe: str) -> None:
+def test_a_conv1d_equals_the_linear_layer_of_its_transpose(recipe: str) -> None:
     conv, linear = conv1d()
     for module in (conv, linear):
         qt.convert(module, recipe)
@@ -269,7 +269,7 @@ def test_a_conv1d_is_no_linear_layer_to_other_libraries() -> None:
     assert isinstance(conv, Conv1D) and not isinstance(conv, nn.Linear)
 
 
-def test_a_conv1d_takes_autocast_and_refuses_another_dtype() -> None:
+def test_a_conv1d_follows_autocast_and_refuses_another_dtype() -> None:
     conv, _ = conv1d()
     qt.convert(conv, "mxfp8")
     x = torch.randn(3, 32)

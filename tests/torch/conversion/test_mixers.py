@@ -314,7 +314,7 @@ def test_copies_pickles_and_revert() -> None:
     assert_bitwise(model(input_ids=x).logits, plain(input_ids=x).logits)
 
 
-def test_what_computes_something_else_is_left_alone_and_said() -> None:
+def test_modules_that_compute_something_else_are_left_unchanged_and_reported() -> None:
     model = model_of("mamba2")
     mixer = MIXERS["mamba2"](model)
     mixer.register_buffer("scales", torch.ones(3))
@@ -360,7 +360,7 @@ def test_a_layer_of_transformers_as_ours(family: str, layer: Any) -> None:
     assert_close("the block", block(x), mixer.eval()(x), 2e-6)
 
 
-def test_a_layer_that_is_none_of_ours_is_a_sentence() -> None:
+def test_an_unsupported_layer_gives_a_clear_error() -> None:
     model = model_of("mamba2")
     layer = model.backbone.layers[0]
     with pytest.raises(ValueError, match="leave out mask_type"):

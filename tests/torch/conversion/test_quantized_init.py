@@ -61,7 +61,7 @@ def run(net: nn.Module, name: str | None, x: Tensor) -> dict[str, Tensor]:
 # What it holds, and what it computes.
 
 
-def test_a_format_that_no_dtype_of_torchs_holds_is_a_sentence() -> None:
+def test_a_format_without_a_torch_dtype_gives_a_clear_error() -> None:
     with pytest.raises(ValueError, match="'mxfp6' has weights in e2m3, for whose codes torch has no dtype"):
         qt.quantized_init("mxfp6")
     model = nn.Sequential(nn.Linear(64, 64))
@@ -111,7 +111,7 @@ def test_four_bits_run_forward_and_give_the_inputs_gradient() -> None:
 
 @QUANTIZED
 @pytest.mark.parametrize("other", ["tensorwise", "mxfp8", "rowwise_bf16_wgrad", "bf16", None])
-def test_another_recipe_or_none_computes_with_what_the_codes_mean(name: str, other: str | None) -> None:
+def test_another_recipe_or_none_computes_with_the_decoded_codes(name: str, other: str | None) -> None:
     one, x = layer(name), torch.randn(7, K)
     reference = plain(name)
     reference.set_weight(stored_weight.dequantized(one, one.weight, torch.float32))
@@ -143,7 +143,7 @@ def test_delayed_scaling_takes_the_weights_own_amax_and_notes_none() -> None:
 
 @QUANTIZED
 @pytest.mark.parametrize("recipe", [*NAMES, None])
-def test_no_copy_in_high_precision_is_kept(name: str, recipe: str | None) -> None:
+def test_no_high_precision_copy_remains(name: str, recipe: str | None) -> None:
     """Neither by autograd, nor on the layer."""
     # Small operands remember their decoded values.
     one, kept = layer(name, k=128), []
@@ -164,7 +164,7 @@ def test_no_copy_in_high_precision_is_kept(name: str, recipe: str | None) -> Non
 
 @pytest.mark.parametrize("x", [torch.randn(3, K + 1), torch.tensor(1.0)], ids=["wrong width", "a number"])
 @QUANTIZED
-def test_a_wrong_input_is_a_sentence(name: str, x: Tensor) -> None:
+def test_a_wrong_input_gives_a_clear_error(name: str, x: Tensor) -> None:
     with qt.autocast(name), pytest.raises(ValueError, match=f"last axis must be {K}"):
         layer(name)(x)
 
@@ -234,7 +234,7 @@ def test_a_checkpoint_in_high_precision_is_quantized_on_load(name: str, assign: 
 
 
 @QUANTIZED
-def test_a_quantized_checkpoint_for_an_ordinary_layer_is_a_sentence(name: str) -> None:
+def test_a_quantized_checkpoint_for_an_ordinary_layer_gives_a_clear_error(name: str) -> None:
     with pytest.raises(RuntimeError, match=r"quantized in the checkpoint.*quantize_weights"):
         plain(name).load_state_dict(layer(name).state_dict(), strict=False)
 
@@ -371,7 +371,7 @@ def test_a_frozen_weight_keeps_no_input_where_nothing_is_quantized(name: str) ->
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", None])
-def test_four_bits_that_are_unfrozen_are_a_sentence(recipe: str | None) -> None:
+def test_unfrozen_four_bit_weights_give_a_clear_error(recipe: str | None) -> None:
     with qt.quantized_init("nvfp4"):
         one, block = qt.Linear(32, 16), qt.MLP(32, 64, normalization="RMSNorm")
     for net in (one, block):
@@ -386,7 +386,7 @@ def test_four_bits_that_are_unfrozen_are_a_sentence(recipe: str | None) -> None:
 # Meta, contexts and bad input.
 
 
-def test_initial_values_are_dropped_for_a_whole_model_and_asked_of_strangers_in_vain() -> None:
+def test_initial_values_are_dropped_for_a_whole_model_and_missing_for_other_layers() -> None:
     net = nn.Sequential(layer("mxfp8", keep="cpu"), layer("mxfp8", keep="cpu"))
     assert all(qt.initial_value(one) is not None for one in net)
     qt.drop_initial_value(net)
@@ -496,7 +496,7 @@ def test_only_layers_made_inside_are_quantized_and_contexts_nest() -> None:
     ]
 
 
-def test_bad_input_is_a_sentence() -> None:
+def test_bad_input_gives_a_clear_error() -> None:
     with pytest.raises(ValueError, match="bf16 quantizes no weight"):
         qt.quantized_init("bf16")
     with pytest.raises(ValueError, match="keep_initial"):
@@ -646,7 +646,7 @@ def test_averaged_copies_are_refused_by_torch_and_possible_by_hand(name: str, op
 
 
 @QUANTIZED
-def test_what_peft_asks_for_a_dtype_is_told_the_weights_and_warned(name: str) -> None:
+def test_peft_gets_the_weight_dtype_and_a_warning(name: str) -> None:
     one = layer(name)
     with pytest.warns(UserWarning, match="cannot be merged"):
         assert eval("layer.compute_dtype", {"__name__": "peft.tuners", "layer": one}) is one.weight_dtype

@@ -222,7 +222,7 @@ def test_a_folder_of_a_converted_model_is_the_unconverted_models(
         assert_same(loaded.state_dict(), qt.plain_state_dict(model))
 
 
-def test_what_a_folder_leaves_out_is_reverts_to_take_back() -> None:
+def test_entries_left_out_of_a_folder_are_restored_by_revert() -> None:
     model = tiny("gpt2")
     before = set(getattr(model, FOLDER_IGNORES))
     qt.convert(model, "delayed")

@@ -89,7 +89,7 @@ def test_backward_keeps_codes() -> None:
     assert kept(plain, layer, x.clone().requires_grad_()) == saved_bytes(plain, 64, 256) == 2 * 64 * 256
 
 
-def test_blocks_compute_what_their_parts_do() -> None:
+def test_blocks_equal_their_parts() -> None:
     """Of a norm's output and an activation's, one of which is made again in backward."""
     recipe = dequantized("tensorwise")
     mlp = qt.LayerNormMLP(96, 160, "swiglu", fused=False)

@@ -160,7 +160,7 @@ def test_every_shape_of_input_has_its_step() -> None:
             assert_bitwise(ours[what], theirs[what], f"{what} of {shape}")
 
 
-def test_lengths_that_come_by_turns_are_decided_once_for_all_layers_and_few_are_kept(
+def test_alternating_lengths_are_planned_once_for_all_layers_and_few_plans_are_cached(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layers, decided, decide = [qt.Linear(K, N, recipe="tensorwise") for _ in range(2)], [], plan.decide
@@ -186,7 +186,7 @@ def layer_and_input() -> tuple[qt.Linear, Tensor]:
     return layer, x
 
 
-def test_what_somebody_looks_at_takes_the_general_way() -> None:
+def test_observed_layers_take_the_general_path() -> None:
     layer, x = layer_and_input()
     with qt.count(layer) as counters:
         assert not is_direct(layer(x))
@@ -213,7 +213,7 @@ def test_formats_that_torch_does_not_cast_to_take_the_general_way(recipe: str) -
     assert not is_direct(layer(torch.randn(T, K, requires_grad=True)))
 
 
-def test_what_a_step_is_not_for_takes_the_general_way() -> None:
+def test_unsupported_calls_take_the_general_path() -> None:
     layer, x = layer_and_input()
     assert not is_direct(layer(x.detach()))
     assert not is_direct(layer(torch.randn(K, T).t().requires_grad_()))
@@ -238,7 +238,7 @@ def test_a_recipe_that_leaves_a_gemm_of_the_input_alone_takes_the_general_way(ge
 
 @pytest.mark.parametrize("tokens", [T, 200])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
-def test_what_was_decided_holds_neither_an_input_nor_a_weight(recipe: str, tokens: int) -> None:
+def test_plans_hold_neither_an_input_nor_a_weight(recipe: str, tokens: int) -> None:
     layer, x = qt.Linear(64, 64, recipe=recipe), torch.randn(tokens, 64, requires_grad=True)
     assert is_direct(layer(x))
     weights = weakref.ref(layer.weight), weakref.ref(x)
@@ -246,7 +246,7 @@ def test_what_was_decided_holds_neither_an_input_nor_a_weight(recipe: str, token
     assert plan.plans and not any(weight() for weight in weights)
 
 
-def test_a_weight_of_another_shape_has_a_plan_of_its_own() -> None:
+def test_a_weight_of_another_shape_has_its_own_plan() -> None:
     layer, x = qt.Linear(K, N, bias=False, recipe="tensorwise"), torch.randn(T, K, requires_grad=True)
     assert is_direct(layer(x))
     layer.weight = nn.Parameter(torch.randn(N, K + 1))
@@ -311,7 +311,7 @@ def test_a_weight_that_is_computed_is_quantized_each_time() -> None:
     assert_bitwise(layer(x).detach(), expected.detach())
 
 
-def test_a_weight_written_in_place_is_quantized_anew_and_seen_by_backward() -> None:
+def test_a_weight_written_in_place_is_requantized_and_detected_by_backward() -> None:
     layer, x = layer_and_input()
     layer.bias.data.zero_()  # type: ignore[union-attr]
     y = layer(x)
@@ -382,7 +382,7 @@ def test_an_autocast_of_another_device_does_not_matter() -> None:
     assert x.grad is not None
 
 
-def test_backward_counts_what_a_forward_before_did_not() -> None:
+def test_backward_counts_even_if_forward_did_not() -> None:
     layer, x = layer_and_input()
     y = layer(x)
     with qt.count(layer) as counters:
@@ -398,7 +398,7 @@ def test_second_derivatives_are_refused() -> None:
 
 
 @pytest.mark.parametrize("shape", [(T, K, N), (1, 256, 512)])
-def test_kept_for_backward_is_one_byte_an_element(shape: tuple[int, int, int]) -> None:
+def test_backward_saves_one_byte_per_element(shape: tuple[int, int, int]) -> None:
     tokens, k, n = shape
     layer, x = qt.Linear(k, n, recipe="tensorwise"), torch.randn(tokens, k, requires_grad=True)
     kept: list[Tensor] = []
@@ -415,7 +415,7 @@ def test_kept_for_backward_is_one_byte_an_element(shape: tuple[int, int, int]) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["tensorwise", "delayed", "rowwise", "mxfp8"])
-def test_a_kept_weight_serves_lengths_whose_rows_read_it_otherwise(name: str, dtype: torch.dtype) -> None:
+def test_a_cached_weight_serves_lengths_that_need_another_layout(name: str, dtype: torch.dtype) -> None:
     """Small and large products by turns, one after the other and both before their backwards."""
     lengths = [4, 64, 4]
     assert 4 * 64 * 96 < gemm.SMALL < 64 * 64 * 96
@@ -446,7 +446,7 @@ def test_a_kept_weight_serves_lengths_whose_rows_read_it_otherwise(name: str, dt
 
 @pytest.mark.parametrize("name", ["tensorwise", "delayed", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8"])
 @pytest.mark.parametrize("tokens", [64, 160])
-def test_an_input_that_lies_as_its_transpose_is_read_row_by_row(name: str, tokens: int) -> None:
+def test_a_transposed_input_is_read_row_by_row(name: str, tokens: int) -> None:
     """Through RMSNorm, which leaves it so, and given."""
     x, g = torch.randn(64, tokens, requires_grad=True), torch.randn(tokens, 64)
     block = qt.LayerNormLinear(64, 64, normalization="RMSNorm", recipe=name)

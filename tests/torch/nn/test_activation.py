@@ -93,7 +93,7 @@ def test_values_that_hurt(name: str) -> None:
 
 
 @NAMES
-def test_only_the_inputs_are_kept(name: str) -> None:
+def test_only_the_inputs_are_saved(name: str) -> None:
     n, kept = ACTIVATIONS[name].inputs, []
     x = torch.randn(16, 8 * n, dtype=torch.bfloat16, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -182,7 +182,7 @@ def test_options_reach_the_function() -> None:
     assert_close("limit", narrow, torch.full((4,), 2 * float(sigmoid(torch.tensor(1.702)))), 1e-6)
 
 
-def test_bad_input_is_a_sentence() -> None:
+def test_bad_input_gives_a_clear_error() -> None:
     x = torch.randn(3, 4)
     with pytest.raises(ValueError, match="did you mean 'swiglu'"):
         qt.activate("swigluu", x)

@@ -111,7 +111,7 @@ def test_no_bit_depends_on_how_the_operands_lie(kind: str, dtype: torch.dtype, w
 
 @KINDS
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_stays_in_its_row(kind: str, value: float) -> None:
+def test_nonfinite_values_stay_in_their_row(kind: str, value: float) -> None:
     x = torch.randn(3, 16)
     x[1, 5] = value
     x[2] = 0
@@ -149,7 +149,7 @@ def test_zero_centered_begins_at_nothing() -> None:
     assert_bitwise(layer(x), qt.RMSNorm(8)(x))
 
 
-def test_only_the_input_is_kept() -> None:
+def test_only_the_input_is_saved() -> None:
     kept = []
     x = torch.randn(64, 32, dtype=torch.bfloat16, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -187,7 +187,7 @@ def test_meta_device_is_filled_later() -> None:
     assert_bitwise(layer.weight, torch.ones(8))
 
 
-def test_bad_input_is_a_sentence() -> None:
+def test_bad_input_gives_a_clear_error() -> None:
     with pytest.raises(ValueError, match="did you mean 'RMSNorm'"):
         NormKind("RMSnorm", 8)
     with pytest.raises(ValueError, match="its last axis must be 8"):

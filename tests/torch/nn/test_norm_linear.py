@@ -98,7 +98,7 @@ def test_values_that_hurt(recipe: str) -> None:
 
 @pytest.mark.parametrize("frozen", ["weights", "norm", "input"])
 @pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
-def test_what_is_frozen_gets_no_gradient(frozen: str, recipe: str) -> None:
+def test_frozen_parameters_get_no_gradient(frozen: str, recipe: str) -> None:
     block = Several()
     for name, parameter in block.named_parameters():
         parameter.requires_grad_(frozen == "input" or (frozen == "norm") is not name.startswith("norm"))
@@ -151,7 +151,7 @@ def test_a_norm_with_hooks_is_called() -> None:
 
 
 @pytest.mark.parametrize("recipe", [None, "mxfp8"])
-def test_a_norm_whose_parameters_are_computed(recipe: str | None) -> None:
+def test_a_norm_with_computed_parameters(recipe: str | None) -> None:
     block = qt.LayerNormLinear(48, 16)
     torch.nn.utils.parametrize.register_parametrization(block.norm, "weight", nn.Softplus())
     assert_same_training(block, [apart, fused], recipe, inputs(5, 48))
@@ -178,7 +178,7 @@ def test_a_norm_that_is_not_ours_is_called() -> None:
 
 
 @pytest.mark.parametrize(("recipe", "share"), [("tensorwise", 1), ("rowwise", 1), ("nvfp4", 0.5625)])
-def test_of_the_normalized_input_only_codes_are_kept(recipe: str, share: float) -> None:
+def test_only_codes_of_the_normalized_input_are_saved(recipe: str, share: float) -> None:
     block = Several(torch.bfloat16)
     x = torch.randn(256, 48, dtype=torch.bfloat16, requires_grad=True)
 
@@ -200,7 +200,7 @@ def test_no_gradient_no_history() -> None:
     assert not dict(block.named_buffers())
 
 
-def test_bad_input_is_a_sentence() -> None:
+def test_bad_input_gives_a_clear_error() -> None:
     layer = qt.LayerNormLinear(48, 16)
     with qt.autocast("mxfp8"):
         with pytest.raises(ValueError, match="its last axis must be 48"):

@@ -230,7 +230,7 @@ def test_meta_device_is_filled_later(kind: str) -> None:
     assert_bitwise(run(other, x), run(filled, x))
 
 
-def test_bad_input_is_a_sentence() -> None:
+def test_bad_input_gives_a_clear_error() -> None:
     for options, sentence in (
         ({"norm_position": "pree"}, "did you mean 'pre'"),
         ({"parallel": "both"}, "give False, True"),
@@ -253,7 +253,7 @@ def test_bad_input_is_a_sentence() -> None:
 
 
 @pytest.mark.parametrize("kind", ["GPT", "Llama", "Gemma 2", "BLOOM's residual"])
-def test_what_is_given_for_one_call_is_what_a_layer_is_made_with(kind: str) -> None:
+def test_options_of_one_call_equal_options_of_the_layer(kind: str) -> None:
     """Mask type, window and rope, on a layer that was made with others; and the layer's own again after that."""
     rope = qt.RotaryEmbedding(16, theta=50.0)
     options = {**KINDS[kind], "rope": False}

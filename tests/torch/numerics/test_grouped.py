@@ -75,7 +75,7 @@ def test_the_operand_of_a_group_is_that_of_its_rows_alone(name: str, summed: boo
 
 
 @pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if spec.transposable])
-def test_what_is_turned_has_the_codes_and_scales_of_its_rows(name: str) -> None:
+def test_transposed_groups_have_the_codes_and_scales_of_their_rows(name: str) -> None:
     spec, places, x = SPECS[name], offsets(), rows(40)
     transposed = grouped.transposed(grouped.quantize(x, spec, places, False, None, DRAW), places)
     for group, (start, end) in enumerate(places.bounds()):

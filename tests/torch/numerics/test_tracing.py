@@ -97,7 +97,7 @@ WAYS: dict[str, Callable[[nn.Module, Tensor], object]] = {
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch's own, when it decomposes
 @pytest.mark.parametrize("module", [Asking(), Asking(recomputes=True), Asking(in_graph=True)])
 @pytest.mark.parametrize("way", WAYS)
-def test_one_thread_is_told_what_torch_says(way: str, module: Asking) -> None:
+def test_one_thread_sees_what_torch_reports(way: str, module: Asking) -> None:
     if "export" in way and (module.recomputes or module.in_graph):
         pytest.skip("torch exports neither")
     said.clear()
@@ -171,7 +171,7 @@ def test_a_flag_that_is_left_behind_changes_nothing(monkeypatch: pytest.MonkeyPa
     assert torch.compiler.is_compiling() and not is_tracing()
 
 
-def test_without_torchs_private_names_the_process_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torch_private_names_the_process_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hasattr(torch.compiler, "_is_compiling_flag") and torch._guards.TracingContext.try_get() is None
     monkeypatch.setattr(rounding, "_Context", None)
     context = assigned_anew(monkeypatch, rounding, "context")

@@ -98,7 +98,7 @@ def test_words_for_a_compiler_are_those_of_eager_steps(dtype: torch.dtype) -> No
     assert torch.equal(torch.stack(pairs, -1).view(-1), expected)
 
 
-def test_a_compiler_that_fails_is_said_and_the_step_is_taken_without_it() -> None:
+def test_a_failing_compiler_warns_and_the_step_runs_without_it() -> None:
     torch._dynamo.reset()
     with (
         torch.compiler.set_stance("fail_on_recompile"),
@@ -139,7 +139,7 @@ def test_a_step_has_its_bits_while_another_thread_compiles(
             same(value, both[1][1].state[q][key], key)
 
 
-def test_numbers_of_another_dtype_or_shape_step_without_a_program() -> None:
+def test_scalars_of_another_dtype_or_shape_step_without_a_program() -> None:
     way, part = StepConfig(Adam(), MasterFormat("plain"), (FLOAT32, FLOAT32)), torch.zeros(64, 64)
     parts = ParameterTensors((part,), ((part.clone(),), (part.clone(),)), (part.clone(),))
     scalars, drawn = (torch.ones(()),) * 8, RngKey(0, 0, 1, noise.Place((0, 0), (64, 64), (64, 64)))

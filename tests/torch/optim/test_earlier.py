@@ -108,7 +108,7 @@ def test_they_are_read_as_they_were_written_and_converted(kind: str, preset: str
         assert error.max() <= STEPS[preset] * 1.001
 
 
-def test_what_is_written_today_says_so() -> None:
+def test_current_states_record_their_format() -> None:
     for name, preset in PRESETS.items():
         changed = any("mitchell" in spec.code for spec in (preset.first, preset.second))
         assert (name in FIRST_FORM_PRESETS) == changed == (packed(name) != name)
@@ -133,7 +133,7 @@ def test_a_form_that_is_not_known_changes_nothing(preset: str) -> None:
     assert all(torch.equal(value, before[key]) for key, value in optimizer.state[layer.weight].items())
 
 
-def test_what_was_converted_is_saved_in_the_second_form() -> None:
+def test_converted_states_are_saved_in_the_second_format() -> None:
     layer = layer_of("bfloat16")
     optimizer = optim.AdamW(layer.parameters(), lr=1e-3, preset="lean")
     run(layer, optimizer, 1)

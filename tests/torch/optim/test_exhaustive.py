@@ -97,7 +97,7 @@ def test_shares_of_words_are_even_and_correlated_no_more_than_they_say(number: i
     ("kind", "dtype"),
     [("plain", "bfloat16"), *itertools.product(("exact", "lean", "three"), ("bfloat16", "tensorwise", "mxfp8"))],
 )
-def test_what_a_step_rounds_at_random_is_right_in_the_mean(kind: str, dtype: str) -> None:
+def test_stochastic_rounding_of_a_step_is_unbiased(kind: str, dtype: str) -> None:
     """Through a whole step: by moment and weight, over 200 draws of 4096 elements, within three sigmas."""
     torch.manual_seed(0)
     preset = {"three": THREE, "plain": optim.Preset(name="plain", bfloat16="none")}.get(kind)

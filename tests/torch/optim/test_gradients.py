@@ -245,7 +245,7 @@ def test_zero_grad_in_place_leaves_zeros_and_the_next_backward_is_encoded_again(
                 assert p.grad.value is None and torch.equal(p.grad.codes, codes.encode(r.grad, SPEC)[0])
 
 
-def test_what_is_written_to_a_gradient_or_to_a_view_of_it_is_stepped() -> None:
+def test_writes_to_a_gradient_or_its_views_are_used_by_the_step() -> None:
     writes: dict[str, Any] = {
         "view": lambda g: g.view(-1)[:80].zero_(),
         "row": lambda g: g[3].mul_(2.0),
@@ -327,7 +327,7 @@ def test_a_norm_that_is_a_tensor_clips_by_float32(
 
 
 @pytest.mark.parametrize("unscaled", [False, True])
-def test_a_gradient_scaler_is_told_that_it_sees_nothing(unscaled: bool) -> None:
+def test_a_gradient_scaler_without_gradients_is_an_error(unscaled: bool) -> None:
     model = model_of()
     optimizer = optim.AdamW(model.parameters(), preset="balanced")
     optimizer.step_in_backward(1)

@@ -194,7 +194,7 @@ def test_memory_in_another_order_takes_the_same_steps(preset: str) -> None:
 
 
 @pytest.mark.parametrize("preset", ["balanced", "lean"])
-def test_an_optimizer_that_was_pickled_does_not_step_what_no_model_has(preset: str) -> None:
+def test_a_pickled_optimizer_does_not_step_parameters_without_a_model(preset: str) -> None:
     """A pickled layer has its codes as bytes, and so another parameter than the optimizer; its state goes on."""
     model = model_of()
     optimizer = optim.AdamW(model.parameters(), lr=1e-3, preset=preset)

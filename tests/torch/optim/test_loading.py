@@ -270,7 +270,7 @@ def ours(name: str) -> Any:
 
 
 @pytest.mark.parametrize("case", OTHERS)
-def test_what_cannot_be_taken_up_is_named_and_nothing_is_loaded(case: str) -> None:
+def test_unloadable_states_are_named_and_nothing_is_loaded(case: str) -> None:
     make, kind, says = OTHERS[case]
     p = nn.Parameter(torch.randn(136, 160, generator=torch.Generator().manual_seed(0)))
     optimizer = kind([p], lr=1e-3, preset="lean")
@@ -405,7 +405,7 @@ def test_codes_under_their_moments_names_load_as_they_did() -> None:
 
 @pytest.mark.parametrize("cycles", ["before", "after"])
 @pytest.mark.parametrize("library", ["torch", "earlier"])
-def test_updates_are_not_held_to_the_bound_of_steady_betas_where_they_cycle(library: str, cycles: str) -> None:
+def test_updates_are_not_clamped_by_the_steady_beta_bound_when_betas_cycle(library: str, cycles: str) -> None:
     """Over states of torch, and of ours that do not say whether betas stayed: of torch's schedules, which cycle them,
     and of a schedule by hand that begins after the load."""
     start = torch.randn(80, 96, generator=torch.Generator().manual_seed(0))

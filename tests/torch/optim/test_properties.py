@@ -92,7 +92,7 @@ def test_a_remainder_keeps_every_float32_and_a_gemm_reads_its_nan() -> None:
 @pytest.mark.parametrize("preset", ["float32", "exact", "balanced", "lean", "msamp", "coat"])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_a_gradient_that_is_not_finite_touched_is_read_as_such(
+def test_state_touched_by_a_nonfinite_gradient_is_read_as_nonfinite(
     bad: float, rule: str, preset: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With nonfinite="keep": a weight that goes on as a number, or stands still for ever, would hide it."""
@@ -139,7 +139,7 @@ def test_a_pruned_weight_is_a_number_next_to_nothing(preset: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["AdamW", "AdamW, no bound", "Adam", "Lion", "SGD", "SGD, momentum", "SGD, dampening"])
-def test_no_weight_exceeds_what_was_said_before_the_step(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_weight_exceeds_the_bound_computed_before_the_step(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients against the weight, huge decays, rates of zero, in tensors, and factors: 0 violations, and no NaN."""
     name, _, kind = rule.partition(", ")
     options: dict[str, Any] = {
@@ -180,7 +180,7 @@ def test_no_weight_exceeds_what_was_said_before_the_step(rule: str, monkeypatch:
 
 
 @pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999), (0.5, 0.9), (0.0, 0.999), (0.99, 0.999)])
-def test_updates_of_exact_moments_are_never_held(betas: tuple[float, float]) -> None:
+def test_updates_of_exact_moments_are_never_clamped(betas: tuple[float, float]) -> None:
     """Against the gradients that reach the bound, each row of another size, each column at another step."""
     (b1, b2), p = betas, nn.Parameter(torch.zeros(64, 64))
     options: Any = {"betas": betas, "eps": 0.0, "weight_decay": 0.0, "preset": "float32"}

@@ -133,7 +133,7 @@ NEAR = {"float32": 1e-4, "exact": 0.01, "bnb8": 0.6, "torchao8": 0.6}
 
 @pytest.mark.parametrize("preset", optim.PRESETS)
 @pytest.mark.parametrize("make", [optim.Adam, optim.AdamW])
-def test_a_gradient_whose_square_is_beyond_float32_leaves_weights_finite(
+def test_a_gradient_with_a_square_beyond_float32_leaves_weights_finite(
     make: type[optim.Optimizer], preset: str
 ) -> None:
     p = nn.Parameter(torch.zeros(4, 96))

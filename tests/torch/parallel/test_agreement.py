@@ -406,7 +406,7 @@ def test_ranks_that_differ_get_one_error(tmp_path: Path) -> None:
     two_ranks.run(__name__, tmp_path)
 
 
-def test_the_page_lists_what_is_compared() -> None:
+def test_the_page_lists_the_compared_facts() -> None:
     page = (Path(__file__).parents[3] / "docs" / "parallel.md").read_text(encoding="utf-8")
     assert re.search(r"^## What ranks compare$", page, re.MULTILINE)
 

@@ -259,7 +259,7 @@ CASES = [
 
 
 @pytest.mark.ranks
-def test_ranks_sum_what_each_quantized_once(tmp_path: Path) -> None:
+def test_ranks_sum_gradients_quantized_once_each(tmp_path: Path) -> None:
     two_ranks.run(__name__, tmp_path)
 
 

@@ -277,7 +277,7 @@ USES = (
 
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("name", ["Linear", "LayerNormMLP", "q, k, v by themselves", "recompute", "called twice"])
-def test_other_uses_of_a_split_graph_give_what_they_give(name: str, use: Callable[..., list[Tensor | None]]) -> None:
+def test_other_uses_of_a_split_graph_are_unchanged(name: str, use: Callable[..., list[Tensor | None]]) -> None:
     results = []
     for splits in (False, True):
         block = built(name, "nvfp4")
@@ -323,7 +323,7 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
             yield from tensors_of(each)
 
 
-def test_between_the_parts_only_what_weights_need_is_held() -> None:
+def test_between_the_two_parts_only_tensors_for_weight_gradients_are_kept() -> None:
     tokens, hidden = SEQUENCES * TOKENS, 2 * WIDTH
     block = built("LayerNormMLP", "mxfp8")
     ((x, g),) = batches(1)

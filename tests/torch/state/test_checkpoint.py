@@ -147,7 +147,7 @@ def test_a_part_switched_off_stays_off(use_reentrant: bool) -> None:
 
 @KINDS
 @pytest.mark.parametrize("name", ["delayed", "mxfp8"])
-def test_micro_batches_accumulate_alike(name: str, use_reentrant: bool) -> None:
+def test_micro_batches_accumulate_the_same_with_checkpointing(name: str, use_reentrant: bool) -> None:
     """All forwards under one autocast, then all backwards."""
 
     def run(net: nn.Module, x: Tensor, block: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:

@@ -65,7 +65,7 @@ def test_every_pair_of_casts_is_taken_or_refused_as_torchao_does():
             assert (recipe.wgrad.b, recipe.dgrad.b) == (recipe.fprop.a, recipe.fprop.b)
 
 
-def test_gemms_accumulate_as_they_are_told():
+def test_gemms_follow_the_configured_accumulation():
     slow = Float8LinearConfig(
         gemm_config_output=Float8GemmConfig(), gemm_config_grad_input=Float8GemmConfig(use_fast_accum=True)
     )
@@ -73,7 +73,7 @@ def test_gemms_accumulate_as_they_are_told():
     assert (recipe.fprop.fast_accum, recipe.dgrad.fast_accum, recipe.wgrad.fast_accum) == (False, True, False)
 
 
-def test_one_cast_given_to_all_operands_stays_as_it_is():
+def test_one_cast_config_for_all_operands_stays_unchanged():
     """torchao writes a dtype into a cast that it is given, so that gradients become E4M3 with the inputs."""
     shared = CastConfig()
     recipe = recipe_of(
@@ -139,11 +139,11 @@ def test_layers_print_casts_as_torchao_does():
         ),
     ],
 )
-def test_what_does_not_fit_is_a_sentence(make, sentence):
+def test_invalid_arguments_give_a_clear_error(make, sentence):
     with pytest.raises(ValueError, match=sentence):
         make()
 
 
-def test_an_option_that_torchao_ignores_is_said():
+def test_an_option_that_torchao_ignores_gives_a_warning():
     with pytest.warns(UserWarning, match="has no effect, as in torchao"):
         Float8LinearConfig(force_recompute_fp8_weight_in_bwd=True)

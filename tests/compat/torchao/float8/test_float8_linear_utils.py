@@ -56,7 +56,7 @@ def test_a_step_is_torchaos(name):
         assert (gradient - their).norm() <= 1e-5 * their.norm()
 
 
-def test_what_is_converted_is_what_torchao_converts():
+def test_the_same_layers_are_converted_as_by_torchao():
     model = nn.ModuleDict({"a": net(), "head": nn.Linear(48, 32), "norm": nn.LayerNorm(32)})
 
     def keeps(module, name):

@@ -38,7 +38,7 @@ def test_defaults_are_the_recipe_of_ours(name: str) -> None:
     assert str(built) == f"transformer_engine.{name}"
 
 
-def test_each_option_reaches_what_it_is_of() -> None:
+def test_each_option_has_its_effect() -> None:
     asked = DelayedScaling(1, Format.E4M3, 16, "most_recent", fp8_dpa=True)
     assert asked.recipe().delayed == recipes.delayed(margin=1, history=16, algorithm="most_recent").delayed
     assert asked.recipe().gemms == recipes.delayed(format="e4m3", power_of_two=False).gemms
@@ -114,6 +114,6 @@ REFUSED: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("build", "sentence"), REFUSED)
-def test_what_is_not_there_is_a_sentence(build: Any, sentence: str) -> None:
+def test_missing_features_give_a_clear_error(build: Any, sentence: str) -> None:
     with pytest.raises((ValueError, TypeError), match=sentence):
         build()

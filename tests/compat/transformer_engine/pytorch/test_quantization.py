@@ -77,7 +77,7 @@ def test_checkpoints_are_ours() -> None:
         te.checkpoint(layer, x, distribute_saved_activations=True)
 
 
-def test_what_is_not_there_is_a_sentence() -> None:
+def test_missing_features_give_a_clear_error() -> None:
     with pytest.raises(ValueError, match="calibrating without quantizing is not supported"):
         te.autocast(enabled=False, calibrating=True)
     with pytest.raises(AttributeError, match=r"has no 'LayerNormLinea': did you mean 'LayerNormLinear'\?$"):
@@ -87,7 +87,7 @@ def test_what_is_not_there_is_a_sentence() -> None:
     assert not hasattr(te, "make_graphed_callables")
 
 
-def test_what_the_process_wide_state_says_is_autocasts() -> None:
+def test_the_global_state_reports_autocast() -> None:
     state = te.FP8GlobalStateManager
     assert not state.is_fp8_enabled() and not state.is_fp8_calibration() and not state.fp8_graph_capturing()
     with te.autocast(recipe=recipe.MXFP8BlockScaling()):

@@ -177,7 +177,7 @@ def test_gradients_of_weights_wait_for_all_parts() -> None:
         assert_bitwise(p.grad, g)
 
 
-def test_what_excludes_one_another_is_a_sentence() -> None:
+def test_conflicting_options_give_a_clear_error() -> None:
     for options, sentence in (
         ({"parallel_attention_mlp": True, "output_layernorm": True}, "norms before attention and MLP"),
         ({"layer_type": "encodr"}, "did you mean 'encoder'"),

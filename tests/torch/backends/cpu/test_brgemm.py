@@ -76,7 +76,7 @@ def test_only_large_products_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not cpu_brgemm.takes(512, 512, 512)
 
 
-def test_memory_for_c_is_what_c_takes_it_for() -> None:
+def test_memory_passed_to_c_is_checked() -> None:
     good = torch.zeros(6, 4, dtype=torch.float32)
     assert cpu_brgemm.address(good, torch.float32, 24) == good.data_ptr()
     wrong = good.double(), good.to("meta"), good.t(), good[:, :3], torch.zeros(0, dtype=torch.float32)
@@ -109,7 +109,7 @@ def test_blocks_are_compiled_for_few_sizes_whatever_the_tokens(
 @pytest.mark.parametrize("k", [1, 2, 7, 64, 66, 127])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("shifted", [False, True])
-def test_pairs_of_rows_lie_beside_each_other(
+def test_pairs_of_rows_are_interleaved(
     shifted: bool, transposed: bool, k: int, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Shifted by one element, nothing lies where a word of 32 bits may."""
@@ -175,7 +175,7 @@ class Watched:
         self.end(in_pairs)
 
 
-def test_each_thread_releases_what_it_holds(functions: block.Functions) -> None:
+def test_each_thread_releases_its_tiles(functions: block.Functions) -> None:
     watched = Watched(functions, 3)
     a, b = operands(700)
     y = cpu_brgemm._product(watched.functions(), a, b, 2)

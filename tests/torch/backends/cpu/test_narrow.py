@@ -56,7 +56,7 @@ def test_narrow_products_are_within_1e_6_of_float64(name: str, magnitude: str, t
 
 @every_gemm
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_reaches_the_rows_that_float64_gives_it(gemm: GemmSpec, value: float) -> None:
+def test_nonfinite_values_reach_the_same_rows_as_in_float64(gemm: GemmSpec, value: float) -> None:
     assert gemm.a is not None and gemm.b is not None
     x, w = torch.randn(1, 1500), torch.randn(300, 1500)
     w[131, 7] = value

@@ -63,7 +63,7 @@ def test_codes_and_scales_are_those_of_plain_torch(text: str, draw: Callable[[],
         assert torch.equal(own.amax.view(torch.int32), wanted.amax.view(torch.int32))
 
 
-def test_what_it_does_not_take_goes_another_way() -> None:
+def test_unsupported_inputs_use_another_implementation() -> None:
     x = torch.randn(8, 64)
     for text in ("e4m3[1x32]:e8m0", "e2m1[1x32]:e8m0:stochastic", "e2m1[1x32]:e8m0:hadamard", "e2m1[32x32]:e8m0"):
         assert quantize.reason_e8m0(x, QuantSpec.parse(text))

@@ -55,7 +55,7 @@ def test_a_slot_is_one_memory_for_a_thread_and_another_for_the_next() -> None:
 
 
 @pytest.mark.parametrize("size", [quantize.SMALLEST - 1, quantize.LARGEST + 1])
-def test_little_and_much_is_not_held(size: int) -> None:
+def test_scratch_memory_is_cached_only_between_two_sizes(size: int) -> None:
     first, second = (quantize.buffer("test", (size,), torch.uint8) for _ in range(2))
     assert first.data_ptr() != second.data_ptr()
 

@@ -154,7 +154,7 @@ def test_captured_delayed_scaling_takes_one_pass_over_a_tensor(gpu: Callable[[st
     assert "amax" not in names
 
 
-def test_a_captured_graph_reads_stored_codes_anew() -> None:
+def test_a_captured_graph_reads_the_stored_codes_at_each_replay() -> None:
     """What a GEMM's layout of them is kept for would be filled once, at a replay, and not follow the codes."""
     with qt.quantized_init("tensorwise"):
         layer = qt.Linear(K, N, bias=False)

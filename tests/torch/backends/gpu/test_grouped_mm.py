@@ -253,7 +253,7 @@ def test_a_layers_gemms_take_it(recipe: str, calls: list[Call], monkeypatch: pyt
         torch.testing.assert_close(ours, expected, rtol=2.0**-6, atol=2.0**-5)
 
 
-def test_what_it_does_not_take_runs_otherwise_and_says_why(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_inputs_run_elsewhere_and_say_why(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
     def why(
         a: GroupedOperand, b: Quantized, offsets: GroupOffsets, n: int = N, dtype: torch.dtype = torch.bfloat16
     ) -> str:
@@ -320,7 +320,7 @@ def test_explain_names_it(calls: list[Call]) -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_it_is_what_runs_or_explain_says_why() -> None:
+def test_on_a_gpu_it_runs_or_explain_says_why_not() -> None:
     ends = ENDS.cuda()
     x = torch.randn(T, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     for recipe in recipes.RECIPES:

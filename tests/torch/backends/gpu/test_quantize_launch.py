@@ -177,7 +177,7 @@ def test_launches_that_fail_leave_nothing_behind_for_the_next() -> None:
     assert_is_reference(rows(x), x, ROWS, False)
 
 
-def test_each_thread_and_each_stream_writes_to_a_place_of_its_own() -> None:
+def test_each_thread_and_stream_has_its_own_workspace() -> None:
     """What one launch leaves to the next must not be met by those of another stream, or of another thread on it."""
     x = torch.ones(32, 48).bfloat16()
     both, stream = RowColQuantizer(x.device, way(x, ROWS, RequestedOperands())), [0]
@@ -192,7 +192,7 @@ def test_each_thread_and_each_stream_writes_to_a_place_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("spec", [TENSOR, ROWS, QuantSpec(E4M3, (1, 128)), QuantSpec(E4M3, (1, 32), "e8m0")], ids=str)
-def test_what_was_decided_holds_no_memory(spec: QuantSpec) -> None:
+def test_launch_decisions_hold_no_memory(spec: QuantSpec) -> None:
     """Neither the matrix that it was decided for nor room that was made to find out."""
     x = torch.empty(512, 512)
     decided = way(x, spec, RequestedOperands())

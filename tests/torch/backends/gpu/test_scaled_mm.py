@@ -143,7 +143,7 @@ def test_a_gpu_gets_layouts_and_scales_as_it_wants_them(gpu: list[list[str]], a:
 
 
 @pytest.mark.parametrize(("gpu", "arch"), [(89, 89), (90, 90), (100, 100), (120, 120)], indirect=["gpu"])
-def test_what_a_gpu_lacks_is_decoded_and_has_a_reason(gpu: list[list[str]], arch: int) -> None:
+def test_unsupported_operands_are_decoded_with_a_reason(gpu: list[list[str]], arch: int) -> None:
     for a, b in itertools.product(SPECS, SPECS):
         why = scaled_mm.unavailable(SPECS[a], SPECS[b], torch.device("cpu"))
         wide = {a, b} & {"1x128", "128x128", "1x128 fp32"}
@@ -178,7 +178,7 @@ def test_hopper_transposes_once(gpu: list[list[str]]) -> None:
 
 @pytest.mark.parametrize("name", ["tensor", "128x128", "mxfp8 2d", "nvfp4 2d"])
 @pytest.mark.parametrize("swizzled", [False, True])
-def test_settling_changes_where_codes_lie_and_nothing_else(name: str, swizzled: bool) -> None:
+def test_settling_changes_only_the_layout_of_codes(name: str, swizzled: bool) -> None:
     x = reference.quantize(torch.randn(150, 200), SPECS[name]).T
     if swizzled and SPECS[name].block[0] in (16, 32):
         assert isinstance(x.scale, Tensor)
@@ -251,7 +251,7 @@ def test_a_probe_that_loses_the_cuda_context_stops(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("gpu", [100], indirect=True)
-def test_sizes_of_k_are_tried_apart_by_what_divides_them(gpu: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_of_k_are_probed_by_divisibility(gpu: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     right = scaled_mm.scaled_mm
 
     def of_whole_blocks(a: Tensor, *rest: object) -> Tensor:
@@ -266,7 +266,7 @@ def test_sizes_of_k_are_tried_apart_by_what_divides_them(gpu: list[list[str]], m
 
 
 @pytest.mark.parametrize("gpu", [90], indirect=True)
-def test_fast_accumulation_is_what_the_recipe_says(gpu: list[list[str]]) -> None:
+def test_fast_accumulation_follows_the_recipe(gpu: list[list[str]]) -> None:
     x, w = pair(SPECS["tensor"], SPECS["tensor"], 16, 32, 16)
     for fast in (False, True):
         with qt.only("native"):
@@ -310,9 +310,7 @@ def test_a_bias_that_a_gemm_refuses_is_added_after_it(
 
 
 @pytest.mark.parametrize("gpu", [90], indirect=True)
-def test_numbers_of_rows_are_tried_apart_by_what_divides_them(
-    gpu: list[list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_row_counts_are_probed_by_divisibility(gpu: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     right = scaled_mm.scaled_mm
 
     def of_quarters(a: Tensor, *rest: object) -> Tensor:
@@ -328,7 +326,7 @@ def test_numbers_of_rows_are_tried_apart_by_what_divides_them(
 
 
 @pytest.mark.parametrize("gpu", [100], indirect=True)
-def test_a_probe_lies_as_what_will_run(gpu: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_has_the_layout_of_the_real_operands(gpu: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a transpose that is a view, a view is tried; else a GEMM that wants rows is found out in a backward."""
     tried = []
     right = scaled_mm.scaled_mm
@@ -443,7 +441,7 @@ def test_nothing_to_add_up_gives_zeros(shape: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_poisons_its_rows(name: str, bad: float) -> None:
+def test_nonfinite_values_poison_their_rows(name: str, bad: float) -> None:
     x = torch.randn(32, 256)
     x[3, 200] = bad
     a, b = reference.quantize(x, SPECS[name]), reference.quantize(torch.randn(16, 256), SPECS[name])

@@ -165,7 +165,7 @@ def test_scales_of_delayed_scaling_are_each_experts_own(family: str, tmp_path: P
 
 
 @pytest.mark.parametrize("family", ["mixtral", "llama4_text"])
-def test_calibration_tells_the_inputs_of_each_product_of_experts(family: str, tmp_path: Path) -> None:
+def test_calibration_distinguishes_the_inputs_of_each_expert_gemm(family: str, tmp_path: Path) -> None:
     trained = tiny(family)
     qt.convert(trained, quaver.Rules({"*.experts": "nvfp4", "*": None}))
     with torch.no_grad():

@@ -97,7 +97,7 @@ def test_codes_of_another_spec_are_refused(given: str, recipe: str | None, sente
         qt.grouped_matmul(q, torch.zeros(G, N, K), ends(STEPS[0][1]), recipe=recipe)
 
 
-def test_codes_whose_blocks_have_rows_of_several_groups_are_refused() -> None:
+def test_blocks_that_span_several_groups_are_refused() -> None:
     spec = QuantSpec(input_spec("rowwise").format, (32, 32))
     square = GemmSpec(spec, spec)
     recipe = Recipe("squares", square, square, square)

@@ -259,7 +259,7 @@ X, OFFSETS = torch.zeros(8, K), torch.tensor([3, 3, 8, 8], dtype=torch.int32)
         (X.to("meta"), OFFSETS, "move them"),
     ],
 )
-def test_bad_rows_are_a_sentence(x: Tensor, offsets: Tensor, sentence: str) -> None:
+def test_bad_rows_give_a_clear_error(x: Tensor, offsets: Tensor, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         qt.GroupedLinear(G, K, N, recipe="mxfp8")(x, offsets)
     for given in ((X, OFFSETS.tolist()), (X, None), (X.numpy(), OFFSETS), (None, OFFSETS)):
@@ -277,7 +277,7 @@ def test_bad_rows_are_a_sentence(x: Tensor, offsets: Tensor, sentence: str) -> N
         ({"recipe": "mxfp9"}, "mxfp8"),
     ],
 )
-def test_bad_options_are_a_sentence(given: dict[str, Any], sentence: str) -> None:
+def test_bad_options_give_a_clear_error(given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         qt.GroupedLinear(**{"groups": G, "in_features": K, "out_features": N, **given})
 

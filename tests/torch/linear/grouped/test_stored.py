@@ -156,7 +156,7 @@ def test_presets_that_round_at_random_step_and_come_back_from_a_file(name: str, 
     assert (converted.state[other.weight]["master"] - value(other)).abs().max() < 1e-2
 
 
-def test_what_has_one_scale_for_all_matrices_is_refused() -> None:
+def test_presets_with_one_scale_for_all_matrices_are_refused() -> None:
     one = layer("mxfp8", recipe="mxfp8")
     with pytest.raises(ValueError, match="stack of matrices, and preset 'msamp' has one scale per parameter"):
         optim.AdamW(one.parameters(), preset="msamp")
@@ -169,7 +169,7 @@ def test_what_has_one_scale_for_all_matrices_is_refused() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @LAYOUTS
-def test_another_recipe_or_none_computes_with_what_the_codes_mean(name: str, layout: str) -> None:
+def test_another_recipe_or_none_computes_with_the_decoded_codes(name: str, layout: str) -> None:
     one, other = layer(name, layout, seed=1), layer(None, layout, seed=1)
     other.set_weight(value(one))
     other.weight.requires_grad_(one.weight.requires_grad)
@@ -230,7 +230,7 @@ def test_moves_never_cast_codes(layout: str) -> None:
 
 @pytest.mark.parametrize("name", ["tensorwise", "nvfp4"])
 @LAYOUTS
-def test_models_are_turned_into_codes_and_back(name: str, layout: str) -> None:
+def test_models_are_converted_to_codes_and_back(name: str, layout: str) -> None:
     model = nn.ModuleDict({"experts": layer(None, layout, torch.bfloat16), "head": nn.Linear(64, 64)})
     saved = qt.quantize_weights(model, name, skip=["head"])
     one: Any = model["experts"]
@@ -251,7 +251,7 @@ def test_models_are_turned_into_codes_and_back(name: str, layout: str) -> None:
     one(rows(dtype=torch.bfloat16)[0], ENDS)
 
 
-def test_what_does_not_fit_is_a_sentence() -> None:
+def test_invalid_arguments_give_a_clear_error() -> None:
     one = layer("nvfp4", recipe="nvfp4")
     with pytest.raises(ValueError, match=r"was given a weight of shape \(3, 64, 96\); it is \(3, 96, 64\)"):
         one.set_weight(torch.zeros(G, K, N))

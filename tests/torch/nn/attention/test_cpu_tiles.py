@@ -95,7 +95,7 @@ VIEWS: dict[str, Callable[[int], Tensor]] = {
 
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("lies", VIEWS)
-def test_operands_may_lie_in_any_way(lies: str, groups: int) -> None:
+def test_operands_may_have_any_layout(lies: str, groups: int) -> None:
     views, results = [VIEWS[lies](n) for n in (2, groups, groups)], []
     for x in (views, [v.clone(memory_format=torch.contiguous_format) for v in views]):
         x = [t.detach().requires_grad_() for t in x]
@@ -127,7 +127,7 @@ def test_groups_of_heads_that_do_not_fit_at_once_have_the_same_bits(monkeypatch:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_stays_with_the_queries_that_see_it(value: float) -> None:
+def test_nonfinite_values_stay_with_the_queries_that_see_them(value: float) -> None:
     x = [t.detach() for t in operands(1, 130, 2, 1, 32)]
     before = attention(*x, mask_type="causal")
     for i, (first, last) in enumerate(((100, 101), (100, 130), (100, 130))):
@@ -196,7 +196,7 @@ def test_without_gradients_and_in_inference_mode_the_bits_are_the_same() -> None
         (lambda x: [torch.cat([t] * 6, 1) for t in x], "1024"),
     ],
 )
-def test_it_says_what_it_does_not_take(change: Callable[[Any], list[Tensor]], sentence: str) -> None:
+def test_unsupported_calls_give_a_reason(change: Callable[[Any], list[Tensor]], sentence: str) -> None:
     x = [t.detach() for t in operands(1, 192, 2, 2, 64)]
     assert sentence in dict(explain_attention(*change(x), mask_type="causal").passed_over)["tiles"]
 
@@ -313,7 +313,7 @@ def test_threads_of_backward_may_be_others(of_forward: int, of_backward: int) ->
         assert_close(f"gradient of {name}", g, good, CLOSE)
 
 
-def test_compiled_operands_of_torchs_lengths_may_lie_in_any_way() -> None:
+def test_compiled_operands_may_have_any_layout() -> None:
     x = [VIEWS["every other feature"](n)[:, :12].detach().requires_grad_() for n in (2, 1, 1)]
     exact, y = exactly(*x), compiled()(*x)
     with qt.only("reference"):

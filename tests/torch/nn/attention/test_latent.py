@@ -102,7 +102,7 @@ def test_norms_that_write_their_layers_input_have_the_bits_of_norms_called_by_th
             assert_bitwise(layer(x), y.detach())
 
 
-def test_bad_input_is_a_sentence() -> None:
+def test_bad_input_gives_a_clear_error() -> None:
     for options, sentence in (
         ({"groups": 2}, "each head of latent attention has keys of its own"),
         ({"rope": qt.RotaryEmbedding(8)}, "rope turns 8 features, and latent.rope_dim is 16"),

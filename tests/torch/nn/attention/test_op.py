@@ -26,7 +26,7 @@ SLOPES = torch.tensor([0.5, 0.25, 0.125, 3.0])
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("mask_type", ["none", "causal", "padding_causal", "arbitrary"])
-def test_sbhd_is_bshd_turned(name: str, mask_type: str) -> None:
+def test_sbhd_gives_the_transposed_result_of_bshd(name: str, mask_type: str) -> None:
     q, k, v = operands(5, 7)
     options = {"mask_type": mask_type, "mask": mask_of(mask_type, 5, 7)}
     with qt.only(name):
@@ -55,7 +55,7 @@ def test_the_last_query_alone_keeps_its_distances(name: str, options: dict[str, 
     assert_close("output", y.reshape(whole.shape), whole, 1e-6)
 
 
-def test_what_is_faked_leaves_nothing_behind() -> None:
+def test_fake_calls_leave_nothing_behind() -> None:
     q, k, v = operands(5, 7)
     options: dict[str, Any] = {"mask_type": "causal", "window": (1, 0), "soft_cap": 3.0}
     with FakeTensorMode():
@@ -296,8 +296,6 @@ T = {"layout": "thd"}
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_with_a_sentence(
-    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], says: str
-) -> None:
+def test_mismatched_arguments_are_refused(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         attention(q, k, v, **options)

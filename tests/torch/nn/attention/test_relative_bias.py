@@ -35,7 +35,7 @@ def test_a_bias_is_t5s_also_of_the_last_queries(decoder: bool) -> None:
     assert_bitwise(several, torch.cat([theirs.compute_bias(2, 9, past_seen_tokens=n) for n in (7, 3)]))
 
 
-def test_bad_input_is_a_sentence() -> None:
+def test_bad_input_gives_a_clear_error() -> None:
     for options, sentence in (
         ({"heads": 0}, "a bias of 0 heads holds nothing"),
         ({"heads": 4, "buckets": 7}, "give 4 or more, an even number"),

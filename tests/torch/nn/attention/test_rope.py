@@ -76,7 +76,7 @@ def test_rope_turns_pairs_and_its_gradient_turns_back(
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("lengths", [(3, 4), (1, 0, 6), (0, 0, 7, 0)])
 @pytest.mark.parametrize("offset", ["none", "number", "each", "positions"])
-def test_ragged_sequences_begin_anew(dtype: torch.dtype, lengths: tuple[int, ...], offset: str) -> None:
+def test_ragged_sequences_restart_their_positions(dtype: torch.dtype, lengths: tuple[int, ...], offset: str) -> None:
     x = torch.randn(7, 3, 8)
     cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=dtype)
     each = torch.arange(len(lengths)) * 10
@@ -166,7 +166,7 @@ def test_with_its_tables_at_hand_a_call_is_a_few_operations(dtype: torch.dtype, 
     assert operations(lambda: rope(x)) <= most
 
 
-def test_tables_are_kept_by_shape_and_by_tensor_and_made_again_when_it_changes() -> None:
+def test_tables_are_cached_by_shape_and_tensor_and_rebuilt_on_change() -> None:
     rope, q, k = RotaryEmbedding(8), torch.randn(2, 5, 4, 8), torch.randn(2, 5, 2, 8)
     assert rope.tables(q)[0] is rope.tables(k)[0]
     assert rope.tables(q, offset=1)[0] is not rope.tables(q)[0]
@@ -371,12 +371,12 @@ def test_the_plain_function_takes_any_tables() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_a_sentence(shape: tuple[int, ...], options: dict[str, Any], said: str) -> None:
+def test_invalid_arguments_give_a_clear_error(shape: tuple[int, ...], options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         RotaryEmbedding(6)(torch.ones(shape), **options)
 
 
-def test_features_that_cannot_turn_are_a_sentence() -> None:
+def test_feature_counts_that_cannot_rotate_give_a_clear_error() -> None:
     with pytest.raises(ValueError, match=r"0\.5 of 6 is 3; make it an even number"):
         RotaryEmbedding(6, fraction=0.5)
     with pytest.raises(ValueError, match=r"fraction is 0"):
@@ -387,7 +387,7 @@ def test_features_that_cannot_turn_are_a_sentence() -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_turned_is_contiguous_however_it_lay(
+def test_rotated_tensors_are_contiguous_for_any_input_layout(
     dtype: torch.dtype, fraction: float, interleaved: bool, kernel: bool
 ) -> None:
     rope = qt.RotaryEmbedding(16, fraction=fraction, interleaved=interleaved)

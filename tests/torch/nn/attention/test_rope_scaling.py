@@ -135,7 +135,7 @@ def test_longrope_switches_for_the_longest_sequence_of_a_batch() -> None:
     assert_close("offsets", got, expected, 1e-6)
 
 
-def test_a_factor_is_the_ratio_of_the_lengths_if_it_is_not_given() -> None:
+def test_the_factor_defaults_to_the_ratio_of_the_lengths() -> None:
     for case in ("yarn", "longrope"):
         scaling = CASES[case] | {"factor": None}
         assert ours(scaling).frequencies.attention_factor == ours(CASES[case]).frequencies.attention_factor
@@ -193,6 +193,6 @@ YARN, LLAMA3 = CASES["yarn"], CASES["llama3"]
         ),
     ],
 )
-def test_what_a_dict_lacks_is_a_sentence(scaling: dict[str, Any], said: str) -> None:
+def test_missing_keys_of_a_dict_give_a_clear_error(scaling: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         RotaryEmbedding(16 if "partial" not in str(scaling) else 10, scaling=scaling)

@@ -149,7 +149,7 @@ BAD: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_does_not_fit_is_refused(name: str) -> None:
+def test_mismatched_inputs_are_refused(name: str) -> None:
     call, says = BAD[name]
     with pytest.raises(ValueError, match=says):
         call(qt.route(drawn(), 2))

@@ -142,7 +142,7 @@ def test_most_values_are_those_of_quantizing_the_numbers_along_tokens(name: str,
     assert codes >= 0.97, codes
 
 
-def test_recipes_whose_blocks_move() -> None:
+def test_recipes_with_blocks_that_move_with_tokens() -> None:
     # The table that docs/blocks/experts.md has.
     assert set(MOVED) == {"rowwise", "blockwise", "mxfp8"}, MOVED
     nvfp4 = RECIPES["nvfp4"]()

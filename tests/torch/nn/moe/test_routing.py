@@ -140,7 +140,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_does_not_fit_is_refused(name: str) -> None:
+def test_mismatched_inputs_are_refused(name: str) -> None:
     options, says = BAD[name]
     with pytest.raises(ValueError, match=says):
         qt.route(torch.randn(3, 8), **options)

@@ -77,7 +77,7 @@ def test_few_bits_are_rounded_once(dtype: torch.dtype) -> None:
 # Values that hurt.
 
 
-def test_what_lies_between_two_near_tokens_keeps_its_digits_however_far_the_sums_have_gone() -> None:
+def test_decays_between_near_tokens_keep_their_precision_late_in_a_sequence() -> None:
     exponents = torch.full((1, 1, 1, 64), -0.01, dtype=torch.float64)
     exponents[..., :32] = -100.0
     sums = exponents.cumsum(-1)
@@ -128,7 +128,7 @@ def test_values_that_hurt(change: Callable[[dict[str, Tensor]], Any]) -> None:
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("name", ["x", "dt", "B", "C"])
-def test_what_is_not_finite_spoils_no_earlier_chunk_and_no_other_sequence(name: str, value: float) -> None:
+def test_nonfinite_values_spoil_no_earlier_chunk_and_no_other_sequence(name: str, value: float) -> None:
     values = tensors()
     clean, _ = ssd(**values, chunk_size=16)
     values[name][0, 40] = value
@@ -153,7 +153,7 @@ def packed(values: dict[str, Tensor], sequences: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("chunk_size", [None, 8, 256])
-def test_sequences_laid_end_to_end_are_each_alone(chunk_size: int | None) -> None:
+def test_packed_sequences_are_independent(chunk_size: int | None) -> None:
     values = leaves(packed(tensors(), 5))
     y, last, *grads = differentiated(ssd(**values, cu_seqlens=CU_SEQLENS, chunk_size=chunk_size), values)
     g_y, g_last = (drawn_gradient(t, n) for n, t in enumerate((y, last)))
@@ -231,7 +231,7 @@ def test_a_state_goes_on_where_it_ended() -> None:
     assert_close("last states", end, last, BOUND)
 
 
-def test_nothing_is_kept_but_what_is_given() -> None:
+def test_only_inputs_are_saved() -> None:
     values, kept = leaves(tensors()), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         ssd(**values)
@@ -351,12 +351,12 @@ def test_a_second_derivative_and_transforms_are_refused() -> None:
         ({}, {"chunk_size": 512}, "chunk_size is 512"),
     ],
 )
-def test_what_does_not_fit_is_a_sentence(given: dict[str, Tensor], options: dict[str, Any], says: str) -> None:
+def test_invalid_arguments_give_a_clear_error(given: dict[str, Tensor], options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         ssd(**(tensors() | given), **options)
 
 
-def test_cumulative_lengths_that_do_not_fit_are_a_sentence() -> None:
+def test_cumulative_lengths_that_do_not_fit_give_a_clear_error() -> None:
     flat = packed(tensors(), 2)
     with pytest.raises(ValueError, match="give cu_seqlens, where each begins"):
         ssd(**flat)

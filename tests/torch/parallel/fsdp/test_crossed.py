@@ -110,7 +110,7 @@ SLOW: list[Case] = [
 
 
 @pytest.mark.ranks
-def test_codes_give_what_high_precision_gives(tmp_path: Path) -> None:
+def test_gathered_codes_equal_gathered_high_precision(tmp_path: Path) -> None:
     two_ranks.run(__name__, tmp_path, crossed.RANKS**2)
 
 

@@ -828,7 +828,7 @@ def test_a_report_says_how_each_weight_travels() -> None:
     assert str(gathers).startswith("0: codes of mxfp8\n2: in high precision, left out by name\n")
 
 
-def test_what_cannot_be_gathered_as_codes_is_refused() -> None:
+def test_weights_that_cannot_be_gathered_as_codes_are_refused() -> None:
     with pytest.raises(ValueError, match="gather_quantized has no weight to gather as codes; call quaver"):
         gather_quantized(network((32, 48, 64)))
     net: Any = converted("mxfp8")
@@ -866,7 +866,7 @@ def test_a_prepared_model_is_copied_and_written_as_any_other(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("ranks", CASES)
 @pytest.mark.ranks
-def test_codes_give_what_high_precision_gives(ranks: int, tmp_path: Path) -> None:
+def test_gathered_codes_equal_gathered_high_precision(ranks: int, tmp_path: Path) -> None:
     two_ranks.run(__name__, tmp_path, ranks)
 
 

@@ -274,7 +274,7 @@ def test_factors_of_another_format_are_not_used() -> None:
     assert layer.factor[2] == 2.0 ** math.floor(math.log2(448 / g.abs().max()))
 
 
-def test_another_history_length_starts_fresh_with_a_warning() -> None:
+def test_another_history_length_restarts_with_a_warning() -> None:
     layer = qt.Linear(8, 6)
     step(layer, recipes.delayed(history=4), torch.randn(4, 8), torch.randn(4, 6))
     with pytest.warns(UserWarning, match="history of 4 steps makes room for one of 6"):
@@ -282,7 +282,7 @@ def test_another_history_length_starts_fresh_with_a_warning() -> None:
     assert layer.history.shape == (6, 3)
 
 
-def test_rolling_touches_only_what_was_recorded() -> None:
+def test_rolling_changes_only_recorded_histories() -> None:
     layer = qt.Linear(8, 6, recipe=recipes.delayed(history=3))
     layer.history.copy_(torch.tensor([[1.0, 0.0, 0.0], [2.0, 3.0, 4.0], [5.0, 6.0, 7.0]]))
     layer.factor.copy_(torch.tensor([1.0, 2.0, 0.0]))

@@ -103,12 +103,12 @@ def test_weights_begin_as_there() -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_cannot_be_done_is_a_sentence(fields: dict[str, Any], sentence: str) -> None:
+def test_unsupported_options_give_a_clear_error(fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         attend(*operands(), bias=jnp.zeros((1, 1, 6, 6)), **fields)
 
 
-def test_keys_that_are_missing_and_masks_that_are_none_are_sentences() -> None:
+def test_missing_keys_and_invalid_masks_give_clear_errors() -> None:
     q, k, v = operands()
     with pytest.raises(ValueError, match="keys or values are missing"):
         attend(q)

@@ -62,7 +62,7 @@ def test_cached_tokens_are_those_of_one_forward(layout: str, paged: dict[str, An
     step({"b": 4}, {"b": 0})
 
 
-def test_a_step_that_was_not_begun_is_a_sentence() -> None:
+def test_a_step_without_pre_step_gives_a_clear_error() -> None:
     layer, cache = model("bshd")[0], te.InferenceParams(2, 4)
     with pytest.raises(ValueError, match=r"2 rows, and the step has 0: call pre_step"), torch.no_grad():
         layer(torch.randn(2, 3, 32), inference_params=cache)

@@ -98,7 +98,7 @@ def test_first_values_are_its_own(name: str) -> None:
 
 
 @EACH
-def test_what_is_set_is_what_runs(name: str) -> None:
+def test_the_configured_options_take_effect(name: str) -> None:
     module, other = MADE[name](), MADE[name]()
     for key, p in of(name, other).named_parameters():
         setattr(of(name, module), key, p)
@@ -166,7 +166,7 @@ def test_reset_and_meta() -> None:
 
 
 @pytest.mark.parametrize("name", ["Linear", "LayerNormLinear", "LayerNormMLP"])
-def test_a_bias_may_be_given_beside_the_output(name: str) -> None:
+def test_a_bias_may_be_returned_beside_the_output(name: str) -> None:
     plain, apart = MADE[name](), MADE[name](return_bias=True)
     assert list(apart.state_dict()) == NAMES[name]
     with torch.no_grad():
@@ -182,7 +182,7 @@ def test_a_bias_may_be_given_beside_the_output(name: str) -> None:
         te.Linear(8, 8)(torch.zeros(1, 8), fp8_output=True)
 
 
-def test_the_norms_output_is_given() -> None:
+def test_the_norm_output_is_returned() -> None:
     x = torch.randn(8, 64)
     for module in (
         te.LayerNormLinear(64, 64, return_layernorm_output=True),
@@ -308,7 +308,7 @@ def test_compiled_it_has_the_same_bits() -> None:
         run(waiting, MXFP8BlockScaling())
 
 
-def test_what_it_refuses() -> None:
+def test_unsupported_arguments_are_refused() -> None:
     for make, sentence in (
         (lambda: te.Linear(64, 64, tp_size=4), "Linear would be one rank's shard of 4"),
         (lambda: te.Linear(64, 64, parameters_split={"a": 3}), "parameters_split has 3 rows and the weight 64"),
@@ -340,7 +340,7 @@ def test_padding_goes_and_comes() -> None:
     assert_bitwise(te.Fp8Unpadding(3)(padded, [5, 0, 7]), x)
 
 
-def test_what_is_given_by_place_is_what_it_is_there() -> None:
+def test_positional_arguments_have_the_original_order() -> None:
     for kind in (te.LayerNormLinear, te.LayerNormMLP):
         given, named = kind(32, 64, 0.5), kind(32, 64, eps=0.5)
         named.load_state_dict(given.state_dict())
