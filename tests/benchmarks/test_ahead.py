@@ -107,7 +107,7 @@ def test_recorded_launches_compiled_elsewhere_leave_nothing_to_compile(
     assert again["kernels found"] >= 10 and again["tests passed"] == built["tests passed"], said
 
 
-def test_a_walk_over_tests_goes_on_where_they_would_fail() -> None:
+def test_recording_tests_continues_past_failures() -> None:
     """And computes what they assert, where launches may stand."""
     source = (
         "def case():\n assert done.append(1)\n if True:\n  raise AssertionError('no')\n assert done.append(2), 1 / 0"

@@ -250,7 +250,7 @@ def test_a_row_is_written_as_it_ends(tmp_path: Path) -> None:
     assert last["instead"] == "does not run: no card" and "value" not in last
 
 
-def test_a_peak_is_that_of_one_step_whatever_was_measured_before() -> None:
+def test_a_memory_peak_covers_only_its_own_step() -> None:
     kept: list[torch.Tensor] = []
 
     def step() -> None:

@@ -17,7 +17,7 @@ def test_states_in_more_bits_err_less_and_float32_not_at_all() -> None:
     assert control["largest"] > 100 and control["clamped error"] < 1, "what the clamp is for"
 
 
-def test_a_moment_rounded_to_nearest_goes_on_moving_its_weight_and_one_at_random_does_not() -> None:
+def test_a_moment_rounded_to_nearest_keeps_moving_its_weight_and_a_stochastic_one_does_not() -> None:
     names = ["float32", "int8 near roots/64, v near fourth roots/64, the same: `lean`, `balanced`"]
     names.append("the same, m to nearest")
     chosen = tuple(scheme for scheme in open_loop.SCHEMES if scheme.name in names)

@@ -33,7 +33,7 @@ def test_a_column_that_nothing_was_fitted_to_is_near_too() -> None:
     assert all(abs(f.error) <= NEAR for f in of_transformer_engine("b300"))
 
 
-def test_the_page_matches_torchao_published_numbers() -> None:
+def test_claims_about_the_torchao_card_hold() -> None:
     near = [sum(abs(f.error) <= NEAR for f in of_torchao(card)) for card in other_cards().values()]
     assert near == [4, 1]
     assert all(f.error < 0 for f in of_torchao())

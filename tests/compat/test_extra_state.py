@@ -171,7 +171,7 @@ def test_state_without_recordings_is_unset() -> None:
     assert buffers["factor"][2] == 0 and (buffers["factor"][:2] == plain.scale[:2]).all()
 
 
-def test_states_without_scales_are_taken(theirs: Any) -> None:
+def test_states_without_scales_are_accepted(theirs: Any) -> None:
     for given in (
         torch.empty(0, dtype=torch.uint8),
         None,

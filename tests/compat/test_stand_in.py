@@ -38,7 +38,7 @@ def test_modules_are_ours_by_both_names() -> None:
         importlib.import_module("transformer_engine.debug")
 
 
-def test_metadata_has_a_version_until_it_is_taken_away() -> None:
+def test_metadata_has_a_version_until_the_stand_in_is_removed() -> None:
     quaver.compat.install("transformer_engine")
     for name in ("transformer_engine", "transformer-engine", "Transformer.Engine"):
         assert metadata.version(name) == LIBRARIES["transformer_engine"].version

@@ -221,7 +221,7 @@ def test_eager_and_compiled_calls_store_the_same_codes(spec: QuantSpec) -> None:
 
 @pytest.mark.usefixtures("hardly_optimized")
 @pytest.mark.parametrize("name", ["mxfp8(weight_2d=True).fprop.b", "nvfp4.wgrad.a"])
-def test_nothing_rests_on_operations_being_compiled_together(name: str) -> None:
+def test_results_do_not_depend_on_fused_compilation(name: str) -> None:
     x = nasty((19, 70))["normal"]
     with jax.disable_jit():
         same(eager(jnp.asarray(x), SPECS[name], **STREAM), reference.quantize(x, SPECS[name], **STREAM), name)

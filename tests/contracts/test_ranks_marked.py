@@ -82,7 +82,7 @@ def every_test() -> list[tuple[str, str, bool, bool]]:
     return every
 
 
-def test_tests_that_start_ranks_say_so_and_are_where_the_target_looks() -> None:
+def test_tests_that_start_ranks_are_marked_and_found_by_the_make_target() -> None:
     every = every_test()
     wrong = [f"{file}::{name}: {MARK} is {marked}" for file, name, starting, marked in every if starting != marked]
     assert not wrong, wrong

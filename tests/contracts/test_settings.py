@@ -284,7 +284,7 @@ def test_the_lint_allows_reads_and_thread_local_state(code: str) -> None:
     assert not list(settings_changed(code))
 
 
-def test_the_lint_knows_everything_that_a_default_device_moves() -> None:
+def test_the_lint_covers_everything_affected_by_the_default_device() -> None:
     listed = pytest.importorskip("torch.utils._device", reason="this torch has no such list")
     moved = {f.__name__.removeprefix("fft_") for f in listed._device_constructors()}
     assert moved <= FACTORIES, moved - FACTORIES

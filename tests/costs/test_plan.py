@@ -31,7 +31,7 @@ def test_each_recipe_reuses_the_expected_operands(name: str) -> None:
     assert get(name).plan == REUSED[name]
 
 
-def test_square_weights_let_one_copy_serve_both_gemms() -> None:
+def test_square_blocks_use_one_weight_copy_for_both_gemms() -> None:
     assert get("mxfp8", weight_2d=True).plan.weight
     assert not get("nvfp4", weight_2d=False).plan.weight
 

@@ -42,7 +42,7 @@ def test_a_gpu_alone_sends_nothing_and_its_parts_are_the_ledgers() -> None:
     assert alone.tokens_per_second == pytest.approx(4096 / alone.seconds)
 
 
-def test_rings_by_hand() -> None:
+def test_ring_traffic_matches_a_hand_calculation() -> None:
     inside = LINK.inside.value * 1e9
     assert LINK.gather(1e9, 8, 1) == pytest.approx(1e9 * 7 / 8 / inside + START + 7 * HOP_INSIDE)
     # Sixteen ranks on two whole nodes: eight network cards are as fast as the links inside.
@@ -55,7 +55,7 @@ def test_rings_by_hand() -> None:
     assert LINK.gather(1e9, 1, 1) == LINK.all_to_all(1e9, 1, 1) == 0
 
 
-def test_bytes_on_the_wire_by_hand() -> None:
+def test_communication_bytes_match_a_hand_calculation() -> None:
     block = SMALL.blocks[0][1]
     plain, narrow = step(recipe="bf16"), step()
     assert plain.wire["weights"] == pytest.approx(2 * 4 * 2 * block.parameters * 7 / 8)

@@ -48,7 +48,7 @@ def test_captured_steps_are_the_eager_ones(recipe: str) -> None:
     assert captured.loss(batches(1)[0]) == eager.loss(batches(1)[0])
 
 
-def test_a_loss_that_is_not_finite_updates_nothing_and_training_goes_on() -> None:
+def test_a_nonfinite_loss_skips_the_update_and_training_continues() -> None:
     captured = learner("tensorwise", "step")
     for step, batch in enumerate(batches(5)):
         captured.step(batch, rate(step))

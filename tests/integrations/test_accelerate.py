@@ -143,7 +143,7 @@ def test_without_fp8_nothing_is_converted() -> None:
     assert not any(isinstance(part, Quantizable) for part in model.modules())
 
 
-def test_the_seam_of_this_version_is_the_known_one() -> None:
+def test_the_hook_of_this_version_is_the_known_one() -> None:
     check_seam(accelerate.Accelerator)
 
 

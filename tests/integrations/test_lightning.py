@@ -228,7 +228,7 @@ def adversaries(
     note(loss.item())
 
 
-def test_two_optimizers_by_hand_roll_where_a_loop_with_autocast_does() -> None:
+def test_manual_optimization_with_two_optimizers_rolls_histories_like_autocast() -> None:
     model = Adversaries()
     alone = copy.deepcopy(model)
     fit(model, QuaverPrecision(RECIPE, "32-true"), max_steps=2 * STEPS)

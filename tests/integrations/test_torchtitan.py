@@ -265,7 +265,7 @@ def test_gpus_without_a_recipes_gemms_are_refused_unless_they_may_emulate(
         ({"compile__enable": True}, True, "leave out enable_fsdp_float8_all_gather"),
     ],
 )
-def test_jobs_that_do_not_go_together_are_refused_before_a_model_is_made(
+def test_incompatible_job_options_are_refused_before_a_model_is_made(
     changes: dict[str, Any], gathers: bool, said: str
 ) -> None:
     spec = spec_of(quantized("mxfp8", enable_fsdp_float8_all_gather=gathers))

@@ -51,7 +51,7 @@ def test_positional_arguments_have_the_original_order(thing: Any) -> None:
 
 
 @pytest.mark.slow
-def test_its_checkpoints_go_on_as_there() -> None:
+def test_original_checkpoints_continue_identically() -> None:
     if not PACKAGE.is_dir():
         pytest.skip(f"transformer-engine {beside.VERSION} is not in {beside.FOLDER}: make test-integrations")
     assert PathDistribution(PACKAGE).version == beside.VERSION

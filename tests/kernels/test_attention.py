@@ -91,7 +91,7 @@ def test_output_and_gradients_are_the_specifications(spec: AttentionSpec) -> Non
 
 
 @every_spec
-def test_so_they_are_in_the_tiles_of_ampere_with_codes_made_of_bits(
+def test_ampere_tiles_with_bitwise_codes_give_the_same_results(
     spec: AttentionSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiles: list[tuple[int, int, int]] = []

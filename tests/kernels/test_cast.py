@@ -78,7 +78,7 @@ def test_any_strides_and_dtypes_give_the_references_bits(kind: str, dtype: torch
 
 @pytest.mark.parametrize(("before", "outlier", "after"), [(0.0, 8.0, 8.0), (9.0, 8.0, 9.0), (1.0, float("inf"), 1.0)])
 @pytest.mark.parametrize("is_set", [True, False])
-def test_a_history_notes_the_largest_finite_amax(is_set: bool, before: float, outlier: float, after: float) -> None:
+def test_a_history_records_the_largest_finite_amax(is_set: bool, before: float, outlier: float, after: float) -> None:
     x = torch.ones(150, 70, device=DEVICE, dtype=torch.bfloat16)
     x[100, 3] = -outlier
     history = torch.tensor([0.5, before, 0.5], device=DEVICE)

@@ -39,7 +39,7 @@ def test_more_programs_than_one_sum_as_one(rows: int, monkeypatch: pytest.Monkey
         assert_bitwise(gpu.column_sum(x, torch.float32), expected)
 
 
-def test_values_that_hurt() -> None:
+def test_edge_case_values() -> None:
     x = torch.ones(70, 6, device=DEVICE)
     x[3, 0], x[64, 1], x[1, 2], x[2, 2] = float("nan"), float("inf"), float("inf"), -float("inf")
     x[:, 3], x[:, 4], x[69, 4] = 2.0**-130, 0.0, 3e38

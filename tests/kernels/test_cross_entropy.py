@@ -79,7 +79,7 @@ def test_infinities_and_nan_are_those_of_torch() -> None:
     assert_close("gradient", in_place, given.grad, 1e-6)
 
 
-def test_an_ignored_row_has_no_gradient_whatever_it_holds_and_an_unknown_target_is_nan() -> None:
+def test_an_ignored_row_has_no_gradient_and_an_unknown_target_gives_nan() -> None:
     logits = torch.full((4, 50), torch.nan, device=DEVICE)
     logits[1:] = 1.0
     targets = torch.tensor([-100, 50, -1, 2**40], device=DEVICE)

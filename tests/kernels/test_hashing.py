@@ -47,7 +47,7 @@ def hashes_in(order: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", HASHES, order], env=environment, stdout=subprocess.PIPE, text=True)
 
 
-def test_a_kernel_has_one_hash_whatever_was_hashed_before() -> None:
+def test_a_kernel_hash_does_not_depend_on_earlier_hashes() -> None:
     processes = [hashes_in("forward"), hashes_in("reverse")]
     forward, backward = [json.loads(process.communicate()[0]) for process in processes]
     hashes, late, twice = forward

@@ -103,7 +103,7 @@ def test_three_strides_never_leave_the_integers_that_count_them(stride: int, kin
     assert described(4, 64, stride).signature["stride"] == kind
 
 
-def test_threads_that_begin_at_once_meet_in_places_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_threads_use_separate_scratch_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_rooms", {})
     monkeypatch.setattr(launch, "_workspaces", {})
     cpu, start = torch.device("cpu"), threading.Barrier(16)
@@ -156,7 +156,7 @@ def test_given_amaxes_may_have_any_layout(block: tuple[int, int | None]) -> None
     assert kept[1] - kept[0] == (block != (128, 128))
 
 
-def test_scales_from_anywhere_are_decoded_as_they_lie() -> None:
+def test_scales_in_any_layout_are_decoded() -> None:
     spec = QuantSpec(E4M3, (1, 128))
     q = reference.quantize(torch.randn(64, 256, device=DEVICE), spec)
     expected = decode(q)

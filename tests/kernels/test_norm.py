@@ -98,7 +98,7 @@ def test_the_fused_codes_are_the_output_quantized(shape: tuple[int, int], spec: 
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_values_that_hurt_are_quantized_as_the_output_is(spec: QuantSpec) -> None:
+def test_edge_case_values_are_quantized_like_the_output(spec: QuantSpec) -> None:
     for at, (name, value) in enumerate(nasty((3, 40)).items(), SPECS.index(spec)):
         x = torch.from_numpy(value).to(DEVICE).bfloat16()
         # By turns, so that each kind meets each operand under every other spec.

@@ -164,7 +164,7 @@ def test_layers_of_different_rules_roll_together() -> None:
     assert len(stacks) == 3
 
 
-def test_factors_handed_out_do_not_change_with_later_rolls() -> None:
+def test_returned_factors_do_not_change_with_later_rolls() -> None:
     layers = layers_of(recipes.delayed(history=2, algorithm="most_recent"))
     step(layers)
     stack, index = state_of(layers[1]).stacked

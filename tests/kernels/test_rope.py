@@ -78,7 +78,7 @@ def test_parts_of_a_fused_projection_are_rotated_in_place() -> None:
 
 @INTERLEAVED
 @pytest.mark.parametrize("where, head_dim, fraction", [("bshd", 16, 1.0), ("sbhd", 20, 0.4), ("thd", 24, 1.0)])
-def test_heads_of_one_projection_are_parted_and_put_together_by_a_launch(
+def test_heads_of_one_projection_are_split_and_joined_by_one_launch(
     where: str, head_dim: int, fraction: float, interleaved: bool, monkeypatch: Any
 ) -> None:
     """The bits of splitting, turning and joining, and those of the values as they are; there, back, and there again."""

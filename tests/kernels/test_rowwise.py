@@ -75,7 +75,7 @@ def test_given_amaxes_replace_measured_ones(spec: QuantSpec, transposed: bool) -
     assert_same(gpu.quantize(x, spec, 3.0), reference.quantize(x, spec, 3.0))
 
 
-def test_a_factor_of_blocks_goes_to_the_reference() -> None:
+def test_a_block_factor_uses_the_reference() -> None:
     x = torch.randn(8, 32, device=DEVICE)
     assert_same(gpu.quantize(x, ROWS, None, 4.0), reference.quantize(x, ROWS, None, 4.0))
 

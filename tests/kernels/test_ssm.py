@@ -73,7 +73,7 @@ def test_packed_sequences_are_independent() -> None:
     assert_bitwise(ours[-1][1], drawn_gradient(ours[1], 1)[1])
 
 
-def test_values_that_hurt_in_a_sequence_and_a_head_each() -> None:
+def test_edge_case_values_in_each_sequence_and_head() -> None:
     """By sequence: steps of 0, few large ones, larger, x large, tiny and 0, B 0, a large state; decays by head."""
     values = tensors((8, 34, 4, 4, 1, 4))
     values["dt"][0] = -1e9
@@ -113,7 +113,7 @@ def test_nonfinite_values_spoil_no_earlier_chunk_and_no_other_sequence() -> None
             assert_bitwise(one[4], other[4], name)
 
 
-def test_softplus_keeps_its_digits_on_both_sides() -> None:
+def test_softplus_keeps_its_precision_for_both_signs() -> None:
     """Of a token a sequence, so that no step is seen beside larger ones."""
     dt = torch.tensor([-1e4, -80.0, -20.0, -16.7, -15.0, -12.0, -9.0, -5.0, -1e-3, 0.0, 1e-3, 3.0, 19.9, 20.1, 90.0])
     values = tensors((len(dt), 1, 1, 4, 1, 4)) | {"dt": dt.view(-1, 1, 1), "A": torch.tensor([-1e-6])}

@@ -40,7 +40,7 @@ def test_the_first_match_wins() -> None:
     assert recipe("model.layers.1.attn.v_proj") == "nvfp4"
 
 
-def test_no_match_is_none() -> None:
+def test_no_match_returns_none() -> None:
     assert Rules({"*.mlp": "mxfp8"}).match("model.attn", 64, 64) is None
 
 

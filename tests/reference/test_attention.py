@@ -66,7 +66,7 @@ def on_the_grid(x: np.ndarray) -> np.ndarray:
     return np.where(np.abs(x) < 0.3, 0, np.sign(x)).astype(np.float32)
 
 
-def test_where_rounding_changes_nothing_the_output_is_attention() -> None:
+def test_lossless_rounding_gives_plain_attention() -> None:
     q, k, v, _ = (on_the_grid(x) for x in operands())
     # One key a query: its probability is 1.
     hidden = np.arange(SK) != (np.arange(SQ) % SK)[:, None]

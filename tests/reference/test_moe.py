@@ -7,7 +7,7 @@ from quaver.reference import moe
 from tests.close import assert_bitwise
 
 
-def test_a_token_goes_to_its_best_experts_with_the_shares_of_their_softmax() -> None:
+def test_a_token_is_routed_to_its_best_experts_with_softmax_weights() -> None:
     routing = moe.route(np.log(np.array([[1.0, 4.0, 2.0, 3.0]])), 2)
     assert routing.indices.tolist() == [[1, 3]]
     np.testing.assert_allclose(routing.weights, [[4 / 7, 3 / 7]])
@@ -46,7 +46,7 @@ def test_experts_of_the_best_groups_alone_are_chosen() -> None:
 
 
 @pytest.mark.parametrize("first, second", [(0.0, -0.0), (-0.0, 0.0), (np.nan, np.nan), (np.inf, np.inf)])
-def test_of_equal_numbers_the_first_comes_first(first: float, second: float) -> None:
+def test_equal_values_keep_their_order(first: float, second: float) -> None:
     assert moe.descending(np.array([-np.inf, first, second])) == [1, 2, 0]
     assert moe.descending(np.array([np.inf, np.nan])) == [1, 0]
 

@@ -83,7 +83,7 @@ def test_decoded_values_are_within_half_a_step(spec: StateSpec) -> None:
     + [spec for spec in SCALED if spec.of.numbers > 1],
     ids=lambda spec: spec.text,
 )
-def test_larger_numbers_have_no_smaller_values(spec: StateSpec) -> None:
+def test_decoding_is_monotonic(spec: StateSpec) -> None:
     for x in examples(spec):
         x = np.sort(x.reshape(1, -1)[:, :16])
         noise = np.full(x.shape, x.view(np.uint32).sum() % 2**15, np.int32)

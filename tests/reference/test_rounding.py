@@ -88,7 +88,7 @@ def test_the_sign_of_zero_survives_also_when_a_value_rounds_to_zero(fmt: Format)
 
 
 @signed
-def test_at_random_a_value_goes_up_exactly_where_u_is_below_its_fraction(fmt: Format) -> None:
+def test_stochastic_rounding_goes_up_exactly_when_u_is_below_the_fraction(fmt: Format) -> None:
     low, high = grid(fmt)[:-1], grid(fmt)[1:]
     ulp = np.float32(2.0**-24)
     for fraction in (0.25, 0.5, 0.8125):

@@ -30,7 +30,7 @@ def test_non_modules_raise_a_type_error(name: str, model: Any) -> None:
         CALLS[name](model)
 
 
-def test_recipes_with_options_in_their_text_are_taken_by_every_function() -> None:
+def test_every_function_accepts_recipes_with_options_in_their_text() -> None:
     x, text = torch.randn(4, 32), "mxfp8(weight_2d=True)"
     model = nn.Sequential(qt.Linear(32, 32, recipe=text))
     expected = model(x)

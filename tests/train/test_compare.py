@@ -82,7 +82,7 @@ def test_a_failed_run_is_named_and_the_others_are_reported(make_config: MakeConf
 
 
 @pytest.mark.parametrize("names", [["bf16"], ["nvfp4"], []])
-def test_pictures_are_made_of_whatever_finished(make_config: MakeConfig, tmp_path: Path, names: list[str]) -> None:
+def test_plots_show_the_finished_runs(make_config: MakeConfig, tmp_path: Path, names: list[str]) -> None:
     runs = tuple(
         made_up(name, 0, 0.1, make_config, None if name in names else "failed") for name in ("bf16", "nvfp4", "mxfp8")
     )
@@ -194,7 +194,7 @@ def saved_tokenizer(folder: Path, make_config: MakeConfig) -> Path:
 
 
 @pytest.mark.usefixtures("forked_runs")
-def test_no_run_goes_on_when_the_comparison_ends(make_config: MakeConfig) -> None:
+def test_no_run_continues_after_the_comparison_ends(make_config: MakeConfig) -> None:
     """Whatever ends it, such as a disk that fills while a report of its own is written."""
     config = make_config(steps=5000, checkpoint_every=0, validate_every=0)
     metrics = Path(config.out) / "bf16-seed0" / "metrics.jsonl"

@@ -36,7 +36,7 @@ def records(result: TrainResult) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("recipe", ["bf16", "delayed(history=4)", "nvfp4"])
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_run_goes_on_as_if_it_had_not_stopped(make_config: MakeConfig, name: str, recipe: str) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(make_config: MakeConfig, name: str, recipe: str) -> None:
     options: dict[str, Any] = {"model": name, "recipe": recipe, "steps": 4, "checkpoint_every": 2, "validate_every": 0}
     whole = run_training(make_config("whole", **options))
 

@@ -166,7 +166,7 @@ WRITES = r"rank 1 is furthest behind, at step \d+ \(saving\), after \d+ collecti
 
 
 @pytest.mark.ranks
-def test_a_rank_that_dies_or_has_a_nan_is_named_and_the_run_goes_on(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_rank_that_dies_or_has_a_nan_is_named_and_the_run_resumes(make_config: MakeConfig, tmp_path: Path) -> None:
     starts = begun(make_config, tmp_path, [*QUICK, "raise"])
     seen = outcomes(starts)
     for how, sentence in QUICK.items():

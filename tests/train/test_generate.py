@@ -49,7 +49,7 @@ def test_a_delayed_run_decodes_under_its_own_recipe_and_others(make_config: Make
     assert len(generate.generate(folder, "7", tokens=5, how=GREEDY, recipe=recipe).tokens) == 5
 
 
-def test_a_run_of_jax_goes_on_in_pytorch(make_config: MakeConfig) -> None:
+def test_a_jax_run_generates_in_pytorch(make_config: MakeConfig) -> None:
     folder = run_training(make_config(framework="jax", steps=2)).folder
     assert len(generate.generate(folder, "7 times", tokens=4, how=GREEDY).tokens) == 4
 

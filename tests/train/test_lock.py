@@ -61,7 +61,7 @@ def test_a_second_comparison_names_the_first(make_config: MakeConfig) -> None:
         compare_runs(config, ["mxfp8"])
 
 
-def test_a_folder_that_was_made_for_nothing_goes_again(tmp_path: Path) -> None:
+def test_a_folder_made_for_a_failed_run_is_removed(tmp_path: Path) -> None:
     with files.held(tmp_path / "a" / "b", "training"):
         pass
     with files.held(tmp_path / "c", "training"):

@@ -59,7 +59,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(make_config: MakeConfig, reci
     assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_a_run_that_was_killed_goes_on_from_its_checkpoint(make_config: MakeConfig) -> None:
+def test_a_killed_run_resumes_from_its_checkpoint(make_config: MakeConfig) -> None:
     whole = run_training(make_config("whole"))
     config = make_config("killed")
 
@@ -72,7 +72,7 @@ def test_a_run_that_was_killed_goes_on_from_its_checkpoint(make_config: MakeConf
     assert run_training(config, resume=True).losses == whole.losses
 
 
-def test_auto_resume_begins_a_run_and_goes_on_with_it(make_config: MakeConfig) -> None:
+def test_auto_resume_starts_or_resumes_a_run(make_config: MakeConfig) -> None:
     """The same call each time, as torchrun restarts a process."""
     whole = run_training(make_config("whole"))
     config = make_config("restarted")

@@ -45,7 +45,7 @@ def in_floats(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.ranks
-def test_ranks_that_share_batches_are_the_single_process(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_data_parallel_ranks_match_a_single_process(make_config: MakeConfig, tmp_path: Path) -> None:
     # Without clipping no norm, whose sum is in another order, comes into the weights.
     same = {
         name: make_config(name, fsdp=2, optimizer=optimizer, recipe=recipe, clip=0.0, **COMMON)
@@ -95,7 +95,7 @@ def test_ranks_that_share_batches_are_the_single_process(make_config: MakeConfig
 
 
 @pytest.mark.ranks
-def test_ranks_that_share_layers_go_on_on_others(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_tensor_parallel_runs_resume_on_another_number_of_ranks(make_config: MakeConfig, tmp_path: Path) -> None:
     common = COMMON | {"sequence": 64, "model": BROAD, "dtype": "float32"}
     narrow = common | {"dtype": "bfloat16", "recipe": "mxfp8"}
     grid = make_config("grid", fsdp=2, tp=2, optimizer="exact", **common | {"steps": 3})

@@ -214,7 +214,7 @@ def begin_from(config: TrainConfig, source: TrainConfig) -> None:
 
 
 @pytest.mark.ranks
-def test_ranks_that_share_layers_are_the_single_process(
+def test_tensor_parallel_ranks_match_a_single_process(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     common: dict[str, Any] = {"dtype": "float32", "batch": 4, "final_lr": 1.0, "keep": 0, **SIX}
@@ -353,7 +353,7 @@ class LossOfTwo(torch.autograd.Function):
         return of_x * (g / ctx.count), of_weight * (g / ctx.count), None
 
 
-def test_ranks_share_words_that_divide_among_them() -> None:
+def test_the_vocabulary_must_divide_among_ranks() -> None:
     mesh.check_words(288, 4)
     with pytest.raises(ValueError, match=r"tp is 64, .* the 288 words of the vocabulary; .* --vocab a multiple of 64"):
         mesh.check_words(288, 64)

@@ -69,7 +69,7 @@ def test_every_schedule_gives_the_single_process_s_bits(make_config: MakeConfig,
 
 
 @pytest.mark.ranks
-def test_schedules_go_with_other_parallelism_and_runs_go_on_in_any_layout(
+def test_pipeline_schedules_combine_with_other_parallelism_and_resume_in_any_layout(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
     few = COMMON | {"sequence": 64, "accumulate": 4}

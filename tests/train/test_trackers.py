@@ -140,7 +140,7 @@ def history(path: Path) -> tuple[str, list[Record], bool]:
     return run, rows, ended
 
 
-def test_wandb_gets_the_metrics_and_a_resumed_run_goes_on(make_config: MakeConfig, offline: None) -> None:
+def test_wandb_gets_the_metrics_and_a_resumed_run_continues(make_config: MakeConfig, offline: None) -> None:
     needs("wandb")
     config = make_config(report_to=("wandb",))
     interrupted(config, 7)

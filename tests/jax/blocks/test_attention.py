@@ -103,7 +103,7 @@ def test_bias_scale_and_soft_cap() -> None:
     assert_close("all three", y, expected(q, k, v, HIDDEN["causal"], bias, 0.7, 1.5), 1e-6)
 
 
-def test_one_padding_mask_serves_queries_and_keys() -> None:
+def test_one_padding_mask_applies_to_queries_and_keys() -> None:
     q, k, v = operands(queries=SK)
     mask = jnp.asarray(PADDING[1])
     y = attention(*map(jnp.asarray, (q, k, v)), mask_type="padding", mask=mask)
@@ -111,7 +111,7 @@ def test_one_padding_mask_serves_queries_and_keys() -> None:
     assert (y == both).all() and (y[1, OF_KEYS[1] :] == 0).all()
 
 
-def test_gradients_are_those_of_the_formula_and_hidden_rows_give_none() -> None:
+def test_gradients_match_the_formula_and_hidden_rows_give_none() -> None:
     q, k, v = map(jnp.asarray, operands())
     direction = jnp.asarray(np.random.randn(B, SQ, H, DV), jnp.float32)
 
@@ -147,7 +147,7 @@ def test_a_bias_of_minus_infinity_hides_as_a_mask_does() -> None:
         assert jnp.isfinite(g).all()
 
 
-def test_dropout_drops_its_share_and_keeps_the_mean() -> None:
+def test_dropout_drops_its_fraction_and_keeps_the_mean() -> None:
     q, k, v = map(jnp.asarray, operands())
     run = jax.jit(lambda key: attention(q, k, v, dropout=0.25, dropout_key=key))
     # Threefry takes seconds to compile.

@@ -68,7 +68,7 @@ def test_batch_axes_are_scaled_one_by_one_and_share_a_state(name: str) -> None:
         assert_bitwise(after["count"], np.float32([6, 6]))
 
 
-def test_without_a_recipe_it_is_jaxs() -> None:
+def test_without_a_recipe_it_equals_jax() -> None:
     a, b = pair(*CASES["two contracted"][:2])
     dimensions = CASES["two contracted"][2]
     for recipe in (None, "bf16"):

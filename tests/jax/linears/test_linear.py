@@ -175,7 +175,7 @@ def test_without_a_recipe_it_is_flaxs_dense() -> None:
     assert second.shape == x.shape and np.asarray(second).any()
 
 
-def test_float64_is_computed_in_high_precision_and_says_so() -> None:
+def test_float64_is_computed_in_high_precision_with_a_warning() -> None:
     with jax.enable_x64(True):
         x, w, bias, _ = operands((4,), 32, 16, jnp.float64)
         with pytest.warns(UserWarning, match="float64 is computed in high precision"):

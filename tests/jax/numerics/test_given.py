@@ -111,7 +111,7 @@ def test_a_list_is_refused_and_an_array_suggested() -> None:
 
 
 @pytest.mark.parametrize("name", ["linear", "dot_general", "grouped_dot", "quantize"])
-def test_arrays_of_numpy_and_of_float64_are_taken(name: str) -> None:
+def test_numpy_and_float64_arrays_are_accepted(name: str) -> None:
     function, arguments = CALLS[name]
     expected = jax.jit(partial(function, **arguments))()
     for dtype in (np.float32,) if name == "quantize" else (np.float32, np.float64):
@@ -119,7 +119,7 @@ def test_arrays_of_numpy_and_of_float64_are_taken(name: str) -> None:
         jax.tree.map(assert_bitwise, jax.jit(partial(function, **given))(), expected)
 
 
-def test_variables_of_nnx_and_their_gradients_are_taken() -> None:
+def test_nnx_variables_and_their_gradients_are_accepted() -> None:
     layer = nnx.jit(lambda: DenseGeneral(16, 8, rngs=nnx.Rngs(KEY)))()
 
     def loss(w: Any) -> tuple[Array, Array]:

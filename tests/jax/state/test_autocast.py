@@ -41,7 +41,7 @@ def test_it_decorates_and_is_left_when_something_is_raised() -> None:
     assert recipe_in_force() is None
 
 
-def test_without_a_recipe_or_with_an_unknown_one_it_says_so() -> None:
+def test_a_missing_or_unknown_recipe_is_an_error() -> None:
     with pytest.raises(ValueError, match="autocast needs a recipe"):
         qj.autocast()
     with pytest.raises(ValueError, match="mxfp8"):

@@ -53,7 +53,7 @@ def entries(figures: measured.Figures) -> dict[measured.Place, measured.Entry]:
     return {(name, arch): measured.entry(KEYS[name], figures) for name in KEYS for arch in (89, 90)}
 
 
-def test_a_code_is_read_as_it_was_written_and_its_way_is_the_longest_with_the_trips_of_its_row() -> None:
+def test_code_figures_round_trip_and_use_the_longest_path_with_the_loop_counts_of_the_row() -> None:
     recorded = planted(trips=(5,))
     figures = measured.figures(CODE, recorded)
     again = measured.code(figures, 90)
@@ -63,7 +63,7 @@ def test_a_code_is_read_as_it_was_written_and_its_way_is_the_longest_with_the_tr
     assert json.loads(json.dumps(figures)) == figures
 
 
-def test_the_file_is_read_as_it_was_written_and_architectures_share_lines(tmp_path: Path) -> None:
+def test_the_file_round_trips_and_architectures_share_lines(tmp_path: Path) -> None:
     figures = measured.figures(CODE, planted())
     of = entries(figures) | {("row: two", 100): measured.entry("3" * 64, figures | {"registers": 41})}
     kept = written(tmp_path / "one.json", of)
@@ -87,7 +87,7 @@ def test_the_file_is_read_as_it_was_written_and_architectures_share_lines(tmp_pa
         ('"passing_nan":3', '"passing_nan":3,"stack":8'),
     ],
 )
-def test_a_figure_that_was_changed_by_hand_is_believed_on_no_architecture(old: str, new: str, tmp_path: Path) -> None:
+def test_a_manually_changed_figure_is_rejected_on_every_architecture(old: str, new: str, tmp_path: Path) -> None:
     path = tmp_path / "measured.json"
     kept = written(path, entries(measured.figures(CODE, planted())))
     assert kept.holding(KEYS, 89).keys() == KEYS.keys() and check.unlike({}, KEYS, 89, kept) == []
@@ -170,7 +170,7 @@ def by_arch(samples: dict[int, str]) -> dict[int, list[str]]:
     return {arch: [samples[arch]] if arch in samples else [] for arch in ARCHITECTURES}
 
 
-def test_samples_are_in_the_file_and_of_different_kernels_on_both_sides_of_hopper() -> None:
+def test_samples_are_in_the_file_and_cover_different_kernels_before_and_after_hopper() -> None:
     kept = measured.load()
     assert {(name, arch) for arch, name in turns.SAMPLES.items()} <= kept.entries.keys()
     assert len(set(turns.SAMPLES.values())) == len(turns.SAMPLES) >= 3

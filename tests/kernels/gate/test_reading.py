@@ -32,7 +32,7 @@ def way(start: int = 0) -> list[flow.Block]:
     return flow.blocks(code, [16 if at.name.startswith("LDG") else 0 for at in code])
 
 
-def test_the_longest_way_takes_one_branch_and_goes_round_loops() -> None:
+def test_the_longest_path_takes_one_branch_and_repeats_loops() -> None:
     # Before the loop 1, three in it, the branch around the call, the branch after it, two of its longer side, the exit.
     assert flow.executed(way(), ()) == (1 + 3 + 1 + 1 + 2 + 1, 16)
     assert flow.executed(way(), (10,)) == (1 + 30 + 1 + 1 + 2 + 1, 160)

@@ -511,7 +511,7 @@ def test_attention_by_itself_is_a_conversion() -> None:
     assert list(report.attention) == [""] and str(report).startswith("converted nothing\n  attention quantized: 1")
 
 
-def test_attention_that_is_not_ours_stays_and_the_report_says_so() -> None:
+def test_unsupported_attention_stays_and_is_reported() -> None:
     model = nn.ModuleDict({"attention": nn.MultiheadAttention(16, 2), "up": nn.Linear(16, 16)})
     recipe = recipes.tensorwise(attention=True)
     with pytest.warns(UserWarning, match="the recipe's attention=True quantizes nothing here"):
@@ -525,7 +525,7 @@ def test_attention_that_is_not_ours_stays_and_the_report_says_so() -> None:
     assert qt.convert(mlp(), recipe).other_attention == {}
 
 
-def test_attention_of_transformers_stays_and_the_report_says_so() -> None:
+def test_transformers_attention_stays_and_is_reported() -> None:
     with pytest.warns(UserWarning, match="2 LlamaAttention"):
         qt.convert(tiny_llama(), recipes.mxfp8(attention=True))
 
@@ -542,7 +542,7 @@ def through_torch_save(model: nn.Module) -> Any:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), through_torch_save])
-def test_copies_go_on_bit_for_bit(recipe: str, copied: Callable[[nn.Module], nn.Module]) -> None:
+def test_copies_train_bit_for_bit_the_same(recipe: str, copied: Callable[[nn.Module], nn.Module]) -> None:
     model = mlp()
     qt.convert(model, recipe)
     x = torch.randn(5, 16)
@@ -557,7 +557,7 @@ def test_copies_go_on_bit_for_bit(recipe: str, copied: Callable[[nn.Module], nn.
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_state_dicts_go_on_bit_for_bit_and_load_as_weights_only(recipe: str) -> None:
+def test_state_dicts_continue_bit_for_bit_and_load_with_weights_only(recipe: str) -> None:
     model, loaded = mlp(), mlp()
     qt.convert(model, recipe)
     qt.convert(loaded, recipe)
@@ -763,7 +763,7 @@ def test_a_llama_of_transformers_converts_trains_and_saves(recipe: str, tmp_path
     model.generate(tokens, max_new_tokens=2, do_sample=False, pad_token_id=0)
 
 
-def test_gpt2_of_transformers_is_converted_but_for_its_head_and_the_report_says_so() -> None:
+def test_transformers_gpt2_is_converted_except_its_head_which_is_reported() -> None:
     transformers = pytest.importorskip("transformers")
     model = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(vocab_size=31, n_positions=16, n_embd=16, n_layer=2, n_head=2)
@@ -841,7 +841,7 @@ def test_a_weight_quantized_by_another_library_gives_a_clear_error() -> None:
     assert model(torch.randn(4, 64)).isfinite().all()
 
 
-def test_a_dict_of_patterns_serves_as_rules() -> None:
+def test_a_dict_of_patterns_is_accepted_as_rules() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     report = qt.convert(model, {"1": None, "*": "mxfp8"})
     assert list(report.converted) == ["0"] and list(report.skipped) == ["1"]

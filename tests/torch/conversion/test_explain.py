@@ -81,7 +81,7 @@ def test_those_passed_over_have_a_reason(recipe: str) -> None:
     assert "not cpu: switched off" in repr(explained)
 
 
-def test_where_nothing_runs_it_says_so_instead_of_failing() -> None:
+def test_explain_reports_missing_implementations_instead_of_failing() -> None:
     layer = qt.Linear(48, 32, recipe="nvfp4")
     x = torch.randn(5, 48)
     with qt.only("cpu"):
@@ -94,7 +94,7 @@ def test_where_nothing_runs_it_says_so_instead_of_failing() -> None:
             assert rows["input"].runs == "cpu"
 
 
-def test_without_a_recipe_it_says_so() -> None:
+def test_explain_reports_a_missing_recipe() -> None:
     layer = qt.Linear(48, 32)
     explanation = qt.explain(layer, torch.randn(5, 48))
     assert explanation.recipe is None

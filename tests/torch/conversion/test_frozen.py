@@ -66,7 +66,7 @@ def test_forwards_inside_share_one_quantization_and_results_are_those_without(re
         assert_bitwise(x.grad, again.grad)
 
 
-def test_it_nests_and_serves_its_own_layers_alone() -> None:
+def test_frozen_weights_contexts_nest_and_affect_only_their_layers() -> None:
     net = nn.Sequential(qt.Linear(K, K, recipe="mxfp8"), qt.Linear(K, K, recipe="tensorwise"))
     x = torch.randn(T, K)
     outer = qt.frozen(net)
@@ -280,7 +280,7 @@ def test_a_hundred_forwards_without_gradients_of_one_weight_name_it_once(mode: s
             second(x)
 
 
-def test_freezing_warns_only_when_it_has_an_effect() -> None:
+def test_the_hint_to_freeze_is_given_only_where_it_helps() -> None:
     layer, x = qt.Linear(K, N, recipe="mxfp8"), torch.randn(T, K)
     optimizer = torch.optim.SGD(layer.parameters(), 0.1)
     with warnings.catch_warnings():

@@ -383,7 +383,7 @@ def test_bad_input_gives_a_clear_error() -> None:
             qt.from_huggingface(layer, **options)
 
 
-def test_a_layer_is_read_by_its_structure_whatever_its_classs_name() -> None:
+def test_a_layer_is_recognized_by_its_structure_not_its_class_name() -> None:
     theirs, read = layer_of("mpt")
     theirs.__class__ = type("Renamed", (type(theirs),), {"__module__": type(theirs).__module__})
     assert qt.from_huggingface(theirs, **read).attention.core.alibi is not None

@@ -149,7 +149,7 @@ def test_subclasses_of_linear_make_the_activation_again() -> None:
     assert kept(models[0], x) - kept(models[1], x) >= 2 * x.numel() * width
 
 
-def test_a_hook_on_an_activation_runs_and_the_report_says_so() -> None:
+def test_a_hook_on_an_activation_runs_and_is_reported() -> None:
     model, plain = llama(), llama()
     mlp = mlp_of(model)
     seen = []
@@ -372,7 +372,7 @@ def test_an_output_may_be_written_to_and_an_input_is_left_alone() -> None:
         assert_bitwise(x.detach(), before)
 
 
-def test_dropout_is_honoured_where_it_stands() -> None:
+def test_dropout_is_applied_at_its_original_position() -> None:
     for family, dropout in (("gpt2", {"resid_pdrop": 0.5}), ("t5", {"dropout_rate": 0.5})):
         plain, model = tiny(family, **dropout).train(), tiny(family, **dropout).train()
         report = qt.convert(model, "bf16", blocks=True)
@@ -467,7 +467,7 @@ def test_a_hook_on_the_head_keeps_the_logits() -> None:
     assert model(input_ids=x, labels=x).logits is not None
 
 
-def test_generation_and_caches_go_on() -> None:
+def test_generation_and_caches_keep_working() -> None:
     plain, model = llama().eval(), llama().eval()
     qt.convert(model, "bf16", blocks=qt.Blocks(loss=True))
     x = tokens()[:1]

@@ -139,7 +139,7 @@ def test_a_helper_of_the_class_patched_later_computes_as_patched(monkeypatch: py
     assert torch.equal(model(x), x * model.weight)
 
 
-def test_unchanged_modules_are_computed_by_their_block_and_so_are_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchanged_modules_and_their_copies_are_computed_by_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     of = MLPFormula.of
     monkeypatch.setattr(MLPFormula, "of", lambda *a: calls.append(None) or of(*a))
@@ -195,7 +195,7 @@ def placed_loss(family: str) -> tuple[Any, Any]:
     return model, plain
 
 
-def test_a_custom_loss_function_stays_in_use() -> None:
+def test_a_loss_called_with_other_options_equals_the_models_own() -> None:
     model, plain = placed_loss("granite")
     assert_same(loss_of(model, ignore_index=5), loss_of(plain, ignore_index=5))
     none = torch.full_like(tokens(), -100)

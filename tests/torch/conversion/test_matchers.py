@@ -444,7 +444,7 @@ def test_the_output_projection_is_not_converted_where_torchs_formula_reads_it(ru
     assert list(qt.convert(plain, "bf16").converted) == ["a", "a.out_proj", "up"]
 
 
-def test_a_hint_of_a_causal_mask_wants_the_mask() -> None:
+def test_is_causal_without_a_mask_is_refused() -> None:
     module = attention()
     qt.convert(module, "mxfp8")
     with pytest.raises(ValueError, match="attn_mask is None; give both"):
@@ -652,7 +652,7 @@ def test_models_with_experts_compile_into_one_graph_with_eagers_bits(family: str
     assert counters["stats"]["unique_graphs"] == 1
 
 
-def test_experts_go_by_the_names_of_their_parameters_too() -> None:
+def test_experts_are_recognized_by_parameter_names_too() -> None:
     model = tiny("mixtral")
     report = qt.convert(model, "mxfp8", skip=["layers.0.mlp.experts.down_proj"])
     assert report.skipped["model.layers.0.mlp.experts"] == "skip pattern 'layers.0.mlp.experts.down_proj'"

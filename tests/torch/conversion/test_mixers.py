@@ -248,7 +248,7 @@ def test_it_trains_under_recipes_and_keeps_less() -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in mixer.parameters())
 
 
-def test_when_the_modules_own_forward_runs_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cases_where_the_original_forward_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("mamba2")
     mixer, x = MIXERS["mamba2"](model), torch.randn(2, 9, 64)
     qt.convert(model, "bf16", blocks=True)

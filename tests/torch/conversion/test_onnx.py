@@ -34,7 +34,7 @@ def test_operands_of_four_and_six_bits_give_a_clear_error(recipe: str) -> None:
                 onnx.check(spec)
 
 
-def test_the_search_by_halves_meets_every_exponent_and_no_other() -> None:
+def test_the_binary_search_finds_every_exponent_and_no_other() -> None:
     """The comparisons of ONNX in Python's float32: the largest power of two within the range, of every amax at it."""
     largest = torch.tensor(448.0)
     for p in range(-117, 127):

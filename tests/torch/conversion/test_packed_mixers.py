@@ -118,7 +118,7 @@ def test_rows_of_several_sequences_and_the_body_of_mamba2() -> None:
         model(inputs_embeds=x, seq_idx=numbers[:1])
 
 
-def test_a_cache_goes_on_with_the_last_sequence() -> None:
+def test_a_cache_continues_with_the_last_sequence() -> None:
     model = model_of("mamba2").backbone.eval()
     qt.convert(model, "bf16", blocks=True)
     one, two, last = sequences()

@@ -87,7 +87,7 @@ def test_the_parameter_holds_the_codes_of_nn_linears_initial_values(name: str, d
 
 @EIGHT
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_forward_and_backward_are_those_of_a_layer_quantized_on_the_way(name: str, dtype: torch.dtype) -> None:
+def test_forward_and_backward_equal_a_layer_quantized_at_each_step(name: str, dtype: torch.dtype) -> None:
     one, other, x = layer(name, dtype=dtype), plain(name, dtype=dtype), torch.randn(7, K, dtype=dtype)
     # Where dgrad's blocks lie otherwise, its operand is quantized from what fprop's dequantizes to.
     seen = copy.deepcopy(other)
@@ -134,7 +134,7 @@ def test_torch_autocast_casts_as_for_any_weight(name: str) -> None:
         assert_bitwise(*outputs)
 
 
-def test_delayed_scaling_takes_the_weights_own_amax_and_notes_none() -> None:
+def test_delayed_scaling_uses_the_amax_of_the_stored_weight_and_records_none() -> None:
     one = layer("delayed")
     for _ in range(3):
         run(one, "delayed", torch.randn(4, K))
@@ -206,7 +206,7 @@ def test_dtypes_and_devices_move_everything_but_the_codes(name: str) -> None:
 
 
 @QUANTIZED
-def test_state_dicts_go_through_safetensors_and_back(name: str, tmp_path: object) -> None:
+def test_state_dicts_round_trip_through_safetensors(name: str, tmp_path: object) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     one, other = layer(name), layer(name, seed=1)
     data = safetensors.save(one.state_dict())
@@ -332,7 +332,7 @@ def test_set_weight_writes_in_place_and_the_next_forward_sees_it(name: str) -> N
         one.set_weight(torch.randn(3, 3))
 
 
-def test_codes_of_other_sides_are_refused_and_those_without_a_third_axis_are_not() -> None:
+def test_codes_of_another_shape_are_refused_and_without_a_third_axis_accepted() -> None:
     with qt.quantized_init("tensorwise"):
         one, other, transposed = qt.Linear(16, 32), qt.Linear(16, 32), qt.Linear(32, 16, bias=False)
     state = one.state_dict()
@@ -631,7 +631,7 @@ def test_explain_says_that_nothing_quantizes_the_weight() -> None:
 
 @QUANTIZED
 @pytest.mark.parametrize("options", [{}, {"avg_fn": swa_utils.get_ema_avg_fn(0.9)}], ids=["swa", "ema"])
-def test_averaged_copies_are_refused_by_torch_and_possible_by_hand(name: str, options: dict[str, Any]) -> None:
+def test_averaged_copies_are_refused_by_torch_and_work_manually(name: str, options: dict[str, Any]) -> None:
     one = layer(name)
     average = swa_utils.AveragedModel(one, **options)
     average.update_parameters(one)

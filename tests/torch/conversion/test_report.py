@@ -108,7 +108,7 @@ def test_a_check_names_uncalled_layers_and_bypassed_weights(training: bool) -> N
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_a_check_of_a_whole_model_is_true_and_says_so() -> None:
+def test_a_passing_model_check_is_reported() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
     report = qt.convert(model, "delayed")
     check = report.check(model, torch.randn(4, 16))
@@ -220,7 +220,7 @@ def test_a_forward_that_casts_to_the_stored_dtype_says_which_layer_to_skip() -> 
     assert model(input_ids=x, labels=x).loss.isfinite() and saved.skipped["lm_head"].startswith("the output head")
 
 
-def test_weights_of_other_kinds_compute_in_eight_bits_and_are_not_stored_so() -> None:
+def test_weights_of_other_kinds_compute_in_eight_bits_but_are_not_stored_as_codes() -> None:
     model = tiny("gpt2")
     saved = qt.quantize_weights(model, "mxfp8")
     assert not saved.layers and saved.skipped["transformer.h.0.mlp.c_fc"].startswith(
@@ -297,7 +297,7 @@ def test_layers_in_each_block_and_tables_of_positions_make_no_head() -> None:
 
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("name", ["LEDModel", "LEDForConditionalGeneration"])
-def test_a_model_that_names_its_embeddings_is_believed(name: str, layers: int) -> None:
+def test_a_model_that_names_its_embeddings_is_trusted(name: str, layers: int) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LEDConfig(encoder_layers=layers, decoder_layers=1)
     with torch.device("meta"):
@@ -323,7 +323,7 @@ def test_a_model_whose_output_head_lookup_fails_is_converted() -> None:
     assert list(report.converted) == ["up"] and "output head" in report.skipped["head"]
 
 
-def test_a_layer_that_is_left_alone_keeps_its_recipe_and_the_report_says_so() -> None:
+def test_a_skipped_layer_keeps_its_recipe_and_is_reported() -> None:
     model = nn.ModuleDict({"a": nn.MultiheadAttention(32, 2), "up": nn.Linear(32, 32)})
     qt.convert(model, "mxfp8")
     report = qt.convert(model, "mxfp8", skip=["a"])

@@ -107,7 +107,7 @@ def test_the_plain_part_is_the_unconverted_models_and_both_parts_are_all(kind: s
 
 @STATEFUL
 @pytest.mark.parametrize("kind", ["linear", "packed", "conv1d"])
-def test_plain_and_scaling_go_on_with_the_bits_of_the_model_itself(kind: str, recipe: str) -> None:
+def test_plain_and_scaling_states_continue_with_the_bits_of_the_model(kind: str, recipe: str) -> None:
     """Loaded strictly and without a warning, into a model that was converted and has not run."""
     _, other, x = converted(kind, recipe)
     parts = copy.deepcopy((qt.plain_state_dict(other), qt.scaling_state_dict(other)))

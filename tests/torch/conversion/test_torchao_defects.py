@@ -246,7 +246,7 @@ def test_6_sizes_of_no_multiple_are_no_error(kind: str) -> None:
         assert x.grad is not None and x.grad.isfinite().all()
 
 
-def test_11_one_call_serves_every_kind() -> None:
+def test_11_one_call_handles_every_kind() -> None:
     model = nn.ModuleDict({kind: make() for kind, make in KINDS.items()})
     report = qt.convert(model, "mxfp8")
     assert set(report.converted) == {*KINDS, "attention.out_proj"} and report.share == 1
@@ -268,7 +268,7 @@ def test_15_converting_patches_nothing() -> None:
 
 @EVERY
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8", "nvfp4"])
-def test_a_state_dict_goes_round_strictly(kind: str, recipe: str) -> None:
+def test_a_state_dict_round_trips_strictly(kind: str, recipe: str) -> None:
     module, other = converted(kind, recipe), KINDS[kind]()
     qt.convert(other, recipe)
     x = torch.randn(3, 64)

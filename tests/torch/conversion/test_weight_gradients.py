@@ -116,7 +116,7 @@ def test_hooks_run_where_a_weight_asks_for_them() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_gradients_that_wait_are_autograds(recipe: str | None) -> None:
+def test_delayed_gradients_equal_autograd_gradients(recipe: str | None) -> None:
     if recipe == "nvfp4":
         recipe = recipes.nvfp4(stochastic_rounding=False)  # type: ignore[assignment]
     model, x = mlp(), drawn(48, 64)

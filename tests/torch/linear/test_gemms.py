@@ -108,7 +108,7 @@ def test_blocks_equal_their_parts() -> None:
         assert_bitwise(got, right)
 
 
-def test_layers_of_one_input_share_no_more_than_they_both_read() -> None:
+def test_layers_of_one_input_share_only_common_operands() -> None:
     """One keeps the input, the next the codes of it, in both orders."""
     keeps, values = replace(recipes.tensorwise(), wgrad=HIGH), dequantized("tensorwise")
     x, g = torch.randn(16, 64), torch.randn(16, 32)

@@ -294,7 +294,7 @@ def test_without_gradients_nothing_is_saved_or_recorded(name: str, mode: type, m
 
 
 @QUANTIZED
-def test_training_goes_on_after_inference_mode(name: str) -> None:
+def test_training_continues_after_inference_mode(name: str) -> None:
     layer, other = qt.Linear(32, 48), qt.Linear(32, 48)
     other.load_state_dict(layer.state_dict())
     x = torch.randn(16, 32)

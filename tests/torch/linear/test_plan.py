@@ -97,7 +97,7 @@ def train(layer: qt.Linear, inputs: list[Tensor], gradients: list[Tensor], direc
 
 
 @pytest.mark.parametrize(("name", "dtype", "bias"), pairs(RECIPES, DTYPES, [True, False]), ids=str)
-def test_bits_and_state_are_those_of_the_general_way(name: str, dtype: torch.dtype, bias: bool) -> None:
+def test_bits_and_state_equal_the_general_path(name: str, dtype: torch.dtype, bias: bool) -> None:
     _compare(RECIPES[name], dtype, bias, (3, T // 3), K, N)
 
 
@@ -208,7 +208,7 @@ def test_a_plan_is_not_made_while_somebody_looks() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp4", "mxfp6"])
-def test_formats_that_torch_does_not_cast_to_take_the_general_way(recipe: str) -> None:
+def test_formats_that_torch_cannot_cast_to_take_the_general_path(recipe: str) -> None:
     layer = qt.Linear(K, N, recipe=recipe)
     assert not is_direct(layer(torch.randn(T, K, requires_grad=True)))
 
@@ -230,7 +230,7 @@ def test_unsupported_calls_take_the_general_path() -> None:
 
 
 @pytest.mark.parametrize("gemm", ["fprop", "dgrad"])
-def test_a_recipe_that_leaves_a_gemm_of_the_input_alone_takes_the_general_way(gemm: str) -> None:
+def test_a_recipe_with_an_unquantized_input_gemm_takes_the_general_path(gemm: str) -> None:
     plain = GemmSpec(None, None)
     recipe = replace(RECIPES["rowwise"], name="plain", wgrad=plain, **{gemm: plain})
     assert not is_direct(qt.Linear(K, N, recipe=recipe)(torch.randn(T, K, requires_grad=True)))

@@ -65,7 +65,7 @@ def test_a_layer_agrees_with_the_emulation_on_a_cpu(recipe: str, dtype: torch.dt
         assert_close(f"{recipe} {name}", a.float(), b.float(), bound)
 
 
-def test_layers_of_a_shape_that_meet_their_recipe_later_draw_noise_of_their_own(on_ada: None) -> None:
+def test_layers_of_one_shape_that_get_a_recipe_later_have_their_own_noise(on_ada: None) -> None:
     x = torch.randn(T, K).bfloat16()
     for layer in [qt.Linear(K, N, dtype=torch.bfloat16) for _ in range(2)]:
         drawn = []
@@ -87,7 +87,7 @@ def test_a_bias_may_have_any_layout(recipe: str, on_ada: None) -> None:
         assert_bitwise(results(first, x)[0], results(second, x)[0], "decided")
 
 
-def test_an_input_that_is_rounded_at_random_goes_the_general_way_with_noise(on_ada: None) -> None:
+def test_a_stochastically_rounded_input_takes_the_general_path_with_noise(on_ada: None) -> None:
     nvfp4 = recipes.nvfp4()
     assert nvfp4.fprop.a is not None and nvfp4.wgrad.b is not None
     line, down = (replace(spec, rounding="stochastic") for spec in (nvfp4.fprop.a, nvfp4.wgrad.b))

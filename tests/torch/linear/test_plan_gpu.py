@@ -92,7 +92,7 @@ def steps(layer: qt.Linear, xs: list[Tensor], direct: bool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("recipe", "arch", "bias"), WITH_BIAS)
-def test_bits_and_state_are_those_of_the_general_way(
+def test_bits_and_state_equal_the_general_path(
     recipe: str,
     arch: int,
     bias: bool,
@@ -149,9 +149,7 @@ def test_a_layer_reuses_the_quantized_input_of_another(recipe: str, arch: int, m
     ("recipe", "arch"),
     [("tensorwise", 90), ("rowwise_bf16_wgrad", 90), ("mxfp8", 100), ("nvfp4", 100)],
 )
-def test_codes_that_others_have_overwritten_are_taken_by_no_layer(
-    recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_overwritten_shared_codes_are_not_reused(recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small codes go to one place again and again: those of a leaf, of what a norm made, and of a gradient too."""
     become(arch, monkeypatch)
     first, other, last = (qt.Linear(K, K, bias=False, dtype=torch.bfloat16, recipe=recipe) for _ in range(3))
@@ -177,7 +175,7 @@ def test_codes_that_others_have_overwritten_are_taken_by_no_layer(
         *(("rowwise_bf16_wgrad", 90), ("blockwise", 90), ("mxfp8", 100), ("mxfp8", 90), ("nvfp4", 100)),
     ],
 )
-def test_layers_of_one_input_have_the_bits_of_the_general_way(
+def test_layers_of_one_input_have_the_bits_of_the_general_path(
     recipe: str, arch: int, generally: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A normalization before two layers, and an activation before one, of which the codes are kept: in one autograd
@@ -232,7 +230,7 @@ def trained(block: qt.LayerNormMLP) -> list[Tensor]:
         ("attention", 48, 128, 16),
     ],
 )
-def test_two_levels_in_every_kind_have_the_bits_of_the_general_way(
+def test_two_level_scaling_has_the_bits_of_the_general_path(
     off: str,
     tokens: int,
     k: int,
@@ -349,7 +347,7 @@ def test_noise_of_one_gemm_advances_only_its_own_count(
         assert_bitwise(a, b, str(number))
 
 
-def test_noise_goes_on_from_step_to_step_whatever_comes_between(
+def test_noise_continues_over_steps_despite_other_calls_in_between(
     generally: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other shapes by turns, a length without a plan, a second layer, evaluation, a checkpoint that runs the forward
@@ -564,7 +562,7 @@ def test_a_weight_of_another_shape_has_its_own_plan(
     assert all(torch.equal(a, b) for a, b in zip(grads, others, strict=True))
 
 
-def test_recipes_that_share_a_weights_operand_read_it_each_in_its_way(
+def test_recipes_that_share_a_weight_operand_read_it_in_their_own_layouts(
     generally: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     become(100, monkeypatch)

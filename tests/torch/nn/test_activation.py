@@ -82,7 +82,7 @@ def test_values_and_gradients_are_float64s(
 
 
 @NAMES
-def test_values_that_hurt(name: str) -> None:
+def test_edge_case_values(name: str) -> None:
     values = torch.tensor([0.0, -0.0, 1e-40, -1e-40, 1e4, -1e4, 88.8, -88.8, float("nan")])
     x = [values.clone().requires_grad_()] + [torch.ones(9, requires_grad=True)] * (ACTIVATIONS[name].inputs - 1)
     y = qt.activate(name, *x)

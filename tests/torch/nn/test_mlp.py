@@ -175,7 +175,7 @@ def test_eight_bit_activations_of_no_tokens(fused: bool) -> None:
     assert x.grad is not None and x.grad.shape == x.shape
 
 
-def test_without_a_recipe_it_is_torchs() -> None:
+def test_without_a_recipe_it_equals_torch() -> None:
     mlp, x = qt.LayerNormMLP(32, 48, "gelu_exact"), torch.randn(7, 32)
     y = F.gelu(F.linear(F.layer_norm(x, (32,)), mlp.up_proj.weight, mlp.up_proj.bias))
     assert_close("output", mlp(x), F.linear(y, mlp.down_proj.weight, mlp.down_proj.bias), 1e-6)

@@ -88,7 +88,7 @@ def test_any_number_of_tokens(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8", "nvfp4"])
-def test_values_that_hurt(recipe: str) -> None:
+def test_edge_case_values(recipe: str) -> None:
     x = torch.randn(9, 48)
     x[0, 0], x[1], x[2, 3], x[3] = 1e30, 0, 1e-42, 1e-20
     bad = x.clone()
@@ -163,7 +163,7 @@ def test_a_norm_with_computed_parameters(recipe: str | None) -> None:
     assert_bitwise(norm(x), 2 * qt.RMSNorm(48)(x))
 
 
-def test_layers_of_different_recipes_go_their_own_way() -> None:
+def test_layers_with_different_recipes_quantize_separately() -> None:
     block = Several()
     qt.convert(block, {"b": "nvfp4", "*": "rowwise"})
     x = torch.randn(5, 48)

@@ -88,7 +88,7 @@ def test_transposed_groups_have_the_codes_and_scales_of_their_rows(name: str) ->
 
 
 @pytest.mark.parametrize("sizes", [(0, 0, 0), (70, 0, 0), (0, 0, 70), (1, 1, 1)], ids=str)
-def test_slots_begin_at_multiples_wherever_groups_end(sizes: tuple[int, ...]) -> None:
+def test_slots_begin_at_multiples_for_any_group_sizes(sizes: tuple[int, ...]) -> None:
     ends = torch.tensor(sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32)
     x = torch.arange(1.0, 71.0).unsqueeze(1)
     for multiple in (1, 16, 128):

@@ -114,7 +114,7 @@ def test_one_thread_sees_what_torch_reports(way: str, module: Asking) -> None:
         assert not module.in_graph or answers["backward"] == {True}
 
 
-def test_dynamo_takes_it_for_true_and_asks_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dynamo_treats_it_as_true_without_a_guard(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     graphs = []
 

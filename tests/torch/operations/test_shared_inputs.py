@@ -389,7 +389,7 @@ def test_an_output_that_is_the_same_object_in_each_step_is_requantized(
 
 @EACH
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_nothing_is_noted(
+def test_without_gradients_nothing_is_recorded(
     name: str, mode: Any, counted: Counts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net = model(name)

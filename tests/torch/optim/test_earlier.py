@@ -120,7 +120,7 @@ def test_current_states_record_their_format() -> None:
 
 
 @pytest.mark.parametrize("preset", FIRST_FORM_PRESETS)
-def test_a_form_that_is_not_known_changes_nothing(preset: str) -> None:
+def test_an_unknown_format_changes_nothing(preset: str) -> None:
     layer = layer_of("tensorwise")
     optimizer = optim.AdamW(layer.parameters(), lr=1e-3, preset=preset)
     run(layer, optimizer, 1)

@@ -170,7 +170,7 @@ def cuts(rows: int, world: int, rng: np.random.Generator) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("dtype", "shape"), [(torch.float32, (37, 3, 88)), (torch.bfloat16, (37, 3, 88)), (torch.float32, (37, 8, 3, 3))]
 )
-def test_rows_that_are_cut_in_any_way_step_as_the_whole(
+def test_any_split_of_rows_steps_like_the_whole(
     dtype: torch.dtype, shape: tuple[int, ...], preset: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Worlds of 1, 2, 3 and 5, uneven and with ranks of nothing: weights, codes and scales, bit by bit."""

@@ -59,7 +59,7 @@ def test_codes_take_the_place_of_gradients_and_small_ones_stay() -> None:
 
 @pytest.mark.parametrize("text", ["e4m3/128", "e4m3/tensor power_of_two", "int8_softsign/32 floor"])
 @pytest.mark.parametrize("shape", [(70, 200), (3, 40, 96), (5, 2000), (0, 96)])
-def test_codes_of_a_gradient_that_is_taken_in_pieces_are_those_of_the_whole(
+def test_a_gradient_encoded_in_chunks_has_the_codes_of_the_whole(
     text: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = optim.StateSpec.parse(text)

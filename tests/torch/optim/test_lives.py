@@ -41,7 +41,7 @@ def train(model: nn.Module, optimizer: optim.Optimizer, seed: int) -> None:
 
 @pytest.mark.parametrize("preset", ["balanced", "lean"])
 @pytest.mark.parametrize("first", ["model", "optimizer"])
-def test_a_copy_of_model_and_optimizer_goes_on_as_they_do(first: str, preset: str) -> None:
+def test_a_copy_of_model_and_optimizer_continues_identically(first: str, preset: str) -> None:
     model = model_of()
     optimizer = optim.AdamW(model.parameters(), lr=1e-3, preset=preset, statistics=True)
     train(model, optimizer, 1)
@@ -67,7 +67,7 @@ def test_a_whole_model_is_saved_with_an_optimizer_over_it() -> None:
     assert torch.equal(loss_of(again), loss_of(model))
 
 
-def test_the_optimizer_made_last_has_the_gradients_and_one_that_is_gone_takes_none() -> None:
+def test_the_newest_optimizer_receives_the_gradients_and_a_freed_one_none() -> None:
     model = model_of()
     first = optim.AdamW(model.parameters(), preset="float32")
     second = optim.AdamW(model.parameters(), preset="lean")
@@ -276,7 +276,7 @@ def test_a_thread_that_compiles_refuses_no_other_threads_gradient(monkeypatch: p
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
 @pytest.mark.parametrize("preset", ["float32", "msamp", "balanced", "lean"])
 @pytest.mark.parametrize("way", ["load_state_dict", "set_weight", "state_dict before the first step"])
-def test_a_step_goes_on_from_weights_that_were_written_since_the_last_one(way: str, preset: str, recipe: str) -> None:
+def test_a_step_continues_from_weights_written_since_the_last_one(way: str, preset: str, recipe: str) -> None:
     """As after a rollback to another checkpoint: masters, and largest magnitudes of weights, were those of before."""
     torch.manual_seed(0)
     model = nn.Sequential(qt.Linear(160, 192), nn.GELU(), qt.Linear(192, 64))

@@ -57,7 +57,7 @@ def through_a_file(state: Any) -> Any:
 
 @pytest.mark.parametrize("preset", optim.PRESETS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_goes_on_from_a_file_as_if_it_had_not_stopped(kind: str, preset: str) -> None:
+def test_a_run_resumed_from_a_file_equals_an_uninterrupted_one(kind: str, preset: str) -> None:
     whole, layer = layer_of(kind), layer_of(kind)
     optimizer = optim.AdamW(whole.parameters(), lr=1e-3, preset=preset, seed=7)
     run(whole, optimizer, 2)
@@ -78,7 +78,7 @@ def test_a_run_goes_on_from_a_file_as_if_it_had_not_stopped(kind: str, preset: s
 
 @pytest.mark.parametrize(("before", "after"), PAIRS)
 @pytest.mark.parametrize("kind", ["bfloat16", "tensorwise"])
-def test_presets_convert_into_each_other_and_say_so(kind: str, before: str, after: str) -> None:
+def test_presets_convert_into_each_other_with_a_warning(kind: str, before: str, after: str) -> None:
     layer = layer_of(kind)
     optimizer = optim.AdamW(layer.parameters(), lr=1e-3, preset=before)
     run(layer, optimizer, 3)
@@ -342,7 +342,7 @@ def test_a_damaged_state_dict_is_refused_by_name(damage: str, preset: str) -> No
         ("AdamW", {"betas": (0.8, 0.95)}),
     ],
 )
-def test_a_run_of_torchs_goes_on_as_if_it_had_not_stopped(name: str, options: dict[str, Any]) -> None:
+def test_a_run_resumed_from_a_torch_optimizer_equals_an_uninterrupted_one(name: str, options: dict[str, Any]) -> None:
     start = torch.randn(136, 160, generator=torch.Generator().manual_seed(0))
     p, r = nn.Parameter(start.clone()), nn.Parameter(start.clone())
     theirs = getattr(torch.optim, name)([r], lr=1e-2, **options)

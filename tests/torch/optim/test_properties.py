@@ -46,7 +46,7 @@ def kept(optimizer: optim.Optimizer, p: Tensor) -> Tensor:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("preset", ["balanced", "lean"])
-def test_a_step_does_not_know_the_size_of_its_pieces(
+def test_a_step_does_not_depend_on_the_chunk_size(
     preset: str, rule: str, recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind, options = RULES[rule]

@@ -150,7 +150,7 @@ def test_a_gradient_with_a_square_beyond_float32_leaves_weights_finite(
 
 @pytest.mark.parametrize("preset", optim.PRESETS)
 @pytest.mark.parametrize("recipe", ["none", "bfloat16", "tensorwise", "rowwise", "blockwise", "mxfp8", "mxfp8 2d"])
-def test_every_preset_goes_where_float32_goes(recipe: str, preset: str) -> None:
+def test_every_preset_follows_float32(recipe: str, preset: str) -> None:
     torch.manual_seed(0)
     layer = qt.Linear(160, 136, bias=False, dtype=torch.bfloat16 if recipe == "bfloat16" else torch.float32)
     if recipe not in ("none", "bfloat16"):

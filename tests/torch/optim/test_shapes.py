@@ -31,7 +31,7 @@ def trained(optimizer: optim.Optimizer, parameters: list[nn.Parameter], gradient
 
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("preset", ["float32", "lean"])
-def test_muon_steps_each_matrix_of_a_stack_as_if_it_were_alone(preset: str, nesterov: bool) -> None:
+def test_muon_steps_each_matrix_of_a_stack_separately(preset: str, nesterov: bool) -> None:
     start = drawn((3, 70, 96), 0)
     stack, alone = nn.Parameter(start.clone()), [nn.Parameter(one.clone()) for one in start]
     gradients = [drawn((3, 70, 96), 1 + i) for i in range(4)]

@@ -73,7 +73,7 @@ for preset, recipe in (("exact", "tensorwise"), ("lean", "tensorwise"), ("lean",
 """
 
 
-def test_a_step_needs_no_more_than_a_dozen_numbers_of_a_piece() -> None:
+def test_a_step_needs_at_most_twelve_numbers_per_chunk_element() -> None:
     """However large the matrix is; a piece is no more than some blocks side by side."""
     done = subprocess.run([sys.executable, "-c", PEAKS], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

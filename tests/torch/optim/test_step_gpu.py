@@ -177,7 +177,7 @@ def test_sgd_of_floats_steps_by_the_kernel_and_of_codes_without(nesterov: bool) 
 
 
 @pytest.mark.parametrize("outstanding", [1, 1 << 30])
-def test_steps_in_backward_go_by_the_kernel(outstanding: int) -> None:
+def test_steps_in_backward_use_the_kernel(outstanding: int) -> None:
     """Each time that gradients are as many bytes their parameters step by the kernel, to the bits of plain steps."""
     both = []
     for kernels in (True, False):
@@ -256,7 +256,7 @@ def test_a_step_that_is_skipped_changes_and_counts_nothing() -> None:
     ],
     ids=["1", "3", "3 of blockwise", "3 of mxfp8 squares"],
 )
-def test_a_step_takes_one_launch_for_each_way_whatever_there_is_to_step(
+def test_a_step_takes_one_launch_per_config_for_any_parameters(
     layers: int, recipe: Any, kernels: dict[str, int]
 ) -> None:
     """By a stub of the driver; a capture launches what its rehearsal does, loads nothing and reads nothing back."""

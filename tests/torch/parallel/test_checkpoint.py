@@ -530,7 +530,7 @@ CASES = {
 
 
 @pytest.mark.ranks
-def test_a_run_goes_on_from_a_checkpoint_on_other_ranks(tmp_path: Path) -> None:
+def test_a_run_resumes_from_a_checkpoint_on_another_number_of_ranks(tmp_path: Path) -> None:
     for ranks in (2, 1, 3, 4):
         two_ranks.run(__name__, tmp_path, ranks)
 

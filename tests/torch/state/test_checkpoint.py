@@ -196,7 +196,7 @@ def test_codes_that_are_made_again_come_with_their_scale(name: str, monkeypatch:
     torch.testing.assert_close(layer.weight.grad, torch.full((64, 64), float(tokens)))
 
 
-def test_an_input_that_is_made_again_is_noted_once_where_each_gemm_quantizes_it_its_own_way() -> None:
+def test_a_recomputed_input_is_recorded_once_under_separate_specs_per_gemm() -> None:
     """A history that was cleared between forward and backward stays so."""
     delayed = recipes.delayed()
     assert delayed.fprop.a is not None

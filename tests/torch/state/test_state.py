@@ -367,7 +367,7 @@ def test_a_cached_weight_does_not_outlive_a_cast(name: str) -> None:
         assert_bitwise(layer(x), fresh(x))
 
 
-def test_noise_of_converted_layers_goes_by_name_not_by_number() -> None:
+def test_noise_of_converted_layers_depends_on_the_name_not_the_number() -> None:
     """A checkpoint from an autocast and one from a converted model load into each other; streams stay apart."""
     converted, plain = Converted("nvfp4"), Run("nvfp4")
     for run in (converted, plain):

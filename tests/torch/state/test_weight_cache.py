@@ -346,7 +346,7 @@ def fused_by_hand(layer: qt.Linear) -> None:
 
 @pytest.mark.parametrize("step", [assigned_in_place, added_through_data, fused_by_hand])
 @pytest.mark.parametrize("recipe", QUANTIZING)
-def test_a_loop_that_steps_by_hand_trains_as_one_that_keeps_nothing(recipe: str, step: Writer) -> None:
+def test_a_manual_step_trains_the_same_as_without_a_cache(recipe: str, step: Writer) -> None:
     layer = linear(recipe)
     other = fresh(layer)
     for _ in range(3):
@@ -388,7 +388,7 @@ def test_steps_inside_backward_train_as_those_that_keep_nothing(recipe: str, by_
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
-def test_a_reentrant_recomputation_sees_a_step_by_hand(recipe: str) -> None:
+def test_a_reentrant_recomputation_sees_a_manual_step(recipe: str) -> None:
     """No forward in gradient mode looks at the weight between the step and the backward that recomputes."""
     layer, x = linear(recipe), torch.randn(T, K)
     trained(layer, x)

@@ -441,7 +441,7 @@ def test_the_cache_does_not_keep_a_parameter_alive() -> None:
 
 
 @pytest.mark.parametrize("name", recipes.RECIPES)
-def test_a_dead_layer_is_gone_without_the_garbage_collector(name: str) -> None:
+def test_a_layer_is_freed_without_the_garbage_collector(name: str) -> None:
     """Ranks whose collectors run at different times would roll different histories."""
     gc.disable()
     try:

@@ -32,7 +32,7 @@ def toml(make_config: MakeConfig, tmp_path: Path) -> Path:
     return path
 
 
-def test_train_names_its_picture_and_the_command_line_goes_first(toml: Path, tmp_path: Path) -> None:
+def test_train_names_its_plot_and_command_line_options_take_precedence(toml: Path, tmp_path: Path) -> None:
     result = quaver("train", "--config", toml, "--steps", 4, "--quiet")
     assert result.exit_code == 0, result.output
     assert "validation loss" in result.stdout and str(tmp_path / "run" / "loss.png") in result.stdout
@@ -250,7 +250,7 @@ def test_doctor_says_what_to_install_for_a_framework(monkeypatch: pytest.MonkeyP
     assert doctor.gpus() == [] and "torch" not in doctor.cpu()
 
 
-def test_doctor_knows_what_each_recipe_needs() -> None:
+def test_doctor_lists_the_requirements_of_each_recipe() -> None:
     assert set(RECIPES) - set(NEEDS) == {"bf16", "mxfp6", "mxfp4"}
     hopper = [Device("H100", (9, 0))]
     ampere = [Device("A100", (8, 0))]

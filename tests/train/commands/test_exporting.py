@@ -40,7 +40,7 @@ def logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("model", "recipe"), [("nano", "mxfp8"), ("mistral-tiny", "delayed(history=4)"), ("qwen3-tiny", "rowwise")]
 )
-def test_a_run_goes_out_by_the_names_of_hugging_faces_models(
+def test_a_run_is_exported_under_hugging_face_names(
     make_config: MakeConfig, tmp_path: Path, model: str, recipe: str
 ) -> None:
     run = run_training(make_config(model=model, recipe=recipe, dtype="float32", steps=3)).folder

@@ -26,7 +26,7 @@ def same_table(recipe, other):
         ("rowwise_with_gw_hp", recipes.rowwise_bf16_wgrad()),
     ],
 )
-def test_a_recipe_of_torchaos_is_one_of_ours(name, recipe):
+def test_torchao_recipes_map_to_our_recipes(name, recipe):
     assert same_table(recipe_of(Float8LinearConfig.from_recipe_name(name)), recipe)
     assert recipe_of(Float8LinearConfig.from_recipe_name(name)).fprop.fast_accum
     assert str(recipe_of(Float8LinearConfig.from_recipe_name(name))) == f"torchao.{name}"
@@ -39,7 +39,7 @@ def casts(module):
     yield module.CastConfig(module.ScalingType.DISABLED)
 
 
-def test_every_pair_of_casts_is_taken_or_refused_as_torchao_does():
+def test_every_pair_of_casts_is_accepted_or_refused_as_by_torchao():
     """Of an input and a weight, for both GEMMs of each: 49 pairs by two roundings of scales."""
     for (i, of_input), (w, of_weight) in itertools.product(enumerate(casts(ours)), enumerate(casts(ours))):
         for power in (False, True):
@@ -89,7 +89,7 @@ def test_wgrad_alone_may_stay_in_high_precision():
     assert recipe_of(config).wgrad == GemmSpec(None, None)
 
 
-def test_enums_of_torchaos_own_are_taken():
+def test_torchao_enums_are_accepted():
     cast = CastConfig(scaling_granularity=theirs.ScalingGranularity.AXISWISE)
     assert cast.scaling_granularity is ROW
     of_name = Float8LinearConfig.from_recipe_name(theirs.Float8LinearRecipeName.ROWWISE)

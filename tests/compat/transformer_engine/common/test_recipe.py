@@ -31,7 +31,7 @@ DEFAULTS = {
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
-def test_defaults_are_the_recipe_of_ours(name: str) -> None:
+def test_defaults_map_to_our_recipe(name: str) -> None:
     built, ours = recipe_of(te.RECIPES[name]()), DEFAULTS[name]
     assert (built.gemms, built.delayed, built.attention) == (ours.gemms, ours.delayed, None)
     assert recipe_of(te.RECIPES[name]()) is built, "equal recipes are one object"
@@ -75,7 +75,7 @@ def test_predicates_say_which_one_it_is() -> None:
     assert [kind.float8_per_tensor_scaling() for kind in te.RECIPES.values()] == [True, True, False, False, False]
 
 
-def test_the_packages_own_objects_are_taken() -> None:
+def test_objects_of_the_original_package_are_accepted() -> None:
     """Told by the names of their classes and fields, as those of the package are."""
     fmt = type("Format", (), {"name": "E4M3"})()
     of_gemm = make_dataclass("MMParams", ["use_split_accumulator"])(True)

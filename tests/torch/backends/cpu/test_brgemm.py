@@ -68,7 +68,7 @@ def test_several_matrices_are_multiplied_by_some_rows_and_columns_of_others(shap
         cpu_brgemm.multiply_each(a.transpose(1, 2).contiguous().transpose(1, 2), pairs, y)
 
 
-def test_only_large_products_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_large_products_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cpu_brgemm.takes(512, 512, 512)
     for shape in [(64, 512, 512), (512, 500, 512), (128, 128, 128)]:
         assert not cpu_brgemm.takes(*shape), shape
@@ -85,7 +85,7 @@ def test_memory_passed_to_c_is_checked() -> None:
             cpu_brgemm.address(t, torch.float32, 24)
 
 
-def test_blocks_are_compiled_for_few_sizes_whatever_the_tokens(
+def test_blocks_are_compiled_for_few_sizes_for_any_token_count(
     functions: block.Functions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = set()
@@ -236,7 +236,7 @@ raise SystemExit(os.waitpid(child, 0)[1])
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_fork_multiplies_though_it_inherits_no_helper() -> None:
+def test_a_forked_process_multiplies_without_helper_threads() -> None:
     command = [sys.executable, "-W", "ignore", "-c", FORK]
     done = forked.quick.run(command, timeout=300, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

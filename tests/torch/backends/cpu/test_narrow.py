@@ -80,7 +80,7 @@ def test_scales_too_far_apart_for_float32_are_multiplied_in_float64() -> None:
 
 @pytest.mark.parametrize("rows", [5, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_handful_of_rows_beside_a_large_operand_goes_the_same_way(
+def test_a_few_rows_with_a_large_operand_use_the_same_path(
     rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu_gemm, "NARROW_BESIDE", (16, 1 << 14))

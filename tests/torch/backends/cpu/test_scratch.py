@@ -60,7 +60,7 @@ def test_scratch_memory_is_cached_only_between_two_sizes(size: int) -> None:
     assert first.data_ptr() != second.data_ptr()
 
 
-def test_memory_made_in_inference_mode_serves_training() -> None:
+def test_memory_made_in_inference_mode_is_usable_in_training() -> None:
     layer = qt.Linear(256, 256, recipe=recipes.mxfp8())
     with torch.inference_mode():
         quantize._held.slots.clear()
@@ -105,7 +105,7 @@ class Fresh(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", FP8)
 @pytest.mark.parametrize("transposed", [False, True])
-def test_quantizing_much_asks_for_no_more_than_its_codes(transposed: bool, name: str) -> None:
+def test_quantizing_a_large_tensor_allocates_only_its_codes(transposed: bool, name: str) -> None:
     x = torch.randn(2048, 1024 + 128)
     assert x.numel() * 4 > quantize.LARGEST
     given = x.t() if transposed else x

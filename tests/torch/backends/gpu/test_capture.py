@@ -164,7 +164,7 @@ def test_a_captured_graph_reads_the_stored_codes_at_each_replay() -> None:
     assert stored_weight.codes(layer, layer.weight) is stored_weight.codes(layer, layer.weight)
 
 
-def test_a_rehearsal_ends_with_its_block_and_nests() -> None:
+def test_a_capture_rehearsal_ends_with_its_block_and_nests() -> None:
     cpu = torch.device("cpu")
     with capture.rehearsing(cpu):
         with pytest.raises(KeyError), capture.rehearsing(cpu):

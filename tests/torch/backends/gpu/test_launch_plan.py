@@ -31,7 +31,7 @@ class Counted:
         return LaunchPlan(given, (None, out), [LaunchSpec(column_sums, (1, 1), (x, out, None), numbers, constants, 1)])
 
 
-def test_a_pass_is_decided_once_and_writes_a_new_room_each_time() -> None:
+def test_a_launch_is_planned_once_and_writes_new_memory_each_time() -> None:
     counted = Counted()
     (none, first), (_, second) = counted.passes((X,)), counted.passes((X + 1,))
     assert counted.decided == 1 and none is None

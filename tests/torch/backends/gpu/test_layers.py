@@ -125,7 +125,7 @@ def test_backward_keeps_the_transpose_of_the_input_and_nothing_else_of_it(recipe
     assert sum(t.numel() for t in saved if t.dtype is torch.bfloat16 and t is not layer.weight) == 0
 
 
-def test_the_results_of_one_read_let_go_of_each_other() -> None:
+def test_results_of_one_pass_are_freed_independently() -> None:
     with qt.only("triton"):
         q, transposed = ops.QUANTIZE_BOTH(torch.randn(40, 48), QuantSpec(E4M3), QuantSpec(E4M3))
     assert q.twin is None and transposed.twin is None
@@ -222,7 +222,7 @@ def test_out_of_memory_gives_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen input"])
-def test_a_history_goes_on_where_one_operand_alone_has_no_kernel(frozen: bool) -> None:
+def test_a_history_continues_when_one_operand_has_no_kernel(frozen: bool) -> None:
     plain = recipes.delayed(history=4)
     noisy = dataclasses.replace(plain.dgrad.a, rounding="stochastic")  # type: ignore[type-var]
     gemms_of_g = {name: dataclasses.replace(plain.gemms[name], a=noisy) for name in ("dgrad", "wgrad")}

@@ -149,7 +149,7 @@ def test_factors_and_histories_are_each_matrixs_own(known: bool) -> None:
     assert history.tolist() == [1.0, 3.0, 8.0]
 
 
-def test_matrices_share_where_one_kernel_does_for_both() -> None:
+def test_matrices_share_a_launch_when_one_kernel_handles_both() -> None:
     x = torch.empty(64, 128)
     kept = RequestedOperands(True, True)
     assert share(way(x, TENSOR, RequestedOperands()), way(x, TENSOR, kept))

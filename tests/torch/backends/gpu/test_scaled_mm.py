@@ -95,7 +95,7 @@ def check(name: str, a: Quantized, b: Quantized, dtype: torch.dtype, bias: torch
 @torchs_own
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("a", "b"), list(itertools.product(WHOLE, WHOLE)))
-def test_one_scale_a_tensor_or_row_goes_through_torchs_own_gemm(a: str, b: str, transposed: bool) -> None:
+def test_tensor_and_row_scales_use_the_torch_gemm(a: str, b: str, transposed: bool) -> None:
     for number, (dtype, bias) in enumerate(OUTPUTS):
         # Each output with one shape; the pairs of operands take turns.
         m, k, n = SHAPES[(number + list(WHOLE).index(a) + 2 * list(WHOLE).index(b)) % len(SHAPES)]
@@ -136,7 +136,7 @@ ROWS = [(arch, a, b) for arch, those in NATIVE.items() for a, b in sorted(those)
 
 
 @pytest.mark.parametrize(("gpu", "a", "b"), ROWS, indirect=["gpu"])
-def test_a_gpu_gets_layouts_and_scales_as_it_wants_them(gpu: list[list[str]], a: str, b: str) -> None:
+def test_operands_get_the_layouts_and_scales_the_gpu_requires(gpu: list[list[str]], a: str, b: str) -> None:
     for (m, k, n), (dtype, bias), transposed in pairs([*SHAPES, (130, 640, 256)], OUTPUTS, [False, True]):
         assert check("native", *pair(SPECS[a], SPECS[b], m, k, n, transposed), dtype, bias) == "native"
     assert gpu
@@ -160,7 +160,7 @@ def test_unsupported_operands_are_decoded_with_a_reason(gpu: list[list[str]], ar
 
 
 @pytest.mark.parametrize("gpu", [100], indirect=True)
-def test_blackwell_reads_transposes_where_they_lie(gpu: list[list[str]]) -> None:
+def test_blackwell_reads_transposes_in_place(gpu: list[list[str]]) -> None:
     x, w = pair(SPECS["tensor"], SPECS["tensor"], 64, 32, 48, transposed=True)
     before = x.data.data_ptr(), w.data.data_ptr()
     check("native", x, w, torch.bfloat16, None)
@@ -452,14 +452,14 @@ def test_nonfinite_values_poison_their_rows(name: str, bad: float) -> None:
 
 @pytest.mark.parametrize("name", ["tensor", "tensor fp32", "row", "1x128", "1x128 fp32", "mxfp8"])
 @pytest.mark.parametrize("scale", [1e-28, 1e-20, 1.0, 1e20, 1e28])
-def test_scales_far_from_one_lose_nothing_on_the_way(name: str, scale: float) -> None:
+def test_scales_far_from_one_lose_no_precision(name: str, scale: float) -> None:
     x, w = torch.rand(16, 256).add_(0.5) * scale / 2, torch.rand(16, 256).add_(0.5) / scale
     a, b = reference.quantize(x, SPECS[name]), reference.quantize(w, SPECS[name])
     y, expected = scaled_mm.matmul(a, b, torch.float32).double(), reference.matmul(a, b, torch.float32).double()
     assert (y - expected).norm() / expected.norm() < 1e-6
 
 
-def test_rows_that_end_in_zeros_are_taken_as_they_are() -> None:
+def test_zero_padded_rows_are_used_unchanged() -> None:
     buffer = torch.zeros(6, 48, dtype=torch.float8_e4m3fn)
     buffer[:, :40] = torch.randn(6, 40).to(torch.float8_e4m3fn)
     q = Quantized(buffer[:, :40], torch.ones(1, 1), SPECS["tensor"], (6, 40))

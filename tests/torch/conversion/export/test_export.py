@@ -109,7 +109,7 @@ def test_the_check_finds_one_wrong_code(recipe: str, tmp_path: Path) -> None:
     assert divergence(right, log_probabilities(trained, tokens())).largest == 0.0
 
 
-def test_weights_that_exist_only_as_codes_go_out_as_they_are(tmp_path: Path) -> None:
+def test_weights_stored_only_as_codes_are_exported_unchanged(tmp_path: Path) -> None:
     with qt.quantized_init("mxfp8"):
         layer = qt.Linear(WIDTH, WIDTH)
     trained = nn.Sequential(layer)
@@ -241,7 +241,7 @@ def test_bad_input_gives_a_clear_error_and_leaves_no_files(kind: str, sentence: 
     assert not list(tmp_path.iterdir())
 
 
-def test_places_that_are_taken(tmp_path: Path) -> None:
+def test_unusable_output_paths_are_refused(tmp_path: Path) -> None:
     trained = model("mxfp8")
     (tmp_path / "empty").mkdir()
     qt.export(trained, tmp_path / "empty")
@@ -317,7 +317,7 @@ def test_layers_left_count_among_weights_in_the_check(tmp_path: Path) -> None:
     assert result.check is not None and result.check.weights.mean > 0
 
 
-def test_inputs_that_are_none(tmp_path: Path) -> None:
+def test_invalid_calibration_inputs_are_refused(tmp_path: Path) -> None:
     for name in ("check", "calibrate"):
         with pytest.raises(ValueError, match=f"{name} is a str; give inputs of the model"):
             qt.export(model("mxfp8"), tmp_path / "out", **{name: "text"})

@@ -182,7 +182,7 @@ def steps_of(layer: qt.GroupedLinear, run: Callable[[Tensor, Tensor], Tensor]) -
     ],
     ids=str,
 )
-def test_one_graph_serves_all_sizes_with_eagers_bits(recipe: Any, how: dict[str, Any]) -> None:
+def test_one_graph_handles_all_sizes_with_the_eager_bits(recipe: Any, how: dict[str, Any]) -> None:
     torch._dynamo.reset()
     eager, compiled = layer_of(recipe, **how), layer_of(recipe, **how)
     graphs: list[Any] = []

@@ -69,7 +69,7 @@ def test_float32_layers_ask_no_host_where_there_are_kernels(name: str, monkeypat
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "rowwise", "blockwise"])
 @pytest.mark.parametrize("recomputes_input", [False, True])
-def test_codes_and_rows_that_are_made_go_the_same_way(recipe: str, recomputes_input: bool) -> None:
+def test_computed_codes_and_rows_take_the_same_path(recipe: str, recomputes_input: bool) -> None:
     places = torch.randint(0, 24, (70,), generator=torch.Generator().manual_seed(3))
     results: list[list[Tensor]] = []
     for name in ("reference", "decoded"):

@@ -133,7 +133,7 @@ def test_unnamed_layers_draw_and_remember_as_linears_made_in_their_place(recipe:
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8", "delayed"])
-def test_a_weight_is_quantized_once_a_step_whatever_number_of_micro_batches(
+def test_a_weight_is_quantized_once_per_step_for_any_number_of_micro_batches(
     recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quantized: list[int] = []
@@ -193,7 +193,7 @@ def assigned(layer: qt.GroupedLinear) -> qt.GroupedLinear:
 
 @pytest.mark.parametrize("recipe", ["delayed", "nvfp4", "mxfp8"])
 @pytest.mark.parametrize("way", [copy.deepcopy, pickled, through_a_file, assigned])
-def test_copies_go_on_as_the_layer_would(recipe: str, way: Callable[[Any], qt.GroupedLinear]) -> None:
+def test_copies_continue_like_the_layer(recipe: str, way: Callable[[Any], qt.GroupedLinear]) -> None:
     layer = qt.GroupedLinear(G, K, N, recipe=recipe)
 
     def step(trained: qt.GroupedLinear, seed: int) -> list[Tensor]:

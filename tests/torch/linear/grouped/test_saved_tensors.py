@@ -79,7 +79,7 @@ def test_scales_of_hard_values_are_read_as_they_were_stored(fmt: Any, block: Blo
     ],
     ids=str,
 )
-def test_other_scales_wait_as_they_are(spec: QuantSpec) -> None:
+def test_other_scales_stay_unchanged(spec: QuantSpec) -> None:
     assert take_groups_apart([qt.quantize(torch.randn(32, 16), spec)]) is None
     assert take_groups_apart([None, None]) is None
 

@@ -310,7 +310,7 @@ def test_frozen_codes_compile_with_eagers_bits(name: str, layout: str, recipe: b
 
 @pytest.mark.parametrize("name", ["tensorwise", "mxfp8", "nvfp4"])
 @LAYOUTS
-def test_a_gpus_way_takes_the_codes_too(name: str, layout: str) -> None:
+def test_the_gpu_path_accepts_codes_too(name: str, layout: str) -> None:
     one = layer(name, layout, recipe=name)
     other = copy.deepcopy(one)
     with qt.only("reference"):

@@ -222,7 +222,7 @@ def test_options_autocast_transforms_and_threads_are_torchs() -> None:
     assert "threads" in why()
 
 
-def test_a_processor_without_the_block_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_processor_without_the_block_instructions_gives_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm, "_functions", lambda: None)
     x = [t.detach() for t in operands(1, 128, 2, 2, 32)]
     assert "instructions" in dict(explain_attention(*x).passed_over)["tiles"]
@@ -265,7 +265,7 @@ def test_a_selective_checkpoint_may_save_it_and_gradients_have_the_same_bits() -
         assert_bitwise(one, other)
 
 
-def test_one_graph_serves_all_lengths_with_the_bits_of_eager_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_graph_handles_all_lengths_with_the_bits_of_eager_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of lengths that are torch's."""
     torch.compiler.reset()
     monkeypatch.setattr(cpu_tiles, "SMALLEST", 2 * 2 * 100 * 100)
@@ -354,7 +354,7 @@ def test_compiled_forward_mode_loses_no_derivative() -> None:
         torch.compile(tangent, backend="aot_eager")(q)
 
 
-def test_subclasses_of_tensors_are_torchs_wherever_they_stand() -> None:
+def test_tensor_subclasses_use_torch_in_every_argument() -> None:
     class Own(Tensor):
         pass
 

@@ -95,7 +95,7 @@ def of(options: dict[str, Any]) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
 
 @pytest.mark.usefixtures("_installed")
 @pytest.mark.parametrize("options", calls(), ids=lambda options: "-".join(options))
-def test_the_call_is_described_correctly(options: dict[str, Any]) -> None:
+def test_the_flash_call_receives_equivalent_arguments(options: dict[str, Any]) -> None:
     inputs, options = of(options)
     q, k, v, call = prepare(*inputs, AttentionOpOptions(**options))
     assert backends.unsupported(q, k, v, call) == ""

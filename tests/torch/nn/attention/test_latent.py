@@ -89,7 +89,7 @@ def test_a_cache_holds_latents_and_decoding_is_one_whole_forward() -> None:
 
 
 @pytest.mark.parametrize("recipe", recipes.RECIPES)
-def test_norms_that_write_their_layers_input_have_the_bits_of_norms_called_by_themselves(recipe: str) -> None:
+def test_fused_norms_have_the_bits_of_separate_norms(recipe: str) -> None:
     layer, x = make(normalization="RMSNorm"), torch.randn(2, 16, 64)
     with qt.autocast(recipe):
         y = layer(x)

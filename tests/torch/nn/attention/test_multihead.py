@@ -201,9 +201,7 @@ def test_a_position_bias_continues_after_the_cached_positions() -> None:
 
 
 @pytest.mark.parametrize(("name", "kind"), [("RMSNorm", qt.RMSNorm), ("LayerNorm", qt.LayerNorm)])
-def test_norms_are_of_the_class_that_they_are_called_by_and_those_of_heads_have_an_eps_of_their_own(
-    name: str, kind: type
-) -> None:
+def test_norms_have_the_named_class_and_head_norms_have_their_own_eps(name: str, kind: type) -> None:
     layer = qt.TransformerLayer(64, 4, 96, normalization=name, eps=1e-5, qk_norm=name, qk_norm_eps=1e-2)
     attention = layer.attention
     for norm, eps in (

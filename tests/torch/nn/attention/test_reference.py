@@ -112,7 +112,7 @@ def test_learnable_sinks_have_the_gradient_of_differences() -> None:
     )
 
 
-def test_dropout_keeps_the_mean_and_drops_the_share_it_says() -> None:
+def test_dropout_keeps_the_mean_and_drops_the_given_fraction() -> None:
     q, k = torch.zeros(1, 64, H, D), torch.zeros(1, 64, H, D)
     v = torch.eye(64)[None, :, None].expand(1, 64, H, 64)
     probabilities = reference(q, k, v, dropout=0.25) * 64

@@ -58,7 +58,7 @@ WHERE: dict[str, tuple[dict[str, Any], Any]] = {
 @FRACTION
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("layout", ["bshd", "sbhd"])
-def test_rope_turns_pairs_and_its_gradient_turns_back(
+def test_rope_rotates_pairs_and_its_gradient_rotates_back(
     interleaved: bool, fraction: float, where: str, layout: str
 ) -> None:
     x, g = torch.randn(2, 5, 3, 8), torch.randn(2, 5, 3, 8)
@@ -160,7 +160,7 @@ def operations(run: Any) -> int:
 
 
 @pytest.mark.parametrize("dtype, most", [(torch.float32, 4), (torch.bfloat16, 6)])
-def test_with_its_tables_at_hand_a_call_is_a_few_operations(dtype: torch.dtype, most: int) -> None:
+def test_a_call_with_cached_tables_is_a_few_operations(dtype: torch.dtype, most: int) -> None:
     rope, x = RotaryEmbedding(8), torch.randn(2, 5, 3, 8, dtype=dtype)
     rope(x)
     assert operations(lambda: rope(x)) <= most
@@ -301,7 +301,7 @@ def test_decoding_compiles_once_for_all_offsets() -> None:
             assert_bitwise(compiled(x, offset=offset), net(x, offset=offset))
 
 
-def test_frequencies_stay_float32_and_are_filled_wherever_the_model_goes() -> None:
+def test_frequencies_stay_float32_across_casts_and_devices() -> None:
     x = torch.randn(1, 300, 1, 16)
     y = RotaryEmbedding(16)(x)
     for rope in (RotaryEmbedding(16, device="meta").to_empty(device="cpu"), RotaryEmbedding(16).bfloat16()):

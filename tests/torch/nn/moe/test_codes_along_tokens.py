@@ -151,9 +151,7 @@ def test_recipes_with_blocks_that_move_with_tokens() -> None:
 
 @pytest.mark.parametrize("name", ["rowwise", "blockwise", "mxfp8"])
 @pytest.mark.parametrize(("spread", "least"), [(12, 0.975), (24, 0.965)])
-def test_a_share_of_values_is_promised_by_the_largest_row_over_the_smallest(
-    name: str, spread: int, least: float
-) -> None:
+def test_the_fraction_of_equal_values_is_bounded_by_the_row_spread(name: str, spread: int, least: float) -> None:
     """Of 64 and of 256 tokens, whose largest row is 2**spread times the smallest."""
     by_row, along = MOVED[name]
     assert by_row is not None and along is not None

@@ -48,7 +48,7 @@ def test_rows_offsets_places_and_sums_are_the_references(dtype: torch.dtype) -> 
             assert_bitwise(ours, torch.from_numpy(expected).to(dtype) if dtype is torch.bfloat16 else expected)
 
 
-def test_the_number_of_rows_does_not_depend_on_who_goes_where() -> None:
+def test_the_number_of_rows_does_not_depend_on_the_routing() -> None:
     for pad, capacity in ((1, None), (16, None), (16, 3)):
         shapes = set()
         for indices in (drawn(40, 8, 2), torch.zeros(40, 2, dtype=torch.int64), torch.full((40, 2), 7)):

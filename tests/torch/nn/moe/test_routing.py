@@ -81,7 +81,7 @@ def test_far_logits_have_finite_gradients() -> None:
         assert logits.grad is not None and logits.grad.isfinite().all(), (scores, logits.grad)
 
 
-def test_the_root_of_softplus_goes_on_where_its_formula_changes() -> None:
+def test_the_softplus_square_root_is_continuous_between_its_formulas() -> None:
     z = torch.linspace(-60, 20, 4001)
     exact = torch.nn.functional.softplus(z.double()).sqrt()
     assert ((SCORES["sqrtsoftplus"](z).double() - exact).abs() <= 3e-7 * exact).all()

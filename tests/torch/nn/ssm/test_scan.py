@@ -120,7 +120,7 @@ def test_decays_between_near_tokens_keep_their_precision_late_in_a_sequence() ->
         "state 1e25",
     ],
 )
-def test_values_that_hurt(change: Callable[[dict[str, Tensor]], Any]) -> None:
+def test_edge_case_values(change: Callable[[dict[str, Tensor]], Any]) -> None:
     values = tensors()
     change(values)
     assert_exact(values, 3e-6)
@@ -219,7 +219,7 @@ def test_one_token_without_gradients_is_the_recurrence_itself() -> None:
     assert_close("last states under autocast", last, exact(bf16)[1], BOUND)
 
 
-def test_a_state_goes_on_where_it_ended() -> None:
+def test_a_state_continues_where_it_ended() -> None:
     values = tensors()
     y, last = ssd(**values)
     names = "x", "dt", "B", "C"
@@ -239,7 +239,7 @@ def test_only_inputs_are_saved() -> None:
     assert {t.data_ptr() for t in kept} <= given
 
 
-def test_autocast_narrows_nothing_inside() -> None:
+def test_autocast_does_not_change_the_inner_dtype() -> None:
     values = tensors()
     given, narrow = leaves(values), leaves(values)
     expected = differentiated(ssd(**given), given)

@@ -35,6 +35,6 @@ def test_split_sequences_are_joined_back(lengths: list[int], size: int) -> None:
         at += own
 
 
-def test_places_to_spare_are_zero_whatever_the_first_token_is() -> None:
+def test_spare_rows_are_zero_for_any_first_token() -> None:
     x = torch.full((3, 2), torch.nan)
     assert not chunks_of([3], 4, CPU).taken(x, 0, 1, x.dtype)[0, 3].any()

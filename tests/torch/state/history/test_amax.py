@@ -313,7 +313,7 @@ def test_dead_layers_are_forgotten() -> None:
     assert number not in amax._layers and len(amax.layers()) == before
 
 
-def test_a_layer_is_known_once_however_often_it_is_registered() -> None:
+def test_a_layer_registered_repeatedly_is_known_once() -> None:
     layer = qt.Linear(8, 6, recipe="delayed")
     known = len(amax.layers())
     state_of(layer).number = None
@@ -323,7 +323,7 @@ def test_a_layer_is_known_once_however_often_it_is_registered() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_history_and_factor_are_float32_whatever_torchs_default(dtype: torch.dtype) -> None:
+def test_history_and_factor_are_float32_for_any_default_dtype(dtype: torch.dtype) -> None:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

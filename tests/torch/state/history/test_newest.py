@@ -68,7 +68,7 @@ def test_histories_are_those_of_launches_of_their_own(
         assert_bitwise(ours, plain)
 
 
-def test_nothing_is_noted_without_gradients_nor_twice_by_a_recomputation() -> None:
+def test_nothing_is_recorded_without_gradients_or_twice_by_recomputation() -> None:
     layer = qt.Linear(24, 16)
     with qt.only("triton"), qt.autocast(recipe=RECIPE):
         qt.checkpoint(layer, torch.randn(4, 24, requires_grad=True)).sum().backward()
@@ -87,7 +87,7 @@ def test_nothing_is_noted_without_gradients_nor_twice_by_a_recomputation() -> No
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "new buffers", "moved memory"])
-def test_a_history_that_moves_is_noted_in_where_it_is(how: str) -> None:
+def test_a_moved_history_is_recorded_into_at_its_new_place(how: str) -> None:
     layer = qt.Linear(24, 16)
     with qt.only("triton"), qt.autocast(recipe=RECIPE):
         layer(torch.randn(4, 24))

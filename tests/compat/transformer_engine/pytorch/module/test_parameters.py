@@ -111,7 +111,7 @@ def test_the_configured_options_take_effect(name: str) -> None:
 
 @EACH
 @pytest.mark.parametrize("how", ["copy", "pickle", "state dict", "assigned", "meta", "dtype"])
-def test_it_goes_on_from_a_copy(name: str, how: str) -> None:
+def test_training_continues_from_a_copy(name: str, how: str) -> None:
     recipe, module = DelayedScaling(amax_history_len=4), MADE[name]()
     for _ in range(2):
         run(module, recipe)
@@ -277,7 +277,7 @@ def test_one_weight_of_all_groups_computes_and_loads_what_several_do(recipe: Any
         whole.layer(torch.ones(8, 64), [3, 5])
 
 
-def test_main_grad_and_gradients_that_wait() -> None:
+def test_main_grad_and_delayed_gradients() -> None:
     plain = te.LayerNormMLP(64, 96)
     run(plain, MXFP8BlockScaling())
     module = te.LayerNormMLP(64, 96, fuse_wgrad_accumulation=True, delay_wgrad_compute=True)
@@ -333,7 +333,7 @@ def test_norms() -> None:
     centered.load_state_dict({"weight": torch.ones(64), "_extra_state": torch.empty(0, dtype=torch.uint8)})
 
 
-def test_padding_goes_and_comes() -> None:
+def test_rows_are_padded_and_unpadded() -> None:
     x = torch.randn(12, 8)
     padded, splits = te.Fp8Padding(3)(x, [5, 0, 7])
     assert padded.shape == (32, 8) and splits == [16, 0, 16] and not padded[5:16].any()
