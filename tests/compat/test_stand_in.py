@@ -92,10 +92,10 @@ def test_threads_import_one_module() -> None:
 @pytest.mark.parametrize("library, other", [("transformer_engine", "accelerate"), ("torchao", "transformers")])
 def test_libraries_imported_earlier_are_named(library: str, other: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, other, sys)
-    with pytest.raises(RuntimeError, match=f"{other} is imported already, and has looked for {library}: call quaver"):
+    with pytest.raises(RuntimeError, match=f"{other} is already imported, and has checked for {library}: call quaver"):
         quaver.compat.install(library)
     monkeypatch.setitem(sys.modules, library, sys)
-    with pytest.raises(RuntimeError, match=f"{library} is imported already: call quaver"):
+    with pytest.raises(RuntimeError, match=f"{library} is already imported: call quaver"):
         quaver.compat.install(library)
     assert not [finder for finder in sys.meta_path if isinstance(finder, stand_in._Finder)]
 

@@ -132,7 +132,7 @@ def test_slower_networks_are_slower() -> None:
         ({"tp": 3}, {}, "tp 3 x pp 1"),
         ({"fsdp": 3}, {}, "fsdp is 3"),
         ({"tp": 0}, {}, "tp is 0"),
-        ({"cp": 3}, {}, "context's 3"),
+        ({"cp": 3}, {}, "ranks of cp"),
         ({"ep": 3}, {}, "ranks of ep do not divide"),
         ({"ep": 2}, {}, "no experts"),
         ({"pp": 8}, {}, "fewer than pp"),

@@ -122,7 +122,7 @@ def test_layers_print_casts_as_torchao_does():
         (lambda: Float8LinearConfig.from_recipe_name("row_wise"), r"torchao has no recipe 'row_wise'; .*rowwise"),
         (
             lambda: Float8LinearConfig(cast_config_weight=CastConfig(ours.ScalingType.DISABLED)),
-            r"gemm_config_output multiplies what cast_config_input and cast_config_weight cast; cast both",
+            r"gemm_config_output multiplies the operands of cast_config_input and cast_config_weight; cast both",
         ),
         (
             lambda: Float8LinearConfig(

@@ -94,7 +94,7 @@ REFUSED: list[tuple[Any, str]] = [
         lambda: DelayedScaling(scaling_factor_compute_algo=max).recipe(),
         "scaling_factor_compute_algo=.* is not supported",
     ),
-    (lambda: DelayedScaling(reduce_amax=False).recipe(), "reduce_amax=False is not there: give True"),
+    (lambda: DelayedScaling(reduce_amax=False).recipe(), "reduce_amax=False is not supported: give True"),
     (lambda: DelayedScaling(interval=5).recipe(), "interval=5 is not supported"),
     (lambda: DelayedScaling(override_linear_precision=(True, False, True)).recipe(), "override_linear_precision"),
     (
