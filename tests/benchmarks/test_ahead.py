@@ -1,4 +1,4 @@
-"""A card that is not there: what it launches at real sizes, and a cache of kernels that can be carried elsewhere."""
+"""Compile benchmarks ahead for an absent GPU, and check the portable kernel cache."""
 
 import ast
 import json
@@ -108,7 +108,7 @@ def test_recorded_launches_compiled_elsewhere_leave_nothing_to_compile(
 
 
 def test_recording_tests_continues_past_failures() -> None:
-    """And computes what they assert, where launches may stand."""
+    """The computation before each assertion also runs while recording."""
     source = (
         "def case():\n assert done.append(1)\n if True:\n  raise AssertionError('no')\n assert done.append(2), 1 / 0"
     )

@@ -344,7 +344,7 @@ def test_verdicts(recipe: str, loss: float | None, accepted: bool) -> None:
 
 
 def test_a_null_model_widens_the_tolerance_by_two_standard_errors() -> None:
-    """Seeds of the null model are 0.002 apart: a standard error of 0.001, of which a control has nothing."""
+    """Seeds of the null model are 0.002 apart: a standard error of 0.001. The control has none."""
     outcomes = dict(acceptance(bf16=2.0, mxfp8=2.0119, nvfp4=2.041, unit_scales=2.301).outcomes)
     outcomes |= {
         (training.NULL, seed): Outcome(loss=2.0 + 0.001 * seed + shift) for seed, shift in enumerate((0.003, 0.005))

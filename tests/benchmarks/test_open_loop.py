@@ -1,4 +1,4 @@
-"""The states that shadow a run: a few steps of some, and the page that has the kept figures."""
+"""Check a few steps of shadowing optimizer states, and the page with the recorded figures."""
 
 import json
 

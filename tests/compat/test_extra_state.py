@@ -76,7 +76,9 @@ class Plain:
 
 
 def state_of(layers: list[Plain], recipe: Any = None) -> dict[str, Any]:
-    """What a module saves of its layers; without a recipe as 1.x does, whose backward meets the last one first."""
+    """State saved by the layers of a module. Without a recipe it is as in 1.x, where backward visits the last layer
+    first.
+    """
     back = layers if recipe is not None else layers[::-1]
     state: dict[str, Any] = {} if recipe is None else {"recipe": recipe}
     one, zero = torch.ones(1), torch.zeros(LENGTH, 1)

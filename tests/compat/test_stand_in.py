@@ -1,4 +1,4 @@
-"""A stand-in answers imports and `importlib.metadata` until it is taken away, and says when it comes too late."""
+"""Test that a stand-in answers imports and `importlib.metadata` until removed, and reports when it comes too late."""
 
 import importlib
 import importlib.metadata as metadata
@@ -16,7 +16,7 @@ from quaver.compat.stand_in import LIBRARIES
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As in a process that has imported none of the libraries."""
+    """Simulate a process that has not imported the libraries."""
     amax_values = {name for library in LIBRARIES for name in (library, *LIBRARIES[library].readers)}
     for name in list(sys.modules):
         if name.partition(".")[0] in amax_values:

@@ -46,8 +46,7 @@ def same(got: qt.Quantized, expected: reference.Quantized, what: str) -> None:
 def operand_by_operand(
     spec: QuantSpec, shape: tuple[int, int], at: int, of: int, *given: Any, **options: Any
 ) -> Iterator[tuple[str, torch.Tensor, reference.Quantized]]:
-    """Every `of`-th hard operand in a dtype, and in order or as the transpose of another, all by turns, and what numpy
-    stores of it."""
+    """Every `of`-th edge-case operand in a dtype, alternately contiguous and transposed, and its codes from numpy."""
     for number, (name, x) in enumerate(by_turns(hard(shape), at, of).items(), at):
         for other, dtype in enumerate(DTYPES):
             if (number - at + at // of + other) % len(DTYPES):
@@ -141,7 +140,7 @@ def test_every_bf16_value_is_stored_as_in_numpy(spec: QuantSpec, implementation:
 
 
 def _compiled() -> Iterator[Any]:
-    """Each format as far as Inductor's graph, and to its end one operand of each kind that the graph tells apart."""
+    """Compile each format to Inductor's graph, and one operand of each distinct kind completely."""
     kinds: dict[Hashable, QuantSpec] = {}
     for spec in SPECS.values():
         kinds.setdefault((spec.format.packed, spec.two_level, spec.rounding), spec)

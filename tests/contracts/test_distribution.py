@@ -1,4 +1,4 @@
-"""What is published: the source distribution holds the whole tree, the wheel the library; their metadata is true."""
+"""Test the published packages: contents of the source distribution and the wheel, and their metadata."""
 
 import re
 import subprocess
@@ -57,7 +57,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The files of the wheel and what is in them."""
+    """The files of the wheel with their contents."""
     folder = tmp_path_factory.mktemp("wheel")
     (path,) = WheelBuilder(str(ROOT)).build(directory=str(folder), versions=["standard"])
     with zipfile.ZipFile(path) as archive:

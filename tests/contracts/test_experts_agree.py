@@ -1,4 +1,4 @@
-"""Tokens go to the same experts in both frameworks, lie in the same order, and are summed to the same bits."""
+"""Test that tokens are routed, ordered and summed with the same bits in both frameworks."""
 
 import itertools
 from typing import Any

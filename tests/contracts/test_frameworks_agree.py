@@ -51,7 +51,7 @@ FORMATS = list({(kind(spec), spec.format): name for name, spec in reversed(EVERY
 
 
 def _smallest() -> Iterator[Any]:
-    """Each kind of spec as one number and as one of two that have none; the others by turns."""
+    """Each kind of spec as a scalar and as one of two empty shapes; the others alternately."""
     for at, (name, spec) in enumerate(EVERY.items()):
         for shape in [SMALLEST[0], SMALLEST[1 + at % 2]] if name in KINDS else [SMALLEST[at % len(SMALLEST)]]:
             yield pytest.param(spec, shape, id=f"{shape}-{name}")
@@ -100,7 +100,7 @@ stored_quickly = jax.jit(
 
 @pytest.fixture
 def hardly_optimized() -> Iterator[None]:
-    """Each operation is a program of its own, in which there is little to optimize."""
+    """Compile each operation as a separate program with little optimization."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield

@@ -33,7 +33,7 @@ PACKAGES = {"equinox": {"jax"}, "flax": {"jax"}}
 
 
 def packages_of(code: str) -> set[str]:
-    """Packages that a program's imports come from, but for Python's own and what is given."""
+    """Packages imported by a program, except the standard library and the given ones."""
     needed = set()
     for line in IMPORT.findall(code):
         for name in (word.split(" as ")[0].strip() for word in line.split(",")):

@@ -112,7 +112,7 @@ SAFE = {
 
 
 def filled(name: str, source: str) -> Iterator[str]:
-    """Names of a module whose containers its functions fill or replace, and functions whose results are cached."""
+    """Names of containers that the functions of a module fill or replace, and functions with cached results."""
     tree = parsed(source)
     names = {node.id for part in tree.body if isinstance(part, ast.Assign | ast.AnnAssign) for node in stored(part)}
     for function in (node for node in walk(tree) if isinstance(node, ast.FunctionDef)):
@@ -181,7 +181,7 @@ def test_state_filled_by_functions_is_found(source: str, expected: set[str]) -> 
 
 @pytest.mark.parametrize("recipe", [name for name in recipes.RECIPES if name != "bf16"])
 def test_a_layer_keeps_one_attribute_more_than_a_plain_one(recipe: str) -> None:
-    """Its options apart, which are a user's to read: whatever ran, was converted, was copied or pickled."""
+    """Not counting user-readable options: after running, conversion, copying or pickling."""
     plain = nn.Linear(32, 32)
     converted = nn.Sequential(nn.Linear(32, 32))
     qt.convert(converted, recipe)

@@ -1,4 +1,4 @@
-"""Every test that starts ranks bears the marker `ranks`, and `make test-ranks` looks where it lies."""
+"""Test that every test that starts ranks has the marker `ranks` and is in a folder of `make test-ranks`."""
 
 import ast
 import re
@@ -16,7 +16,7 @@ MARK = "pytest.mark.ranks"
 
 @cache
 def module(name: str) -> tuple[dict[str, ast.stmt], dict[str, str]]:
-    """The functions and classes of a module of tests, and what its imported names stand for."""
+    """The functions and classes of a test module, and its imported names."""
     path = ROOT / f"{name.replace('.', '/')}.py"
     if not name.startswith("tests.") or not path.exists():
         return {}, {}

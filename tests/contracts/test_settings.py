@@ -86,7 +86,7 @@ def dotted(node: ast.AST, known: dict[str, str]) -> str:
 
 
 def aliases(tree: ast.AST) -> dict[str, str]:
-    """Names of a file that stand for torch's: imported, or assigned from an attribute."""
+    """Names in a file that refer to torch: imported, or assigned from an attribute."""
     known: dict[str, str] = {}
     for node in walk(tree):
         if isinstance(node, ast.Import):

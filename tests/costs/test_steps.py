@@ -1,4 +1,4 @@
-"""A step on many GPUs: by hand where it can be, and as its parts must behave."""
+"""Test the cost of a step on many GPUs against hand calculations and the behaviour of its parts."""
 
 from dataclasses import replace
 from typing import Any

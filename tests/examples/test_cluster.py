@@ -1,4 +1,4 @@
-"""docs/guides/cluster.md followed as it stands: each command in its order, on this machine's processors."""
+"""Run the commands of docs/guides/cluster.md in order, on the processors of this machine."""
 
 import re
 import shlex

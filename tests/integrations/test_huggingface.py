@@ -233,7 +233,7 @@ class Arguments:
 
 
 def recorded(scale: float = 1.0) -> nn.Sequential:
-    """A converted model whose histories hold something of this size, and whose weights do not depend on it."""
+    """A converted model with histories of this size and unaffected weights."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(32, 32))
     qt.convert(net, "delayed")

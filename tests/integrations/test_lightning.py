@@ -75,7 +75,7 @@ def fit(model: Any, plugin: Any, folder: Path | None = None, resume: Any = None,
 
 
 def plain(model: Model, precision: str, accumulate: int = 1, clip: float | None = None) -> list[float]:
-    """The loop that Lightning runs, over a module that was converted by hand and is called once a batch."""
+    """The training loop of Lightning over a manually converted module, called once per batch."""
     qt.convert(model, RECIPE)
     optimizer: Any = model.configure_optimizers()
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "16-mixed")
@@ -126,7 +126,7 @@ def test_lightnings_own_precision_over_a_converted_module_trains_the_same() -> N
 
 
 class ByStep(Model):
-    """Data by the number of the step: Lightning begins an epoch's batches anew where a run resumes."""
+    """Data by step number: Lightning restarts the batches of an epoch when a run resumes."""
 
     def training_step(self, batch: Tensor, number: int) -> Tensor:
         return super().training_step(tokens(self.global_step), number)
@@ -198,7 +198,7 @@ def test_a_training_step_of_several_forwards_is_one_step(own: bool) -> None:
 
 
 class Adversaries(Model):
-    """Two models and two optimizers by hand: each is called twice in a step."""
+    """Two models with two manual optimizers: each is called twice per step."""
 
     def __init__(self) -> None:
         super().__init__()

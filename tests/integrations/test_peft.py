@@ -68,7 +68,7 @@ def adapters(model: nn.Module) -> list[nn.Parameter]:
 @pytest.mark.parametrize("before", [True, False], ids=["convert, adapt", "adapt, convert"])
 @pytest.mark.parametrize("micro", [1, 2])
 def test_lora_trains_the_same_in_both_orders_and_adapters_stay(before: bool, micro: int) -> None:
-    """Delayed scaling in the order in which the converted root is a part of what is called, and in the other."""
+    """Delayed scaling, with the converted root as a part of the called module and the other way round."""
     runs = []
     for order in (True, before):
         model: Any = tiny("llama")

@@ -78,7 +78,7 @@ def test_transformers_reads_deepseeks_blocks(recipe: str, tmp_path: Path) -> Non
 
 
 def modelopt() -> Any:
-    """ModelOpt's containers, by the algorithms whose weights they are."""
+    """ModelOpt's containers by algorithm."""
     pytest.importorskip("modelopt")
     from modelopt.torch.quantization import qtensor
 

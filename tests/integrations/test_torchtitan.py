@@ -55,7 +55,7 @@ def job(**parallelism: Any) -> Any:
 
 
 def spec_of(*converters: Any, layers: int = 2) -> Any:
-    """What torchtitan's registry has of the debugmodel, a CPU's attention apart, with fewer layers."""
+    """torchtitan's registry entry of the debugmodel with fewer layers and CPU attention."""
     spec = model_registry("debugmodel", converters=list(converters))
     for _, _, parent, attribute in list(spec.model.traverse(FlexAttention.Config)):
         setattr(parent, attribute, ScaledDotProductAttention.Config())

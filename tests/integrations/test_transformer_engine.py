@@ -1,4 +1,4 @@
-"""A checkpoint of Transformer Engine's own JAX modules goes on in ours: equal losses and gradients on the next step."""
+"""Test that a checkpoint of Transformer Engine's JAX modules continues in ours with equal losses and gradients."""
 
 import ast
 import inspect

@@ -130,7 +130,7 @@ def test_forward_mode_inside_a_gradient_is_refused() -> None:
 
 
 def test_an_inner_gradient_of_constants_is_one() -> None:
-    """What the sentence advises: a gradient step inside of what is differentiated."""
+    """Follow the advice of the error: an inner gradient step inside the differentiated function."""
 
     def loss(w: Array) -> Array:
         return (qj.linear(X, w, recipe="tensorwise") ** 2).mean()

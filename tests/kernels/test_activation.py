@@ -1,4 +1,4 @@
-"""Activations: within their bound of float64, and what is quantized on the way equals the result quantized."""
+"""Test activations: within the error bound of float64, and fused codes equal the result quantized."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Kernels of quantized attention against the numpy specification: output, gradients, masks, and what is no number."""
+"""Test kernels of quantized attention against the numpy specification: output, gradients, masks, nonfinite values."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""The convolution's kernels against float64: values, gradients, sequences end to end, and what is no number."""
+"""Test the convolution kernels against float64: values, gradients, packed sequences, nonfinite values."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 2.5e-3, torch.float16: 3e-4}
 
 
 def drawn(tokens: int, channels: int, taps: int, dtype: torch.dtype = torch.float32, batch: int = 2) -> dict[str, Any]:
-    """x lies in a wider tensor, as in the output of a projection."""
+    """Random inputs; x is a part of a wider tensor, as in the output of a projection."""
     x = torch.randn(batch, tokens, channels + 8).to(dtype)[..., 4 : 4 + channels]
     weight, bias = torch.randn(channels, taps), torch.randn(channels)
     return {"x": x, "weight": weight, "bias": bias, "initial": torch.randn(batch, taps - 1, channels).to(dtype)}

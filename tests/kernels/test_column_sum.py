@@ -1,4 +1,4 @@
-"""Sums over rows: within their bound of float64, rounded once, the same bits wherever a matrix lies."""
+"""Test column sums: within the error bound of float64, rounded once, the same bits at any memory position."""
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ def test_bits_do_not_depend_on_where_a_matrix_lies() -> None:
 def test_a_layers_bias_gradient_is_summed_by_a_kernel(
     dtype: torch.dtype, recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With one scale for the tensor by the cast, which reads the gradient anyway; else by one of its own."""
+    """With one tensor scale the cast sums it, as it reads the gradient anyway; otherwise a separate kernel does."""
     layer = qt.Linear(24, 16, dtype=dtype, device=DEVICE, recipe=recipe)
     g = torch.randn(200, 16, device=DEVICE).to(dtype)
     expected = gpu.column_sum(g, dtype)

@@ -36,7 +36,7 @@ TWO_LEVELS = {
 
 
 def held(x: Tensor, spec: QuantSpec, *given: Any) -> Tensor:
-    """What the reference's codes stand for, as bf16; beyond its largest number that."""
+    """Values of the reference's codes as bf16, clamped to its largest number."""
     v = reference.quantize(x, spec, *given).dequantize()
     largest = torch.finfo(BF16).max
     half = torch.where(v.isinf(), v.sign() * largest, v).to(BF16)

@@ -1,4 +1,4 @@
-"""Norms: within their bound of float64, and what is quantized on the way equals the output quantized."""
+"""Test norms: within the error bound of float64, and fused codes equal the output quantized."""
 
 import math
 
@@ -126,7 +126,7 @@ def test_nonfinite_values_spoil_their_row_as_elsewhere(kind: str, value: float) 
 
 
 def test_strided_and_misaligned_rows_have_the_bits_of_contiguous_rows() -> None:
-    """The neighbours that a thread holds, and so the order of its sums, go by how far rows lie apart."""
+    """The elements per thread, and so the order of its sums, depend on the row stride."""
     base, other = torch.randn(4, 131, device=DEVICE), torch.randn(4, 132, device=DEVICE)
     views = [t[:, :100] for t in (base, other)]
     views += [base[:, 3:103], base.t()[:100].t(), base[:2].view(2, 1, 131)[..., 31:], other[:, 4:104]]

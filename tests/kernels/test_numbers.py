@@ -1,4 +1,4 @@
-"""What kernels do with the bits of float32 equals the reference for every value that could be told apart."""
+"""Test bit operations of kernels on float32 against the reference, for all distinguishable values."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,4 @@
-"""Delayed scaling's roll in one launch, and what a step notes, against `quaver.reference.operations` column by
-column."""
+"""Test the single-launch roll of delayed scaling and recorded amaxes against `quaver.reference.operations`."""
 
 import copy
 import gc

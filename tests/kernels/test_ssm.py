@@ -1,4 +1,4 @@
-"""The scan's kernels against float64's recurrence: outputs, last states, all gradients, and what is no number."""
+"""Test the scan kernels against a float64 recurrence: outputs, last states, gradients, nonfinite values."""
 
 from typing import Any
 
@@ -142,7 +142,7 @@ def test_unsupported_inputs_use_the_plain_implementation() -> None:
 
 
 def test_a_block_computes_the_same_with_kernels() -> None:
-    """Of heads that lie in the output of a projection, beside others' features."""
+    """With heads inside the output of a projection, beside other features."""
     torch.manual_seed(0)
     block = qt.Mamba2(16, inner=16, head_dim=8, state=6, groups=1, normalization="RMSNorm").to(DEVICE)
     x, runs = torch.randn(2, 35, 16), []

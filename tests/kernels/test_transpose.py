@@ -1,4 +1,4 @@
-"""Codes and their transpose as bytes of its own hold the same bytes."""
+"""Test that codes and their contiguous transpose hold the same bytes."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What is decided about a layer, and what is reported: without any framework."""
+"""Test conversion decisions and reports without a framework."""
 
 from typing import Any
 

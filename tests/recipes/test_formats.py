@@ -1,4 +1,4 @@
-"""Formats are data; what they say is held against ml_dtypes."""
+"""Test the format table against ml_dtypes."""
 
 import pickle
 

@@ -142,7 +142,7 @@ def test_recipes_with_other_values_are_other_objects() -> None:
 
 
 def test_each_text_names_one_recipe() -> None:
-    """What recipes are interned by: each field of theirs is in it."""
+    """Recipes are interned by their text: it contains each of their fields."""
     high, rows = GemmSpec(None, None), GemmSpec(ROW, ROW)
     scaled = GemmSpec(QuantSpec(E4M3), QuantSpec(E4M3))
     attention = [AttentionSpec(ROW, ROW), AttentionSpec(ROW, QuantSpec(E5M2)), AttentionSpec(QuantSpec(E5M2), ROW)]

@@ -1,4 +1,4 @@
-"""Specs and recipes: what is refused and in which words, and that they are values (text, hash, pickle)."""
+"""Test specs and recipes: errors with their messages, and value semantics (text, hash, pickle)."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""The specification of quantized attention: its formulas against float64 ones, its operands, and what is odd."""
+"""Test the specification of quantized attention: formulas against float64, operands, edge cases."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Private names of torch that the library uses: they exist here and say what they are used for; others stand in."""
+"""Test the private torch names used by the library: they exist, behave as needed, or have a fallback."""
 
 import ast
 import sys

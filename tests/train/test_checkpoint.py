@@ -21,7 +21,7 @@ Tensors = dict[str, np.ndarray]
 
 
 def trained(seed: int = 0) -> tuple[Tensors, Tensors]:
-    """A matrix, a state that lies column by column and a count; moments and a number."""
+    """A matrix, a column-major state and a count; moments and a number."""
     random = np.random.default_rng(seed)
     weight = random.standard_normal((8, 4), np.float32)
     history = np.arange(6, dtype=np.float32).reshape(2, 3).T + seed

@@ -125,7 +125,7 @@ def test_compare_trains_recipes_by_seeds_each_in_its_process(make_config: MakeCo
 
 @pytest.mark.usefixtures("forked_runs")
 def test_every_run_reads_the_text_that_was_read_first(make_config: MakeConfig, tmp_path: Path, text: Path) -> None:
-    """The comparison's folder lies in the text, as under `--text .`, and the text changes between two runs."""
+    """The folder of the comparison is inside the text, as with `--text .`, and the text changes between two runs."""
     config = make_config(str(text / "runs" / "compared"), steps=1, validate_every=0)
     folder = Path(config.out)
     compare_runs(config, ["bf16"])
@@ -195,7 +195,7 @@ def saved_tokenizer(folder: Path, make_config: MakeConfig) -> Path:
 
 @pytest.mark.usefixtures("forked_runs")
 def test_no_run_continues_after_the_comparison_ends(make_config: MakeConfig) -> None:
-    """Whatever ends it, such as a disk that fills while a report of its own is written."""
+    """For any cause, such as a disk that fills while a report is written."""
     config = make_config(steps=5000, checkpoint_every=0, validate_every=0)
     metrics = Path(config.out) / "bf16-seed0" / "metrics.jsonl"
 

@@ -1,4 +1,4 @@
-"""Runs of models with experts, latent attention and state spaces: records, going on, and what is refused."""
+"""Test runs of models with experts, latent attention and state spaces: records, resuming, errors."""
 
 from dataclasses import replace
 from functools import partial
@@ -82,7 +82,7 @@ def test_muon_refuses_weights_of_three_axes(make_config: MakeConfig) -> None:
 
 
 def test_balancing_reaches_the_weights(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loss that is reported is the cross-entropy; what is added changes the next step's."""
+    """The reported loss is the cross-entropy; the added terms change the loss of the next step."""
     seen = []
     for number, z in enumerate((0.0, 10.0)):
         own = MODELS["mixtral-tiny"].experts

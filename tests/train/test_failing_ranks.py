@@ -65,13 +65,13 @@ def fail(how: str) -> None:
 
 
 def poisoned(output: Tensor) -> Tensor:
-    """The output, whose gradient is NaN."""
+    """Output with a NaN gradient."""
     output.register_hook(lambda g: g * torch.nan)
     return output
 
 
 def main() -> None:
-    """The command line on one rank, which fails as it is told to."""
+    """Run the command line on one rank with the requested failure."""
     from quaver.train.__main__ import main as command
 
     how, errors, config = sys.argv[1:]
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 class Start:
-    """Two ranks under a store of this process, of which rank 1 fails as it is told to; "" goes on from a checkpoint."""
+    """Two ranks with a store in this process; rank 1 fails as requested; "" resumes from a checkpoint."""
 
     def __init__(self, how: str, config: TrainConfig, folder: Path) -> None:
         self.config, self.asked = config, False

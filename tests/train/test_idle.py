@@ -1,4 +1,4 @@
-"""Every option changes what a run leaves behind, is refused, or is said to have no effect."""
+"""Test that every option changes the results of a run, is refused, or warns that it has no effect."""
 
 import json
 import warnings
@@ -29,7 +29,7 @@ ELSEWHERE = ("threads", "recompute", "loss_chunk", "out", "framework", "report_t
 
 
 def left_behind(config: TrainConfig) -> Any:
-    """The records but for times, and the names of files; or why it was refused. Beside it what was warned of."""
+    """Records without times, and file names; or the refusal. Also the warnings."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         try:

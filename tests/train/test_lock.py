@@ -22,7 +22,7 @@ from tests.train.conftest import MakeConfig
 
 
 def start(config: TrainConfig, tmp_path: Path) -> Any:
-    """A training in a process of its own, some steps on."""
+    """Start a training in a separate process and wait for some steps."""
     (tmp_path / "c.toml").write_text(to_toml(config), encoding="utf-8")
     command = [sys.executable, "-m", "quaver.train", "train", "--quiet", "--config", str(tmp_path / "c.toml")]
     process = forked.quick.Popen(command, stderr=forked.quick.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})

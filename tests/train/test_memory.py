@@ -55,7 +55,7 @@ def check(model: str, make_config: MakeConfig, optimizer: str, recipe: str) -> N
 
 
 def test_presets_use_the_promised_memory() -> None:
-    """Of 8b's matrices alone, under recipes whose weight codes serve both GEMMs."""
+    """For the matrices of 8b, under recipes with one set of weight codes for both GEMMs."""
     from quaver.train.commands.plan import optimizers, plan
 
     for recipe in ("tensorwise", "blockwise", "mxfp8(weight_2d=True)"):

@@ -1,4 +1,4 @@
-"""`quaver train --optimizer`: what is kept, resumed, refused and generated from."""
+"""Test `quaver train --optimizer`: saving, resuming, errors and generation."""
 
 import shutil
 from dataclasses import replace

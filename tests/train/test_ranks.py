@@ -331,7 +331,7 @@ class HeadOfTwo(torch.nn.Linear):
 
 
 class LossOfTwo(torch.autograd.Function):
-    """The mean loss, with words in two parts, whose gradients are made in forward and scaled in backward."""
+    """Mean loss over a vocabulary in two parts; gradients are made in forward and scaled in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

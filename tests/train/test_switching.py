@@ -1,4 +1,4 @@
-"""A run whose recipe changes: what it computes, what it says, and that it resumes before, at and after a change."""
+"""Test runs with a recipe change: results, messages, and resuming before, at and after the change."""
 
 import json
 import shutil
@@ -119,7 +119,7 @@ def test_records_and_checkpoints_name_the_active_part(make_config: MakeConfig) -
 
 
 def test_a_run_resumes_with_the_same_or_another_schedule(make_config: MakeConfig) -> None:
-    """Where it stands in that, its step and learning rate decide."""
+    """Its position in the schedule follows from its step and learning rate."""
     config = make_config(recipe="nvfp4", steps=8, warmup=2, checkpoint_every=1, keep=0)
     run_training(config)
     for step, text, changes in (

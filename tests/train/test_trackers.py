@@ -31,7 +31,7 @@ def needs(library: str) -> Any:
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """W&B without a network, with its settings and caches in the test's own folder, read anew by each test."""
+    """W&B without a network, with settings and caches in the folder of the test, reloaded by each test."""
     for name, value in {"MODE": "offline", "SILENT": "true", "PROJECT": "quaver-tests"}.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     for name in ("CONFIG_DIR", "CACHE_DIR", "DATA_DIR"):

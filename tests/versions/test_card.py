@@ -59,7 +59,7 @@ def test_with_both_it_runs_there(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The stand-in for the other Python is this one, and for its packages two empty folders."""
+    """This Python stands in for the other one, with two empty package folders."""
     where(NOWHERE, sys.executable)
     asked: list[str] = []
     monkeypatch.setattr(card, "pip", lambda python, *arguments: asked.extend(arguments))

@@ -1,4 +1,4 @@
-"""`dot_general` under a recipe is the layer it stands for, whatever the order of the axes."""
+"""Test that `dot_general` under a recipe equals the linear layer for any order of axes."""
 
 from functools import partial
 from typing import Any

@@ -66,7 +66,7 @@ def one_by_one(x: Any, w: Any, g: Any, sizes: Any, recipe: Any) -> tuple[np.ndar
 
 @every_recipe
 def test_groups_are_linear_layers_one_by_one(name: str) -> None:
-    """Without noise, whose stream depends on the place in the whole."""
+    """Without noise, which depends on the position in the whole operand."""
     recipe = nvfp4(stochastic_rounding=False) if name == "nvfp4" else RECIPES[name]
     x, w, g = arrays()
     sizes = (20, 0, 20, 20)

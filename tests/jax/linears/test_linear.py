@@ -201,7 +201,7 @@ def test_a_step_has_the_same_bits_where_64_bits_are_enabled() -> None:
 
 
 def kept_bytes(function: Any, *args: Any) -> int:
-    """What lies between forward and backward; nothing is computed."""
+    """Bytes saved between forward and backward, without computing anything."""
     leaves = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(function, *args)[1], *args))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 

@@ -1,4 +1,4 @@
-"""A property of every public function: what it does not take is told in a sentence, and numpy's arrays are taken."""
+"""Test that every public function refuses invalid arguments clearly and accepts numpy arrays."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""Who may read a layer's state without changing it, and what those are told who may not."""
+"""Test which uses may read a layer's state without updating it, and the errors of others."""
 
 from functools import cache, partial
 from typing import Any
@@ -68,7 +68,7 @@ def test_a_step_without_the_state_suggests_stop_gradient() -> None:
 
 
 def test_branches_of_a_cond_take_the_state_as_an_operand() -> None:
-    """Branches that close over it pass for two calls, and are told how they do not."""
+    """Branches that close over the state count as two calls; the error says how to avoid it."""
 
     def closing_over(w: Array, state: Any, taken: Array) -> Array:
         return lax.cond(taken, lambda x: 2 * linear(x, w, state), lambda x: linear(x, w, state), X).sum()

@@ -1,4 +1,4 @@
-"""The states that layers hand on: rolled as the reference rolls, merged, shared, split off and checked."""
+"""Test layer states: rolled like the reference, merged, shared, split and checked."""
 
 from functools import partial
 from typing import Any
@@ -68,7 +68,7 @@ def test_nonfinite_values_are_not_recorded() -> None:
 
 
 def test_a_state_that_torch_left_unrolled_is_rolled_first() -> None:
-    """torch rolls when a step begins: what it saved after one holds that step's amaxes in row 0."""
+    """torch rolls at the start of a step: state saved after a step has its amaxes in row 0."""
     recipe = recipes.delayed(history=3)
     recorded = jnp.float32([[1, 2, 3], [0, 0, 0], [4, 0, 0]])
     ready = jax.jit(partial(states.ready, recipe=recipe))({"history": recorded, "factor": np.zeros(3, np.float32)})
@@ -203,7 +203,7 @@ def test_split_and_join_are_inverse_and_find_states_anywhere() -> None:
 
 
 def model(parameters: Any, x: Array) -> Array:
-    """Two layers whose states lie among the parameters, as in an Equinox module."""
+    """Two layers with states among the parameters, as in an Equinox module."""
     for name in ("first", "second"):
         p = parameters[name]
         x = jnp.tanh(qj.linear(x, p["w"], p["b"], recipe=recipes.delayed(history=4), state=p["state"]))

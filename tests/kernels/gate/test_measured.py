@@ -1,4 +1,4 @@
-"""measured.json: what it holds for, that it is seen where it does not, and what is compiled then."""
+"""Test measured.json: when it is valid, when changes are detected, and what is compiled then."""
 
 import json
 from dataclasses import replace

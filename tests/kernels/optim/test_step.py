@@ -331,7 +331,7 @@ def test_weights_of_blocks_are_left_where_a_step_is_skipped() -> None:
 
 
 def test_configs_rules_and_groups_share_a_step_and_a_false_flag_keeps_all() -> None:
-    """Parameters of unlike ways go into one table, each way's into a launch of its own."""
+    """Parameters of different configs share one table; each config has one launch."""
     ours = [parameter(*WAYS[name], SHAPES[i % 2], i, False) for i, name in enumerate(("lean", "exact", "float32"))]
     before = copy.deepcopy(ours)
     by_kernel(ours, False)

@@ -1,4 +1,4 @@
-"""convert and revert: what a model keeps, what is left alone and why, and who rolls the histories."""
+"""Test convert and revert: preserved attributes, skipped layers with reasons, and rolling of histories."""
 
 import copy
 import gc
@@ -27,7 +27,7 @@ QUANTIZING = [name for name in RECIPES if name != "bf16"]
 
 
 class Plain(nn.Linear):
-    """A subclass without a forward of its own."""
+    """Subclass without its own forward."""
 
     def extra_repr(self) -> str:
         return super().extra_repr() + ", plain"

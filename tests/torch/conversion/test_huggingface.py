@@ -1,4 +1,4 @@
-"""Layers of transformers read into ours: outputs, gradients, bf16, what is shared, decoding, and what is refused."""
+"""Test layers of transformers loaded into ours: outputs, gradients, bf16, sharing, decoding, errors."""
 
 import copy
 import functools
@@ -139,7 +139,7 @@ JUMPS = ("t5", "deepseek_v3, mixture", "llama4, no rope, mixture", "gpt_oss")
 
 
 def layer_of(name: str) -> tuple[Any, dict[str, Any]]:
-    """Their layer with random parameters, and what it takes to read it."""
+    """A transformers layer with random parameters, and the arguments to load it."""
     config_class, options, layer_class, index = LAYERS[name]
     config = getattr(transformers, config_class)(**options)
     module = inspect.getmodule(getattr(transformers, config_class)).__name__.replace("configuration", "modeling")  # type: ignore[union-attr]
@@ -186,7 +186,7 @@ def run(layer: Any, x: Tensor, g: Tensor, **options: Any) -> tuple[Tensor, Tenso
 
 
 def gradients(theirs: Any, read: dict[str, Any], fused: bool | None) -> dict[str, Tensor]:
-    """Theirs in our order: a layer whose parameters they are, read in turn."""
+    """Gradients of their layer in our order, obtained by loading it again."""
     other = copy.deepcopy(theirs)
     for p, q in zip(other.parameters(), theirs.parameters(), strict=True):
         p.data = torch.zeros_like(q) if q.grad is None else q.grad.clone()

@@ -49,7 +49,7 @@ def test_a_family_matches_transformers(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["cohere2", "ministral3", "seed_oss"])
 def test_attention_of_more_families_is_placed_and_equal(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables of neighbours, a scale of queries by position, dropout of its own in the MLP."""
+    """Neighbour tables, position-dependent query scales, dropout in the MLP."""
     monkeypatch.setitem(families.FAMILIES, family, AutoModelForCausalLM)
     plain = model_of(family, **({"residual_dropout": 0.0} if family == "seed_oss" else {}))
     ours = copy.deepcopy(plain)

@@ -26,7 +26,7 @@ BOUND = 1e-5
 
 
 class Norm(nn.Module):
-    """With eps in an attribute of its own, and a helper, as Gemma's."""
+    """Norm with its eps as an attribute and a helper function, as in Gemma."""
 
     def __init__(self, eps: float) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def test_modules_that_differ_in_a_private_attribute_keep_their_own_numbers() -> 
 
 def test_modules_that_differ_in_their_place_keep_their_own_numbers() -> None:
     class Deeper(nn.LayerNorm):
-        """Smaller the deeper it stands."""
+        """Module that is smaller the deeper it is nested."""
 
         def __init__(self, layer_idx: int) -> None:
             super().__init__(DIM)

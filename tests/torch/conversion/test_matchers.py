@@ -409,7 +409,7 @@ def test_packed_attention_quantizes_its_projections_and_trains(recipe: str) -> N
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
 def test_packed_attention_reads_the_rows_that_a_call_asks_for(recipe: str, held: bool, bias: bool) -> None:
-    """Queries' rows begin where all rows do: what is kept of the whole is nothing for a part."""
+    """Query rows begin at the first row: the cache of the whole weight is not used for a part."""
     attention = nn.MultiheadAttention(32, 4, batch_first=True, bias=bias)
     qt.convert(attention, recipe)
     fresh = copy.deepcopy(attention)

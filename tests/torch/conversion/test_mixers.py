@@ -1,4 +1,4 @@
-"""Mixers of state spaces: no layer is quantized in name alone, and ours compute theirs where they compute the same."""
+"""Test state-space mixers: no layer is quantized in name only, and ours equal theirs where both compute the same."""
 
 import copy
 import functools

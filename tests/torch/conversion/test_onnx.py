@@ -1,4 +1,4 @@
-"""What is said before onnx is asked for anything; `tests/integrations` runs what is written."""
+"""Test errors before onnx is needed; `tests/integrations` runs the exported files."""
 
 from importlib import util
 from pathlib import Path

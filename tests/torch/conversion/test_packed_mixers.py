@@ -1,4 +1,4 @@
-"""Sequences that lie end to end in a batch of a hybrid model give what each gives alone, and so do their gradients."""
+"""Test that packed sequences of a hybrid model equal single sequences, gradients included."""
 
 import copy
 import pickle

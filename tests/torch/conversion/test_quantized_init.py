@@ -1,4 +1,4 @@
-"""Weights that exist only in eight (or four) bits: the layer is the one whose weight is what they dequantize to."""
+"""Test weights stored only in eight (or four) bits: the layer equals one with the dequantized weight."""
 
 import copy
 import inspect
@@ -294,7 +294,7 @@ def test_an_optimizer_that_would_write_to_codes_is_stopped(name: str, kind: type
 
 @EIGHT
 def test_training_by_copies_in_high_precision(name: str) -> None:
-    """What an optimizer of quantized weights does: step a copy, and hand it back."""
+    """Train like an optimizer of quantized weights: step a copy and write it back."""
     one, other = layer(name, keep="cpu"), plain(name)
     x, target = torch.randn(32, K), torch.randn(32, N)
     master = qt.initial_value(one.weight)

@@ -1,4 +1,4 @@
-"""The report of convert: rows, shares and bytes; what a run shows; what is told before work is lost."""
+"""Test the report of convert: rows, fractions and bytes, run statistics, early warnings."""
 
 import time
 import warnings

@@ -20,7 +20,7 @@ STATEFUL = pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
 
 
 class Tied(nn.Module):
-    """Two names of one weight, one module under two names, a buffer of its own."""
+    """Two names of one weight, one module under two names, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Tied(nn.Module):
 
 
 class Attending(nn.Module):
-    """torch's own attention, whose weights are packed."""
+    """torch's attention with packed weights."""
 
     def __init__(self) -> None:
         super().__init__()

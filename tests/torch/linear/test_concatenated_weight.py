@@ -1,4 +1,4 @@
-"""A weight that lies in several parameters computes as a whole one."""
+"""Test that a weight in several parameters computes like a whole one."""
 
 from typing import Any
 

@@ -20,7 +20,7 @@ NAMES = [n for n, r in recipes.RECIPES.items() if r().quantizes and r().delayed 
 
 
 def dequantized(name: str, **gemms: GemmSpec) -> Recipe:
-    """A recipe whose backward multiplies dequantized operands, but for the GEMMs that are given."""
+    """A recipe whose backward multiplies dequantized operands, except in the given GEMMs."""
     gemms = {"dgrad": HIGH, "wgrad": HIGH} | gemms
     return replace(recipes.get(name), name=f"{name}, dequantized", dequantized_backward=True, **gemms)  # type: ignore[arg-type]
 

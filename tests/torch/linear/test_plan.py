@@ -32,7 +32,7 @@ TENSOR = QuantSpec(E5M2, (None, None), "power_of_two")
 
 
 def recipe_of_blocks(x: QuantSpec, weight: QuantSpec, g: QuantSpec) -> Recipe:
-    """A recipe that quantizes each operand and its transpose alike."""
+    """A recipe that quantizes each operand and its transpose with the same spec."""
     return Recipe("blocks", GemmSpec(x, weight), GemmSpec(g, weight), GemmSpec(g, x))
 
 
@@ -416,7 +416,7 @@ def test_backward_saves_one_byte_per_element(shape: tuple[int, int, int]) -> Non
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["tensorwise", "delayed", "rowwise", "mxfp8"])
 def test_a_cached_weight_serves_lengths_that_need_another_layout(name: str, dtype: torch.dtype) -> None:
-    """Small and large products by turns, one after the other and both before their backwards."""
+    """Alternating small and large products, one after the other and both before their backwards."""
     lengths = [4, 64, 4]
     assert 4 * 64 * 96 < gemm.SMALL < 64 * 64 * 96
     layers = pair(RECIPES.get(name) or recipes.get(name), dtype, True, 64, 96)

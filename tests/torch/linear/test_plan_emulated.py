@@ -1,4 +1,4 @@
-"""A layer whose GEMMs the GPU lacks: a step with the numbers of the CPU's emulation, and little kept."""
+"""Test layers with GEMMs that the GPU does not support: the results of CPU emulation, with few saved tensors."""
 
 from collections.abc import Iterator
 from dataclasses import replace

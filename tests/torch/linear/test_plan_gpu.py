@@ -238,7 +238,7 @@ def test_two_level_scaling_has_the_bits_of_the_general_path(
     generally: Callable[[pytest.MonkeyPatch], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of the gradients those alone that are asked for, too: only what is rounded at random is counted."""
+    """Also with only the required gradients: only stochastic rounding advances the noise count."""
     become(100, monkeypatch)
     if k == 128:
         monkeypatch.setattr(block_scaled, "SMALL", 1 << 12)
@@ -292,7 +292,7 @@ def to_host(x: Tensor) -> tuple[torch.device, Tensor]:
 
 
 def to_pinned(x: Tensor) -> tuple[torch.device, Tensor]:
-    """With pin_memory=True, which has rows lie one after the other whatever lay how."""
+    """With pin_memory=True, which makes rows contiguous for any input layout."""
     return x.device, torch.empty(x.size(), dtype=x.dtype, device="cpu").copy_(x)
 
 
@@ -682,7 +682,7 @@ def test_out_of_memory_after_a_norm_gives_a_clear_error(monkeypatch: pytest.Monk
 @torchs_own
 @pytest.mark.parametrize("name", ["factor", "history"])
 def test_factors_on_another_device_take_the_general_path(name: str) -> None:
-    """It moves them; a launch by addresses would read what lies there."""
+    """The general path moves them; a launch by address would read invalid memory."""
     layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="delayed")
     x = torch.randn(T, K).bfloat16().requires_grad_()
     assert is_direct(layer(x))

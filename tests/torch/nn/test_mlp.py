@@ -1,4 +1,4 @@
-"""The MLP: the bits of its parts, the activation's result never kept, options that keep less."""
+"""Test the MLP: the bits of its parts, no saved activation result, options that save less."""
 
 import copy
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Normalizations: float64's values and gradients, one rounding, nothing kept but the input and two numbers a row."""
+"""Test norms: values and gradients against float64, one rounding, only the input and two numbers per row saved."""
 
 from collections.abc import Callable
 
@@ -158,8 +158,7 @@ def test_only_the_input_is_saved() -> None:
 
 
 def test_compiled_gives_eagers_bits() -> None:
-    """All kinds in one graph, which takes as long to compile as one of its own, for Inductor writes one program of what
-    stands before them."""
+    """All kinds in one graph, which compiles as fast as one: Inductor fuses the preceding operations."""
     torch.compiler.reset()
     layers = torch.nn.ModuleDict({kind: NormKind(kind, 24, dtype=torch.bfloat16) for kind in ALL})
 
@@ -218,7 +217,7 @@ def test_opaque_operators_say_their_shapes_and_strides(transposed: bool) -> None
 
 @pytest.mark.parametrize("recipe", [None, "bf16", "tensorwise", "mxfp8"])
 def test_a_layer_norm_without_a_bias_has_gradients(recipe: str | None) -> None:
-    """Alone and before a projection, whose results are those of a bias of 0."""
+    """Alone and before a projection, with the results of a zero bias."""
     x, g = torch.randn(5, 32), torch.randn(5, 16)
     grads = {}
     for norm_bias in (True, False):

@@ -1,4 +1,4 @@
-"""A norm and the layers that read it: the bits of the parts called one after the other, and less kept for backward."""
+"""Test a norm fused with the following layers: the bits of separate calls, with less saved for backward."""
 
 from typing import Any
 

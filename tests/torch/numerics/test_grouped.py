@@ -1,4 +1,4 @@
-"""All groups quantized at once without a look at their sizes: each has the bits of its rows alone."""
+"""Test that groups quantized at once, without reading their sizes, have the bits of separate groups."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ DRAW = GroupedNoise(3, [11, 12, 13, 14], [0, 5, 6, 7])
 
 
 def rows(k: int) -> Tensor:
-    """Rows that hurt, of very different sizes; what is behind the last group is NaN."""
+    """Edge-case rows of very different magnitudes; rows after the last group are NaN."""
     x = torch.randn(T, k, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, T)[:, None]
     hard = nasty((8, k))
     for at, name in ((0, "subnormal"), (20, "huge"), (45, "infinity"), (55, "NaN")):

@@ -131,7 +131,7 @@ def test_dynamo_treats_it_as_true_without_a_guard(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_eager_frame_beneath_a_compiled_one_is_eager() -> None:
-    """Dynamo compiles frames by themselves that a frame calls which it left to Python; the question is none of them."""
+    """Dynamo compiles frames called by a frame it left to Python; this check is not compiled."""
     said.clear()
     torch._dynamo.reset()
     left_to_python = torch.compiler.disable(ask, recursive=False)
@@ -166,7 +166,7 @@ def test_a_thread_beside_one_that_compiles_is_eager(way: str, dispatches: bool) 
 
 
 def test_a_flag_that_is_left_behind_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As two compilations whose ends cross leave it."""
+    """Simulates two overlapping compilations."""
     monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
     assert torch.compiler.is_compiling() and not is_tracing()
 

@@ -495,7 +495,7 @@ def test_a_capture_shares_nothing_with_eager_work(counted: Counts) -> None:
 
 
 def test_other_streams_share_nothing(counted: Counts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a GPU the stream is among the facts; here a stand-in gives it."""
+    """The stream is part of the cache key on a GPU; here a stand-in provides it."""
     from quaver.torch.linear import plan_step as plans
 
     layers = [qt.Linear(32, 16, recipe="tensorwise") for _ in range(2)]

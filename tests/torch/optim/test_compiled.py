@@ -81,8 +81,7 @@ def same(a: torch.Tensor, b: torch.Tensor, name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_words_for_a_compiler_are_those_of_eager_steps(dtype: torch.dtype) -> None:
-    """Keys of int32 draw by halves of words; a first element beyond 2**34, whose counters cross 2**31, a seed of 64
-    bits."""
+    """int32 keys draw by half words; a first element beyond 2**34, counters across 2**31, a seed of 64 bits."""
     first, drawn = 3 * 2**34 + 2**33 - 2**10, (0xFEDC_BA98_7654_3210, 3, 70_000, torch.device("cpu"))
     expected = noise.words(first, 4096, *drawn).to(torch.int32)
     key, upper = noise.stream(*drawn)
@@ -216,7 +215,7 @@ def test_a_block_with_a_number_that_is_none_has_the_scale_nan() -> None:
 
 @pytest.mark.slow
 def test_memory_in_another_order_is_another_program() -> None:
-    """Nothing is compared at a call but what a program is known by: shapes and dtypes are alike here."""
+    """A program is looked up by shapes and dtypes only, which are equal here."""
     torch._dynamo.reset()
     both = []
     for compile in (True, False):

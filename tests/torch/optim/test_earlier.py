@@ -45,7 +45,7 @@ def bits_of(p: Tensor) -> int:
 
 
 def in_first_form(optimizer: optim.Optimizer, p: Tensor, state: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Have a parameter's entry of a state dict hold numbers in the first form; returns what they stand for."""
+    """Convert a parameter's state dict entry to the first format; return the represented values."""
     draw = np.random.default_rng(0)
     meant: dict[str, np.ndarray] = {}
     for name, signed in zip(("exp_avg", "exp_avg_sq"), (True, False), strict=True):

@@ -53,7 +53,7 @@ def sequences(steps: int, number: int, betas: tuple[float, float], decades: floa
 
 @pytest.mark.parametrize("betas", BETAS)
 def test_no_gradients_move_an_update_beyond_its_bound(betas: tuple[float, float]) -> None:
-    """The bound itself, in float64, and that float32 states never meet it: 0 elements are held."""
+    """In float64, the bound holds, and float32 states never reach it: 0 elements are clamped."""
     rng = np.random.default_rng(0)
     g = sequences(80, 4096, betas, 12.0, rng)
     m, v = np.zeros(4096), np.zeros(4096)

@@ -1,4 +1,4 @@
-"""Gradients in bfloat16 and in codes: what is kept, how they add up, and how they are clipped."""
+"""Test gradients in bfloat16 and in codes: storage, accumulation and clipping."""
 
 import copy
 import io
@@ -304,7 +304,7 @@ def test_a_gradient_in_codes_is_copied_saved_and_moved() -> None:
 def test_a_norm_that_is_a_tensor_clips_by_float32(
     monkeypatch: pytest.MonkeyPatch, in_backward: bool, largest: Any
 ) -> None:
-    """A compiled step reads a factor's bits, and is told no dtype."""
+    """A compiled step reads the bits of a factor without its dtype."""
     factors: list[Any] = []
     update = optim.AdamW._update
 

@@ -1,4 +1,4 @@
-"""What happens to models and optimizers around steps: copies, other parameters, layouts, kept initial values."""
+"""Test models and optimizers around steps: copies, other parameters, layouts, initial values."""
 
 import copy
 import dataclasses
@@ -82,7 +82,7 @@ def test_the_newest_optimizer_receives_the_gradients_and_a_freed_one_none() -> N
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("preset", ["lean", "balanced"])
 def test_the_next_optimizer_finds_gradients_as_they_were(preset: str, in_backward: bool) -> None:
-    """torch's, when ours is dropped, without waiting for the collector; ours, while the other one is there."""
+    """torch's optimizer after ours is freed without the collector; ours while the other one exists."""
     layer = nn.Linear(80, 80)
     gc.disable()
     try:
@@ -252,7 +252,7 @@ def test_layers_are_searched_once_for_all_parameters(monkeypatch: pytest.MonkeyP
 
 
 def test_a_fake_step_leaves_nothing_to_real_ones() -> None:
-    """What is kept of a seed is real tensors; fake ones, before and after, have their own."""
+    """Values cached for a seed are real tensors; fake ones, before and after, have separate values."""
     seed, device = 0x5EED_0F_FA4E, torch.device("cpu")
     for real in (False, True):
         with FakeTensorMode():

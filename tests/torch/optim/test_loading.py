@@ -1,4 +1,6 @@
-"""State dicts: what is saved comes back bit by bit, and what another preset or library saved is converted and said."""
+"""Test state dicts: saved states load bit for bit, and states of other presets or libraries are converted with a
+warning.
+"""
 
 import copy
 import io
@@ -107,7 +109,7 @@ def moment(optimizer: optim.Optimizer, p: Tensor, name: str) -> Tensor:
 @pytest.mark.parametrize(("before", "after"), [*PAIRS, *((name, name) for name in ("exact", "lean", "msamp"))])
 @pytest.mark.parametrize("kind", ["float32", "tensorwise"])
 def test_moments_of_small_weights_load_where_one_is_codes_and_the_other_not(kind: str, before: str, after: str) -> None:
-    """Tensors of fewer than 4096 elements are kept in float32 unless their weights are codes."""
+    """Tensors of fewer than 4096 elements stay in float32 unless their weights are codes."""
     saved: Any = None
     for of, preset in ((kind, before), ("tensorwise" if kind == "float32" else "float32", after)):
         layer = qt.Linear(32, 64, bias=False)
@@ -196,7 +198,7 @@ def test_torchaos_states_load(name: str) -> None:
 
 
 def test_msamps_states_load() -> None:
-    """With stand-ins for its tensors, which have these attributes: MS-AMP itself builds on CUDA alone."""
+    """With stand-ins for its tensors, which have these attributes: MS-AMP builds only on CUDA."""
     p = nn.Parameter(torch.randn(136, 160))
     first, second = torch.randn(136, 160), torch.rand(136, 160)
     m = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""A piece of eight and sixteen bits that steps four at once has the bits of one that steps element by element."""
+"""Test that stepping four elements at once has the bits of stepping element by element."""
 
 from dataclasses import replace
 from typing import Any
@@ -139,7 +139,7 @@ def test_four_at_once_have_the_bits_of_a_step_one_by_one(name: str, keep: bool |
 
 
 def same(a: torch.Tensor, b: torch.Tensor, which: str, lost: bool = False) -> None:
-    """Bit by bit; of a weight whose scale is NaN neither residuals nor signs say anything."""
+    """Compare bit for bit; residuals and signs of a weight with a NaN scale are ignored."""
     floats = a.dtype is torch.bfloat16
     a, b = (t.contiguous().view(torch.int16 if t.itemsize == 2 else torch.int8).int() for t in (a, b))
     if which == "residuals" and lost:
@@ -155,7 +155,7 @@ def same(a: torch.Tensor, b: torch.Tensor, which: str, lost: bool = False) -> No
 
 @pytest.mark.parametrize("kind", ["residual8", "residual16"])
 def test_every_code_with_every_residual_decodes_as_when_single(kind: str) -> None:
-    """Also where a weight was set to zero and kept a residual below it; what is read there is zero."""
+    """Also for a weight set to zero with a residual below it, which decodes to zero."""
     master_format, more = MasterFormat(kind, TENSORWISE), compiled.MORE[kind]
     code = torch.arange(256, dtype=torch.int32).repeat_interleave(256).view(512, 128)
     rest = torch.arange(-128, 128, dtype=torch.int32).repeat(256).view(512, 128) * 2 ** (more - 8)

@@ -38,7 +38,7 @@ def give(p: Tensor, gradient: Tensor) -> None:
 
 
 def kept(optimizer: optim.Optimizer, p: Tensor) -> Tensor:
-    """The weight with all that is kept of it, float32."""
+    """The weight with its residual, float32."""
     way = optimizer.way(p, optimizer.param_groups[0])
     return master_weights.read(way.master_format, optimizer.parts_of_weight(p, way))
 
@@ -95,7 +95,7 @@ def test_a_remainder_keeps_every_float32_and_a_gemm_reads_its_nan() -> None:
 def test_state_touched_by_a_nonfinite_gradient_is_read_as_nonfinite(
     bad: float, rule: str, preset: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With nonfinite="keep": a weight that goes on as a number, or stands still for ever, would hide it."""
+    """With nonfinite="keep": a weight that becomes finite again, or stops changing, would hide it."""
     monkeypatch.setattr(pieces, "PIECE", 1 << 10)
     kind, options = RULES[rule]
     layers = {recipe: layer_of(recipe) for recipe in RECIPES}

@@ -1,4 +1,4 @@
-"""Kept in float32, our optimizers are torch's; kept in few bits, they go where float32 goes, as near as their codes."""
+"""Test that our optimizers equal torch's in float32, and follow float32 within the precision of their codes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -33,7 +33,7 @@ def gradients(number: int, shape: tuple[int, ...], decades: int = 3) -> list[Ten
 
 
 def weight_of(optimizer: optim.Optimizer, p: Tensor) -> Tensor:
-    """The weight with all that is kept of it, float32."""
+    """The weight with its residual, float32."""
     way = optimizer.way(p, optimizer.param_groups[0])
     return master_weights.read(way.master_format, optimizer.parts(p, way).weight)
 

@@ -1,4 +1,4 @@
-"""A step in pieces: what it needs at once, whatever the matrix's size, and pieces of some columns alone."""
+"""Test chunked steps: peak memory for any matrix size, and chunks of columns."""
 
 import subprocess
 import sys
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def test_columns_that_step_by_themselves_are_those_of_whole_rows(
     preset: str, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pieces of as many blocks side by side as have room; 456 columns are no whole number of blocks, nor 200 rows."""
+    """Chunks of as many adjacent blocks as fit; neither 456 columns nor 200 rows are whole blocks."""
 
     def trained(size: int) -> tuple[Any, nn.Module]:
         monkeypatch.setattr(step, "PIECE", size)

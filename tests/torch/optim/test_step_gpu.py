@@ -1,4 +1,4 @@
-"""Optimizers whose parameters a kernel steps: the bits of plain torch, one launch a way, nothing read back."""
+"""Test optimizers with kernels: the bits of plain torch, one launch per config, nothing read back."""
 
 from typing import Any
 
@@ -98,7 +98,7 @@ def test_steps_by_the_kernel_are_those_of_plain_torch(rule: Any, preset: str) ->
     ids=["blockwise", "mxfp8 squares", "mxfp8"],
 )
 def test_weights_with_scales_of_blocks_step_by_the_kernel(recipe: Any, preset: str, rule: Any) -> None:
-    """Every parameter does, but one whose rows of 32 have scales of their own: none else is left to torch."""
+    """All parameters except one with scales per row of 32, which torch steps."""
     left: list[torch.Size] = []
 
     def counted(how: StepConfig, parts: ParameterTensors, *given: Any) -> Any:
@@ -153,7 +153,7 @@ def test_stacks_of_whole_blocks_step_as_one_matrix(recipe: Any, layout: Any, tak
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_sgd_of_floats_steps_by_the_kernel_and_of_codes_without(nesterov: bool) -> None:
-    """Vectors of float32, codes, and a matrix of bfloat16 whose buffer is bfloat16 rounded at random."""
+    """Vectors of float32, codes, and a bfloat16 matrix with a stochastically rounded bfloat16 buffer."""
     both = []
     for kernels in (True, False):
         model, draw = model_of(), torch.Generator().manual_seed(1)

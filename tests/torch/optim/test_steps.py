@@ -209,7 +209,7 @@ def test_a_step_in_backward_is_clipped_by_the_norm_of_the_step_before() -> None:
 
 
 def test_a_step_in_backward_clips_parameters_frozen_at_its_creation() -> None:
-    """And gradients that are assigned: none of these are seen in backward."""
+    """And parameters with assigned gradients: backward sees none of them."""
     p, q, r = (nn.Parameter(torch.zeros(8)) for _ in range(3))
     q.requires_grad_(False)
     optimizer = optim.SGD([p, q, r], lr=1.0, preset="float32")

@@ -1,4 +1,4 @@
-"""Weights whose gradient stops, as dead units, pruned weights and unused experts have it, come to rest."""
+"""Test that weights without gradients, such as dead units, pruned weights and unused experts, stop moving."""
 
 import pytest
 import torch

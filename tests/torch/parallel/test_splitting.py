@@ -41,7 +41,7 @@ class Twice(nn.Module):
 
 
 class Beside(nn.Module):
-    """A layer whose input is a parameter, beside one whose input is the stage's; a weight that another module makes."""
+    """A layer with a parameter as input, one with the stage's input, and a weight made by another module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -296,7 +296,7 @@ def test_other_uses_of_a_split_graph_are_unchanged(name: str, use: Callable[...,
 
 
 def nodes(groups: list[dict[str, Any]]) -> set[Node]:
-    """All that torch holds of a graph for the second part."""
+    """All objects of a graph that torch keeps for the second part."""
     waiting = [node for group in groups for node in group["intermediates"]]
     seen = set(waiting)
     while waiting:
@@ -307,7 +307,7 @@ def nodes(groups: list[dict[str, Any]]) -> set[Node]:
 
 
 def kept(node: Any) -> Iterator[Tensor]:
-    """Tensors that a weights' node holds between the parts."""
+    """Tensors held by a weight gradient node between the two parts."""
     for gradient in node.parts.kept:
         yield from tensors_of(gradient.args if callable(gradient) else gradient)
 

@@ -1,4 +1,4 @@
-"""Activation checkpointing recomputes in backward what the first pass did, and notes nothing twice."""
+"""Test that activation checkpointing recomputes the first pass in backward and records nothing twice."""
 
 import copy
 import dataclasses
@@ -21,7 +21,7 @@ KINDS = pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentr
 
 
 def some(first: int) -> Any:
-    """Recipes that keep state with both kinds of checkpoint, the others with one of them, which tests begin apart."""
+    """Stateful recipes with both kinds of checkpoint, others with one kind, alternating over the tests."""
     return pytest.mark.parametrize(
         ("name", "use_reentrant"), turns(recipes.RECIPES, [False, True], ["delayed", "nvfp4"], first)
     )

@@ -91,7 +91,7 @@ def test_training_steps_are_those_without_it(name: str, where: str) -> None:
 
 @pytest.mark.parametrize(("name", "order"), turns(NAMES, [(0, 1), (1, 0)], STATEFUL))
 def test_all_forwards_may_precede_all_backwards(name: str, order: tuple[int, int]) -> None:
-    """Each forward is a step of its own: histories roll between a forward and its recomputation."""
+    """Each forward is a separate step: histories roll between a forward and its recomputation."""
 
     def scenario(net: nn.Module, run: Callable[..., Tensor]) -> dict[str, Tensor]:
         grads: dict[str, Tensor] = {}

@@ -368,7 +368,7 @@ def test_a_cached_weight_does_not_outlive_a_cast(name: str) -> None:
 
 
 def test_noise_of_converted_layers_depends_on_the_name_not_the_number() -> None:
-    """A checkpoint from an autocast and one from a converted model load into each other; streams stay apart."""
+    """A checkpoint from autocast and one from a converted model load into each other; noise streams stay distinct."""
     converted, plain = Converted("nvfp4"), Run("nvfp4")
     for run in (converted, plain):
         run.steps(0, 2)

@@ -149,7 +149,7 @@ def linear(recipe: str) -> qt.Linear:
 
 
 def fresh(layer: nn.Module) -> nn.Module:
-    """A copy, which has kept nothing."""
+    """A copy with an empty cache."""
     copied = copy.deepcopy(layer)
     assert not any(state_of(m).weights is not None for m in copied.modules() if isinstance(m, qt.Linear))
     return copied
@@ -284,7 +284,7 @@ def test_a_frozen_base_is_cached_over_micro_batches_and_quantized_after_a_step()
 
 
 def quantized_by(layer: qt.Linear) -> object:
-    """What is kept for fprop, which is another object once it was quantized again."""
+    """The cached fprop operand, which is another object after requantization."""
     return state_of(layer).weights.window.get("fprop")
 
 
@@ -407,7 +407,7 @@ def test_a_reentrant_recomputation_sees_a_manual_step(recipe: str) -> None:
 def test_a_gradient_that_was_dropped_and_recreated_invalidates_the_cache(
     recipe: str, between: Callable[[nn.Module], Any]
 ) -> None:
-    """A step by hand, and a micro-batch that uses nothing of what was kept, before one that would."""
+    """A manual step, and a micro-batch that does not use the cache, before one that would."""
     layer, x = linear(recipe), torch.randn(T, K)
     trained(layer, x)
     through_data(layer)
@@ -420,7 +420,7 @@ def test_a_gradient_that_was_dropped_and_recreated_invalidates_the_cache(
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
 def test_a_forward_that_quantizes_nothing_still_invalidates_the_dgrad_cache(recipe: str) -> None:
-    """Of a recipe that quantizes dgrad alone, a micro-batch whose input takes no gradient uses nothing of it."""
+    """With a recipe that quantizes only dgrad, a micro-batch without input gradient does not use the cache."""
     plain = GemmSpec(None, None)
     alone = replace(recipes.get(recipe), name="dgrad", fprop=plain, wgrad=plain)
     layer, x = qt.Linear(K, N, recipe=alone), torch.randn(T, K)
@@ -610,7 +610,7 @@ def nothing() -> Iterator[None]:
 
 
 def codes_alive(side: int) -> int:
-    """Bytes of square matrices of codes, whoever holds them."""
+    """Bytes of all live square matrices of codes."""
     gc.collect()
     float8 = [t for t in gc.get_objects() if type(t) is Tensor and t.dtype is torch.float8_e4m3fn]
     return sum(t.untyped_storage().nbytes() for t in float8 if t.shape == (side, side))

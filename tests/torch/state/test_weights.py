@@ -1,4 +1,4 @@
-"""The kept weight: quantized once per optimizer step, and again whenever the weight may have changed."""
+"""Test the weight cache: quantized once per optimizer step, and again whenever the weight may have changed."""
 
 import copy
 import gc
@@ -31,7 +31,7 @@ N, K = 24, 16
 
 @pytest.fixture
 def quantized(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
-    """Shapes of what is quantized while a test runs."""
+    """Shapes of tensors quantized while a test runs."""
     shapes: list[tuple[int, ...]] = []
 
     def counted(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -213,7 +213,7 @@ def test_the_version_is_printed() -> None:
 
 
 def test_the_module_runs_as_a_program_and_imports_only_what_a_command_needs() -> None:
-    """From an interpreter's first line on; what draws pictures was half of what it imported."""
+    """From the first line of the interpreter on; plotting was half of the imports."""
     command = [sys.executable, "-X", "importtime", "-m", "quaver.train", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}

@@ -1,4 +1,4 @@
-"""What keeps experts busy and what is counted of them, beside the same by hand."""
+"""Test expert balancing and its counts against a manual computation."""
 
 from dataclasses import replace
 

@@ -1,4 +1,6 @@
-"""Each recipe of Transformer Engine's is six operands of ours, with its defaults, and no option is left aside."""
+"""Test that each Transformer Engine recipe maps to six of our operands with its defaults, and that no option is
+ignored.
+"""
 
 from dataclasses import make_dataclass
 from typing import Any

@@ -182,7 +182,7 @@ def test_groups_count_steps_and_state_dicts_load_both_ways(capturable: bool) -> 
 
 
 class Fills(TorchDispatchMode):
-    """Counts what is filled with a number."""
+    """Count tensors filled with a constant."""
 
     number = 0
 

@@ -1,4 +1,4 @@
-"""A layer of Transformer Engine's arguments computes what its documentation says, and trains as ours does."""
+"""Test that a layer with Transformer Engine's arguments follows its documentation and trains like ours."""
 
 from collections.abc import Callable
 from typing import Any

@@ -22,7 +22,7 @@ from tests.torch.backends.cpu import block
 
 @pytest.fixture(autouse=True)
 def functions(monkeypatch: pytest.MonkeyPatch) -> block.Functions:
-    """The block that this processor has, or what stands for it."""
+    """The block functions of this processor, or an emulation."""
     multiply_and_release = block.functions()
     monkeypatch.setattr(cpu_brgemm, "_functions", lambda: multiply_and_release)
     return multiply_and_release
@@ -112,7 +112,7 @@ def test_blocks_are_compiled_for_few_sizes_for_any_token_count(
 def test_pairs_of_rows_are_interleaved(
     shifted: bool, transposed: bool, k: int, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shifted by one element, nothing lies where a word of 32 bits may."""
+    """Also shifted by one element, so that nothing is aligned to 32 bits."""
     monkeypatch.setattr(quantize, "PIECE", piece)
     b = torch.randn(192, k).bfloat16()
     b[0, 0], b[1, k // 2], b[2, -1] = torch.nan, -torch.inf, -0.0

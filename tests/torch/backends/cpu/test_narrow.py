@@ -45,7 +45,7 @@ def operands(
     ],
 )
 def test_narrow_products_are_within_1e_6_of_float64(name: str, magnitude: str, transposed: bool) -> None:
-    """Every GEMM and every magnitude meets every shape, one a case by turns."""
+    """Every GEMM and every magnitude occurs with every shape, alternating over the cases."""
     m, k, n = SHAPES[(list(GEMMS).index(name) + list(MAGNITUDES).index(magnitude)) % len(SHAPES)]
     a, b = operands(GEMMS[name], m, k, n, magnitude, transposed)
     exact = double(a) @ double(b).t()

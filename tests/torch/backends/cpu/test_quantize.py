@@ -74,7 +74,7 @@ def test_unsupported_inputs_use_another_implementation() -> None:
 
 @pytest.mark.parametrize("name", ["fprop.a", "fprop.b"])
 def test_parts_have_tensor_factors_of_their_own(name: str) -> None:
-    """Whatever another part holds."""
+    """A tensor factor does not depend on other parts."""
     torch.manual_seed(0)
     spec = RECIPES["nvfp4"]().operands()[name]
     assert spec is not None

@@ -1,4 +1,4 @@
-"""Memory that is written again and again reaches nobody: what was given before stays as it was."""
+"""Test that reused scratch memory is never visible: earlier results stay unchanged."""
 
 import math
 import threading

@@ -1,4 +1,4 @@
-"""Grouped GEMMs as torch's takes them on a GPU, by a stand-in that checks what CUDA's checks and multiplies alike."""
+"""Test grouped GEMM arguments for a GPU with a stand-in that makes the checks of CUDA and multiplies the same way."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -211,7 +211,7 @@ def test_one_call_sums_over_all_groups(kind: str, calls: list[Call]) -> None:
 
 
 def test_groups_of_several_tiles_find_their_scales(calls: list[Call]) -> None:
-    """More than 128 rows and four blocks in a group, whose tiles of scales lie group after group."""
+    """More than 128 rows and four blocks per group, with tiles of scales stored group after group."""
     torch.manual_seed(0)
     offsets = GroupOffsets(torch.tensor([150, 160, 500], dtype=torch.int32), 520)
     x, g = torch.randn(520, 64), torch.randn(520, 272)

@@ -1,4 +1,4 @@
-"""A pass is decided once for tensors that lie alike, and anew for others; it writes new rooms at each call."""
+"""Test that launches are planned once per tensor layout, and write new memory at each call."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -108,7 +108,7 @@ def test_a_pass_that_was_decided_by_one_tensor_twice_takes_two() -> None:
 def test_gradients_of_gate_and_value_have_the_layout_of_their_inputs(
     apart_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Halves of one tensor, given as it or as two, lie alike; what is written does not."""
+    """Halves of one tensor, given as one or as two, have the same layout; the outputs do not."""
     monkeypatch.setattr(activation._backwards, "kept", {})
     h, g = torch.randn(6, 128), torch.randn(6, 64)
     read = [(h,), h.chunk(2, -1)]

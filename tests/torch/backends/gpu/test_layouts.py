@@ -1,4 +1,4 @@
-"""What keeps quantized data of its own gets them in the order it knows, whatever the kernels write."""
+"""Test that consumers of stored quantized data get the expected layout, whatever kernels write."""
 
 import pytest
 import torch

@@ -46,7 +46,7 @@ def way(x: Tensor, spec: QuantSpec, wanted: RequestedOperands) -> QuantizeLaunch
 
 
 def assert_is_reference(written: Any, x: Tensor, spec: QuantSpec, kept: bool) -> None:
-    """Codes and scales of a matrix and of its transpose, which lies as it is kept, or as it is."""
+    """Check codes and scales of a matrix and of its transpose, contiguous or as a view."""
     codes, scale, transposed, of_transposed, _ = written
     if kept:
         transposed, of_transposed = transposed.t(), of_transposed if spec.per_tensor else of_transposed.t()
@@ -103,7 +103,7 @@ def meeting(both: RowColQuantizer) -> list[Tensor]:
 def test_four_bits_in_both_directions_by_one_launch_equal_the_reference(
     scale: Any, rounding: Any, hadamard: bool, wanted: tuple[bool, bool], shape: tuple[int, int]
 ) -> None:
-    """Those that are wanted, whose counts move on."""
+    """Only the wanted directions, with advancing noise counts."""
     specs = [QuantSpec(E2M1, (1, 16), scale, rounding, rotated) for rotated in (False, hadamard)]
     family = quantize.family_of(specs[0], None)
     assert family is not None and family.decided is not None
@@ -193,7 +193,7 @@ def test_each_thread_and_stream_has_its_own_workspace() -> None:
 
 @pytest.mark.parametrize("spec", [TENSOR, ROWS, QuantSpec(E4M3, (1, 128)), QuantSpec(E4M3, (1, 32), "e8m0")], ids=str)
 def test_launch_decisions_hold_no_memory(spec: QuantSpec) -> None:
-    """Neither the matrix that it was decided for nor room that was made to find out."""
+    """Neither the matrix used for the decision nor memory allocated for it."""
     x = torch.empty(512, 512)
     decided = way(x, spec, RequestedOperands())
     tensors = [t for one in decided.launches(None, None) for t in one.tensors if isinstance(t, Tensor)]

@@ -1,4 +1,4 @@
-"""Scaled GEMMs: what torch's CPU runs is run, what only a GPU runs is checked in its arguments by a stand-in."""
+"""Test scaled GEMMs: run what torch supports on a CPU, and check arguments of GPU calls with a stand-in."""
 
 import itertools
 from collections.abc import Iterator
@@ -327,7 +327,7 @@ def test_row_counts_are_probed_by_divisibility(gpu: list[list[str]], monkeypatch
 
 @pytest.mark.parametrize("gpu", [100], indirect=True)
 def test_a_probe_has_the_layout_of_the_real_operands(gpu: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a transpose that is a view, a view is tried; else a GEMM that wants rows is found out in a backward."""
+    """A transposed view is probed with a view; otherwise a GEMM that needs rows would fail first in backward."""
     tried = []
     right = scaled_mm.scaled_mm
 

@@ -1,4 +1,4 @@
-"""What is served is what is trained: files hold the codes of fprop's GEMMs, and what they cannot hold is refused."""
+"""Test exports: files hold the codes of fprop, and recipes that a format cannot store are refused."""
 
 import json
 import os

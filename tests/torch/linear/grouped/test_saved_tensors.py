@@ -1,4 +1,4 @@
-"""Scales of groups that wait for backward as a byte each: what is read is what was stored, whatever was quantized."""
+"""Test that group scales saved for backward in one byte each are restored exactly."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -38,7 +38,7 @@ def test_all_that_are_stored_are_read_again() -> None:
 
 
 def columns(rows: int, k: int, seed: int) -> Tensor:
-    """Normal columns whose sizes are apart by up to 2**±60, and between them those of `HARD` and not finite ones."""
+    """Normal columns with magnitudes up to 2**±60 apart, mixed with columns of `HARD` and nonfinite ones."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, k, generator=generator) * 2.0 ** torch.randint(-60, 61, (k,), generator=generator)
     for column, value in enumerate((*HARD, *NOT_FINITE)):

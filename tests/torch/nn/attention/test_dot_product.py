@@ -1,4 +1,4 @@
-"""The module hands its options to the function, drops only in training, and checks its heads."""
+"""Test that the module passes its options to the function, drops only in training, and checks its heads."""
 
 from typing import Any
 

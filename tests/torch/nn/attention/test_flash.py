@@ -1,4 +1,4 @@
-"""What flash-attn is handed, shown with a stand-in that follows its documentation: all is aligned bottom right."""
+"""Test calls of flash-attn with a stand-in that follows its documentation: everything is aligned bottom right."""
 
 import sys
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""A cache gives back what it was given, in order, and decoding token by token is one whole forward."""
+"""Test that a cache returns its contents in order, and that decoding by token equals one forward."""
 
 from collections.abc import Callable
 from typing import Any
@@ -139,7 +139,7 @@ def test_sequences_of_different_lengths_come_and_go() -> None:
         cache.update(0, rope(k[:, :count]), v[:, :count])
 
     def step(*names: str) -> None:
-        """The next token of each; what attention gives must be what it gives to each sequence alone."""
+        """Decode the next token of each sequence; attention must equal that of each sequence alone."""
         cache.use([ids[n] for n in names])
         offset, at = cache.offset, cache.lengths.tolist()
         k, v = (

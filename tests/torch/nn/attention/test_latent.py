@@ -1,4 +1,4 @@
-"""Latent attention: the plain formula, layouts, masks, caches of latents, fused norms, and what is refused."""
+"""Test latent attention: the plain formula, layouts, masks, latent caches, fused norms, errors."""
 
 from typing import Any
 

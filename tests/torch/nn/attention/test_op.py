@@ -1,4 +1,4 @@
-"""The operation: layouts, ragged batches, which implementation runs, autocast, recipes, and what it refuses."""
+"""Test the attention operation: layouts, ragged batches, implementations, autocast, recipes, errors."""
 
 import math
 from typing import Any

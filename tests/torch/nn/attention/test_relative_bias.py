@@ -1,4 +1,4 @@
-"""T5's buckets and biases: those of transformers' T5, pair by pair, and what is refused."""
+"""Test T5's buckets and biases against transformers, pair by pair, and errors."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Steps that are begun from outside append what is new of each sequence, whatever row it lies in."""
+"""Test that steps begun from outside append the new part of each sequence, in any row order."""
 
 import pytest
 import torch

@@ -60,7 +60,7 @@ def moved(q: Quantized, spec: QuantSpec) -> Quantized:
 
 
 def drawn(spread: float, tokens: int = 256, features: int = 256, seed: int = 0) -> Tensor:
-    """Normal, each token times a power of two of its own within 2**±spread."""
+    """Normal values, each token scaled by its own power of two within 2**±spread."""
     rng = np.random.default_rng(seed)
     sizes = 2.0 ** np.round(rng.uniform(-spread, spread, (tokens, 1)))
     return torch.from_numpy((rng.normal(size=(tokens, features)) * sizes).astype(np.float32))
@@ -152,7 +152,7 @@ def test_recipes_with_blocks_that_move_with_tokens() -> None:
 @pytest.mark.parametrize("name", ["rowwise", "blockwise", "mxfp8"])
 @pytest.mark.parametrize(("spread", "least"), [(12, 0.975), (24, 0.965)])
 def test_the_fraction_of_equal_values_is_bounded_by_the_row_spread(name: str, spread: int, least: float) -> None:
-    """Of 64 and of 256 tokens, whose largest row is 2**spread times the smallest."""
+    """With 64 and 256 tokens, where the largest row is 2**spread times the smallest."""
     by_row, along = MOVED[name]
     assert by_row is not None and along is not None
     for seed in range(6):

@@ -1,4 +1,4 @@
-"""Tokens laid out by expert and summed again: the reference, gradients, codes that are moved as bytes."""
+"""Test tokens sorted by expert and combined again: the reference, gradients, codes moved as bytes."""
 
 import itertools
 from typing import Any

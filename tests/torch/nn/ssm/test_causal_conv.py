@@ -1,4 +1,4 @@
-"""The causal convolution: float64's values and gradients, sequences apart, and a state that goes on."""
+"""Test the causal convolution: values and gradients against float64, separate sequences, carried state."""
 
 from functools import partial
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""What a state cache holds, forgets, reorders and refuses."""
+"""Test what a state cache stores, forgets, reorders and refuses."""
 
 import copy
 

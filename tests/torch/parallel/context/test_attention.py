@@ -1,4 +1,4 @@
-"""Attention of a sequence in parts is one process's: bit for bit where sums are split alike, else within 1e-6."""
+"""Test attention over a split sequence against one process: bit for bit with equal sum order, else within 1e-6."""
 
 from collections.abc import Callable
 from pathlib import Path

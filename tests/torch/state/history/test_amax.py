@@ -231,7 +231,7 @@ def test_two_calls_in_a_step_record_the_maximum_of_both() -> None:
 
 @pytest.mark.parametrize("calls", [1, 3])
 def test_an_unchanged_weight_is_still_recorded(calls: int) -> None:
-    """Else a weight that is kept over micro-batches or frozen would fall out of its window."""
+    """Otherwise a cached or frozen weight would drop out of its amax window."""
     layer, recipe = qt.Linear(8, 6), recipes.delayed(history=2)
     layer.weight.requires_grad_(False)
     for _ in range(5):

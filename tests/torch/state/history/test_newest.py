@@ -1,4 +1,4 @@
-"""Delayed scaling on the kernels: the cast notes its amax in the history, bit for bit as a launch of its own does."""
+"""Test delayed scaling with kernels: the cast records its amax in the history, bit for bit like a separate launch."""
 
 import copy
 import math
@@ -35,7 +35,7 @@ def trained(layer: qt.Linear, tokens: int = 20) -> list[Tensor]:
 
 @pytest.fixture
 def notes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The columns that were noted by a launch of their own."""
+    """The columns recorded by a separate launch."""
     recorded_amax: list[int] = []
     note: Callable[..., None] = roll_gpu.note
 

@@ -35,7 +35,7 @@ def with_torchs_checkpoint(model: nn.Module, x: Tensor) -> Tensor:
 
 
 class Player:
-    """A model in a loop with others: what happens to it is noted, so that it can be repeated without the others."""
+    """A model in a loop with others; its calls are recorded, so that they can be repeated without the others."""
 
     def __init__(
         self, model: nn.Module, call: Callable[[nn.Module, Tensor], Tensor] = lambda model, x: model(x)
@@ -170,7 +170,7 @@ def test_a_student_learns_of_a_teacher(inside: bool, call: Callable[[nn.Module, 
 
 @CALLS
 def test_two_models_teach_each_other(call: Callable[[nn.Module, Tensor], Tensor]) -> None:
-    """Both have forwards that owe their backward when the other enters its autocast."""
+    """Each has forwards with a pending backward when the other enters its autocast."""
     players = [Player(net(), call), Player(net(), call)]
     for i in range(4):
         outputs = []
@@ -218,7 +218,7 @@ class Turn(nn.Module):
 
 
 def train(model: nn.Module, count: int, enter: Callable[[], Any], wait: Callable[[], None] = lambda: None) -> Tensor:
-    """Outputs of a few steps, each of two forwards whose backwards come after both."""
+    """Outputs of a few steps, each with two forwards before their backwards."""
     optimizer, every_output = torch.optim.SGD(model.parameters(), lr=0.1), []
     for i in range(count):
         outputs = []
@@ -295,7 +295,7 @@ def test_two_converted_models_in_turns_roll_each_its_own() -> None:
 
 @pytest.mark.parametrize("validates", ["eval", "with gradients"])
 def test_validation_between_micro_batches_changes_nothing(validates: str) -> None:
-    """One whose graph is dropped leaves no backward owed, but its amaxes are a forward's with gradients."""
+    """A freed graph leaves no pending backward, but its amaxes count as a forward with gradients."""
     models = [net(), net()]
     models[1].load_state_dict(models[0].state_dict())
     other = net()
@@ -350,7 +350,7 @@ def test_a_layer_that_two_threads_share_does_not_roll_within_an_autocast() -> No
 
 
 def test_forwards_without_a_backward_do_not_hold_memory() -> None:
-    """Neither the steps nor what they owe outlive the layers and their graphs."""
+    """Neither the steps nor their pending backwards outlive the layers and their graphs."""
     model = net()
     for i in range(5):
         with qt.autocast(RECIPE):

@@ -1,4 +1,4 @@
-"""Linear layers and the MLP of Transformer Engine's fields: formulas, dtypes, names of axes, and what is refused."""
+"""Test linear layers and the MLP with Transformer Engine's fields: formulas, dtypes, axis names and errors."""
 
 from typing import Any
 

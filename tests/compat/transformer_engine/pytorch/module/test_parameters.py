@@ -46,7 +46,7 @@ NAMES = {
 
 
 class _Grouped(nn.Module):
-    """One of ours that is called as the others are."""
+    """Grouped layer with the call signature of the others."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
