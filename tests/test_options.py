@@ -84,7 +84,7 @@ def test_help_shows_the_records_arguments(kind: type, names: list[str]) -> None:
         (Written, {"dim": int, "bias": bool, "eps": float}),
     ],
 )
-def test_type_hints_are_those_of_the_records_arguments(kind: type, hints: dict[str, type]) -> None:
+def test_type_hints_match_the_records_arguments(kind: type, hints: dict[str, type]) -> None:
     assert get_type_hints(kind.__init__) == hints | {"return": type(None)}  # type: ignore[misc]
 
 

@@ -361,7 +361,7 @@ def test_a_null_model_widens_the_tolerance_by_two_standard_errors() -> None:
     assert not tighter.row("mxfp8").accepted
 
 
-def test_a_null_model_is_bf16_from_weights_that_were_moved() -> None:
+def test_a_null_model_is_bf16_from_perturbed_weights() -> None:
     runs = command.Plan(seeds=1, recipes=command.BESIDE_CHANCE, batch=4, sequence=64).runs()
     assert [run.row for run in runs] == [*command.BESIDE_CHANCE] and len({run.folder for run in runs}) == len(runs)
     null = next(run for run in runs if run.row == training.NULL)

@@ -12,7 +12,7 @@ from benchmarks.acceptance.optimizers import BASELINE, CONTROL, KINDS, NULL, Out
 from quaver.reference.optimizer_state import PRESETS
 
 
-def test_live_bytes_are_those_of_tensors_that_live() -> None:
+def test_live_bytes_count_only_live_tensors() -> None:
     kept = torch.ones(1000)
     with optimizer_bytes.live() as seen:
         first = kept + 1
@@ -27,7 +27,7 @@ def test_live_bytes_are_those_of_tensors_that_live() -> None:
 
 
 @pytest.mark.parametrize("preset", ["lean", "balanced", "exact"])
-def test_a_step_needs_a_piece_however_large_the_matrix_is(preset: str) -> None:
+def test_a_step_needs_memory_of_one_chunk_for_any_matrix_size(preset: str) -> None:
     few, many = (optimizer_bytes.above(preset, "tensorwise", (rows, 1024)) for rows in (512, 1024))
     assert few > 0 and many <= few * 1.01
 

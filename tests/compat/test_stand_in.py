@@ -53,7 +53,7 @@ def test_metadata_has_a_version_until_the_stand_in_is_removed() -> None:
         importlib.import_module("transformer_engine.common")
 
 
-def test_one_that_is_installed_is_hidden_until_then() -> None:
+def test_an_installed_library_is_hidden_until_removal() -> None:
     before = find_spec("torchao")
     quaver.compat.install("torchao")
     quaver.compat.install("torchao")

@@ -115,7 +115,7 @@ def test_torch_stores_the_bits_of_numpy_under_a_given_factor(spec: QuantSpec, im
 
 
 @every_spec
-def test_dequantize_and_the_transpose_are_those_of_numpy(spec: QuantSpec, implementation: str) -> None:
+def test_dequantize_and_the_transpose_match_numpy(spec: QuantSpec, implementation: str) -> None:
     at = list(SPECS.values()).index(spec)
     for what, t, expected in operand_by_operand(spec, (19, 70), at, 1):
         values = expected.dequantize()
@@ -210,7 +210,7 @@ def test_torchs_philox_gives_the_known_answers(
 
 
 @pytest.mark.parametrize("first", [0, 3, 2**34 - 6, 5 * 2**36 + 1])
-def test_an_optimizers_words_are_the_references(first: int) -> None:
+def test_random_words_of_an_optimizer_match_the_reference(first: int) -> None:
     """Philox of two words, keyed by a word of Philox of four, by numpy; the step beyond 32 bits, a seed of 64."""
     seed, parameter, step, number = 0xFEDC_BA98_7654_3210, 3, (1 << 32) + 7, 11
     counter = tuple(map(np.array, (0, 0, parameter, step & 0xFFFFFFFF)))

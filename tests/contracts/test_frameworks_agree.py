@@ -243,7 +243,7 @@ def test_a_rounding_before_the_operand_is_not_skipped(name: str, dtype: Any) -> 
 
 
 @pytest.mark.parametrize("spec", [s for s in EVERY.values() if s.transposable], ids=str)
-def test_the_transpose_of_a_square_block_is_that_of_numpy(spec: QuantSpec) -> None:
+def test_the_transpose_of_a_square_block_matches_numpy(spec: QuantSpec) -> None:
     @partial(jax.jit, compiler_options=QUICKEST)
     def turn(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         transposed = qj.quantize(x, spec, **STREAM).T
@@ -256,7 +256,7 @@ def test_the_transpose_of_a_square_block_is_that_of_numpy(spec: QuantSpec) -> No
 
 
 @pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS_BY_NAME.values() if fmt.signed], ids=str)
-def test_values_of_all_codes_are_the_references_and_quantize_to_the_same_codes(fmt: Format) -> None:
+def test_decoded_values_match_the_reference_and_requantize_to_the_same_codes(fmt: Format) -> None:
     codes = np.arange(2**fmt.bits, dtype=np.uint8)
     values = reference.decode(codes, fmt)[None]
     codes, values = codes[~np.isnan(values[0])], values[:, ~np.isnan(values[0])]

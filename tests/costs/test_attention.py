@@ -19,12 +19,12 @@ def spec_of(name: str) -> AttentionSpec:
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_products_are_those_of_the_kernels(name: str) -> None:
+def test_products_match_the_kernels(name: str) -> None:
     assert decoder.products(spec_of(name)) == PRODUCTS[name]
     assert (kernels.ROWS[1], kernels.COLUMNS[1]) == (decoder.KEYS, decoder.QUERIES)
 
 
-def test_time_is_that_of_the_products_and_of_quantizing() -> None:
+def test_time_is_the_sum_of_products_and_quantizing() -> None:
     cost = decoder.cost(spec_of("mxfp8"), 8192, 32, 8, 128, "h200")
     card = GPUS["h200"]
     flops = 2 * 32 * 128 * (8192 * 8193 / 2)

@@ -36,14 +36,14 @@ def per_element(cost: LinearCost) -> tuple[float, ...]:
 
 @pytest.mark.parametrize("name", BYTES)
 @pytest.mark.parametrize(("gpu", "column"), [("h200", 0), ("b200", 1)])
-def test_bytes_an_element_are_those_of_the_kernels(name: str, gpu: str, column: int) -> None:
+def test_bytes_per_element_match_the_kernels(name: str, gpu: str, column: int) -> None:
     cost = ledger.layer(get(name), T, K, N, gpu)
     assert per_element(cost) == pytest.approx(BYTES[name][column], abs=0.01)
 
 
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("name", RECIPES)
-def test_flops_are_those_of_three_gemms_and_no_recipe_beats_its_rates(name: str, gpu: str) -> None:
+def test_flops_match_three_gemms_and_no_recipe_beats_its_rates(name: str, gpu: str) -> None:
     cost = ledger.layer(get(name), T, K, N, gpu)
     rates = GPUS[gpu].rates
     assert cost.flops == 3 * 2 * T * K * N

@@ -38,7 +38,7 @@ def rate(step: int) -> float:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.filterwarnings("ignore:.*decoded operands:UserWarning")
-def test_captured_steps_are_the_eager_ones(recipe: str) -> None:
+def test_captured_steps_equal_the_eager_ones(recipe: str) -> None:
     """Losses, norms, parameters, histories and counts; and a validation after them sees the weights as they are."""
     eager, captured = learner(recipe, "none"), learner(recipe, "step")
     for step, batch in enumerate(batches()):
@@ -125,7 +125,7 @@ def test_a_capture_loads_no_kernel_and_gives_the_gradients_of_eager_steps(
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "mxfp8", "nvfp4"])
 @pytest.mark.filterwarnings("ignore:.*decoded operands:UserWarning")
-def test_steps_compiled_to_cuda_graphs_are_the_eager_ones(recipe: str) -> None:
+def test_steps_compiled_to_cuda_graphs_equal_the_eager_ones(recipe: str) -> None:
     """torch.compile(mode="reduce-overhead") warms up, records and replays; other work fills the memory that it frees,
     and an eager layer reads the output, which is the same tensor in each step."""
     torch.compiler.reset()
@@ -162,7 +162,7 @@ def test_steps_compiled_to_cuda_graphs_are_the_eager_ones(recipe: str) -> None:
 
 @pytest.mark.parametrize("preset", ["lean", "balanced", "exact", "float32"])
 @pytest.mark.parametrize("rule", [optim.AdamW, optim.Lion])
-def test_captured_steps_of_an_optimizer_are_the_eager_ones(preset: str, rule: Any) -> None:
+def test_captured_steps_of_an_optimizer_equal_the_eager_ones(preset: str, rule: Any) -> None:
     """A learning rate that changes, clipping, noise by the step's count, and a gradient of NaN that is skipped."""
 
     def pair() -> tuple[nn.Module, optim.Optimizer]:

@@ -100,7 +100,7 @@ def plain(model: Model, precision: str, accumulate: int = 1, clip: float | None 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_losses_are_those_of_a_plain_loop(precision: str, accumulate: int) -> None:
+def test_losses_match_a_plain_loop(precision: str, accumulate: int) -> None:
     model = Model()
     alone = copy.deepcopy(model)
     more = {"accumulate_grad_batches": accumulate, "gradient_clip_val": 0.5, "limit_val_batches": 2}
@@ -159,7 +159,7 @@ def test_a_checkpoint_has_the_names_of_the_unconverted_module(tmp_path: Path) ->
     assert any("history" in name for name, _ in model.named_buffers())
 
 
-def test_options_are_converts_and_a_converted_module_is_left_alone() -> None:
+def test_options_match_convert_and_a_converted_module_is_left_unchanged() -> None:
     model = Model()
     fit(model, QuaverPrecision("mxfp8", skip=["*.down_proj"], head=True), max_steps=1)
     kinds = {name: isinstance(part, Quantizable) for name, part in model.named_modules()}

@@ -123,7 +123,7 @@ def test_fast_accumulation_is_opt_in() -> None:
     assert "precision = [HIGHEST" not in lowered(gemm, "cuda", fast_accum=True)
 
 
-def test_decoding_stands_behind_a_barrier() -> None:
+def test_decoding_is_behind_an_optimization_barrier() -> None:
     """XLA on a GPU deletes a cast to FP8 and back, and the rounding with it."""
     spec = QuantSpec(GEMMS["delayed.fprop"].a.format)  # type: ignore[union-attr]
     program = jax.jit(lambda x: qj.dequantize(qj.quantize(x, spec)))

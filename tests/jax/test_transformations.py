@@ -83,7 +83,7 @@ def _cases() -> list[tuple[str, str, str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layer", "recipe", "transform"), _cases())
-def test_gradients_are_those_of_the_plain_function_everywhere(layer: str, recipe: str, transform: str) -> None:
+def test_gradients_match_the_plain_function_everywhere(layer: str, recipe: str, transform: str) -> None:
     check(layer, recipe, transform)
 
 

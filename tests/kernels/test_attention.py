@@ -307,7 +307,7 @@ def test_unsupported_specs_and_heads_give_a_clear_error(launched: list[str]) -> 
 
 # Inductor takes twenty seconds to import and to compile what lies around one opaque operation.
 @pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_compiled_is_one_graph_with_eagers_bits(backend: str) -> None:
+def test_compiled_is_one_graph_with_eager_bits(backend: str) -> None:
     q, k, v, _, g = (torch.tensor(x, device=DEVICE) for x in operands(1, 2, 1, 40, 70, 32, 32))
 
     def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

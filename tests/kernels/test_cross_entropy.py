@@ -45,7 +45,7 @@ def exact(logits: Tensor, targets: Tensor, weights: Tensor | None, rule: LossCon
 @pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_losses_and_gradients_are_those_of_float64(rule: LossConfig, dtype: torch.dtype, columns: int) -> None:
+def test_losses_and_gradients_match_float64(rule: LossConfig, dtype: torch.dtype, columns: int) -> None:
     targets = torch.randint(columns, (5,), device=DEVICE)
     targets[1] = rule.ignore_index
     logits = (torch.randn(5, columns + 3, device=DEVICE) * 8).to(dtype)[:, :columns]
@@ -60,7 +60,7 @@ def test_losses_and_gradients_are_those_of_float64(rule: LossConfig, dtype: torc
     assert_bitwise(kept, logits)
 
 
-def test_infinities_and_nan_are_those_of_torch() -> None:
+def test_infinities_and_nan_match_torch() -> None:
     inf, nan = torch.inf, torch.nan
     logits = torch.zeros(7, 70, device=DEVICE)
     logits[0, :40] = -inf

@@ -99,7 +99,7 @@ def test_float32_becomes_sixteen_bits_as_torch_rounds_it(target: str) -> None:
 @pytest.mark.usefixtures("mended")
 @pytest.mark.parametrize("target", [tl.float32, tl.bfloat16], ids=str)
 @pytest.mark.parametrize("source", FP8)
-def test_all_codes_come_back(source: str, target: object) -> None:
+def test_all_codes_round_trip(source: str, target: object) -> None:
     kind, dtype, _ = FP8[source]
     wide = torch.float32 if target == tl.float32 else torch.bfloat16
     codes = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(dtype)

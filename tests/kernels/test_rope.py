@@ -110,7 +110,7 @@ def test_heads_of_one_projection_are_split_and_joined_by_one_launch(
 
 
 @INTERLEAVED
-def test_gradients_of_both_and_their_gradients_are_those_of_the_plain_formula(interleaved: bool) -> None:
+def test_gradients_of_both_and_their_gradients_match_the_plain_formula(interleaved: bool) -> None:
     rope = RotaryEmbedding(8, fraction=0.5, interleaved=interleaved, device=DEVICE)
     runs = []
     for name in ("triton", "reference"):

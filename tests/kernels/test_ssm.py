@@ -43,7 +43,7 @@ def assert_near(values: dict[str, Tensor], bound: float, **options: Any) -> None
     ],
     ids=["whole", "ragged", "limits", "one token"],
 )
-def test_outputs_and_gradients_are_those_of_float64s_recurrence(
+def test_outputs_and_gradients_match_a_float64_recurrence(
     size: tuple[int, ...], scale: float, left_out: tuple[str, ...], options: dict[str, Any]
 ) -> None:
     values = tensors(size, scale=scale)

@@ -81,7 +81,7 @@ def test_the_output_is_attention_within_eight_bits(spec: AttentionSpec) -> None:
 
 
 @every_spec
-def test_the_gradients_are_those_of_attention_within_eight_bits(spec: AttentionSpec) -> None:
+def test_the_gradients_match_attention_within_eight_bits(spec: AttentionSpec) -> None:
     q, k, v, g = operands()
     own = options()
     bias, sinks = np.broadcast_to(own.pop("bias"), (B, H, SQ, SK)), own.pop("sinks")

@@ -38,7 +38,7 @@ def test_codes_scales_and_dequantize_tell_the_same_story(spec: QuantSpec) -> Non
 
 
 @every_spec
-def test_an_element_is_off_by_at_most_a_step_of_its_blocks_format(spec: QuantSpec) -> None:
+def test_the_error_of_an_element_is_at_most_one_step_of_its_block(spec: QuantSpec) -> None:
     x = normal(40, 64)
     q = quantize(x, spec)
     target = rotate(x) if spec.hadamard else x

@@ -23,7 +23,7 @@ def bytes_of(tensors: list[torch.Tensor]) -> int:
 @pytest.mark.parametrize(
     "recipe", ["bf16", "tensorwise", "mxfp8(weight_2d=True)", "blockwise", "mxfp8 until 50%, bf16"]
 )
-def test_bytes_are_those_of_live_tensors(make_config: MakeConfig, optimizer: str, recipe: str) -> None:
+def test_bytes_match_live_tensors(make_config: MakeConfig, optimizer: str, recipe: str) -> None:
     check("nano", make_config, optimizer, recipe)
 
 

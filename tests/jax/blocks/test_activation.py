@@ -54,7 +54,7 @@ FORMULAS = PLAIN | {name: lambda g, v, f=f: f(g) * v for name, f in GATES.items(
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_an_activation_and_its_gradient_are_the_formulas(name: str) -> None:
+def test_an_activation_and_its_gradient_match_the_formulas(name: str) -> None:
     x = [(np.random.randn(256) * 5).astype(np.float32) for _ in range(ACTIVATIONS[name].inputs)]
     wide = [a.astype(np.float64) for a in x]
     y, gradients = jax.jit(lambda x: (activate(name, *x), jax.grad(lambda x: activate(name, *x).sum())(x)))(x)

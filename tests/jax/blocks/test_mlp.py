@@ -26,7 +26,7 @@ def parameters(activation: str) -> tuple[np.ndarray, ...]:
 
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-def test_an_mlp_is_its_formula(activation: str) -> None:
+def test_an_mlp_matches_its_formula(activation: str) -> None:
     wi, wo, bi, bo = parameters(activation)
     scale, shift = (RANDOM.standard_normal(32).astype(np.float32) for _ in range(2))
     wide = {"wi": {"kernel": wi, "bias": bi}, "wo": {"kernel": wo, "bias": bo}, "norm": {"scale": scale, "bias": shift}}

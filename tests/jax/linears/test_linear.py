@@ -459,7 +459,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_states_are_torchs_and_the_references_step_by_step(options: dict[str, Any]) -> None:
+def test_states_match_torch_and_the_reference_step_by_step(options: dict[str, Any]) -> None:
     import torch
 
     import quaver.torch as qt

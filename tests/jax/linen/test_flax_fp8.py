@@ -38,7 +38,7 @@ def gradients(model: nn.Dense) -> Any:
     return jax.jit(jax.grad(train_step, (0, 1)))
 
 
-def test_dense_has_the_state_where_flaxs_own_has_it(model: nn.Dense) -> None:
+def test_dense_stores_its_state_where_flax_does(model: nn.Dense) -> None:
     variables = jax.jit(model.init)(KEY, A)
     assert set(variables) == {"params", fp8_ops.OVERWRITE_WITH_GRADIENT}
     assert set(variables["params"]) == {"kernel", "bias"}

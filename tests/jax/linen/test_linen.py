@@ -183,7 +183,7 @@ def stacked(tree: Any) -> Any:
     }
 
 
-def test_state_under_remat_and_scan_is_that_of_a_loop() -> None:
+def test_state_under_remat_and_scan_matches_a_loop() -> None:
     variables = filled(Stack(), X)
     loop = step(Stack(), variables, X)
     expected = stacked({"params": loop[0], **loop[1]})
@@ -226,7 +226,7 @@ def test_a_layer_used_twice_gives_a_clear_error_and_a_scan_gives_each_use_its_st
     assert history[:, 2, :2].tolist() == [[a.max(), jnp.abs(kernel).max()] for a in (jnp.abs(X), jnp.abs(between))]
 
 
-def test_state_under_vmap_is_each_layers_own() -> None:
+def test_state_under_vmap_is_per_layer() -> None:
     axes = {"params": 0, ql.COLLECTION: 0}
     model = nn.vmap(ql.DenseGeneral, variable_axes=axes, split_rngs={"params": True})(8, use_bias=False, recipe=DELAYED)
     variables = initialized(model, X)
@@ -250,7 +250,7 @@ def test_state_under_vmap_is_each_layers_own() -> None:
     ],
     ids=str,
 )
-def test_a_transformer_layer_is_its_formula(order: str, options: dict[str, Any]) -> None:
+def test_a_transformer_layer_matches_its_formula(order: str, options: dict[str, Any]) -> None:
     layer = ql.TransformerLayer(heads=4, hidden=48, post_norm=order == "post", parallel=order == "parallel", **options)
     inputs = (X, MEMORY) if options.get("cross_attention") else (X,)
     params = filled(layer, *inputs)["params"]

@@ -207,7 +207,7 @@ class Stack(nnx.Module):
         return x
 
 
-def test_state_under_scan_and_remat_is_that_of_a_loop() -> None:
+def test_state_under_scan_and_remat_matches_a_loop() -> None:
     def make(rngs: nnx.Rngs) -> Any:
         return qn.DenseGeneral(32, 32, use_bias=False, recipe=DELAYED, rngs=rngs)
 
@@ -226,7 +226,7 @@ def test_state_under_scan_and_remat_is_that_of_a_loop() -> None:
     assert_same(pure(model.layers, qn.OverwriteWithGradient), following)
 
 
-def test_layers_made_and_run_under_vmap_have_states_of_their_own() -> None:
+def test_layers_made_and_run_under_vmap_have_separate_states() -> None:
     @nnx.vmap(in_axes=0, out_axes=0)
     def make(key: Any) -> Any:
         return qn.DenseGeneral(32, 8, use_bias=False, recipe=DELAYED, rngs=nnx.Rngs(key))

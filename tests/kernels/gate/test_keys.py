@@ -199,7 +199,7 @@ def test_values_without_a_stable_text_are_refused(key: Key) -> None:
         key("kernel.py", "tl.constexpr(2.0)", "object()")
 
 
-def test_keys_are_those_of_other_processes_and_of_kernels_that_are_interpreted() -> None:
+def test_keys_are_equal_in_other_processes_and_for_interpreted_kernels() -> None:
     """measured.json was written by a process that compiled; names are hashed by another seed in each."""
     kept = measured.load()
     if not kept.applies:

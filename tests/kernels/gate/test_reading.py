@@ -38,7 +38,7 @@ def test_the_longest_path_takes_one_branch_and_repeats_loops() -> None:
     assert flow.executed(way(), (10,)) == (1 + 30 + 1 + 1 + 2 + 1, 160)
 
 
-def test_a_listing_may_begin_anywhere() -> None:
+def test_a_listing_may_start_at_any_address() -> None:
     moved = LISTING.replace("0x10 ;", "0x110 ;").replace("0x80 ;", "0x180 ;").replace("0xb0 ;", "0x1b0 ;")
     code = flow.instructions(moved.replace("0xc0 ;", "0x1c0 ;").replace("0xe0;", "0x1e0;"), 16, 0x100)
     assert code == flow.instructions(LISTING, 16, 0)

@@ -249,7 +249,7 @@ def test_subclasses_without_their_own_forward_are_converted_and_keep_their_class
     assert type(twin[0]) is Plain
 
 
-def test_subclasses_with_a_forward_of_their_own_are_left_alone_and_reported() -> None:
+def test_subclasses_with_their_own_forward_are_left_unchanged_and_reported() -> None:
     model = nn.Sequential(Doubling(16, 16), nn.Linear(16, 16))
     x = torch.randn(3, 16)
     y = model[0](x)
@@ -495,7 +495,7 @@ def test_rules_and_skip_reach_attention_by_its_name() -> None:
     assert all(layer.attention.core.recipe is recipes.tensorwise() for layer in model)
 
 
-def test_reverted_attention_is_that_of_the_model_before() -> None:
+def test_reverted_attention_equals_the_original() -> None:
     model, x = layers()[0], torch.randn(2, 6, 16)
     before = model(x)
     qt.convert(model, recipes.tensorwise(attention=True))

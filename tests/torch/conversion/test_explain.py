@@ -68,7 +68,7 @@ def test_codes_that_serve_a_second_gemm_are_named() -> None:
 
 
 @pytest.mark.parametrize("recipe", [name for name in recipes.RECIPES if name != "bf16"])
-def test_those_passed_over_have_a_reason(recipe: str) -> None:
+def test_skipped_layers_have_a_reason(recipe: str) -> None:
     layer = qt.Linear(48, 32, recipe=recipe)
     with qt.only("reference"):
         explained = qt.explain(layer, torch.randn(5, 48))

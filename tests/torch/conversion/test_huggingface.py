@@ -207,7 +207,7 @@ def masks() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "mask"), masks())
-def test_outputs_and_gradients_are_those_of_transformers(name: str, mask: str) -> None:
+def test_outputs_and_gradients_match_transformers(name: str, mask: str) -> None:
     (theirs, read), fused = layer_of(name), {"none": name != "whisper" or None, "padding": False}.get(mask)
     x, g = torch.randn(2, TOKENS, DIM), torch.randn(2, TOKENS, DIM)
     real = (~padding())[..., None].float() if mask == "padding" else torch.ones(2, TOKENS, 1)
@@ -235,7 +235,7 @@ def test_outputs_and_gradients_are_those_of_transformers(name: str, mask: str) -
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if i % 3 else []) for i, name in enumerate(LAYERS)]
 )
-def test_in_bf16_it_is_no_further_from_float32_than_theirs(name: str) -> None:
+def test_bf16_results_are_as_close_to_float32_as_theirs(name: str) -> None:
     theirs, read = layer_of(name)
     for p in theirs.parameters():
         p.data.mul_(0.7)

@@ -67,7 +67,7 @@ STEPS = {"t5": 32}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_in_bf16_is_no_further_from_float32_than_transformers_own(family: str) -> None:
+def test_a_bf16_family_is_as_close_to_float32_as_transformers(family: str) -> None:
     """Of outputs, and of all gradients, each by its size; of one gradient by itself chance may be more."""
     plain = model_of(family, torch.bfloat16, **TO_ALL.get(family, {}))
     exact, ours = copy.deepcopy(plain).float(), copy.deepcopy(plain)
@@ -184,7 +184,7 @@ def test_hooks_on_the_modules_themselves_run() -> None:
     assert seen == ["Linear", "LlamaMLP", "LlamaRMSNorm"]
 
 
-def test_an_exchanged_part_computes() -> None:
+def test_a_replaced_submodule_is_used() -> None:
     class Adapter(nn.Module):
         """As PEFT puts one around a layer."""
 
@@ -316,7 +316,7 @@ def test_weights_of_another_dtype_than_the_input_promote_as_theirs() -> None:
     assert model.model.norm(x).dtype is torch.float32
 
 
-def test_torch_func_and_forward_mode_take_the_own_forward() -> None:
+def test_torch_func_and_forward_mode_use_the_original_forward() -> None:
     model = llama()
     qt.convert(model, "bf16", blocks=True)
     x = torch.randn(3, 64)
@@ -360,7 +360,7 @@ def test_nonfinite_and_empty_inputs(part: str) -> None:
         assert_close(part, ours, theirs, 1e-5)
 
 
-def test_an_output_may_be_written_to_and_an_input_is_left_alone() -> None:
+def test_an_output_may_be_written_to_and_an_input_is_left_unchanged() -> None:
     model = llama()
     qt.convert(model, "tensorwise", blocks=True)
     for module in (model.model.norm, mlp_of(model)):
@@ -399,7 +399,7 @@ def test_skip_leaves_a_module_alone() -> None:
     assert not isinstance(mlp_of(model), FusedModule)
 
 
-def test_parts_by_choice_and_bad_ones() -> None:
+def test_chosen_parts_and_invalid_ones() -> None:
     model = llama()
     report = qt.convert(model, "bf16", blocks=qt.Blocks(mlp=False, attention=False))
     assert {row.kind for row in report.blocks} == {"LlamaRMSNorm"}
@@ -546,7 +546,7 @@ def test_tables_made_in_inference_mode_are_not_reused_in_training() -> None:
     assert q.grad is not None
 
 
-def test_a_checkpoint_of_a_part() -> None:
+def test_a_checkpoint_of_a_submodule() -> None:
     model = llama()
     qt.convert(model, "mxfp8", blocks=True)
     mlp, x = mlp_of(model), torch.randn(4, 64, requires_grad=True)

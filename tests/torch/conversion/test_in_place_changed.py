@@ -154,7 +154,7 @@ def test_unchanged_modules_and_their_copies_are_computed_by_the_block(monkeypatc
     assert len(calls) == 3
 
 
-def test_a_forward_that_keeps_a_tensor_is_left_alone() -> None:
+def test_a_forward_that_keeps_a_tensor_is_left_unchanged() -> None:
     class Keeping(nn.LayerNorm):
         def forward(self, x: Tensor) -> Tensor:
             self.last = x
@@ -272,7 +272,7 @@ def test_a_loss_called_with_other_tensors_is_left_unchanged() -> None:
     assert whys == {"its body is given other tensors than its forward"}
 
 
-def test_a_forward_that_takes_no_options_of_the_loss_is_left_alone() -> None:
+def test_a_forward_that_takes_no_options_of_the_loss_is_left_unchanged() -> None:
     model = model_of("llama")
     kind: Any = type(model)
 
@@ -286,7 +286,7 @@ def test_a_forward_that_takes_no_options_of_the_loss_is_left_alone() -> None:
     assert len(whys) == 1 and whys[0].startswith("a small copy of it does not run")
 
 
-def test_float16_is_the_modules_own() -> None:
+def test_float16_uses_the_original_module() -> None:
     class Clamped(MLP):
         def forward(self, x: Tensor) -> Tensor:
             y = super().forward(x)

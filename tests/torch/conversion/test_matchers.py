@@ -133,7 +133,7 @@ def test_a_subclass_that_computes_the_same_is_converted(kind: type[nn.Linear], b
 
 
 @pytest.mark.parametrize("kind", [Clamped, Upcast, LoRA, InTraining, Detached, Counting, Pair])
-def test_a_subclass_that_computes_something_else_is_left_alone(kind: type[nn.Linear]) -> None:
+def test_a_subclass_that_computes_something_else_is_left_unchanged(kind: type[nn.Linear]) -> None:
     layer = kind(32, 16)
     attributes, parameters = dict(layer.__dict__), {n: p.clone() for n, p in layer.named_parameters()}
     with pytest.warns(UserWarning, match=rf"changed nothing(.|\n)*{kind.__name__} has a forward of its own"):
@@ -345,7 +345,7 @@ def masks(module: nn.MultiheadAttention, length: int, keys: int, batched: bool) 
 @pytest.mark.parametrize("given", list(options()), ids=str)
 @pytest.mark.parametrize("shared", ["all", "two", "none"])
 @pytest.mark.parametrize("batched", [True, False])
-def test_packed_attention_is_torchs(
+def test_packed_attention_equals_torch(
     given: dict[str, Any], shared: str, batched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With unquantized products: what is between them is torch's own, in outputs, weights and every gradient."""
@@ -486,7 +486,7 @@ def stacks(model: nn.Module) -> list[Quantizable]:
 
 
 @pytest.mark.parametrize("family", [*DECORATED, *UNDECORATED])
-def test_experts_in_high_precision_are_the_familys_own(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_in_high_precision_equal_the_original_family(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sorted, grouped way with unquantized products: loss and every gradient are the model's own."""
     model, ours = tiny(family), tiny(family)
     x = tokens()
@@ -625,7 +625,7 @@ def test_experts_remember_and_draw_as_a_linear_layer_each(family: str, recipe: s
 @pytest.mark.parametrize(
     "family", ["gpt_oss", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "llama4_text", "dbrx"))]
 )
-def test_models_with_experts_compile_into_one_graph_with_eagers_bits(family: str) -> None:
+def test_models_with_experts_compile_into_one_graph_with_eager_bits(family: str) -> None:
     torch._dynamo.reset()
     model, eager = (tiny(family, num_hidden_layers=1) for _ in range(2))
     for m in (model, eager):

@@ -62,7 +62,7 @@ class Mixes(Reads):
         self.A_log = nn.Parameter(torch.zeros(4))
 
 
-def test_a_layer_that_is_read_and_not_called_is_left_alone_and_named() -> None:
+def test_a_layer_that_is_read_and_not_called_is_left_unchanged_and_named() -> None:
     model = nn.Sequential(Reads(), Mixes())
     report = qt.convert(model, "mxfp8")
     assert set(report.converted) == {"0.asked", "0.both", "1.asked"}

@@ -90,7 +90,7 @@ def gradients(run: Any, parameters: dict[str, nn.Parameter], x: torch.Tensor) ->
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_outputs_and_all_gradients_are_those_of_transformers(name: str) -> None:
+def test_outputs_and_all_gradients_match_transformers(name: str) -> None:
     layer = layer_of(name)
     before = dict(layer.named_parameters())
     ours: Any = qt.from_huggingface(layer, dropout=0.0, attention_dropout=0.0)

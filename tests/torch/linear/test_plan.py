@@ -198,7 +198,7 @@ def test_observed_layers_take_the_general_path() -> None:
     assert is_direct(layer(x))
 
 
-def test_a_plan_is_not_made_while_somebody_looks() -> None:
+def test_no_plan_is_made_while_the_layer_is_observed() -> None:
     layer = qt.Linear(K, N, recipe="tensorwise")
     x = torch.randn(T, K, requires_grad=True)
     with qt.only("reference"):

@@ -101,7 +101,7 @@ def test_only_the_inputs_are_saved(name: str) -> None:
     assert sum(t.numel() * t.element_size() for t in kept) <= x.numel() * 2
 
 
-def test_compiled_gives_eagers_bits() -> None:
+def test_compiled_gives_eager_bits() -> None:
     """All in one graph, which compiles as fast as two separate graphs."""
     torch.compiler.reset()
 

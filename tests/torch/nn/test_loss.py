@@ -65,7 +65,7 @@ def gradients(loss: Tensor, *leaves: Tensor | None) -> list[Tensor]:
 @EVERY
 @REDUCTIONS
 @CHUNKS
-def test_losses_and_gradients_are_those_of_the_two_functions(
+def test_losses_and_gradients_match_the_two_functions(
     options: dict[str, Any], reduction: str, chunk: int | None
 ) -> None:
     x, weight, targets, bias = operands()

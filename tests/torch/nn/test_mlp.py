@@ -46,7 +46,7 @@ def inputs(*shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     ),
     ids=str,
 )
-def test_the_bits_are_those_of_the_parts(recipe: Any, dtype: torch.dtype, shape: tuple[str, bool]) -> None:
+def test_the_bits_match_the_parts(recipe: Any, dtype: torch.dtype, shape: tuple[str, bool]) -> None:
     activation, fused = shape
     mlp = qt.LayerNormMLP(48, 64, activation, normalization="RMSNorm", fused=fused, dtype=dtype)
     assert_same_training(mlp, [apart, whole], recipe, inputs(2, 9, 48, dtype=dtype))

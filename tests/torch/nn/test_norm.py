@@ -142,7 +142,7 @@ def test_modules_equal_torchs(dtype: torch.dtype) -> None:
         assert_close(type(ours).__name__, ours(x), theirs(x), ONE_ROUNDING[dtype])
 
 
-def test_zero_centered_begins_at_nothing() -> None:
+def test_zero_centered_weights_start_at_zero() -> None:
     layer = qt.RMSNorm(8, zero_centered=True)
     assert_bitwise(layer.weight, torch.zeros(8))
     x = torch.randn(3, 8)
@@ -157,7 +157,7 @@ def test_only_the_input_is_saved() -> None:
     assert sum(t.numel() * t.element_size() for t in kept) == 64 * 32 * 2 + 64 * 4 + 32 * 2
 
 
-def test_compiled_gives_eagers_bits() -> None:
+def test_compiled_gives_eager_bits() -> None:
     """All kinds in one graph, which compiles as fast as one: Inductor fuses the preceding operations."""
     torch.compiler.reset()
     layers = torch.nn.ModuleDict({kind: NormKind(kind, 24, dtype=torch.bfloat16) for kind in ALL})

@@ -60,7 +60,7 @@ def several_apart(block: Any, x: Tensor) -> Any:
     pairs(OPTIONS, [torch.float32, torch.bfloat16, torch.float16], [False, True]),
     ids=str,
 )
-def test_the_bits_are_those_of_the_parts(recipe: Any, dtype: torch.dtype, return_normalized: bool) -> None:
+def test_the_bits_match_the_parts(recipe: Any, dtype: torch.dtype, return_normalized: bool) -> None:
     layer = qt.LayerNormLinear(48, 40, return_normalized=return_normalized, dtype=dtype)
     assert_same_training(layer, [apart, fused], recipe, inputs(2, 9, 48, dtype=dtype))
 
@@ -83,7 +83,7 @@ def test_the_input_is_quantized_once(recipe: str, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("shape", [(0, 48), (1, 48), (2, 0, 48), (33, 48)])
-def test_any_number_of_tokens(shape: tuple[int, ...]) -> None:
+def test_any_token_count_works(shape: tuple[int, ...]) -> None:
     assert_same_training(Several(), [several_apart, several], "mxfp8", inputs(*shape))
 
 

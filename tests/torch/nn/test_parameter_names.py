@@ -25,7 +25,7 @@ class Block(AliasedParameters, LayerNormLinear):
         self.rename(NAMES, fixed=("linear",))
 
 
-def test_names_are_the_blocks_and_values_the_parts() -> None:
+def test_names_are_those_of_the_block_and_values_those_of_its_parts() -> None:
     block: Any = Block()
     x = torch.randn(4, 16)
     # `b` is no parameter of the layer, whose own name for its bias stays.

@@ -178,7 +178,7 @@ def test_layouts_agree(kind: str, layout: str) -> None:
     assert_close("output", y, layer(x), 1e-6)
 
 
-def test_padding_is_not_seen() -> None:
+def test_padding_is_hidden() -> None:
     layer, x = make("Llama", mask_type="padding_causal"), torch.randn(2, 9, 64)
     mask = torch.zeros(2, 9, dtype=torch.bool)
     mask[0, 6:] = True

@@ -54,7 +54,7 @@ def part_of(laid: GroupedOperand, places: GroupOffsets, group: int, q: Quantized
 
 @pytest.mark.parametrize("summed", [False, True], ids=["rows", "summed"])
 @pytest.mark.parametrize("name", SPECS)
-def test_the_operand_of_a_group_is_that_of_its_rows_alone(name: str, summed: bool) -> None:
+def test_the_operand_of_a_group_depends_on_its_rows_alone(name: str, summed: bool) -> None:
     spec, places = SPECS[name], offsets()
     delayed = spec.per_tensor and spec.scale in ("fp32", "power_of_two")
     for k in (40, 33):

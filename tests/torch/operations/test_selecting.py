@@ -85,7 +85,7 @@ def steps(net: nn.Module, call: Callable[[nn.Module, Tensor], Tensor]) -> dict[s
 @pytest.mark.parametrize(
     "recipe", ["delayed", "rowwise_bf16_wgrad", "mxfp8", "nvfp4", recipes.mxfp8(attention=True)], ids=str
 )
-def test_bits_and_states_are_those_without_a_checkpoint(recipe: Any, model: Any, saves: str) -> None:
+def test_bits_and_states_equal_those_without_a_checkpoint(recipe: Any, model: Any, saves: str) -> None:
     torch.manual_seed(0)
     net = model(recipe)
     expected = steps(copy.deepcopy(net), lambda net, x: net(x))

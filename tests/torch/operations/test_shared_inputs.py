@@ -118,7 +118,7 @@ def step(net: nn.Module, x: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("name", "dtype"), turns(ALL, [torch.float32, torch.bfloat16], ["tensorwise", "delayed", "nvfp4"]), ids=str
 )
-def test_training_is_that_of_layers_that_quantize_for_themselves(
+def test_training_matches_layers_that_quantize_separately(
     name: str, dtype: torch.dtype, counted: Counts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def scenario() -> list[Tensor]:

@@ -80,7 +80,7 @@ def same(a: torch.Tensor, b: torch.Tensor, name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_words_for_a_compiler_are_those_of_eager_steps(dtype: torch.dtype) -> None:
+def test_random_words_for_a_compiler_match_eager_steps(dtype: torch.dtype) -> None:
     """int32 keys draw by half words; a first element beyond 2**34, counters across 2**31, a seed of 64 bits."""
     first, drawn = 3 * 2**34 + 2**33 - 2**10, (0xFEDC_BA98_7654_3210, 3, 70_000, torch.device("cpu"))
     expected = noise.words(first, 4096, *drawn).to(torch.int32)

@@ -73,7 +73,7 @@ def test_no_gradients_move_an_update_beyond_its_bound(betas: tuple[float, float]
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_shares_of_words_are_even_and_correlated_no_more_than_they_say(number: int) -> None:
+def test_noise_parts_are_uniform_with_the_documented_correlation(number: int) -> None:
     """Means, and products of pairs, of a million elements and of their neighbours, within three sigmas."""
     count = 1 << 20
     drawn = noise.shares(noise.words(3, count, 11, 5, 7, torch.device("cpu")), number)

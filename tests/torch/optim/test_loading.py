@@ -461,7 +461,7 @@ def test_muons_groups_of_adamw_find_whether_betas_cycle_after_a_load() -> None:
     assert not muon.rule(group, optim.PRESETS["float32"]).clamp
 
 
-def test_a_preset_of_ones_own_is_saved_as_plain_data() -> None:
+def test_a_custom_preset_is_saved_as_plain_data() -> None:
     own = optim.Preset(name="mine", first=optim.StateSpec(code="e4m3", block=32), codes="residual16")
     layer = layer_of("tensorwise")
     optimizer = optim.AdamW(layer.parameters(), preset=own)

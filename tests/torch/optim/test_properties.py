@@ -117,7 +117,7 @@ def test_state_touched_by_a_nonfinite_gradient_is_read_as_nonfinite(
 
 
 @pytest.mark.parametrize("preset", ["exact", "balanced", "lean", "coat"])
-def test_a_pruned_weight_is_a_number_next_to_nothing(preset: str) -> None:
+def test_a_pruned_weight_decodes_to_almost_zero(preset: str) -> None:
     """Zeros that a mask writes over a weight, of both signs, stand over bits that say half a step up or down."""
     layers = [qt.Linear(128, 96, bias=False, dtype=torch.bfloat16), *(layer_of(recipe) for recipe in RECIPES)]
     optimizer = optim.AdamW([layer.weight for layer in layers], lr=1e-2, preset=preset)
@@ -240,7 +240,7 @@ def test_a_step_that_is_refused_changes_nothing() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("preset", ["float32", "lean"])
-def test_one_number_steps_as_a_vector_of_one(preset: str, dtype: torch.dtype) -> None:
+def test_a_scalar_steps_as_a_vector_of_one(preset: str, dtype: torch.dtype) -> None:
     """A temperature is a parameter of no dimension."""
     one, vector = (nn.Parameter(torch.full(shape, 1.5, dtype=dtype)) for shape in ((), (1,)))
     optimizer = optim.AdamW([one, vector], lr=0.1, preset=preset)
@@ -285,7 +285,7 @@ def test_gradients_that_were_forgotten_are_not_stepped_after_backward() -> None:
         {"seed": 1.5},
     ],
 )
-def test_numbers_that_no_rule_is_meant_for_are_refused(wrong: dict[str, Any]) -> None:
+def test_hyperparameters_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
     p = nn.Parameter(torch.zeros(2, 2))
     with pytest.raises(ValueError, match=f"AdamW was given {next(iter(wrong))}"):
         optim.AdamW([p], **wrong)

@@ -40,7 +40,7 @@ def weight_of(optimizer: optim.Optimizer, p: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_in_float32_a_rule_is_torchs(name: str, dtype: torch.dtype) -> None:
+def test_in_float32_a_rule_equals_torch(name: str, dtype: torch.dtype) -> None:
     ours, torchs, options = PAIRS[name]
     start = torch.randn(70, 96, generator=torch.Generator().manual_seed(0)).to(dtype)
     p, r = nn.Parameter(start.clone()), nn.Parameter(start.float().clone())
@@ -86,7 +86,7 @@ def test_muon_steps_groups_of_adamw_as_adamw_does(preset: str) -> None:
     assert again.param_groups[1]["rule"] == "adamw" and set(again.state[ours[2]]) == set(muon.state[ours[2]])
 
 
-def test_lion_is_its_formula() -> None:
+def test_lion_matches_its_formula() -> None:
     p = nn.Parameter(torch.randn(70, 96, generator=torch.Generator().manual_seed(0)))
     optimizer = optim.Lion([p], lr=1e-2, weight_decay=0.1, preset="float32")
     w, m = p.detach().double(), torch.zeros(70, 96, dtype=torch.float64)

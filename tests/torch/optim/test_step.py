@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.mark.parametrize("preset", ["lean", "balanced"])
 @pytest.mark.parametrize("recipe", [get("blockwise"), mxfp8(weight_2d=True)], ids=["128", "32"])
-def test_columns_that_step_by_themselves_are_those_of_whole_rows(
+def test_columns_that_step_by_themselves_match_whole_rows(
     preset: str, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks of as many adjacent blocks as fit; neither 456 columns nor 200 rows are whole blocks."""
@@ -49,9 +49,7 @@ def test_columns_that_step_by_themselves_are_those_of_whole_rows(
 
 
 @pytest.mark.parametrize("spec", [BLOCKWISE, SQUARES, MXFP8, TENSORWISE, None])
-def test_pieces_that_may_be_compiled_and_others_are_all_rows_once(
-    spec: QuantSpec | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_and_other_chunks_cover_all_rows_once(spec: QuantSpec | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of blocks that are higher than such a piece, of which the last has fewer rows."""
     monkeypatch.setattr(step, "COMPILED", (1 << 14, 1 << 12))
     monkeypatch.setattr(step, "PIECE", 1 << 10)

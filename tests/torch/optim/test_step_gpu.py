@@ -77,7 +77,7 @@ def trained(rule: Any, preset: str, kernels: bool, recipe: Any = "tensorwise") -
         (optim.Lion, "lean"),
     ],
 )
-def test_steps_by_the_kernel_are_those_of_plain_torch(rule: Any, preset: str) -> None:
+def test_steps_by_the_kernel_match_plain_torch(rule: Any, preset: str) -> None:
     """Clipped, in two groups; parameters that the kernel leaves are stepped beside the others."""
     ours, optimizer = trained(rule, preset, True)
     theirs, plain = trained(rule, preset, False)

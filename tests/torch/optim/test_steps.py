@@ -72,7 +72,7 @@ def test_other_options_and_parameters_are_refused() -> None:
         kept.step()
 
 
-def test_a_group_that_is_refused_is_not_there() -> None:
+def test_a_refused_group_is_not_added() -> None:
     p, wrong = nn.Parameter(torch.zeros(80, 80)), nn.Parameter(torch.zeros(80, 80, dtype=torch.complex64))
     vector = nn.Parameter(torch.zeros(80))
     for optimizer, own, said in (

@@ -85,7 +85,7 @@ CASES = [amaxes_order_as_integers, parts_of_tensors, parts_of_operands, codes_ar
 
 
 @pytest.mark.ranks
-def test_two_ranks_have_one_whole(tmp_path: Path) -> None:
+def test_two_ranks_together_have_the_whole(tmp_path: Path) -> None:
     two_ranks.run(__name__, tmp_path)
 
 

@@ -173,7 +173,7 @@ def are_one_process(rank: int, cases: list[Run]) -> None:
 
 
 @pytest.mark.ranks
-def test_stages_and_shards_are_one_process(tmp_path: Path) -> None:
+def test_stages_and_shards_equal_one_process(tmp_path: Path) -> None:
     two_ranks.run(__name__, tmp_path, RANKS * RANKS)
 
 

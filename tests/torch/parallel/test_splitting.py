@@ -198,13 +198,13 @@ def compare(way: Callable[..., Tensor], name: str, recipe: str | Recipe) -> None
 @needs_edges
 @pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
 @pytest.mark.parametrize("name", BLOCKS)
-def test_two_parts_are_a_whole_backward(name: str, recipe: str | Recipe) -> None:
+def test_the_two_parts_equal_a_whole_backward(name: str, recipe: str | Recipe) -> None:
     compare(in_parts, name, recipe)
 
 
 @needs_edges
 @pytest.mark.parametrize("recipe", QUANTIZING)
-def test_two_parts_are_a_whole_backward_under_every_recipe(recipe: str | Recipe) -> None:
+def test_the_two_parts_equal_a_whole_backward_under_every_recipe(recipe: str | Recipe) -> None:
     compare(in_parts, "LayerNormMLP", recipe)
 
 

@@ -69,7 +69,7 @@ def through(net: nn.Module, run: Callable[..., Tensor], x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("name", "where"), turns(recipes.RECIPES, ["outside", "inside"], STATEFUL))
-def test_training_steps_are_those_without_it(name: str, where: str) -> None:
+def test_training_steps_equal_those_without_it(name: str, where: str) -> None:
     def scenario(net: nn.Module, run: Callable[..., Tensor]) -> dict[str, Tensor]:
         optimizer, tensors = torch.optim.SGD(net.parameters(), lr=0.05), {}
         for i in range(2):
@@ -222,7 +222,7 @@ def test_converted_models_roll_once_a_step(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["delayed", "rowwise", "nvfp4"])
-def test_inside_a_compiled_function_it_is_torchs(name: str) -> None:
+def test_inside_a_compiled_function_it_equals_torch(name: str) -> None:
     torch.compiler.reset()
     net = nn.Sequential(nn.Sequential(qt.Linear(32, 32), nn.GELU(), qt.Linear(32, 32)))
     runs = []

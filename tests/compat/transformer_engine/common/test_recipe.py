@@ -70,7 +70,7 @@ def test_backward_may_be_of_values(kind: Any) -> None:
         assert built.dequantized_backward is (override == "dequantized")
 
 
-def test_predicates_say_which_one_it_is() -> None:
+def test_predicates_identify_the_recipe() -> None:
     asked = ("delayed", "mxfp8", "nvfp4", "float8_current_scaling", "float8_block_scaling", "custom")
     true = [[name for name in asked if getattr(kind, name)()] for kind in te.RECIPES.values()]
     assert true == [["delayed"], ["float8_current_scaling"], ["mxfp8"], ["float8_block_scaling"], ["nvfp4"]]

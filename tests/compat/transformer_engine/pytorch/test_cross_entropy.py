@@ -18,7 +18,7 @@ def given(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
     return logits, targets
 
 
-def test_losses_and_gradients_are_torchs() -> None:
+def test_losses_and_gradients_equal_torch() -> None:
     logits, targets = given()
     for smoothing in (0.0, 0.1):
         flat = logits.float().view(-1, 64), targets.flatten()

@@ -229,7 +229,7 @@ def test_missing_features_give_a_clear_error() -> None:
             te.FusedAdam(p, **options)  # type: ignore[arg-type]
 
 
-def test_betas_come_third() -> None:
+def test_betas_are_the_third_argument() -> None:
     options: Any = {"eps": 1e-8, "weight_decay": 0.1}
     assert_close(
         "weights",

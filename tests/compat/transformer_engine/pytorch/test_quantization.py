@@ -37,7 +37,7 @@ def test_losses_are_our_recipes(name: str) -> None:
     assert each[0] == each[1] == each[2] != losses(te.Linear(32, 16), te.autocast(False))
 
 
-def test_without_a_recipe_it_is_that_of_the_device() -> None:
+def test_without_a_recipe_the_device_decides() -> None:
     assert isinstance(te.get_default_recipe(), recipe.DelayedScaling) or torch.cuda.is_available()
     with te.autocast():
         te.Linear(16, 16)(torch.zeros(2, 16))

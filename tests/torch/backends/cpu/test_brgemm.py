@@ -203,7 +203,7 @@ def test_an_exception_of_a_thread_is_raised_once_all_have_ended(fails: str, func
     assert len(watched.calls) == 2 and all(calls[-1] == "release" for calls in watched.calls.values())
 
 
-def test_products_of_many_threads_are_those_of_one(functions: block.Functions) -> None:
+def test_products_of_many_threads_match_one(functions: block.Functions) -> None:
     a, b = operands(300)
     expected, results = cpu_brgemm._product(functions, a, b, 0), []
 

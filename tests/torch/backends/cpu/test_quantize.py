@@ -50,7 +50,7 @@ DRAWN = {
 
 @pytest.mark.parametrize("draw", DRAWN.values(), ids=DRAWN)
 @pytest.mark.parametrize("text", SPECS)
-def test_codes_and_scales_are_those_of_plain_torch(text: str, draw: Callable[[], Tensor]) -> None:
+def test_codes_and_scales_match_plain_torch(text: str, draw: Callable[[], Tensor]) -> None:
     torch.manual_seed(0)
     spec, x = QuantSpec.parse(text), draw()
     for lies in (x, x.t(), x[:, ::2]):
@@ -73,7 +73,7 @@ def test_unsupported_inputs_use_another_implementation() -> None:
 
 
 @pytest.mark.parametrize("name", ["fprop.a", "fprop.b"])
-def test_parts_have_tensor_factors_of_their_own(name: str) -> None:
+def test_each_part_has_its_own_tensor_factor(name: str) -> None:
     """A tensor factor does not depend on other parts."""
     torch.manual_seed(0)
     spec = RECIPES["nvfp4"]().operands()[name]

@@ -170,7 +170,7 @@ TRACED = {
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_two_operands_in_one_operator_are_those_of_two_calls(name: str) -> None:
+def test_two_operands_in_one_operator_match_two_calls(name: str) -> None:
     spec = SPECS[name]
     if spec.rounding != "nearest":
         return

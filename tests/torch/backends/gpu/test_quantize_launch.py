@@ -133,7 +133,7 @@ def test_four_bits_in_both_directions_by_one_launch_equal_the_reference(
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_factors_and_histories_are_each_matrixs_own(known: bool) -> None:
+def test_factors_and_histories_are_per_matrix(known: bool) -> None:
     x, w = (
         torch.linspace(-3, 2, 32 * 48).view(32, 48).bfloat16(),
         torch.linspace(5, -7, 64 * 48).view(64, 48).bfloat16(),

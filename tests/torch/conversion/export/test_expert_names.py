@@ -150,7 +150,7 @@ def test_experts_that_no_server_reads_are_refused_by_name_or_exported_in_high_pr
 
 
 @pytest.mark.parametrize("family", ["mixtral", "llama4_text", "granitemoe"])
-def test_scales_of_delayed_scaling_are_each_experts_own(family: str, tmp_path: Path) -> None:
+def test_scales_of_delayed_scaling_are_per_expert(family: str, tmp_path: Path) -> None:
     trained = tiny(family)
     qt.convert(trained, "delayed")
     for seed in range(3):

@@ -125,7 +125,7 @@ def test_weights_stored_only_as_codes_are_exported_unchanged(tmp_path: Path) -> 
         assert given is None if inputs is None else isinstance(given, dict)
 
 
-def test_rules_give_layers_groups_of_their_own(tmp_path: Path) -> None:
+def test_rules_give_layers_separate_groups(tmp_path: Path) -> None:
     trained = model("mxfp8")
     qt.convert(trained, {"3": "nvfp4", "4": "bf16", "5": None, "*": "mxfp8"})
     result = qt.export(trained, tmp_path / "out", check=tokens())
@@ -139,7 +139,7 @@ def test_rules_give_layers_groups_of_their_own(tmp_path: Path) -> None:
     assert layers["quant_algo"] == "MIXED_PRECISION" and set(layers["quantized_layers"]) == {"1", "3"}
 
 
-def test_layers_left_by_name_and_their_trained_values(tmp_path: Path) -> None:
+def test_layers_left_out_by_name_keep_their_trained_values(tmp_path: Path) -> None:
     trained = model("rowwise")
     result = qt.export(trained, tmp_path / "out", high_precision=["4"], check=tokens())
     tensors = load_file(tmp_path / "out" / "model.safetensors")

@@ -199,7 +199,7 @@ def test_one_graph_handles_all_sizes_with_the_eager_bits(recipe: Any, how: dict[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", recipes.RECIPES)
-def test_inductor_has_eagers_bits_too(recipe: str) -> None:
+def test_inductor_has_eager_bits_too(recipe: str) -> None:
     torch._dynamo.reset()
     eager, compiled = layer_of(recipe), layer_of(recipe)
     run = torch.compile(lambda x, offsets: compiled(x, offsets), fullgraph=True, dynamic=True)
@@ -207,7 +207,7 @@ def test_inductor_has_eagers_bits_too(recipe: str) -> None:
         assert_bitwise(ours.contiguous(), expected.contiguous())
 
 
-def test_compiled_functions_and_rows_that_are_made_have_eagers_bits() -> None:
+def test_compiled_functions_and_rows_that_are_made_have_eager_bits() -> None:
     torch._dynamo.reset()
     layer, places = layer_of("nvfp4"), torch.arange(T) % 24
 

@@ -304,7 +304,7 @@ def test_unsupported_transforms_give_a_clear_error() -> None:
         torch.func.grad(lambda t: qt.grouped_matmul(t, W, OFFSETS, recipe="tensorwise").sum())(X)
 
 
-def test_products_are_those_of_the_reference() -> None:
+def test_products_match_the_reference() -> None:
     x, w, _ = (t.detach() for t in tensors())
     spec = next(spec for spec in SPECS.values() if spec.block == (1, None))
     with qt.only("reference"):

@@ -25,7 +25,7 @@ NOT_FINITE = (torch.nan, -torch.nan, torch.inf, -torch.inf)
 SIZES = (5, 0, 1, 130, 64, 0)
 
 
-def test_all_that_are_stored_are_read_again() -> None:
+def test_all_stored_scales_are_restored() -> None:
     """The bits of each power of two that an encode factor's bounds admit; NaN stays NaN."""
     spec = QuantSpec(E4M3, (1, None))
     scales = torch.tensor([[2.0**-p] for p in range(-126, 128)] + [[torch.nan], [-torch.nan]], dtype=torch.float64)
@@ -87,7 +87,7 @@ def test_other_scales_stay_unchanged(spec: QuantSpec) -> None:
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 @pytest.mark.parametrize("hard", [HARD, NOT_FINITE], ids=["finite", "not finite"])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_gradients_of_hard_values_are_those_of_linears(recipe: str, hard: tuple[float, ...], compiled: bool) -> None:
+def test_gradients_of_hard_values_match_linears(recipe: str, hard: tuple[float, ...], compiled: bool) -> None:
     generator, k, n = torch.Generator().manual_seed(0), 48, 40
     x, g = (torch.randn(sum(SIZES), size, generator=generator) for size in (k, n))
     w = torch.randn(len(SIZES), n, k, generator=generator)

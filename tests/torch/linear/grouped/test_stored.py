@@ -61,7 +61,7 @@ def run(of: nn.Module, name: str | None, seed: int = 0, dtype: torch.dtype = tor
 
 @pytest.mark.parametrize("name", NAMES)
 @LAYOUTS
-def test_codes_are_those_of_each_linears_initial_values(name: str, layout: str) -> None:
+def test_codes_match_each_linears_initial_values(name: str, layout: str) -> None:
     one, each = layer(name, layout, torch.bfloat16), linears(name, torch.bfloat16)
     beside = stored_weight.stack_codes(one)
     matrices = one.weight if one.weight.dtype is stored_weight.PACKED else one.matrices(one.weight)
@@ -291,7 +291,7 @@ def test_experts_in_codes_say_what_to_do_with_tokens_of_another_dtype() -> None:
 
 @pytest.mark.parametrize(("name", "layout"), [("nvfp4", "kn"), ("mxfp8", "kn"), ("delayed", "nk")])
 @pytest.mark.parametrize("recipe", [True, False])
-def test_frozen_codes_compile_with_eagers_bits(name: str, layout: str, recipe: bool) -> None:
+def test_frozen_codes_compile_with_eager_bits(name: str, layout: str, recipe: bool) -> None:
     torch._dynamo.reset()
     one = layer(name, layout, recipe=name if recipe else "rowwise")
     one.weight.requires_grad_(False)

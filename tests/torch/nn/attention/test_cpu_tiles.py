@@ -64,7 +64,7 @@ def test_it_equals_the_reference(sizes: tuple[int, ...], mask_type: str) -> None
         assert_close(f"gradient of {name}", g, good, 6e-3)
 
 
-def test_it_is_no_further_from_float32_than_torchs_own() -> None:
+def test_it_is_as_close_to_float32_as_torch() -> None:
     x = operands(2, 192, 4, 2, 64)
     exact, distances = exactly(*x), {}
     with qt.only("reference"):
@@ -106,7 +106,7 @@ def test_operands_may_have_any_layout(lies: str, groups: int) -> None:
 
 
 @pytest.mark.parametrize("needs", [(True, False, False), (False, True, False), (False, False, True)], ids=str)
-def test_gradients_of_some_are_those_of_all(needs: tuple[bool, ...]) -> None:
+def test_a_subset_of_gradients_matches_all(needs: tuple[bool, ...]) -> None:
     x = operands(1, 100, 2, 1, 32)
     every = gradients(attention(*x, mask_type="causal"), *x)
     some = [t.detach().requires_grad_(need) for t, need in zip(x, needs, strict=True)]
@@ -144,7 +144,7 @@ def test_nonfinite_values_stay_with_the_queries_that_see_them(value: float) -> N
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-39, 1e4, 1e9, 1e18])
-def test_hard_values_are_no_further_from_float32_than_torchs_own(value: float) -> None:
+def test_edge_case_values_are_as_close_to_float32_as_in_torch(value: float) -> None:
     x = operands(1, 96, 2, 1, 32)
     with torch.no_grad():
         for t in x[:2]:
@@ -201,7 +201,7 @@ def test_unsupported_calls_give_a_reason(change: Callable[[Any], list[Tensor]], 
     assert sentence in dict(explain_attention(*change(x), mask_type="causal").passed_over)["tiles"]
 
 
-def test_options_autocast_transforms_and_threads_are_torchs() -> None:
+def test_options_autocast_transforms_and_threads_equal_torch() -> None:
     x = [t.detach() for t in operands(1, 128, 2, 2, 32)]
 
     def why(**options: Any) -> str:

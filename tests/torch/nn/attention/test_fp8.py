@@ -247,7 +247,7 @@ def test_only_required_gradients_are_computed() -> None:
 
 
 @every_spec
-def test_compiled_is_one_graph_with_eagers_bits(spec: AttentionSpec) -> None:
+def test_compiled_is_one_graph_with_eager_bits(spec: AttentionSpec) -> None:
     arrays, grad = operands((2, 4, 2, 17, 33, 16, 24))
     hidden = torch.tensor(masked(17, 33))
 

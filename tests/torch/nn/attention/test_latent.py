@@ -68,7 +68,7 @@ def test_layouts_agree(layout: str) -> None:
     assert_close("output", y, expected, 1e-6)
 
 
-def test_padding_is_not_seen() -> None:
+def test_padding_is_hidden() -> None:
     layer, x = make(mask_type="padding_causal"), torch.randn(2, 9, 64)
     mask = torch.arange(9) >= torch.tensor([9, 6])[:, None]
     changed = torch.where(mask[..., None], 7.0, x)

@@ -279,15 +279,15 @@ def assert_compiled_bits(cases: set[str]) -> None:
             assert_bitwise(compiled, eager, name)
 
 
-def test_compiled_bits_are_eagers() -> None:
+def test_compiled_bits_equal_eager_bits() -> None:
     assert_compiled_bits(set(COMPILED) - {"float32", "ragged"})
 
 
-def test_compiled_bits_of_float32_are_eagers() -> None:
+def test_compiled_bits_of_float32_equal_eager_bits() -> None:
     assert_compiled_bits({"float32"})
 
 
-def test_compiled_ragged_bits_are_eagers() -> None:
+def test_compiled_ragged_bits_equal_eager_bits() -> None:
     assert_compiled_bits({"ragged"})
 
 

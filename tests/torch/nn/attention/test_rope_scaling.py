@@ -97,7 +97,7 @@ def test_every_type_of_transformers_is_a_row_and_every_row_is_tried() -> None:
 
 @pytest.mark.parametrize("case", [name for name in CASES if CASES[name]["rope_type"] != "default"])
 @pytest.mark.parametrize("length", [8, ORIGINAL, ORIGINAL + 1, 100])
-def test_frequencies_are_those_of_transformers(case: str, length: int) -> None:
+def test_frequencies_match_transformers(case: str, length: int) -> None:
     scaling = CASES[case]
     # What the model does: a tensor of the length.
     seq_len = torch.tensor(length) if scaling["rope_type"] in ("dynamic", "longrope") else None
@@ -113,7 +113,7 @@ def test_frequencies_are_those_of_transformers(case: str, length: int) -> None:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("length", [8, ORIGINAL + 1, 100])
 @pytest.mark.parametrize("given", [False, True])
-def test_outputs_are_those_of_transformers(case: str, length: int, given: bool) -> None:
+def test_outputs_match_transformers(case: str, length: int, given: bool) -> None:
     theirs = LlamaRotaryEmbedding(config(CASES[case]))
     x = torch.randn(2, length, 2, 16)
     positions = torch.arange(length)[None]

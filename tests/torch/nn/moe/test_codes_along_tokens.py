@@ -125,7 +125,7 @@ SHARES = {0: (0.9999, 0.9999), 4: (0.99, 0.998), 6: (0.965, 0.99), 8: (0.84, 0.9
 
 @pytest.mark.parametrize("name", MOVED)
 @pytest.mark.parametrize("spread", SHARES)
-def test_most_values_are_those_of_quantizing_the_numbers_along_tokens(name: str, spread: int) -> None:
+def test_most_values_match_quantizing_along_tokens(name: str, spread: int) -> None:
     by_row, along = MOVED[name]
     assert by_row is not None and along is not None
     x = drawn(spread)

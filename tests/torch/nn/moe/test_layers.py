@@ -263,7 +263,7 @@ def test_the_balance_is_updated_and_saved() -> None:
         qt.MoE(16, 24, qt.MixtureConfig(experts=4, k=2)).router.update_bias(counts)
 
 
-def test_a_mixture_begins_on_meta() -> None:
+def test_a_mixture_can_be_built_on_meta() -> None:
     mixture = qt.MixtureConfig(experts=4, k=2, balance_bias=True, router_bias=True, shared=8, shared_gate=True)
     moe = qt.MoE(16, 24, mixture, normalization="LayerNorm", bias=True, device="meta")
     assert all(p.is_meta for p in moe.parameters()) and moe.router.balance.is_meta

@@ -68,7 +68,7 @@ def test_an_infinity_stays_with_the_tokens_that_have_it() -> None:
     assert y[[0, 1, 3, 5]].isfinite().all() and y[2].isnan().all()
 
 
-def test_gradients_are_those_of_finite_differences_twice() -> None:
+def test_gradients_match_finite_differences_twice() -> None:
     indices = drawn(7, 4, 2)
     x = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
     weights = torch.rand(7, 2, dtype=torch.float64, requires_grad=True)

@@ -101,7 +101,7 @@ def test_the_inputs_and_eight_bit_outputs_are_saved() -> None:
     assert sum(t.numel() * t.element_size() for t in kept) <= 2 * 128 * 64 * 2 + 128 * 4 + 1.1 * 128 * 64 + weights
 
 
-def test_compiled_gives_eagers_bits() -> None:
+def test_compiled_gives_eager_bits() -> None:
     torch.compiler.reset()
     norm = GatedRMSNorm(24, 3, dtype=torch.bfloat16)
     runs = []

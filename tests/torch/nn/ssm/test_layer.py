@@ -38,7 +38,7 @@ def test_it_has_the_bits_of_its_parts_and_recomputes_them(recipe: str | None, hi
     assert kept_bytes(layer, lambda: recomputed(layer, x)) <= x.numel() * 4 + 64
 
 
-def test_compiled_in_one_graph_gives_eagers_bits() -> None:
+def test_compiled_in_one_graph_gives_eager_bits() -> None:
     torch.compiler.reset()
     layer = make(hidden=40, dtype=torch.bfloat16)
     compiled = torch.compile(lambda layer, x: layer(x), fullgraph=True, backend="aot_eager")

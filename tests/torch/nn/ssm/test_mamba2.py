@@ -71,7 +71,7 @@ def test_it_trains_in_few_bits_and_under_autocast(dtype: torch.dtype) -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p in block.parameters())
 
 
-def test_compiled_in_one_graph_gives_eagers_bits() -> None:
+def test_compiled_in_one_graph_gives_eager_bits() -> None:
     torch.compiler.reset()
     block = make(normalization="RMSNorm", dtype=torch.bfloat16)
     compiled = torch.compile(lambda block, x: block(x), fullgraph=True, backend="aot_eager")
@@ -82,7 +82,7 @@ def test_compiled_in_one_graph_gives_eagers_bits() -> None:
 # Ten seconds of compiling.
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["nvfp4", "delayed"])
-def test_compiled_to_the_end_gives_eagers_bits(recipe: str) -> None:
+def test_compiled_to_the_end_gives_eager_bits(recipe: str) -> None:
     torch.compiler.reset()
     block = make(normalization="RMSNorm", dtype=torch.bfloat16)
     compiled = torch.compile(lambda block, x: block(x), fullgraph=True)
@@ -178,7 +178,7 @@ def test_packed_sequences_are_independent() -> None:
         assert_close("gradients", one, other, 2e-6)
 
 
-def test_nothing_and_one_token() -> None:
+def test_zero_tokens_and_one_token() -> None:
     block = make()
     assert block(torch.empty(2, 0, 32)).shape == (2, 0, 32)
     assert block(torch.empty(0, 4, 32)).shape == (0, 4, 32)

@@ -30,7 +30,7 @@ def assert_exact(values: dict[str, Tensor], bound: float = BOUND, **options: Any
 
 @pytest.mark.parametrize("chunk_size", [None, 1, 7, 16, 64, 256])
 @pytest.mark.parametrize("scale", [0.05, 1.0, 20.0])
-def test_outputs_and_gradients_are_those_of_float64s_recurrence(scale: float, chunk_size: int | None) -> None:
+def test_outputs_and_gradients_match_a_float64_recurrence(scale: float, chunk_size: int | None) -> None:
     assert_exact(tensors(scale=scale), chunk_size=chunk_size)
 
 
@@ -178,7 +178,7 @@ def test_packed_sequences_are_independent(chunk_size: int | None) -> None:
         assert_close(f"gradient of {name}", grad, other, 2 * BOUND)
 
 
-def test_nan_in_one_of_them_leaves_the_others_bits() -> None:
+def test_nan_in_one_sequence_leaves_the_bits_of_others() -> None:
     values = packed(tensors(), 5)
     clean, states = ssd(**values, cu_seqlens=CU_SEQLENS)
     for name in ("x", "dt", "B", "C"):
@@ -249,7 +249,7 @@ def test_autocast_does_not_change_the_inner_dtype() -> None:
         assert_bitwise(one, other, name)
 
 
-def test_compiled_in_one_graph_gives_eagers_bits() -> None:
+def test_compiled_in_one_graph_gives_eager_bits() -> None:
     torch.compiler.reset()
     run = torch.compile(partial(ssd, dt_limit=(0.01, 1.0)), fullgraph=True, backend="aot_eager")
     for size in (SIZE, (2, 40, 6, 8, 3, 16)):

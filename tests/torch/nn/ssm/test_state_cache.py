@@ -45,7 +45,7 @@ def test_reset_reorder_and_truncate() -> None:
     assert cache.length == 0
 
 
-def test_a_copy_is_come_back_to() -> None:
+def test_a_copied_module_is_restored() -> None:
     cache = filled(1)
     before = copy.deepcopy(cache)
     cache.update(0, TOKENS * 2, STATE * 2, 1)

@@ -281,7 +281,7 @@ CASES = [
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.ranks
-def test_parts_attend_as_the_whole(tmp_path: Path, ranks: int) -> None:
+def test_split_sequences_attend_like_the_whole(tmp_path: Path, ranks: int) -> None:
     two_ranks.run(__name__, tmp_path, ranks)
 
 

@@ -273,7 +273,7 @@ def test_replicas_are_counted(tmp_path: Path) -> None:
     two_ranks.run(__name__, tmp_path, 4)
 
 
-def test_bytes_are_those_of_the_algorithms_that_send_fewest() -> None:
+def test_bytes_match_the_algorithms_that_send_fewest() -> None:
     assert [comm.sent(way, 120, 4) for way in ("gather", "scatter", "reduce", "exchange", "send")] == [
         *(360, 90, 180, 90, 120),
     ]

@@ -145,7 +145,7 @@ def roll(wholes: list[Any]) -> None:
 
 
 @pytest.mark.ranks
-def test_two_dimensions_are_one_process(tmp_path: Path) -> None:
+def test_a_two_dimensional_mesh_equals_one_process(tmp_path: Path) -> None:
     two_ranks.run(__name__, tmp_path, RANKS * RANKS)
 
 

@@ -48,9 +48,7 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("tokens", [20, 0])
-def test_histories_are_those_of_launches_of_their_own(
-    tokens: int, notes: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_histories_match_separate_launches(tokens: int, notes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     layer = qt.Linear(24, 16)
     twins = copy.deepcopy(layer), copy.deepcopy(layer)
     with qt.only("triton"):

@@ -112,7 +112,7 @@ def data(i: int, wild: float = 1.0) -> Tensor:
 
 
 @CALLS
-def test_a_model_between_its_forward_and_its_backward_is_left_alone(
+def test_a_model_between_its_forward_and_its_backward_is_left_unchanged(
     call: Callable[[nn.Module, Tensor], Tensor],
 ) -> None:
     one, other = Player(net(), call), Player(net())

@@ -78,7 +78,7 @@ def test_rotary_positions_have_periods_between_the_windows(consecutive: bool) ->
     np.testing.assert_allclose(module._turned(q), plain.transposed(q, 3, 500, consecutive), atol=1e-5)
 
 
-def test_weights_begin_as_there() -> None:
+def test_weights_have_the_original_initial_values() -> None:
     x = jnp.ones((2, 6, 512))
     keys = {"params": jax.random.key(0)}
     module = te.flax.MultiHeadAttention(64, 8)

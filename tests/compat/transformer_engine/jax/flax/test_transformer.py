@@ -47,7 +47,7 @@ def layer_of(kind: str, **more: Any) -> tuple[Any, Any, Array, Array | None]:
 
 
 @EACH
-def test_the_formula_is_the_documented_one(kind: str) -> None:
+def test_the_formula_matches_the_documentation(kind: str) -> None:
     layer, variables, x, memory = layer_of(kind)
     expected = plain.layer(variables["params"], x, memory, heads=4, **KINDS[kind])
     np.testing.assert_allclose(layer.apply(variables, x, memory), expected, rtol=0, atol=3e-5)

@@ -33,7 +33,7 @@ def run(layers: Any, x: torch.Tensor, rope: torch.Tensor, layout: str, cache: An
     "paged", [{}, {"is_paged": True, "total_num_pages": 12, "page_size": 4}], ids=["whole", "paged"]
 )
 @torch.no_grad()
-def test_cached_tokens_are_those_of_one_forward(layout: str, paged: dict[str, Any]) -> None:
+def test_decoding_with_a_cache_equals_one_forward(layout: str, paged: dict[str, Any]) -> None:
     layers, rope = model(layout), te.RotaryPositionEmbedding(8)(16)
     tokens = {name: torch.randn(1, 10, 32) for name in "abcd"}
     whole = {name: run(layers, x, rope, layout) for name, x in tokens.items()}

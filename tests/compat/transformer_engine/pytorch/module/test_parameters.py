@@ -72,7 +72,7 @@ def run(module: Any, recipe: Any = None) -> Tensor:
 
 
 @EACH
-def test_parameters_and_state_have_its_names(name: str) -> None:
+def test_parameters_and_state_have_the_original_names(name: str) -> None:
     module = of(name, MADE[name]())
     assert [n for n, _ in module.named_parameters()] == NAMES[name] == list(module.state_dict())
     # A weight of experts that gets no token keeps no gradient.
@@ -83,7 +83,7 @@ def test_parameters_and_state_have_its_names(name: str) -> None:
 
 
 @EACH
-def test_first_values_are_its_own(name: str) -> None:
+def test_initial_values_match_transformer_engine(name: str) -> None:
     torch.manual_seed(0)
     module = of(name, MADE[name]())
     for key, p in module.named_parameters():
