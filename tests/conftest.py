@@ -1,4 +1,4 @@
-"""What holds for every test: one thread, fixed seeds, uninitialized memory full of NaN, no GPU tests without a GPU."""
+"""Set up every test: one thread, fixed seeds, uninitialized memory full of NaN, no GPU tests without a GPU."""
 
 import ctypes
 import gc
@@ -112,8 +112,7 @@ def forget_programs() -> None:
 
 
 def begin() -> None:
-    """In a process that collects and runs tests. The one that hands them to workers runs none: it imports no torch, for
-    which they would wait."""
+    """Set up a process that collects and runs tests."""
     import torch
 
     torch.set_num_threads(1)
@@ -165,8 +164,7 @@ def place(path: Path) -> str:
 
 
 def turn(item: pytest.Item) -> int:
-    """Where the file of a case stands in LONGEST, or after all of them, what starts ranks first; others stay in their
-    order."""
+    """Sort key: position of the file in LONGEST, then tests that start ranks, then all others in their order."""
     path = place(item.path)
     least = len(LONGEST) + (item.get_closest_marker("ranks") is None)
     return next((at for at, longest in enumerate(LONGEST) if path.startswith(longest)), least)
@@ -280,8 +278,7 @@ def place_on_a_machine(item: pytest.Item, gpu: bool, interpreting: bool) -> None
 
 @pytest.fixture(autouse=True)
 def _alike() -> None:
-    """What is random begins alike, and deterministic mode makes torch.empty return NaN (255 in bytes), so that an
-    element nobody wrote is seen."""
+    """Fix the random seed, and let torch.empty return NaN (255 in bytes), so that unwritten elements are detected."""
     if "quaver.torch.linear.plan" in sys.modules:
         # Plans outlive a test, which may change what decided them.
         sys.modules["quaver.torch.linear.plan"].plans.clear()
@@ -322,13 +319,13 @@ def _optimized_where_that_is_the_claim(request: pytest.FixtureRequest) -> Iterat
 
 @pytest.fixture(scope="session")
 def _held() -> list[float]:
-    """Megabytes that this process held when its first test began, or after it last gave back."""
+    """Megabytes used by this process when its first test began, or after it last released memory."""
     return [resident()]
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _compiled_code_goes(_held: list[float]) -> Iterator[None]:
-    """What JAX and Dynamo compiled for one file of tests serves no other, and a worker kept it: gigabytes."""
+    """Free code compiled by JAX and Dynamo after each test file; no other file uses it, and it takes gigabytes."""
     yield
     forget_contexts()
     if "torch._dynamo" in sys.modules:
@@ -344,7 +341,7 @@ def _compiled_code_goes(_held: list[float]) -> Iterator[None]:
 
 
 def resident() -> float:
-    """Megabytes of this process that are in memory; 0 where that is not told."""
+    """Resident megabytes of this process; 0 where unknown."""
     pages = Path("/proc/self/statm")
     if not pages.exists():
         return 0.0

@@ -100,7 +100,9 @@ def take_terminal() -> None:
 
 
 class Popen:
-    """What the trainer and tests use of `subprocess.Popen`, and the stage that has imported what is already there."""
+    """The part of `subprocess.Popen` used by the trainer and tests, with the stage that has imported the needed
+    libraries.
+    """
 
     def __init__(
         self,
@@ -162,7 +164,7 @@ class Popen:
         self.send_signal(signal.SIGTERM)
 
     def communicate(self, timeout: float = 600.0) -> tuple[bytes | None, bytes | None]:
-        """What it wrote into pipes; little enough for a pipe to hold what is read last."""
+        """Output written to pipes; small enough for a pipe to hold the unread part."""
         end = time.monotonic() + timeout
         said: list[bytes | None] = []
         for pipe in self.pipes[1:]:

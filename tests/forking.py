@@ -51,7 +51,7 @@ ALIVE = "alive"
 
 @dataclass(kw_only=True)
 class Program:
-    """What is asked for, as a process of its own would have it."""
+    """A requested program with the properties of a separate process."""
 
     # After the name of the interpreter: options -W, then -m MODULE, -c CODE or a file, then arguments.
     command: list[str]
@@ -67,7 +67,7 @@ class Program:
 
 
 def address(folder: int, stage: str) -> str:
-    """Of a stage's socket in an open folder, whose name may be longer than a socket's."""
+    """Path of a stage's socket in an open folder, whose name may be longer than a socket name."""
     return f"/proc/self/fd/{folder}/{stage}"
 
 

@@ -1,4 +1,4 @@
-"""Triton's interpreter without what it does over and over, or for nothing."""
+"""Speed up Triton's interpreter by removing repeated and useless work."""
 
 import dataclasses
 import itertools
@@ -81,7 +81,7 @@ def exchange_once() -> None:
 
 
 def exchange_plainly(place: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
-    """A function of the language is told what interprets it, and does not ask whether it was told."""
+    """Tell a function of the language its interpreter once, without a repeated check."""
     semantic, function = TritonSemantic(builder), getattr(member, "__wrapped__", member)
 
     def told(*args: Any, **kwargs: Any) -> Any:

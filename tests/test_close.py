@@ -14,7 +14,7 @@ def test_bitwise_names_the_first_wrong_element_and_both_values() -> None:
         assert_bitwise(a, b, "scales")
 
 
-def test_bitwise_tells_minus_zero_from_zero_but_no_nan_from_another() -> None:
+def test_bitwise_distinguishes_minus_zero_from_zero_but_not_nans() -> None:
     with pytest.raises(AssertionError, match=r"is -0\.0 \(bits 0x80000000\), expected 0\.0"):
         assert_bitwise(np.float32([-0.0]), np.float32([0.0]))
     assert_bitwise(np.array([0x7FC00000, 0xFFC00001], np.uint32).view(np.float32), np.float32([np.nan, np.nan]))
@@ -40,7 +40,7 @@ def test_close_is_relative_at_every_magnitude() -> None:
 
 
 @pytest.mark.parametrize("got, right", [(np.nan, 1.0), (1.0, np.nan), (np.inf, 1.0), (np.inf, -np.inf), (1e-9, 0.0)])
-def test_close_wants_what_is_not_finite_in_the_same_places_and_zero_for_zero(got: float, right: float) -> None:
+def test_close_requires_nonfinite_values_and_zeros_at_the_same_positions(got: float, right: float) -> None:
     assert_close("same", np.array([right]), np.array([right]), 1e-6)
     with pytest.raises(AssertionError, match="expected"):
         assert_close("other", np.array([got]), np.array([right]), 1e-6)

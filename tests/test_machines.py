@@ -23,7 +23,9 @@ from tests.conftest import ROOT, place_on_a_machine
         ("tests/torch/linear/test_linear.py", False, True, False, None),
     ],
 )
-def test_a_machine_runs_what_it_can(path: str, marked: bool, gpu: bool, interpreting: bool, added: str | None) -> None:
+def test_a_machine_runs_the_tests_it_supports(
+    path: str, marked: bool, gpu: bool, interpreting: bool, added: str | None
+) -> None:
     markers: list[Any] = []
     item: Any = SimpleNamespace(
         path=ROOT / path, add_marker=markers.append, get_closest_marker=lambda name: True if marked else None

@@ -30,6 +30,6 @@ assert grown > 5 and left < grown / 2, f"{grown:.0f} MB, and {left:.0f} after gi
 
 
 @pytest.mark.skipif(not resident(), reason="resident memory is read from /proc")
-def test_compiled_code_and_its_memory_are_given_back() -> None:
+def test_compiled_code_and_its_memory_are_released() -> None:
     done = forked.bare("jax").run([sys.executable, "-c", GIVES_BACK], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -84,7 +84,7 @@ def test_help_shows_the_records_arguments(kind: type, names: list[str]) -> None:
         (Written, {"dim": int, "bias": bool, "eps": float}),
     ],
 )
-def test_type_hints_are_those_of_the_records_arguments(kind: type, hints: dict[str, type]) -> None:
+def test_type_hints_match_the_records_arguments(kind: type, hints: dict[str, type]) -> None:
     assert get_type_hints(kind.__init__) == hints | {"return": type(None)}  # type: ignore[misc]
 
 
@@ -95,7 +95,7 @@ def test_a_misspelt_option_suggests_the_nearest(kind: type) -> None:
 
 
 @pytest.mark.parametrize("kind", [Layer, Own, OfFlax, Written])
-def test_arguments_that_are_missing_or_too_many_are_told_with_the_layers_name(kind: type) -> None:
+def test_argument_errors_name_the_layer(kind: type) -> None:
     with pytest.raises(TypeError, match=f"^{kind.__name__}: missing a required argument: 'dim'$"):
         kind()
     first = "dim" if kind is Layer else "dim, bias"
@@ -118,7 +118,7 @@ class Spread:
         return x * times
 
 
-def test_a_constructor_takes_by_name_what_another_does() -> None:
+def test_a_constructor_accepts_the_keywords_of_another() -> None:
     assert Spread(8, eps=1.0).options == (8, 1.0, {"eps": 1.0})
     # `dim` is taken by place there, and the call's own result comes back.
     assert list(inspect.signature(Spread).parameters) == ["heads", "scale", "eps"] and Spread(8)(3, times=3) == 9

@@ -8,7 +8,7 @@ from tests.pairs import pairs, turns
 
 
 @pytest.mark.parametrize("sizes", [(1,), (4,), (3, 2), (2, 2, 5), (9, 3, 2), (2, 2, 2, 2), (4, 3, 2, 2)])
-def test_every_two_values_meet_and_no_row_comes_twice(sizes: tuple[int, ...]) -> None:
+def test_every_pair_of_values_occurs_and_no_row_repeats(sizes: tuple[int, ...]) -> None:
     values = [[(parameter, value) for value in range(size)] for parameter, size in enumerate(sizes)]
     rows = pairs(*values)
     assert len(set(rows)) == len(rows) and set(rows) <= set(product(*values))

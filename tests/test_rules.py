@@ -10,7 +10,7 @@ from quaver.recipes.conversion import ConversionRules
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("sizes", [(64, 64), (4096, 1024), (4096, 14_336)])
-def test_unprofitable_leaves_alone_what_the_ledger_predicts_to_be_slower(name: str, sizes: tuple[int, int]) -> None:
+def test_unprofitable_skips_layers_predicted_to_be_slower(name: str, sizes: tuple[int, int]) -> None:
     gain = ledger.layer(get(name), 512, *sizes, "h100").speedup
     why = quaver.rules.unprofitable("h100", tokens=512)("a.b", *sizes, get(name))
     assert bool(why) is (gain < 1)
@@ -25,7 +25,7 @@ def test_least_and_recipe_decide_where_they_are_given() -> None:
     assert "as mxfp8" in quaver.rules.unprofitable("h100", recipe="mxfp8")("a", 4096, 4096, rowwise)
 
 
-def test_what_is_not_quantized_is_never_unprofitable() -> None:
+def test_unquantized_layers_are_never_unprofitable() -> None:
     assert not quaver.rules.unprofitable("h100", least=3)("a", 8, 8, get("bf16"))
     assert not quaver.rules.unprofitable("h100")("a", 0, 8, get("mxfp8"))
 
@@ -67,7 +67,7 @@ def test_torchaos_thresholds(recipe: str, k: int, n: int, left: bool) -> None:
         (lambda: quaver.rules.auto_filter_small_kn(None), "no thresholds for None"),
     ],
 )
-def test_bad_input_is_a_sentence(make: object, said: str) -> None:
+def test_bad_input_gives_a_clear_error(make: object, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         make()  # type: ignore[operator]
 
@@ -87,11 +87,11 @@ def test_skip_takes_names_and_filters_mixed_or_one_filter() -> None:
 
 
 @pytest.mark.parametrize("entry", [3, None, ["head"], str])
-def test_skip_of_something_else_is_a_sentence(entry: object) -> None:
+def test_an_invalid_skip_gives_a_clear_error(entry: object) -> None:
     with pytest.raises(ValueError, match=r"skip holds .*give patterns of names"):
         ConversionRules("mxfp8", ["head", entry])  # type: ignore[list-item]
 
 
-def test_a_filter_that_says_no_reason_is_a_sentence() -> None:
+def test_a_filter_without_a_reason_gives_a_clear_error() -> None:
     with pytest.raises(ValueError, match="returned True for 'a'; it must return the reason"):
         ConversionRules("mxfp8", lambda *_: True).refused("a", 8, 8, get("mxfp8"))  # type: ignore[arg-type, return-value]

@@ -17,7 +17,7 @@ def trained(plan: command.Plan, results: Path) -> Acceptance:
 @pytest.mark.slow
 @pytest.mark.timeout(3 * 3600)
 @pytest.mark.parametrize("model", ["mixtral-tiny", "mamba2-tiny"])
-def test_six_seeds_meet_the_rules(model: str, tmp_path: Path) -> None:
+def test_six_seeds_pass_the_acceptance_rules(model: str, tmp_path: Path) -> None:
     """300 steps, six seeds, nine runs of each: 28 minutes of two cores that multiply bf16 (AVX512-BF16) for
     `mixtral-tiny`, 18 for `mamba2-tiny`; several times that of others.
 
@@ -35,7 +35,7 @@ def test_six_seeds_meet_the_rules(model: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("model", ["mixtral-tiny", "mamba2-tiny"])
-def test_few_steps_refuse_a_planted_recipe_and_nothing_else(
+def test_few_steps_reject_only_a_planted_bad_recipe(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """100 steps of two seeds by the same way, with the control judged as a recipe: six minutes of two cores that have

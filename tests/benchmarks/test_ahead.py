@@ -1,4 +1,4 @@
-"""A card that is not there: what it launches at real sizes, and a cache of kernels that can be carried elsewhere."""
+"""Compile benchmarks ahead for an absent GPU, and check the portable kernel cache."""
 
 import ast
 import json
@@ -94,7 +94,7 @@ def test_a_carried_cache_leaves_nothing_to_compile_and_needs_no_compiler(tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.skipif(stub_driver.compiler() is None, reason="needs a C compiler")
-def test_what_walks_note_and_others_compile_leaves_nothing_to_compile(
+def test_recorded_launches_compiled_elsewhere_leave_nothing_to_compile(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The compiling processes launch in another order than the walks: kernels have the same names all the same."""
@@ -107,8 +107,8 @@ def test_what_walks_note_and_others_compile_leaves_nothing_to_compile(
     assert again["kernels found"] >= 10 and again["tests passed"] == built["tests passed"], said
 
 
-def test_a_walk_over_tests_goes_on_where_they_would_fail() -> None:
-    """And computes what they assert, where launches may stand."""
+def test_recording_tests_continues_past_failures() -> None:
+    """The computation before each assertion also runs while recording."""
     source = (
         "def case():\n assert done.append(1)\n if True:\n  raise AssertionError('no')\n assert done.append(2), 1 / 0"
     )
@@ -122,7 +122,7 @@ def test_a_walk_over_tests_goes_on_where_they_would_fail() -> None:
         names["case"]()
 
 
-def test_what_a_test_wants_raised_need_not_be_raised_there() -> None:
+def test_expected_errors_need_not_be_raised_during_recording() -> None:
     may_raise = lenient._may_raise(pytest.raises)
     with may_raise(ValueError):
         pass
@@ -140,7 +140,7 @@ def test_a_product_that_no_cpu_has_gives_zeros_however_small_it_is() -> None:
     assert y.shape == (4, 4) and y.dtype is torch.float32
 
 
-def test_a_list_of_files_is_written_anew_where_it_lies(tmp_path: Path) -> None:
+def test_a_list_of_files_is_rewritten_in_place(tmp_path: Path) -> None:
     place = tmp_path / "kernel"
     place.mkdir()
     (place / "cast.json").write_text("{}")

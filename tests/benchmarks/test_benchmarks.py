@@ -53,7 +53,7 @@ def test_names_of_cases_are_unique() -> None:
 
 @pytest.mark.parametrize("case", PARALLEL, ids=lambda case: case.name)
 @pytest.mark.ranks
-def test_every_case_of_ranks_runs_quickly_and_says_what_travels(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_multi_rank_case_runs_quickly_and_reports_traffic(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(started, "subprocess", forked.quick)
     figures = list(case.measure(True))
     assert all(math.isfinite(figure.value) and figure.value > 0 for figure in figures)
@@ -123,7 +123,7 @@ def test_targets(target: Target, met: float, missed: float, text: str) -> None:
 
 
 @pytest.mark.parametrize("timed", [interleave, beside])
-def test_timing_by_turns_finds_what_takes_twice_as_long(timed: Any) -> None:
+def test_interleaved_timing_finds_a_function_twice_as_slow(timed: Any) -> None:
     a = torch.randn(128, 128)
 
     def once() -> None:
@@ -147,7 +147,7 @@ def test_several_threads_are_timed_by_the_clock(monkeypatch: pytest.MonkeyPatch)
     assert stopwatch(sleeps, 2) >= 0.05
 
 
-def test_what_a_process_has_frozen_stays_so() -> None:
+def test_objects_frozen_by_the_process_stay_frozen() -> None:
     """A suite that froze its cases would walk over all of them in each later collection."""
     gc.freeze()
     with no_collection():
@@ -192,7 +192,7 @@ def test_results_are_written_for_reading_and_for_computing(tmp_path: Path) -> No
     assert set(data["machine"]) >= {"cpu", "flags", "torch", "torchao", "python", "commit"}
 
 
-def test_a_part_of_the_cases_lies_beside_whole_runs(tmp_path: Path) -> None:
+def test_partial_runs_are_written_beside_whole_runs(tmp_path: Path) -> None:
     suite = of_cases(toy("llama-one", 1.5), toy("llama-two", 1.5), toy("other", 1.5))
     run(False, "llama*", True, Console(quiet=True), tmp_path, suite=suite)
     run(False, None, True, Console(quiet=True), tmp_path, suite=suite)
@@ -201,7 +201,7 @@ def test_a_part_of_the_cases_lies_beside_whole_runs(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == names
 
 
-def test_what_cannot_be_judged_is_shown_all_the_same(tmp_path: Path) -> None:
+def test_results_without_a_verdict_are_shown(tmp_path: Path) -> None:
     def unjudged(quick: bool) -> list[Figure]:
         raise NotMeasurable("not measurable here: no such kernel", [Figure("quaver", "time", 1.0, "ms")])
 
@@ -250,7 +250,7 @@ def test_a_row_is_written_as_it_ends(tmp_path: Path) -> None:
     assert last["instead"] == "does not run: no card" and "value" not in last
 
 
-def test_a_peak_is_that_of_one_step_whatever_was_measured_before() -> None:
+def test_a_memory_peak_covers_only_its_own_step() -> None:
     kept: list[torch.Tensor] = []
 
     def step() -> None:
@@ -343,8 +343,8 @@ def test_verdicts(recipe: str, loss: float | None, accepted: bool) -> None:
     assert ("**Not accepted.**" in "\n".join(report.markdown(done))) == (not accepted)
 
 
-def test_a_null_model_widens_what_is_close_by_two_of_its_standard_errors() -> None:
-    """Seeds of the null model are 0.002 apart: a standard error of 0.001, of which a control has nothing."""
+def test_a_null_model_widens_the_tolerance_by_two_standard_errors() -> None:
+    """Seeds of the null model are 0.002 apart: a standard error of 0.001. The control has none."""
     outcomes = dict(acceptance(bf16=2.0, mxfp8=2.0119, nvfp4=2.041, unit_scales=2.301).outcomes)
     outcomes |= {
         (training.NULL, seed): Outcome(loss=2.0 + 0.001 * seed + shift) for seed, shift in enumerate((0.003, 0.005))
@@ -361,7 +361,7 @@ def test_a_null_model_widens_what_is_close_by_two_of_its_standard_errors() -> No
     assert not tighter.row("mxfp8").accepted
 
 
-def test_a_null_model_is_bf16_from_weights_that_were_moved() -> None:
+def test_a_null_model_is_bf16_from_perturbed_weights() -> None:
     runs = command.Plan(seeds=1, recipes=command.BESIDE_CHANCE, batch=4, sequence=64).runs()
     assert [run.row for run in runs] == [*command.BESIDE_CHANCE] and len({run.folder for run in runs}) == len(runs)
     null = next(run for run in runs if run.row == training.NULL)

@@ -67,7 +67,7 @@ def test_a_case_that_breaks_is_named_and_the_others_run(capsys: pytest.CaptureFi
     assert "  ! broken: failed: ValueError: it broke" in lines and "Traceback" in capsys.readouterr().err
 
 
-def test_what_does_not_fit_the_time_is_named() -> None:
+def test_cases_that_exceed_the_time_are_named() -> None:
     told: list[Done] = []
     child.run(section(GpuCase("good", good)), TOY, time.monotonic() - 1, (), told.append)
     assert told[0].failures == ["good: not measured: the section's time was up"]
@@ -122,12 +122,12 @@ def test_a_process_that_dies_or_hangs_costs_one_case(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_the_command_line_says_in_a_sentence_that_there_is_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_reports_a_missing_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--only", "gemms", "--quick"]) == 2
     assert "there is no CUDA device here" in capsys.readouterr().err
 
 
-def test_the_process_of_a_section_is_told_what_is_done() -> None:
+def test_section_processes_learn_which_cases_are_done() -> None:
     command = run.command_of(SECTIONS["gemms"], Options(quick=True), 5.0, ["errors", "(1, 2, 3)"])
     assert command[1:5] == ["-m", "benchmarks.gpu", "--section", "gemms"]
     assert command[-5:] == ["--quick", "--skip", "errors", "--skip", "(1, 2, 3)"]
@@ -229,7 +229,7 @@ def test_one_wrong_code_or_scale_is_found() -> None:
     assert differing(q, r) == 1
 
 
-def test_targets_of_an_h100_are_those_of_an_h200_by_what_is_predicted_for_either() -> None:
+def test_h100_targets_are_scaled_from_h200_targets_by_predictions() -> None:
     for name, (of_h200, of_h100) in targets.LINEAR.items():
         predicted = [
             ledger.layer(recipes.get(name), 8192, 4096, 4096, hardware.get(gpu)).speedup for gpu in ("h100", "h200")
@@ -250,7 +250,7 @@ def test_a_dry_run_leaves_nothing_out_and_counts_its_cases(monkeypatch: pytest.M
     assert "1 of 2 cases gave figures; none: toys: silent" in lines[-1]
 
 
-def test_what_there_is_of_a_section_is_written_after_each_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_sections_are_written_after_each_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[int] = []
     monkeypatch.setattr(run, "chosen", lambda names: [section(GpuCase("good", good), GpuCase("broken", broken))])
     monkeypatch.setattr(report, "write", lambda done, machine, options: kept.append(len(done[-1].figures)) or [])
@@ -258,7 +258,7 @@ def test_what_there_is_of_a_section_is_written_after_each_case(tmp_path: Path, m
     assert kept[:2] == [1, 2]
 
 
-def test_a_run_that_is_killed_leaves_what_it_had_measured(tmp_path: Path) -> None:
+def test_a_killed_run_leaves_its_measurements(tmp_path: Path) -> None:
     """In the middle of its second section, all of the first, and no process that it had forked."""
     command = [sys.executable, "-u", "-m", "benchmarks.gpu", "--dry-run", "--only", "ceilings", "--only", "graph"]
     command += ["--processes", "2", "--results", str(tmp_path)]
@@ -300,7 +300,7 @@ def test_a_dry_run_has_every_case_of_a_cards_run() -> None:
         assert len(dry) == len(whole) > 0, section.name
 
 
-def test_what_a_card_emulates_and_attention_in_eight_bits_are_timed_early() -> None:
+def test_emulated_cases_and_fp8_attention_are_timed_early() -> None:
     names = [case.name for case in linears.cases(Setting(device=torch.device("cpu")))]
     assert names.index("4096, 4096 → 4096 emulated") <= 2
     assert linears.emulated() == ["mxfp8", "nvfp4"], "on an H200, and where there is no card"

@@ -1,4 +1,4 @@
-"""The states that shadow a run: a few steps of some, and the page that has the kept figures."""
+"""Check a few steps of shadowing optimizer states, and the page with the recorded figures."""
 
 import json
 
@@ -17,7 +17,7 @@ def test_states_in_more_bits_err_less_and_float32_not_at_all() -> None:
     assert control["largest"] > 100 and control["clamped error"] < 1, "what the clamp is for"
 
 
-def test_a_moment_rounded_to_nearest_goes_on_moving_its_weight_and_one_at_random_does_not() -> None:
+def test_a_moment_rounded_to_nearest_keeps_moving_its_weight_and_a_stochastic_one_does_not() -> None:
     names = ["float32", "int8 near roots/64, v near fourth roots/64, the same: `lean`, `balanced`"]
     names.append("the same, m to nearest")
     chosen = tuple(scheme for scheme in open_loop.SCHEMES if scheme.name in names)
@@ -25,7 +25,7 @@ def test_a_moment_rounded_to_nearest_goes_on_moving_its_weight_and_one_at_random
     assert went[names[0]] == 1 and went[names[1]] < 1.1 and went[names[2]] > 10
 
 
-def test_the_page_has_the_kept_figures() -> None:
+def test_the_page_has_the_recorded_figures() -> None:
     newest = max(results.FOLDER.glob("open-loop-*.json"))
     lines = open_loop.table(json.loads(newest.read_text(encoding="utf-8"))["figures"])
     assert "\n".join(lines) in open_loop.PAGE.read_text(encoding="utf-8")

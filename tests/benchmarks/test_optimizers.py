@@ -12,7 +12,7 @@ from benchmarks.acceptance.optimizers import BASELINE, CONTROL, KINDS, NULL, Out
 from quaver.reference.optimizer_state import PRESETS
 
 
-def test_live_bytes_are_those_of_tensors_that_live() -> None:
+def test_live_bytes_count_only_live_tensors() -> None:
     kept = torch.ones(1000)
     with optimizer_bytes.live() as seen:
         first = kept + 1
@@ -27,7 +27,7 @@ def test_live_bytes_are_those_of_tensors_that_live() -> None:
 
 
 @pytest.mark.parametrize("preset", ["lean", "balanced", "exact"])
-def test_a_step_needs_a_piece_however_large_the_matrix_is(preset: str) -> None:
+def test_a_step_needs_memory_of_one_chunk_for_any_matrix_size(preset: str) -> None:
     few, many = (optimizer_bytes.above(preset, "tensorwise", (rows, 1024)) for rows in (512, 1024))
     assert few > 0 and many <= few * 1.01
 
@@ -41,7 +41,7 @@ def test_both_pages_have_their_marks() -> None:
         optimizers.written("", ["x"])
 
 
-def test_the_table_of_all_is_what_the_page_says_of_each() -> None:
+def test_the_summary_table_matches_each_entry_of_the_page() -> None:
     page = optimizers.PAGE.read_text(encoding="utf-8")
     lines = optimizers.together(page)
     assert "\n".join(lines) in optimizers.SUMMARY.read_text(encoding="utf-8")
@@ -59,7 +59,7 @@ def test_steps_in_backward_keep_gradients_from_waiting_together() -> None:
     assert last - first >= 5 * 256 * 256 * 2
 
 
-def test_a_table_is_of_seeds_that_have_ended_in_all_kinds_and_every_rule_is_asked(tmp_path: Path) -> None:
+def test_tables_use_seeds_finished_by_all_variants_and_check_every_rule(tmp_path: Path) -> None:
     def holds(seeds: int = 2, **losses: float | None) -> bool:
         plan = Plan(seeds=3, folder=tmp_path)
         for kind in KINDS:

@@ -33,7 +33,7 @@ def test_a_column_that_nothing_was_fitted_to_is_near_too() -> None:
     assert all(abs(f.error) <= NEAR for f in of_transformer_engine("b300"))
 
 
-def test_what_the_page_says_of_torchaos_card_is_so() -> None:
+def test_claims_about_the_torchao_card_hold() -> None:
     near = [sum(abs(f.error) <= NEAR for f in of_torchao(card)) for card in other_cards().values()]
     assert near == [4, 1]
     assert all(f.error < 0 for f in of_torchao())
@@ -44,7 +44,7 @@ def test_every_table_is_on_one_page() -> None:
 
 
 @pytest.mark.parametrize(("page", "name"), [(page, name) for page, names in PAGES.items() for name in names])
-def test_a_table_of_a_page_is_what_the_ledger_says(page: Path, name: str) -> None:
+def test_tables_of_pages_match_the_ledger(page: Path, name: str) -> None:
     place = between(name).search(page.read_text(encoding="utf-8"))
     assert place, f"{page} has no place for the table {name!r}"
     written = place[0].splitlines()[1:-1]

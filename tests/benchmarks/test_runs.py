@@ -29,7 +29,7 @@ def test_three_of_four_tensorwise_runs_are_met() -> None:
     assert 4 * len(met) >= 3 * len(counted)
 
 
-def test_rowwises_losses_under_tensor_parallelism_are_told_as_missed() -> None:
+def test_rowwise_losses_under_tensor_parallelism_are_reported_as_missed() -> None:
     rowwise = [row for row in runs.judged() if row.run.recipe == "rowwise"]
     assert len(rowwise) == 2 and not any(row.within for row in rowwise)
 

@@ -27,7 +27,7 @@ def test_the_table_sums_all_packages() -> None:
         assert sum(int(row[column].replace(",", "")) for row in packages) == int(total[column].replace(",", ""))
 
 
-def test_the_page_has_its_marks() -> None:
+def test_the_page_has_its_markers() -> None:
     page = size.PAGE.read_text(encoding="utf-8")
     assert page.count(size.BEGIN) == page.count(size.END) == 1
     assert size.written(size.written(page)) == size.written(page)

@@ -63,7 +63,7 @@ def torchao_checkpoint(float8: Any, file: Path) -> tuple[Any, Any, Tensor]:
 
 
 def readme(te: Any, recipe: Any) -> tuple[Any, Tensor, Tensor]:
-    """A layer whose gradients are there, its input and its output."""
+    """A layer with gradients, its input and its output."""
     model = te.Linear(192, 768, bias=True)
     inp = torch.randn(256, 192, device=DEVICE)
     fp8_recipe = recipe.DelayedScaling(margin=0, fp8_format=recipe.Format.E4M3)
@@ -75,7 +75,7 @@ def readme(te: Any, recipe: Any) -> tuple[Any, Tensor, Tensor]:
 
 
 def readme_jax(te: Any, te_flax: Any, recipe: Any) -> list[float]:
-    """Losses of ten steps of one layer, whose weights stay while its scales follow the amaxes, and that without."""
+    """Losses of ten steps with constant weights and changing scales, and losses without quantization."""
     import flax
     import jax
     import jax.numpy as jnp
@@ -177,7 +177,7 @@ def quickstart(te: Any, kind: str) -> nn.Module:
 
 
 def with_its_imports(folder: Path) -> None:
-    """All of them by the pages' own import lines, after `install`, in a process that has imported none of them."""
+    """Run all examples with the import lines of the pages, after `install`, in a fresh process."""
     import quaver.compat
 
     for library in ("torchao", "transformer_engine"):

@@ -168,7 +168,7 @@ SILENT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, toke
 
 
 def sizes(folder: Path) -> Counter[str]:
-    """Lines of a folder's files, by what is in them: a line of several kinds is of the first that it is."""
+    """Count lines of the files in a folder by kind. A line of several kinds counts for the first."""
     kinds: Counter[str] = Counter()
     for file in folder.rglob("*.py"):
         source = file.read_text()

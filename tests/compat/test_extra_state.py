@@ -76,7 +76,9 @@ class Plain:
 
 
 def state_of(layers: list[Plain], recipe: Any = None) -> dict[str, Any]:
-    """What a module saves of its layers; without a recipe as 1.x does, whose backward meets the last one first."""
+    """State saved by the layers of a module. Without a recipe it is as in 1.x, where backward visits the last layer
+    first.
+    """
     back = layers if recipe is not None else layers[::-1]
     state: dict[str, Any] = {} if recipe is None else {"recipe": recipe}
     one, zero = torch.ones(1), torch.zeros(LENGTH, 1)
@@ -164,14 +166,14 @@ def test_an_mlps_layers_each_take_their_own(version: str, theirs: Any) -> None:
         layers[0].backward(layers[1].backward(2 * z / z.numel(), 0.05) * (h > 0), 0.05)
 
 
-def test_what_has_recorded_nothing_is_unset() -> None:
+def test_state_without_recordings_is_unset() -> None:
     plain = Plain(torch.zeros(4, 4), torch.zeros(4), 1)
     plain.history[:, 2], plain.scale[2] = 0, 1.0
     (buffers,) = extra_state.histories(state_of([plain], object()), "x", 1)
     assert buffers["factor"][2] == 0 and (buffers["factor"][:2] == plain.scale[:2]).all()
 
 
-def test_states_without_scales_are_taken(theirs: Any) -> None:
+def test_states_without_scales_are_accepted(theirs: Any) -> None:
     for given in (
         torch.empty(0, dtype=torch.uint8),
         None,
@@ -248,7 +250,7 @@ def test_a_planted_pickle_runs_nothing(name: str, tmp_path: Path) -> None:
     layer = te.Linear(8, 8)
     before = {k: v.clone() for k, v in layer.state_dict().items()}
     state = {"0.weight": torch.ones(8, 8), "0.bias": torch.ones(8), "0._extra_state": given}
-    with pytest.raises(ValueError, match=r"0\._extra_state is not read: .*Leave it out of the state dict"):
+    with pytest.raises(ValueError, match=r"cannot read 0\._extra_state: .*Leave it out of the state dict"):
         torch.nn.Sequential(layer).load_state_dict(state)
     assert not mark.exists() and "antigravity" not in sys.modules
     assert all(torch.equal(v, before[k]) for k, v in layer.state_dict().items())
@@ -261,7 +263,7 @@ def test_a_few_values_do_not_become_many(size: tuple[int, int], stride: tuple[in
     torch.save(torch.storage.TypedStorage(wrap_storage=storage, dtype=torch.float32, _internal=True), file)
     within = Gadget(torch.storage._load_from_bytes, file.getvalue())
     tensor = Gadget(torch._utils._rebuild_tensor_v2, within, 0, size, stride, False, collections.OrderedDict())  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match=r"x is not read: it has a tensor \[.*\] of 12 bytes"):
+    with pytest.raises(ValueError, match=r"cannot read x: it has a tensor \[.*\] of 12 bytes"):
         extra_state.read(pickle.dumps({"amax_history_fwd": tensor}), "x")
 
 
@@ -274,7 +276,7 @@ def test_a_planted_file_runs_nothing(how: str, tmp_path: Path) -> None:
     assert not mark.exists()
 
 
-def test_what_does_not_fit_is_a_sentence() -> None:
+def test_invalid_arguments_give_a_clear_error() -> None:
     plain = Plain(torch.zeros(8, 8), torch.zeros(8), 1)
     state = {"weight": torch.zeros(8, 8), "bias": torch.zeros(8)}
     old = state_of([plain])

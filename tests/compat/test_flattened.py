@@ -1,4 +1,4 @@
-"""torchao's quantized weights in safetensors are read without torchao, with the bits of its own dequantize()."""
+"""Test that quantized torchao weights in safetensors load without torchao, with the bits of its dequantize()."""
 
 import json
 import sys

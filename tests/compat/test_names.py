@@ -38,7 +38,7 @@ def test_a_name_without_a_reason_is_an_error() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("title", names.TABLES)
-def test_what_is_there_is_imported_and_what_is_not_says_why(title: str) -> None:
+def test_supported_names_import_and_others_say_why_not(title: str) -> None:
     if title.startswith("torchao"):
         pytest.importorskip("torchao")
     for line in names.TABLES[title]():
@@ -57,7 +57,7 @@ def test_what_is_there_is_imported_and_what_is_not_says_why(title: str) -> None:
                 getattr(importlib.import_module(f"quaver.compat.{module}"), name)
 
 
-def test_a_misspelt_name_is_told_with_the_nearest_by_an_import_too() -> None:
+def test_importing_a_misspelt_name_suggests_the_nearest() -> None:
     with pytest.raises(ImportError, match="has no 'LayerNormLinar': did you mean 'LayerNormLinear'"):
         exec("from quaver.compat.transformer_engine.pytorch import LayerNormLinar")
     assert not hasattr(importlib.import_module("quaver.compat.transformer_engine.pytorch"), "ops")

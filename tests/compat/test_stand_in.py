@@ -1,4 +1,4 @@
-"""A stand-in answers imports and `importlib.metadata` until it is taken away, and says when it comes too late."""
+"""Test that a stand-in answers imports and `importlib.metadata` until removed, and reports when it comes too late."""
 
 import importlib
 import importlib.metadata as metadata
@@ -16,7 +16,7 @@ from quaver.compat.stand_in import LIBRARIES
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As in a process that has imported none of the libraries."""
+    """Simulate a process that has not imported the libraries."""
     amax_values = {name for library in LIBRARIES for name in (library, *LIBRARIES[library].readers)}
     for name in list(sys.modules):
         if name.partition(".")[0] in amax_values:
@@ -38,7 +38,7 @@ def test_modules_are_ours_by_both_names() -> None:
         importlib.import_module("transformer_engine.debug")
 
 
-def test_metadata_has_a_version_until_it_is_taken_away() -> None:
+def test_metadata_has_a_version_until_the_stand_in_is_removed() -> None:
     quaver.compat.install("transformer_engine")
     for name in ("transformer_engine", "transformer-engine", "Transformer.Engine"):
         assert metadata.version(name) == LIBRARIES["transformer_engine"].version
@@ -53,7 +53,7 @@ def test_metadata_has_a_version_until_it_is_taken_away() -> None:
         importlib.import_module("transformer_engine.common")
 
 
-def test_one_that_is_installed_is_hidden_until_then() -> None:
+def test_an_installed_library_is_hidden_until_removal() -> None:
     before = find_spec("torchao")
     quaver.compat.install("torchao")
     quaver.compat.install("torchao")
@@ -65,7 +65,7 @@ def test_one_that_is_installed_is_hidden_until_then() -> None:
     assert not [finder for finder in sys.meta_path if isinstance(finder, stand_in._Finder)]
 
 
-def test_it_comes_and_goes_and_what_is_bound_stays_ours() -> None:
+def test_the_stand_in_can_be_removed_and_bound_names_stay() -> None:
     bound = []
     for _ in range(2):
         quaver.compat.install("transformer_engine")
@@ -90,12 +90,12 @@ def test_threads_import_one_module() -> None:
 
 
 @pytest.mark.parametrize("library, other", [("transformer_engine", "accelerate"), ("torchao", "transformers")])
-def test_what_has_looked_already_is_named(library: str, other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_libraries_imported_earlier_are_named(library: str, other: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, other, sys)
-    with pytest.raises(RuntimeError, match=f"{other} is imported already, and has looked for {library}: call quaver"):
+    with pytest.raises(RuntimeError, match=f"{other} is already imported, and has checked for {library}: call quaver"):
         quaver.compat.install(library)
     monkeypatch.setitem(sys.modules, library, sys)
-    with pytest.raises(RuntimeError, match=f"{library} is imported already: call quaver"):
+    with pytest.raises(RuntimeError, match=f"{library} is already imported: call quaver"):
         quaver.compat.install(library)
     assert not [finder for finder in sys.meta_path if isinstance(finder, stand_in._Finder)]
 

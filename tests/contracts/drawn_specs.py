@@ -43,7 +43,7 @@ BOUND = 4e-6
 
 
 def own_format(rng: np.random.Generator) -> Format:
-    """A format that nobody has: its bits, bias, NaN and largest number at random."""
+    """Random format: its bits, bias, NaN and largest number."""
     exponent_bits = int(rng.integers(1, 6))
     mantissa_bits = int(rng.integers(1, 8 - exponent_bits))
     has_nan, bits = bool(rng.integers(2)), 1 + exponent_bits + mantissa_bits

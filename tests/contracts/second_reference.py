@@ -180,7 +180,7 @@ def hold(value, low, high):
 
 
 def power_of_two_exponent(amax: float, largest: float, low: int, high: int) -> int:
-    """The largest p with amax * 2^p <= largest, held within [low, high]; amax is positive and finite."""
+    """The largest p with amax * 2^p <= largest, clamped to [low, high]; amax is positive and finite."""
     fraction, exponent = math.frexp(amax)
     largest_fraction, largest_exponent = math.frexp(largest)
     p = largest_exponent - exponent
@@ -193,7 +193,7 @@ def power_of_two_factor(amax: np.float32, largest: float, low: int = -126, high:
 
 
 def divided_factor(amax: np.float32, largest: float) -> np.float32:
-    """largest / amax in one correctly rounded float32 division, held to normal numbers."""
+    """largest / amax in one correctly rounded float32 division, clamped to normal numbers."""
     return hold(np.float32(largest) / amax, SMALLEST_NORMAL, LARGEST)
 
 
@@ -243,7 +243,7 @@ def two_level(measured: np.float32, s: np.float32, tensor_amax: np.float32) -> t
 
 
 def spans(length: int, block: int | None) -> list[slice]:
-    """The blocks of one axis: None is one of the whole axis; a last, partial block is a block of its own."""
+    """The blocks of one axis: None is the whole axis; a last, partial block is a separate block."""
     if block is None:
         return [slice(0, length)]
     return [slice(start, min(start + block, length)) for start in range(0, length, block)]
@@ -371,7 +371,7 @@ def _spec(format: str, block, scale: str, **more) -> dict:
 
 
 def _six(input, weight, grad_output) -> dict[str, dict | None]:
-    """One specification a tensor: both GEMMs that read it quantize it alike, each along its own k."""
+    """Specs of the six operands: both GEMMs that read a tensor quantize it with one spec, each along its own k."""
     names = ("fprop.a", "fprop.b", "dgrad.a", "dgrad.b", "wgrad.a", "wgrad.b")
     tensors = (input, weight, grad_output, weight, grad_output, input)
     return {name: None if spec is None else dict(spec) for name, spec in zip(names, tensors, strict=True)}

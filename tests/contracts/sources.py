@@ -33,7 +33,7 @@ def parsed(source: str) -> ast.Module:
 
 @cache
 def walk(tree: ast.AST) -> list[ast.AST]:
-    """A node and all nodes in it, in the order of `ast.walk`, kept for the next contract that walks there."""
+    """A node and all nodes in it, in the order of `ast.walk`, cached for other contracts."""
     nodes = [tree]
     for node in nodes:
         for value in vars(node).values():

@@ -214,7 +214,7 @@ LINES = {
 #: Tests of whole tables; of others those that have a throw-away thing's name among their parameters run.
 TABLES = [
     "tests/recipes/test_recipes.py",
-    "tests/train/test_plots.py::test_every_recipe_has_a_colour_of_its_own",
+    "tests/train/test_plots.py::test_every_recipe_has_its_own_colour",
 ]
 NAMED = [
     "tests/core/numbers",

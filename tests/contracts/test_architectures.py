@@ -80,5 +80,5 @@ def test_a_table_that_forgets_some_is_seen(planted: str) -> None:
 @pytest.mark.parametrize(
     "plain", ["if arch < 89: pass", "FEATURES = 32, 64, 128", "room(100)", "Kind('mx', 'mx', 100)"]
 )
-def test_an_age_is_none(plain: str) -> None:
+def test_unrelated_code_is_not_reported(plain: str) -> None:
     assert not list(by_name(ast.parse(plain)))

@@ -46,8 +46,7 @@ def same(got: qt.Quantized, expected: reference.Quantized, what: str) -> None:
 def operand_by_operand(
     spec: QuantSpec, shape: tuple[int, int], at: int, of: int, *given: Any, **options: Any
 ) -> Iterator[tuple[str, torch.Tensor, reference.Quantized]]:
-    """Every `of`-th hard operand in a dtype, and in order or as the transpose of another, all by turns, and what numpy
-    stores of it."""
+    """Every `of`-th edge-case operand in a dtype, alternately contiguous and transposed, and its codes from numpy."""
     for number, (name, x) in enumerate(by_turns(hard(shape), at, of).items(), at):
         for other, dtype in enumerate(DTYPES):
             if (number - at + at // of + other) % len(DTYPES):
@@ -116,7 +115,7 @@ def test_torch_stores_the_bits_of_numpy_under_a_given_factor(spec: QuantSpec, im
 
 
 @every_spec
-def test_dequantize_and_the_transpose_are_those_of_numpy(spec: QuantSpec, implementation: str) -> None:
+def test_dequantize_and_the_transpose_match_numpy(spec: QuantSpec, implementation: str) -> None:
     at = list(SPECS.values()).index(spec)
     for what, t, expected in operand_by_operand(spec, (19, 70), at, 1):
         values = expected.dequantize()
@@ -141,7 +140,7 @@ def test_every_bf16_value_is_stored_as_in_numpy(spec: QuantSpec, implementation:
 
 
 def _compiled() -> Iterator[Any]:
-    """Each format as far as Inductor's graph, and to its end one operand of each kind that the graph tells apart."""
+    """Compile each format to Inductor's graph, and one operand of each distinct kind completely."""
     kinds: dict[Hashable, QuantSpec] = {}
     for spec in SPECS.values():
         kinds.setdefault((spec.format.packed, spec.two_level, spec.rounding), spec)
@@ -211,7 +210,7 @@ def test_torchs_philox_gives_the_known_answers(
 
 
 @pytest.mark.parametrize("first", [0, 3, 2**34 - 6, 5 * 2**36 + 1])
-def test_an_optimizers_words_are_the_references(first: int) -> None:
+def test_random_words_of_an_optimizer_match_the_reference(first: int) -> None:
     """Philox of two words, keyed by a word of Philox of four, by numpy; the step beyond 32 bits, a seed of 64."""
     seed, parameter, step, number = 0xFEDC_BA98_7654_3210, 3, (1 << 32) + 7, 11
     counter = tuple(map(np.array, (0, 0, parameter, step & 0xFFFFFFFF)))
@@ -224,7 +223,7 @@ def test_an_optimizers_words_are_the_references(first: int) -> None:
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5, 7, 16, 33])
-def test_rows_draw_what_they_have_in_the_whole_operand(k: int) -> None:
+def test_rows_draw_the_same_noise_as_in_the_whole_operand(k: int) -> None:
     every = uniform(12, k, 5, 7, 2, torch.device("cpu"))
     rows = torch.tensor([11, 0, 3, 4, 9])
     assert torch.equal(rows_of_uniform(rows, k, 5, 7, 2), every[rows])
@@ -240,7 +239,7 @@ def test_torch_draws_the_numbers_of_numpy(shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("spec", [s for s in SPECS.values() if s.two_level or s.format.name in FLOAT8], ids=str)
-def test_what_is_preferred_here_is_not_the_plain_one(spec: QuantSpec) -> None:
+def test_the_preferred_implementation_is_not_the_plain_one(spec: QuantSpec) -> None:
     """Of formats that are emulated there is the plain one alone."""
     runs = next(name for name, why in QUANTIZE.explain(torch.zeros(2, 2), spec) if not why)
     assert runs != "reference", "the two implementations that the tests above compare are one"

@@ -1,4 +1,4 @@
-"""What is published: the source distribution holds the whole tree, the wheel the library; their metadata is true."""
+"""Test the published packages: contents of the source distribution and the wheel, and their metadata."""
 
 import re
 import subprocess
@@ -57,7 +57,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The files of the wheel and what is in them."""
+    """The files of the wheel with their contents."""
     folder = tmp_path_factory.mktemp("wheel")
     (path,) = WheelBuilder(str(ROOT)).build(directory=str(folder), versions=["standard"])
     with zipfile.ZipFile(path) as archive:
@@ -119,7 +119,7 @@ def test_an_issue_template_is_a_form(path: Path) -> None:
     assert any(field.get("validations", {}).get("required") for field in fields.values())
 
 
-def test_the_constraints_pin_what_builds_the_distribution() -> None:
+def test_the_constraints_pin_the_build_requirements() -> None:
     pinned = {
         line.partition("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
     }

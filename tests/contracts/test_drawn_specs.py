@@ -52,7 +52,7 @@ MENDED = {
 
 @pytest.mark.parametrize("name", MENDED)
 @pytest.mark.parametrize("shape", [(33, 64, 17), (64, 128, 128)], ids=str)
-def test_what_layers_once_computed_wrongly(name: str, shape: tuple[int, int, int]) -> None:
+def test_specs_with_past_bugs_are_correct(name: str, shape: tuple[int, int, int]) -> None:
     t, k, n = shape
     rng = np.random.default_rng(0)
     drawn = [rng.normal(size=s).astype(np.float32) for s in ((t, k), (n, k), (t, n))]
@@ -91,7 +91,7 @@ def test_drawn_layers_equal_the_reference_compiled_and_in_jax(seed: int) -> None
 
 
 @pytest.mark.parametrize("seed", [2000, 2001])
-def test_drawn_operands_equal_the_reference_where_kernels_are_asked_for(seed: int) -> None:
+def test_random_operands_equal_the_reference_when_kernels_are_requested(seed: int) -> None:
     check_operand(seed, kernels=True)
 
 
@@ -206,7 +206,7 @@ def _attention(fmt: Format) -> object:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_computed_is_refused_where_it_is_constructed(name: str) -> None:
+def test_uncomputable_specs_are_refused_at_construction(name: str) -> None:
     build, words = REFUSED[name]
     with pytest.raises(ValueError, match=words):
         build()

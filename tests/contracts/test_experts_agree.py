@@ -1,4 +1,4 @@
-"""Tokens go to the same experts in both frameworks, lie in the same order, and are summed to the same bits."""
+"""Test that tokens are routed, ordered and summed with the same bits in both frameworks."""
 
 import itertools
 from typing import Any
@@ -50,7 +50,7 @@ def test_routes_agree(offset: int) -> None:
             assert_close(f"{name} {options}", np.asarray(y), x, 1e-6)
 
 
-def test_numbers_that_are_hard_to_order_choose_alike() -> None:
+def test_numbers_that_are_hard_to_order_choose_the_same_experts() -> None:
     z = HARD[np.random.default_rng(0).integers(len(HARD), size=(300, 12))]
     for k in (1, 5, 12):
         ours = np.asarray(qj.route(jnp.asarray(z), k, scores="sigmoid", normalize=False).indices)

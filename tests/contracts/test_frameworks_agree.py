@@ -51,7 +51,7 @@ FORMATS = list({(kind(spec), spec.format): name for name, spec in reversed(EVERY
 
 
 def _smallest() -> Iterator[Any]:
-    """Each kind of spec as one number and as one of two that have none; the others by turns."""
+    """Each kind of spec as a scalar and as one of two empty shapes; the others alternately."""
     for at, (name, spec) in enumerate(EVERY.items()):
         for shape in [SMALLEST[0], SMALLEST[1 + at % 2]] if name in KINDS else [SMALLEST[at % len(SMALLEST)]]:
             yield pytest.param(spec, shape, id=f"{shape}-{name}")
@@ -100,7 +100,7 @@ stored_quickly = jax.jit(
 
 @pytest.fixture
 def hardly_optimized() -> Iterator[None]:
-    """Each operation is a program of its own, in which there is little to optimize."""
+    """Compile each operation as a separate program with little optimization."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield
@@ -164,7 +164,7 @@ def floats(bits: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("spec, run", list(_optimized((), FORMATS)))
-def test_every_bf16_value_is_stored_alike(spec: QuantSpec, run: Any) -> None:
+def test_every_bf16_value_gets_the_same_codes(spec: QuantSpec, run: Any) -> None:
     """Optimized programs of bf16 are those of test_a_rounding_before_the_operand_is_not_skipped. Behind the conversion
     to float32 nothing knows of bf16, least of all a scale that is no power of two."""
     for name, x in every_bf16():
@@ -172,7 +172,7 @@ def test_every_bf16_value_is_stored_alike(spec: QuantSpec, run: Any) -> None:
 
 
 @pytest.mark.parametrize("spec, run", list(_optimized(KINDS)))
-def test_random_float32_bits_are_stored_alike(spec: QuantSpec, run: Any) -> None:
+def test_random_float32_bits_get_the_same_codes(spec: QuantSpec, run: Any) -> None:
     rng = np.random.default_rng(0)
     x = floats(rng.integers(0, 2**32, RAGGED))
     agree(x, spec, None, "any bits", run, **STREAM)
@@ -182,18 +182,18 @@ def test_random_float32_bits_are_stored_alike(spec: QuantSpec, run: Any) -> None
 
 
 @pytest.mark.parametrize("spec, run", list(_optimized(KINDS)))
-def test_what_breaks_careless_code_is_stored_alike(spec: QuantSpec, run: Any) -> None:
+def test_edge_cases_get_the_same_codes(spec: QuantSpec, run: Any) -> None:
     for name, x in nasty(RAGGED).items():
         agree(x, spec, None, name, run, **STREAM)
 
 
 @pytest.mark.parametrize(("spec", "shape"), list(_smallest()))
-def test_the_smallest_shapes_are_stored_alike(spec: QuantSpec, shape: tuple[int, int]) -> None:
+def test_the_smallest_shapes_get_the_same_codes(spec: QuantSpec, shape: tuple[int, int]) -> None:
     agree(np.full(shape, -1.7, np.float32), spec, None, str(shape), stored_quickly, **STREAM)
 
 
 @pytest.mark.parametrize("spec", list(_one_of_each_kind()))
-def test_a_given_amax_is_used_alike(spec: QuantSpec) -> None:
+def test_a_given_amax_gives_the_same_codes(spec: QuantSpec) -> None:
     shape = (1, 1) if spec.two_level else spec.blocks(19, spec.padded(70))
     values = nasty((19, 70))
     few = ("normal", "wide", "subnormal", "NaN", "infinity", "huge")
@@ -203,7 +203,7 @@ def test_a_given_amax_is_used_alike(spec: QuantSpec) -> None:
 
 
 @pytest.mark.parametrize("spec", [s for s in EVERY.values() if s.per_tensor and s.scale != "unit"], ids=str)
-def test_a_given_factor_is_used_alike(spec: QuantSpec) -> None:
+def test_a_given_factor_gives_the_same_codes(spec: QuantSpec) -> None:
     for factor in (0.0, 8.0, 2.0**-126, 2.0**100) if spec.power_of_two else (0.0, 8.0, 0.3, 1e30):
         for name, x in nasty((19, 70)).items():
             agree(x, spec, None, f"{name}, factor {factor}", stored_quickly, factor=factor)
@@ -211,7 +211,7 @@ def test_a_given_factor_is_used_alike(spec: QuantSpec) -> None:
 
 @pytest.mark.usefixtures("hardly_optimized")
 @pytest.mark.parametrize("spec", list(_one_of_each_kind()))
-def test_eager_calls_store_what_compiled_ones_do(spec: QuantSpec) -> None:
+def test_eager_and_compiled_calls_store_the_same_codes(spec: QuantSpec) -> None:
     hard = nasty((37, 128))
     for name in ("normal", "wide", "subnormal", "NaN", "huge"):
         x = hard[name]
@@ -221,7 +221,7 @@ def test_eager_calls_store_what_compiled_ones_do(spec: QuantSpec) -> None:
 
 @pytest.mark.usefixtures("hardly_optimized")
 @pytest.mark.parametrize("name", ["mxfp8(weight_2d=True).fprop.b", "nvfp4.wgrad.a"])
-def test_nothing_rests_on_operations_being_compiled_together(name: str) -> None:
+def test_results_do_not_depend_on_fused_compilation(name: str) -> None:
     x = nasty((19, 70))["normal"]
     with jax.disable_jit():
         same(eager(jnp.asarray(x), SPECS[name], **STREAM), reference.quantize(x, SPECS[name], **STREAM), name)
@@ -243,7 +243,7 @@ def test_a_rounding_before_the_operand_is_not_skipped(name: str, dtype: Any) -> 
 
 
 @pytest.mark.parametrize("spec", [s for s in EVERY.values() if s.transposable], ids=str)
-def test_the_transpose_of_a_square_block_is_that_of_numpy(spec: QuantSpec) -> None:
+def test_the_transpose_of_a_square_block_matches_numpy(spec: QuantSpec) -> None:
     @partial(jax.jit, compiler_options=QUICKEST)
     def turn(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         transposed = qj.quantize(x, spec, **STREAM).T
@@ -256,7 +256,7 @@ def test_the_transpose_of_a_square_block_is_that_of_numpy(spec: QuantSpec) -> No
 
 
 @pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS_BY_NAME.values() if fmt.signed], ids=str)
-def test_values_of_all_codes_are_the_references_and_quantize_to_the_same_codes(fmt: Format) -> None:
+def test_decoded_values_match_the_reference_and_requantize_to_the_same_codes(fmt: Format) -> None:
     codes = np.arange(2**fmt.bits, dtype=np.uint8)
     values = reference.decode(codes, fmt)[None]
     codes, values = codes[~np.isnan(values[0])], values[:, ~np.isnan(values[0])]

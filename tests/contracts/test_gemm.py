@@ -77,7 +77,7 @@ def test_half_precision_output_is_float64_rounded_once(gemm: GemmSpec, dtype: to
 
 
 @every_gemm
-def test_torch_multiplies_what_numpy_multiplies(gemm: GemmSpec) -> None:
+def test_torch_products_equal_numpy_products(gemm: GemmSpec) -> None:
     assert gemm.a is not None and gemm.b is not None
     rng = np.random.default_rng(5)
     a, b = (rng.normal(size=(rows, 70)).astype(np.float32) for rows in (33, 20))
@@ -105,7 +105,7 @@ def touched(spec: QuantSpec, rows: int) -> torch.Tensor:
         [40, 512],
     ),
 )
-def test_what_is_not_finite_makes_nan_of_what_consumes_its_block_and_of_nothing_else(
+def test_nonfinite_values_make_only_the_products_of_their_block_nan(
     name: str, value: float, dtype: torch.dtype, k: int
 ) -> None:
     gemm = GEMMS[name]
@@ -172,7 +172,7 @@ def test_a_process_that_lets_torch_round_float32_products_gets_the_same_precisio
 
 
 @every_gemm
-def test_a_product_lies_row_by_row(gemm: GemmSpec) -> None:
+def test_a_product_is_stored_row_major(gemm: GemmSpec) -> None:
     # What calls it gives the result another shape where it lies. By turns, so that each size meets every other GEMM.
     sizes = [*SIZES, (100, 64, 2), (2, 64, 100), (300, 4000, 4), (100, 4096, 1)]
     turn = list(GEMMS.values()).index(gemm)

@@ -26,7 +26,7 @@ def refusal(call: Callable[[], object]) -> str:
 @pytest.mark.parametrize(
     "spec", [None, "mxfp8", recipes.mxfp8(), recipes.mxfp8().fprop], ids=lambda s: type(s).__name__
 )
-def test_what_is_no_spec_is_a_sentence(framework: str, spec: Any) -> None:
+def test_an_invalid_spec_gives_a_clear_error(framework: str, spec: Any) -> None:
     quaver, x = FRAMEWORKS[framework]
     said = f"quantize: spec is a {type(spec).__name__}; give a QuantSpec, such as quaver.recipes.get('mxfp8').fprop.a"
     for operand in (x, quaver.quantize(x, SPEC)):
@@ -34,7 +34,7 @@ def test_what_is_no_spec_is_a_sentence(framework: str, spec: Any) -> None:
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_what_is_no_operand_is_a_sentence(framework: str) -> None:
+def test_an_invalid_operand_gives_a_clear_error(framework: str) -> None:
     quaver, x = FRAMEWORKS[framework]
     q, such = quaver.quantize(x, SPEC), f"give a Quantized, such as quaver.{framework}.quantize(x, spec)"
     assert refusal(lambda: quaver.dequantize(x)).endswith(such)

@@ -33,7 +33,7 @@ PACKAGES = {"equinox": {"jax"}, "flax": {"jax"}}
 
 
 def packages_of(code: str) -> set[str]:
-    """Packages that a program's imports come from, but for Python's own and what is given."""
+    """Packages imported by a program, except the standard library and the given ones."""
     needed = set()
     for line in IMPORT.findall(code):
         for name in (word.split(" as ")[0].strip() for word in line.split(",")):
@@ -77,7 +77,7 @@ def _with_extras(requirement: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: f"{p.parent.name}-{p.stem}")
-def test_a_page_installs_what_it_imports_and_runs(page: Path) -> None:
+def test_pages_install_the_packages_they_use(page: Path) -> None:
     text = page.read_text()
     missing = needed_by(text) - installed_by(text)
     assert not missing, f"{page.relative_to(ROOT)} asks for {sorted(missing)}, and no pip install on it brings them"
@@ -90,7 +90,7 @@ def test_no_page_installs_from_an_index_that_has_no_quaver(page: Path) -> None:
     assert not re.search(r"pip install [^#\n]*\bquaver\b", commands), f"{page.name}: pip install -e '.[...]' in a copy"
 
 
-def test_what_is_needed_and_installed_is_read() -> None:
+def test_requirements_and_install_commands_are_read() -> None:
     page = """
 ```python
 import jax, flax as f

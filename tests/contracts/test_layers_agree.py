@@ -47,7 +47,7 @@ Operands = dict[str, Any]
 
 
 class Notes:
-    """Stands where the counters do, and keeps what is quantized."""
+    """Replacement for the counters that records quantized tensors."""
 
     def __init__(self) -> None:
         self.operands: Operands = {}

@@ -28,7 +28,7 @@ def test_the_role_of_a_spec_is_the_same(spec: QuantSpec) -> None:
 
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
 @pytest.mark.parametrize("name", GIVEN)
-def test_a_gemm_is_native_in_the_ledger_where_it_is_asked_for(name: str, gpu: Gpu) -> None:
+def test_requested_native_gemms_are_native_in_the_ledger(name: str, gpu: Gpu) -> None:
     arch = gpu.capability[0] * 10 + gpu.capability[1]
     for which, spec in GIVEN[name].gemms.items():
         if spec.a is None or spec.b is None:

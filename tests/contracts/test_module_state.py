@@ -112,7 +112,7 @@ SAFE = {
 
 
 def filled(name: str, source: str) -> Iterator[str]:
-    """Names of a module whose containers its functions fill or replace, and functions whose results are cached."""
+    """Names of containers that the functions of a module fill or replace, and functions with cached results."""
     tree = parsed(source)
     names = {node.id for part in tree.body if isinstance(part, ast.Assign | ast.AnnAssign) for node in stored(part)}
     for function in (node for node in walk(tree) if isinstance(node, ast.FunctionDef)):
@@ -156,7 +156,7 @@ def present() -> set[str]:
     return filled_names
 
 
-def test_what_modules_keep_is_known_to_be_safe_in_threads() -> None:
+def test_module_state_is_reviewed_for_thread_safety() -> None:
     unknown = sorted(present() - set(SAFE))
     assert not unknown, f"filled without a word on threads, add a reason to SAFE or a lock: {unknown}"
     assert not sorted(set(SAFE) - present()), "no longer there, take them out of SAFE"
@@ -175,13 +175,13 @@ def test_what_modules_keep_is_known_to_be_safe_in_threads() -> None:
         ("held = {}\ndef f(k):\n    del held[k]", {"m:held"}),
     ],
 )
-def test_what_a_function_fills_is_seen(source: str, expected: set[str]) -> None:
+def test_state_filled_by_functions_is_found(source: str, expected: set[str]) -> None:
     assert set(filled("m", source)) == expected
 
 
 @pytest.mark.parametrize("recipe", [name for name in recipes.RECIPES if name != "bf16"])
 def test_a_layer_keeps_one_attribute_more_than_a_plain_one(recipe: str) -> None:
-    """Its options apart, which are a user's to read: whatever ran, was converted, was copied or pickled."""
+    """Not counting user-readable options: after running, conversion, copying or pickling."""
     plain = nn.Linear(32, 32)
     converted = nn.Sequential(nn.Linear(32, 32))
     qt.convert(converted, recipe)
@@ -197,7 +197,7 @@ def test_a_layer_keeps_one_attribute_more_than_a_plain_one(recipe: str) -> None:
             assert (state_of(one).serial, state_of(one).delayed) == (state_of(layer).serial, state_of(layer).delayed)
 
 
-def test_a_copy_of_a_layers_state_begins_anew_but_for_what_names_it() -> None:
+def test_a_copied_layer_state_is_fresh_except_for_its_name() -> None:
     state = LayerState(7, recipes.get("delayed"))
     state.pieces, state.members = {"gate": 3}, ("0", "1")
     kept = ("__weakref__", "serial", "delayed", "copied", "family", "pieces", "members")

@@ -1,4 +1,4 @@
-"""Every test that starts ranks bears the marker `ranks`, and `make test-ranks` looks where it lies."""
+"""Test that every test that starts ranks has the marker `ranks` and is in a folder of `make test-ranks`."""
 
 import ast
 import re
@@ -16,7 +16,7 @@ MARK = "pytest.mark.ranks"
 
 @cache
 def module(name: str) -> tuple[dict[str, ast.stmt], dict[str, str]]:
-    """The functions and classes of a module of tests, and what its imported names stand for."""
+    """The functions and classes of a test module, and its imported names."""
     path = ROOT / f"{name.replace('.', '/')}.py"
     if not name.startswith("tests.") or not path.exists():
         return {}, {}
@@ -82,7 +82,7 @@ def every_test() -> list[tuple[str, str, bool, bool]]:
     return every
 
 
-def test_tests_that_start_ranks_say_so_and_are_where_the_target_looks() -> None:
+def test_tests_that_start_ranks_are_marked_and_found_by_the_make_target() -> None:
     every = every_test()
     wrong = [f"{file}::{name}: {MARK} is {marked}" for file, name, starting, marked in every if starting != marked]
     assert not wrong, wrong

@@ -38,14 +38,14 @@ ANY = re.compile(r"NAME|\.\.\.|\*")
 
 @cache
 def trees() -> dict[str, ast.Module]:
-    """Every module of ours by dotted name."""
+    """Every library module by dotted name."""
     sources = {name: source for package, root in TREES.items() for name, source in modules(root, package).items()}
     return {name: parsed(source) for name, source in sources.items()}
 
 
 @cache
 def bound(node: ast.Module | ast.ClassDef) -> dict[str, ast.AST]:
-    """What a module or a class, or anything in it, gives a name to, with what it is."""
+    """Names bound by a module or class, or anything in it, with their values."""
     names: dict[str, ast.AST] = {}
     for part in walk(node):
         if isinstance(part, ast.FunctionDef | ast.ClassDef):
@@ -58,7 +58,7 @@ def bound(node: ast.Module | ast.ClassDef) -> dict[str, ast.AST]:
 
 
 def resolves(reference: str) -> bool:
-    """True if a dotted name is a module of ours, or something that one binds."""
+    """True if a dotted name is a library module or a name bound in one."""
     parts = reference.split(".")
     for length in range(len(parts), 0, -1):
         module = trees().get(".".join(parts[:length]))
@@ -69,7 +69,7 @@ def resolves(reference: str) -> bool:
 
 
 def _inside(value: ast.AST, inner: list[str]) -> bool:
-    """True if what a name holds has the names after it, as far as the text tells."""
+    """True if the value of a name has the following attribute names, as far as the source shows."""
     if len(inner) == 1 or not isinstance(value, ast.ClassDef):
         return True
     return inner[1] in bound(value)
@@ -123,7 +123,7 @@ def prose(path: Path) -> list[tuple[int, str]]:
 
 
 @pytest.mark.skipif(not FILES, reason="which files there are is asked of git")
-def test_what_is_spoken_of_is_there() -> None:
+def test_names_in_prose_exist() -> None:
     pages = [HOME / file for file in FILES if file.endswith((".py", ".md")) and file != "CHANGELOG.md"]
     absent = [
         f"{path.relative_to(HOME)}:{line}: {name}"
@@ -150,7 +150,7 @@ def test_what_is_spoken_of_is_there() -> None:
         "the table (`nowhere.py`)",
     ],
 )
-def test_what_is_not_there_is_seen(line: str) -> None:
+def test_missing_names_are_found(line: str) -> None:
     assert len(missing(line)) == 1
 
 
@@ -163,5 +163,5 @@ def test_what_is_not_there_is_seen(line: str) -> None:
         "write `src/quaver/recipes/NAME.py`",
     ],
 )
-def test_what_is_there_or_is_of_others_is_let_be(line: str) -> None:
+def test_existing_and_foreign_names_pass(line: str) -> None:
     assert not missing(line)

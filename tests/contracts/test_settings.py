@@ -86,7 +86,7 @@ def dotted(node: ast.AST, known: dict[str, str]) -> str:
 
 
 def aliases(tree: ast.AST) -> dict[str, str]:
-    """Names of a file that stand for torch's: imported, or assigned from an attribute."""
+    """Names in a file that refer to torch: imported, or assigned from an attribute."""
     known: dict[str, str] = {}
     for node in walk(tree):
         if isinstance(node, ast.Import):
@@ -174,7 +174,7 @@ def test_every_tensor_names_its_dtype_and_device() -> None:
     assert not unnamed, "name dtype and device; who has the user's default in mind, names None:\n" + "\n".join(unnamed)
 
 
-def test_no_setting_of_the_process_is_changed_but_by_what_owns_it() -> None:
+def test_process_settings_change_only_through_their_owner() -> None:
     changes = {(name, what): line for name, source in modules().items() for line, what in settings_changed(source)}
     wrong = [f"{name}:{line}: {what}" for (name, what), line in changes.items() if (name, what) not in OWNERS]
     assert not wrong, "other threads see it, and an exception leaves it:\n" + "\n".join(wrong)
@@ -192,7 +192,7 @@ def asked(source: str) -> Iterator[tuple[int, str]]:
         yield from ((node.lineno, name) for name in names if isinstance(name, str) and name in ASKED)
 
 
-def test_whether_a_compiler_traces_is_asked_of_the_thread() -> None:
+def test_tracing_is_checked_per_thread() -> None:
     places = [(name, line, what) for name, source in modules().items() for line, what in asked(source)]
     wrong = [f"{name}:{line}: {what}" for name, line, what in places if name not in ASKED[what]]
     assert not wrong, "another thread may compile: `quaver.torch.numerics.rounding.is_tracing`\n" + "\n".join(wrong)
@@ -244,7 +244,7 @@ def test_the_lint_sees_a_default(code: str) -> None:
         "def f(x: torch.Tensor) -> torch.Tensor: return torch.stack([x])",
     ],
 )
-def test_the_lint_lets_pass_what_names_or_inherits_both(code: str) -> None:
+def test_the_lint_allows_code_that_names_or_inherits_both(code: str) -> None:
     assert not list(defaults_taken(code))
 
 
@@ -280,11 +280,11 @@ def test_the_lint_sees_a_setting_that_changes(code: str) -> None:
         "self.environ = {}",
     ],
 )
-def test_the_lint_lets_pass_what_is_read_or_a_threads_own(code: str) -> None:
+def test_the_lint_allows_reads_and_thread_local_state(code: str) -> None:
     assert not list(settings_changed(code))
 
 
-def test_the_lint_knows_everything_that_a_default_device_moves() -> None:
+def test_the_lint_covers_everything_affected_by_the_default_device() -> None:
     listed = pytest.importorskip("torch.utils._device", reason="this torch has no such list")
     moved = {f.__name__.removeprefix("fft_") for f in listed._device_constructors()}
     assert moved <= FACTORIES, moved - FACTORIES

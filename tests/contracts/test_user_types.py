@@ -67,7 +67,7 @@ def mypy_strict(folder: Path, *scripts: Path) -> list[str]:
     return (done.stdout + done.stderr).splitlines()
 
 
-def test_strict_is_what_mypy_calls_so() -> None:
+def test_strict_matches_mypy_strict() -> None:
     """But for a warning about sections of a configuration file, of which a user's script has none."""
     done = subprocess.run([sys.executable, "-m", "mypy", "--help"], capture_output=True, text=True, check=True)
     listed = re.search(r"enables the following flags:(.*?)\n  --", done.stdout, re.DOTALL)

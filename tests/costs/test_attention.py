@@ -19,12 +19,12 @@ def spec_of(name: str) -> AttentionSpec:
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_products_are_those_of_the_kernels(name: str) -> None:
+def test_products_match_the_kernels(name: str) -> None:
     assert decoder.products(spec_of(name)) == PRODUCTS[name]
     assert (kernels.ROWS[1], kernels.COLUMNS[1]) == (decoder.KEYS, decoder.QUERIES)
 
 
-def test_time_is_that_of_the_products_and_of_quantizing() -> None:
+def test_time_is_the_sum_of_products_and_quantizing() -> None:
     cost = decoder.cost(spec_of("mxfp8"), 8192, 32, 8, 128, "h200")
     card = GPUS["h200"]
     flops = 2 * 32 * 128 * (8192 * 8193 / 2)
@@ -42,6 +42,6 @@ def test_time_is_that_of_the_products_and_of_quantizing() -> None:
 @pytest.mark.parametrize(
     ("sizes", "said"), [((0, 4, 2, 64), "tokens is 0"), ((8, 4, 3, 64), "4 heads are no multiple of 3 groups")]
 )
-def test_sizes_that_no_attention_has_are_a_sentence(sizes: tuple[int, int, int, int], said: str) -> None:
+def test_impossible_attention_sizes_give_a_clear_error(sizes: tuple[int, int, int, int], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         decoder.cost(spec_of("mxfp8"), *sizes, "h200")

@@ -32,7 +32,7 @@ def test_eight_bits_are_at_most_twice_as_fast_as_bf16_and_four_at_most_eight_tim
         assert 1 <= figure.value / bf16 <= (8 if name == "nvfp4" else 2), name
 
 
-def test_the_calibration_is_that_of_two_rows_of_one_table() -> None:
+def test_the_calibration_matches_two_rows_of_one_table() -> None:
     nvl = GPUS["h200-nvl"].rates
     assert pytest.approx(nvl["bf16"].value, rel=1e-3) == TE_FLOPS / 32.014e-3 / 1e12
     assert pytest.approx(nvl["tensor"].value, rel=1e-3) == TE_FLOPS / 16.785e-3 / 1e12
@@ -61,7 +61,7 @@ def test_no_two_cards_have_one_driver_name() -> None:
         (None, "GPU None"),
     ],
 )
-def test_an_unknown_card_is_a_sentence_that_lists_the_known_ones(name: str, said: str) -> None:
+def test_an_unknown_gpu_lists_the_known_ones(name: str, said: str) -> None:
     with pytest.raises(ValueError, match=said) as raised:
         hardware.get(name)
     assert all(known in str(raised.value) for known in GPUS)

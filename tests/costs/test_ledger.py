@@ -36,14 +36,14 @@ def per_element(cost: LinearCost) -> tuple[float, ...]:
 
 @pytest.mark.parametrize("name", BYTES)
 @pytest.mark.parametrize(("gpu", "column"), [("h200", 0), ("b200", 1)])
-def test_bytes_an_element_are_those_of_the_kernels(name: str, gpu: str, column: int) -> None:
+def test_bytes_per_element_match_the_kernels(name: str, gpu: str, column: int) -> None:
     cost = ledger.layer(get(name), T, K, N, gpu)
     assert per_element(cost) == pytest.approx(BYTES[name][column], abs=0.01)
 
 
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("name", RECIPES)
-def test_flops_are_those_of_three_gemms_and_no_recipe_beats_its_rates(name: str, gpu: str) -> None:
+def test_flops_match_three_gemms_and_no_recipe_beats_its_rates(name: str, gpu: str) -> None:
     cost = ledger.layer(get(name), T, K, N, gpu)
     rates = GPUS[gpu].rates
     assert cost.flops == 3 * 2 * T * K * N
@@ -94,7 +94,7 @@ def test_a_recipe_that_nobody_has_seen_is_priced() -> None:
     ],
     ids=str,
 )
-def test_what_no_gpu_has_is_emulated(a: QuantSpec, b: QuantSpec) -> None:
+def test_formats_without_gpu_support_are_emulated(a: QuantSpec, b: QuantSpec) -> None:
     spec = GemmSpec(a, b)
     assert kind(spec) == "other"
     assert not ledger.gemm(spec, T, N, K, GPUS["h200"]).native
@@ -153,7 +153,7 @@ def test_copies_made_separately_read_the_tensor_each() -> None:
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_what_a_gpu_lacks_runs_in_bf16(at_once: bool) -> None:
+def test_unsupported_gemms_run_in_bf16(at_once: bool) -> None:
     plain = ledger.layer(get("bf16"), T, K, N, "l40s")
     cost = ledger.layer(get("blockwise", power_of_two=at_once), T, K, N, "l40s")
     assert cost.emulated == ["fprop", "dgrad", "wgrad"] and cost.speedup < 1
@@ -188,7 +188,7 @@ def test_a_layer_of_one_element_costs_its_launches() -> None:
     assert cost.bf16_seconds == pytest.approx(3 * LAUNCH, rel=1e-3)
 
 
-def test_faster_memory_helps_what_moves_bytes_and_nothing_else() -> None:
+def test_faster_memory_speeds_up_only_memory_bound_work() -> None:
     card = GPUS["h200"]
     fast = dataclasses.replace(card, copy=card.copy.times(2, "twice as fast, for this test"))
     for name in ("tensorwise", "bf16"):
@@ -205,11 +205,11 @@ def test_faster_memory_helps_what_moves_bytes_and_nothing_else() -> None:
         ((1, 1, 1, "h100x"), "did you mean 'h100'"),
     ],
 )
-def test_bad_input_is_a_sentence(arguments: tuple[int, int, int, str], said: str) -> None:
+def test_bad_input_gives_a_clear_error(arguments: tuple[int, int, int, str], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         ledger.layer(get("tensorwise"), *arguments)
 
 
-def test_no_micro_batches_is_a_sentence() -> None:
+def test_no_micro_batches_gives_a_clear_error() -> None:
     with pytest.raises(ValueError, match="micro_batches is 0"):
         ledger.layer(get("tensorwise"), 1, 1, 1, "h100", micro_batches=0)

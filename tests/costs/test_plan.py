@@ -27,11 +27,11 @@ REUSED = {
 
 
 @pytest.mark.parametrize("name", REUSED)
-def test_what_each_recipe_reuses(name: str) -> None:
+def test_each_recipe_reuses_the_expected_operands(name: str) -> None:
     assert get(name).plan == REUSED[name]
 
 
-def test_square_weights_let_one_copy_serve_both_gemms() -> None:
+def test_square_blocks_use_one_weight_copy_for_both_gemms() -> None:
     assert get("mxfp8", weight_2d=True).plan.weight
     assert not get("nvfp4", weight_2d=False).plan.weight
 
@@ -76,7 +76,7 @@ def test_saved_bytes_count_padding_and_partial_blocks() -> None:
     assert saved_bytes(get("bf16"), 3, 5, itemsize=4) == 60
 
 
-def test_a_scale_of_one_is_kept_in_four_bytes_as_it_is_stored() -> None:
+def test_a_tensor_scale_counts_four_bytes() -> None:
     spec = QuantSpec(E4M3, (1, 32), "unit")
     gemm = GemmSpec(spec, spec)
     recipe = Recipe(name="units", fprop=gemm, dgrad=gemm, wgrad=gemm)

@@ -1,4 +1,4 @@
-"""A step on many GPUs: by hand where it can be, and as its parts must behave."""
+"""Test the cost of a step on many GPUs against hand calculations and the behaviour of its parts."""
 
 from dataclasses import replace
 from typing import Any
@@ -42,7 +42,7 @@ def test_a_gpu_alone_sends_nothing_and_its_parts_are_the_ledgers() -> None:
     assert alone.tokens_per_second == pytest.approx(4096 / alone.seconds)
 
 
-def test_rings_by_hand() -> None:
+def test_ring_traffic_matches_a_hand_calculation() -> None:
     inside = LINK.inside.value * 1e9
     assert LINK.gather(1e9, 8, 1) == pytest.approx(1e9 * 7 / 8 / inside + START + 7 * HOP_INSIDE)
     # Sixteen ranks on two whole nodes: eight network cards are as fast as the links inside.
@@ -55,7 +55,7 @@ def test_rings_by_hand() -> None:
     assert LINK.gather(1e9, 1, 1) == LINK.all_to_all(1e9, 1, 1) == 0
 
 
-def test_bytes_on_the_wire_by_hand() -> None:
+def test_communication_bytes_match_a_hand_calculation() -> None:
     block = SMALL.blocks[0][1]
     plain, narrow = step(recipe="bf16"), step()
     assert plain.wire["weights"] == pytest.approx(2 * 4 * 2 * block.parameters * 7 / 8)
@@ -66,7 +66,7 @@ def test_bytes_on_the_wire_by_hand() -> None:
     assert split.wire["tensor"] == pytest.approx(4 * 2 * 4 * 2 * 8192 * 1024 / 2)
 
 
-def test_what_is_the_same_work_takes_the_same_time_however_it_is_split() -> None:
+def test_the_same_work_takes_the_same_time_for_any_split() -> None:
     model = llama("wide", 8, 4096, 32, 8, 128, 14_336)
     for name in ("gemms", "attention", "elementwise"):
         whole = step(model, "bf16", 8).parts[name]
@@ -132,7 +132,7 @@ def test_slower_networks_are_slower() -> None:
         ({"tp": 3}, {}, "tp 3 x pp 1"),
         ({"fsdp": 3}, {}, "fsdp is 3"),
         ({"tp": 0}, {}, "tp is 0"),
-        ({"cp": 3}, {}, "context's 3"),
+        ({"cp": 3}, {}, "ranks of cp"),
         ({"ep": 3}, {}, "ranks of ep do not divide"),
         ({"ep": 2}, {}, "no experts"),
         ({"pp": 8}, {}, "fewer than pp"),

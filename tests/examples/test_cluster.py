@@ -1,4 +1,4 @@
-"""docs/guides/cluster.md followed as it stands: each command in its order, on this machine's processors."""
+"""Run the commands of docs/guides/cluster.md in order, on the processors of this machine."""
 
 import re
 import shlex
@@ -30,7 +30,7 @@ def as_this_python(program: str) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run" if program == "torchrun" else "quaver.train"]
 
 
-def test_the_page_has_a_command_for_each_way_to_share() -> None:
+def test_the_page_has_a_command_for_each_parallelism() -> None:
     said = " ".join(word for words in commands() for word in words)
     for option in (
         "--fsdp",
@@ -48,7 +48,7 @@ def test_the_page_has_a_command_for_each_way_to_share() -> None:
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_the_page_is_followed_as_it_stands(tmp_path: Path) -> None:
+def test_the_page_commands_run(tmp_path: Path) -> None:
     for name, *words in commands():
         command = [*as_this_python(name), *words]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

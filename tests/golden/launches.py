@@ -167,7 +167,7 @@ def everything() -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
 
 
 def differences(ours: dict[str, list[dict[str, Any]]], known: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """A line for each label whose launches differ: those that only one side has."""
+    """One line for each label with different launches: those on only one side."""
     lines = [f"launches, {label}: not in the file" for label in ours.keys() - known.keys()]
     lines += [f"launches, {label}: only in the file" for label in known.keys() - ours.keys()]
     for label in sorted(ours.keys() & known.keys()):

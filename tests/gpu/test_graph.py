@@ -37,7 +37,7 @@ def rate(step: int) -> float:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.filterwarnings("ignore:.*decoded operands:UserWarning")
-def test_captured_steps_are_the_eager_ones(recipe: str) -> None:
+def test_captured_steps_equal_the_eager_ones(recipe: str) -> None:
     """Losses, norms, parameters, histories and counts; and a validation after them sees the weights as they are."""
     eager, captured = learner(recipe, "none"), learner(recipe, "step")
     for step, batch in enumerate(batches()):
@@ -47,7 +47,7 @@ def test_captured_steps_are_the_eager_ones(recipe: str) -> None:
     assert captured.loss(batches(1)[0]) == eager.loss(batches(1)[0])
 
 
-def test_a_loss_that_is_not_finite_updates_nothing_and_training_goes_on() -> None:
+def test_a_nonfinite_loss_skips_the_update_and_training_continues() -> None:
     captured = learner("tensorwise", "step")
     for step, batch in enumerate(batches(5)):
         captured.step(batch, rate(step))
@@ -66,7 +66,7 @@ def test_a_loss_that_is_not_finite_updates_nothing_and_training_goes_on() -> Non
     assert np.isfinite(loss) and np.isfinite(norm)
 
 
-def test_a_loaded_checkpoint_is_what_later_steps_go_on_from() -> None:
+def test_later_steps_continue_from_a_loaded_checkpoint() -> None:
     captured, eager = learner("delayed", "step"), learner("delayed", "none")
     for step, batch in enumerate(batches(5)):
         captured.step(batch, rate(step))
@@ -76,7 +76,7 @@ def test_a_loaded_checkpoint_is_what_later_steps_go_on_from() -> None:
         assert captured.step(batch, rate(step)) == eager.step(batch, rate(step)), f"step {step}"
 
 
-def test_other_shapes_and_reads_of_the_device_are_sentences() -> None:
+def test_other_shapes_and_device_reads_give_clear_errors() -> None:
     doubled = qt.CapturedStep(lambda x: x * 2, warm_up=1)
     x = torch.ones(3, device="cuda")
     assert [doubled(x * n).tolist() for n in (1, 2, 3)] == [[2.0] * 3, [4.0] * 3, [6.0] * 3]
@@ -124,7 +124,7 @@ def test_a_capture_loads_no_kernel_and_gives_the_gradients_of_eager_steps(
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "mxfp8", "nvfp4"])
 @pytest.mark.filterwarnings("ignore:.*decoded operands:UserWarning")
-def test_steps_compiled_to_cuda_graphs_are_the_eager_ones(recipe: str) -> None:
+def test_steps_compiled_to_cuda_graphs_equal_the_eager_ones(recipe: str) -> None:
     """torch.compile(mode="reduce-overhead") warms up, records and replays; other work fills the memory that it frees,
     and an eager layer reads the output, which is the same tensor in each step."""
     torch.compiler.reset()
@@ -161,7 +161,7 @@ def test_steps_compiled_to_cuda_graphs_are_the_eager_ones(recipe: str) -> None:
 
 @pytest.mark.parametrize("preset", ["lean", "balanced", "exact", "float32"])
 @pytest.mark.parametrize("rule", [optim.AdamW, optim.Lion])
-def test_captured_steps_of_an_optimizer_are_the_eager_ones(preset: str, rule: Any) -> None:
+def test_captured_steps_of_an_optimizer_equal_the_eager_ones(preset: str, rule: Any) -> None:
     """A learning rate that changes, clipping, noise by the step's count, and a gradient of NaN that is skipped."""
 
     def pair() -> tuple[nn.Module, optim.Optimizer]:
@@ -222,7 +222,7 @@ def test_threads_that_load_kernels_at_once_get_the_results_of_one() -> None:
         assert torch.equal(outputs[number], layer(x).detach()), number
 
 
-def test_a_tensor_of_another_device_than_the_steps_is_a_sentence() -> None:
+def test_a_tensor_on_another_device_gives_a_clear_error() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
     with pytest.raises(ValueError, match=r"captures on cuda:0, and got a tensor on cuda:1"):

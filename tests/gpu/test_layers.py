@@ -84,7 +84,7 @@ def test_a_compiled_transformer_layer_is_within_the_same_bound(recipe: str) -> N
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
-def test_eight_bits_are_kept_for_backward(recipe: str) -> None:
+def test_backward_saves_eight_bit_codes(recipe: str) -> None:
     """The input of a layer stays in one byte an element: no copy in bf16 is alive."""
     layer = qt.Linear(1024, 1024, bias=False, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(4096, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)

@@ -24,7 +24,7 @@ VERSION = "2.20.2"
 
 
 class _Numbers(type):
-    """A class of the extension's whose every name is another number."""
+    """Class of the extension with a distinct number for every name."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -133,7 +133,7 @@ def apart(a: Any, b: Any) -> float:
 
 
 def compared(module: str, recipe: str, both: tuple[Any, Any]) -> tuple[float, float]:
-    """How far the loss of the step after three of Transformer Engine's lies from its own, and the gradients."""
+    """Difference of loss and gradients from Transformer Engine after three of its steps."""
     own, peer = both
     x = jax.random.normal(jax.random.key(0), (32, 32, 64))
     variables, of_peer = steps(peer, module, recipe, x)

@@ -76,7 +76,7 @@ def run(accelerator: Any, model: Any, optimizer: Any, steps: list[list[Tensor]])
 @pytest.mark.parametrize("mixed", ["bf16", "fp8"])
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("recipe", [RECIPE, "mxfp8"], ids=str)
-def test_losses_are_those_of_a_plain_loop(mixed: str, micro: int, recipe: Any) -> None:
+def test_losses_match_a_plain_loop(mixed: str, micro: int, recipe: Any) -> None:
     model = tiny("llama")
     alone = copy.deepcopy(model)
     accelerator = accelerator_of(mixed, recipe, gradient_accumulation_steps=micro)
@@ -127,7 +127,7 @@ def test_two_models_with_two_optimizers_train_as_each_alone() -> None:
     assert losses == [plain(model, RECIPE) for model in alone]
 
 
-def test_options_are_converts_and_a_converted_model_is_left_alone() -> None:
+def test_options_match_convert_and_a_converted_model_is_left_unchanged() -> None:
     accelerator = accelerator_of("fp8", skip=["*.down_proj"], head=True)
     model = accelerator.prepare(tiny("llama"))
     kinds = {name: isinstance(part, Quantizable) for name, part in model.named_modules()}
@@ -143,11 +143,11 @@ def test_without_fp8_nothing_is_converted() -> None:
     assert not any(isinstance(part, Quantizable) for part in model.modules())
 
 
-def test_the_seam_of_this_version_is_the_known_one() -> None:
+def test_the_hook_of_this_version_is_the_known_one() -> None:
     check_seam(accelerate.Accelerator)
 
 
-def test_a_version_without_the_seam_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_without_the_hook_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(accelerate.Accelerator, SEAM)
     with pytest.raises(ValueError, match=r"has no _prepare_ao.*call quaver\.torch\.convert.*mixed_precision='bf16'"):
         accelerator_of("fp8")

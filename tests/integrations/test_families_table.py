@@ -50,6 +50,6 @@ def test_of_an_encoder_and_decoder_the_second_half_follows_from_the_first() -> N
     assert torch.equal(row["labels"], row["input_ids"] + families.SEQUENCE // 2)
 
 
-def test_a_family_that_is_none_is_a_sentence() -> None:
+def test_an_unknown_family_gives_a_clear_error() -> None:
     with pytest.raises(ValueError, match="no family 'bert'; there are t5, mpt, gpt2, llama, falcon"):
         families.run(1, 1, ["bert"], False, Console(quiet=True))

@@ -176,7 +176,7 @@ def test_the_order_of_rules_options_and_skips_outlive_the_folder(plain: Path, tm
     assert loaded(tmp_path).model.layers[0].mlp.up_proj.history.shape == (5, 3)
 
 
-def test_a_config_that_no_folder_keeps_is_a_sentence() -> None:
+def test_an_invalid_config_gives_a_clear_error() -> None:
     with pytest.raises(ValueError, match=r"give QuaverConfig\('mxfp8', options="):
         QuaverConfig(recipes.mxfp8())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no recipe 'mxfp9'"):
@@ -212,7 +212,7 @@ def test_the_callbacks_file_holds_the_scaling_state(plain: Path, tmp_path: Path)
     assert_same(fresh, model)
 
 
-def test_saturation_is_a_share_of_each_operand() -> None:
+def test_saturation_is_reported_as_a_fraction_of_each_operand() -> None:
     layer = nn.Sequential(nn.Linear(32, 32))
     qt.convert(layer, "delayed")
     for size in (1.0, 1.0, 100.0):
@@ -233,7 +233,7 @@ class Arguments:
 
 
 def recorded(scale: float = 1.0) -> nn.Sequential:
-    """A converted model whose histories hold something of this size, and whose weights do not depend on it."""
+    """A converted model with histories of this size and unaffected weights."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(32, 32))
     qt.convert(net, "delayed")
@@ -241,7 +241,7 @@ def recorded(scale: float = 1.0) -> nn.Sequential:
     return net
 
 
-def test_each_rank_goes_on_with_its_own_histories(tmp_path: Path) -> None:
+def test_each_rank_resumes_with_its_own_histories(tmp_path: Path) -> None:
     ranks, state = [recorded(1.0), recorded(5.0)], TrainerState(global_step=3)
     for rank, model in enumerate(ranks):
         ScalingCallback().on_save(Arguments(tmp_path, rank, 2), state, None, model)

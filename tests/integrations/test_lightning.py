@@ -75,7 +75,7 @@ def fit(model: Any, plugin: Any, folder: Path | None = None, resume: Any = None,
 
 
 def plain(model: Model, precision: str, accumulate: int = 1, clip: float | None = None) -> list[float]:
-    """The loop that Lightning runs, over a module that was converted by hand and is called once a batch."""
+    """The training loop of Lightning over a manually converted module, called once per batch."""
     qt.convert(model, RECIPE)
     optimizer: Any = model.configure_optimizers()
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "16-mixed")
@@ -100,7 +100,7 @@ def plain(model: Model, precision: str, accumulate: int = 1, clip: float | None 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_losses_are_those_of_a_plain_loop(precision: str, accumulate: int) -> None:
+def test_losses_match_a_plain_loop(precision: str, accumulate: int) -> None:
     model = Model()
     alone = copy.deepcopy(model)
     more = {"accumulate_grad_batches": accumulate, "gradient_clip_val": 0.5, "limit_val_batches": 2}
@@ -126,7 +126,7 @@ def test_lightnings_own_precision_over_a_converted_module_trains_the_same() -> N
 
 
 class ByStep(Model):
-    """Data by the number of the step: Lightning begins an epoch's batches anew where a run resumes."""
+    """Data by step number: Lightning restarts the batches of an epoch when a run resumes."""
 
     def training_step(self, batch: Tensor, number: int) -> Tensor:
         return super().training_step(tokens(self.global_step), number)
@@ -159,7 +159,7 @@ def test_a_checkpoint_has_the_names_of_the_unconverted_module(tmp_path: Path) ->
     assert any("history" in name for name, _ in model.named_buffers())
 
 
-def test_options_are_converts_and_a_converted_module_is_left_alone() -> None:
+def test_options_match_convert_and_a_converted_module_is_left_unchanged() -> None:
     model = Model()
     fit(model, QuaverPrecision("mxfp8", skip=["*.down_proj"], head=True), max_steps=1)
     kinds = {name: isinstance(part, Quantizable) for name, part in model.named_modules()}
@@ -198,7 +198,7 @@ def test_a_training_step_of_several_forwards_is_one_step(own: bool) -> None:
 
 
 class Adversaries(Model):
-    """Two models and two optimizers by hand: each is called twice in a step."""
+    """Two models with two manual optimizers: each is called twice per step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ def adversaries(
     note(loss.item())
 
 
-def test_two_optimizers_by_hand_roll_where_a_loop_with_autocast_does() -> None:
+def test_manual_optimization_with_two_optimizers_rolls_histories_like_autocast() -> None:
     model = Adversaries()
     alone = copy.deepcopy(model)
     fit(model, QuaverPrecision(RECIPE, "32-true"), max_steps=2 * STEPS)
@@ -259,7 +259,7 @@ def adversaries_in_steps(model: Any, batch: Tensor, optimizers: Any, losses: lis
     losses.append(loss.item())
 
 
-def test_a_precision_that_is_not_ours_is_a_sentence() -> None:
+def test_an_unsupported_precision_gives_a_clear_error() -> None:
     with pytest.raises(ValueError, match=r"has 32-true, bf16-mixed, 16-mixed\. To keep weights in bfloat16, cast"):
         QuaverPrecision("delayed", "bf16-true")
     with pytest.raises(ValueError, match="no recipe 'mxfp9'"):

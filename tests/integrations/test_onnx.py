@@ -134,7 +134,7 @@ def test_scales_near_every_power_of_two_are_the_references(recipe: str, tmp_path
     assert not wrong.any(), (amax_values[wrong.any(1)][:5], got[wrong][:5], wanted[wrong][:5])
 
 
-def test_what_is_not_finite_poisons_its_row(tmp_path: Path) -> None:
+def test_nonfinite_values_poison_their_row(tmp_path: Path) -> None:
     model, file = Bare("rowwise").eval(), tmp_path / "bare.onnx"
     qt.onnx_export(model, torch.randn(4, 32), file)
     x = torch.randn(4, 32)
@@ -143,7 +143,7 @@ def test_what_is_not_finite_poisons_its_row(tmp_path: Path) -> None:
     assert got[1].isnan().all() and got[2].isnan().all() and got[[0, 3]].isfinite().all()
 
 
-def test_what_onnx_has_no_counterpart_for_is_a_sentence(tmp_path: Path) -> None:
+def test_operations_without_an_onnx_counterpart_give_a_clear_error(tmp_path: Path) -> None:
     x = torch.randn(4, 32)
     for recipe, sentence in (("nvfp4", "cannot be expressed with ONNX's float8"), ("mxfp6", "has no counterpart")):
         with pytest.raises(ValueError, match=sentence):

@@ -68,7 +68,7 @@ def adapters(model: nn.Module) -> list[nn.Parameter]:
 @pytest.mark.parametrize("before", [True, False], ids=["convert, adapt", "adapt, convert"])
 @pytest.mark.parametrize("micro", [1, 2])
 def test_lora_trains_the_same_in_both_orders_and_adapters_stay(before: bool, micro: int) -> None:
-    """Delayed scaling in the order in which the converted root is a part of what is called, and in the other."""
+    """Delayed scaling, with the converted root as a part of the called module and the other way round."""
     runs = []
     for order in (True, before):
         model: Any = tiny("llama")
@@ -220,7 +220,7 @@ def test_a_rule_that_names_an_adapter_converts_it() -> None:
     assert "an adapter of PEFT stays in high precision" in report.skipped[other]
 
 
-def test_orders_that_would_merge_into_codes_are_a_sentence() -> None:
+def test_merging_into_codes_gives_a_clear_error() -> None:
     model = get_peft_model(tiny("llama"), config())
     saved = qt.quantize_weights(model, "mxfp8")
     assert not saved.layers
@@ -238,7 +238,7 @@ def test_orders_that_would_merge_into_codes_are_a_sentence() -> None:
 @pytest.mark.parametrize(
     ("method", "dtype"), [("LoRA", torch.float32), ("LoRA", torch.bfloat16), ("IA3", torch.bfloat16)], ids=str
 )
-def test_an_adapter_of_pefts_own_over_codes_says_before_it_trains_what_merges(
+def test_a_peft_adapter_over_codes_warns_about_merging_before_training(
     recipe: str, method: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     """torch copies nothing to NVFP4's dtype, which PEFT would give the adapter, and adds nothing to FP8."""
@@ -292,7 +292,7 @@ def test_a_second_adapter_that_reads_the_weight_is_refused_too(recipe: str, more
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
-def test_what_was_moved_or_cast_while_it_was_merged_comes_back_there(recipe: str) -> None:
+def test_merged_layers_unmerge_after_moves_and_casts(recipe: str) -> None:
     model = adapted(stored(recipe), init_lora_weights=False)
     model.merge_adapter()
     model.to(torch.bfloat16)
@@ -306,7 +306,7 @@ def test_what_was_moved_or_cast_while_it_was_merged_comes_back_there(recipe: str
     assert all(value.is_meta for value in layer.state_dict().values())
 
 
-def test_a_version_without_the_seam_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_without_the_hook_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(LoraConfig, REGISTER)
     with pytest.raises(ValueError, match=r"has no _register_custom_module.*dequantize_weights"):
         over_codes(config())

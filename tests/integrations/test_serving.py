@@ -78,7 +78,7 @@ def test_transformers_reads_deepseeks_blocks(recipe: str, tmp_path: Path) -> Non
 
 
 def modelopt() -> Any:
-    """ModelOpt's containers, by the algorithms whose weights they are."""
+    """ModelOpt's containers by algorithm."""
     pytest.importorskip("modelopt")
     from modelopt.torch.quantization import qtensor
 
@@ -130,7 +130,9 @@ def test_compressed_tensors_converts_modelopts_files_to_our_own(tmp_path: Path) 
 
 @pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe", "DeepseekV3"])
 @pytest.mark.parametrize(("recipe", "format"), [("rowwise", "compressed-tensors"), ("blockwise", "deepseek")])
-def test_experts_go_out_by_the_names_of_their_checkpoint(family: str, recipe: str, format: str, tmp_path: Path) -> None:
+def test_experts_are_exported_under_their_checkpoint_names(
+    family: str, recipe: str, format: str, tmp_path: Path
+) -> None:
     pytest.importorskip("compressed_tensors")
     torch.manual_seed(0)
     more: dict[str, Any] = {"num_key_value_heads": 2, "vocab_size": 64}

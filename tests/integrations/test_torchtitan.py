@@ -55,7 +55,7 @@ def job(**parallelism: Any) -> Any:
 
 
 def spec_of(*converters: Any, layers: int = 2) -> Any:
-    """What torchtitan's registry has of the debugmodel, a CPU's attention apart, with fewer layers."""
+    """torchtitan's registry entry of the debugmodel with fewer layers and CPU attention."""
     spec = model_registry("debugmodel", converters=list(converters))
     for _, _, parent, attribute in list(spec.model.traverse(FlexAttention.Config)):
         setattr(parent, attribute, ScaledDotProductAttention.Config())
@@ -124,7 +124,7 @@ def names(model: nn.Module) -> set[str]:
     ("recipe", "head"),
     [*((name, False) for name in RECIPES if name != "bf16"), ("delayed", True), ("nvfp4", True)],
 )
-def test_a_model_trains_as_one_that_convert_was_given(recipe: str, head: bool) -> None:
+def test_a_model_trains_like_one_passed_to_convert(recipe: str, head: bool) -> None:
     converter = quantized(recipe, filter_fqns=[] if head else ["lm_head"], seed=5)
     model, beside = filled(on_meta(spec_of(converter), job())), filled(on_meta(spec_of(), job()))
     qt.convert(beside, recipe, head=head, seed=5)
@@ -265,7 +265,7 @@ def test_gpus_without_a_recipes_gemms_are_refused_unless_they_may_emulate(
         ({"compile__enable": True}, True, "leave out enable_fsdp_float8_all_gather"),
     ],
 )
-def test_jobs_that_do_not_go_together_are_refused_before_a_model_is_made(
+def test_incompatible_job_options_are_refused_before_a_model_is_made(
     changes: dict[str, Any], gathers: bool, said: str
 ) -> None:
     spec = spec_of(quantized("mxfp8", enable_fsdp_float8_all_gather=gathers))
@@ -370,7 +370,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("gathers", [False, True])
 @pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
-def test_torchtitans_own_backend_is_told_of_what_recipes_remember(recipe: str, gathers: bool, alone: None) -> None:
+def test_torchtitan_backend_handles_recipe_state(recipe: str, gathers: bool, alone: None) -> None:
     """spmd_types, on one rank: over several it asks of fully_shard what torch 2.13 has not."""
     config = job(spmd_backend="spmd_types")
     config.training.mixed_precision_param = "float32"

@@ -70,7 +70,7 @@ def test_a_resumed_run_has_the_uninterrupted_runs_losses(recipe: str, by: str, t
     assert without is None or losses(without[-STEPS + SAVED :]) != losses(whole[SAVED:])
 
 
-def test_a_resumed_mixture_with_fresh_experts_raises_and_one_made_of_the_checkpoint_goes_on(tmp_path: Path) -> None:
+def test_resuming_an_moe_model_requires_experts_made_from_the_checkpoint(tmp_path: Path) -> None:
     def build(folder: Path) -> Any:
         model = AutoModelForCausalLM.from_pretrained(folder)
         qt.convert(model, "tensorwise")
@@ -98,7 +98,7 @@ def test_counting_saturation_is_logged_and_changes_no_loss(tmp_path: Path) -> No
     assert not any("saturated_input" in row for row in runs[0])
 
 
-def test_resuming_without_the_state_is_a_sentence_before_a_step(tmp_path: Path) -> None:
+def test_resuming_without_the_state_fails_before_a_step(tmp_path: Path) -> None:
     model = tiny("llama")
     qt.convert(model, "delayed")
     train(model, tmp_path, [])
@@ -122,7 +122,7 @@ def test_a_checkpoint_of_a_converted_model_is_a_plain_folder(tmp_path: Path) -> 
     assert not any(report.values())
 
 
-def test_the_block_of_the_loss_is_taken_in_mixed_precision(tmp_path: Path) -> None:
+def test_the_loss_block_is_replaced_in_mixed_precision(tmp_path: Path) -> None:
     """accelerate replaces the instance's forward by a wrapper of the class's, and the wrapper calls the block."""
     runs = []
     for loss in (False, True):

@@ -1,4 +1,4 @@
-"""A checkpoint of Transformer Engine's own JAX modules goes on in ours: equal losses and gradients on the next step."""
+"""Test that a checkpoint of Transformer Engine's JAX modules continues in ours with equal losses and gradients."""
 
 import ast
 import inspect
@@ -36,7 +36,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("thing", FILES, ids=lambda thing: thing.__name__)
-def test_what_is_given_by_place_is_in_its_order(thing: Any) -> None:
+def test_positional_arguments_have_the_original_order(thing: Any) -> None:
     source = beside.FOLDER / "transformer_engine" / "pytorch" / FILES[thing]
     if not source.is_file():
         pytest.skip(f"transformer-engine {beside.VERSION} is not in {beside.FOLDER}: make test-integrations")
@@ -51,7 +51,7 @@ def test_what_is_given_by_place_is_in_its_order(thing: Any) -> None:
 
 
 @pytest.mark.slow
-def test_its_checkpoints_go_on_as_there() -> None:
+def test_original_checkpoints_continue_identically() -> None:
     if not PACKAGE.is_dir():
         pytest.skip(f"transformer-engine {beside.VERSION} is not in {beside.FOLDER}: make test-integrations")
     assert PathDistribution(PACKAGE).version == beside.VERSION

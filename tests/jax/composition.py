@@ -1,4 +1,4 @@
-"""A linear layer under a recipe, written from the numpy reference: what the one in JAX is held against."""
+"""Linear layer under a recipe, written from the numpy reference, for comparison with the JAX layer."""
 
 import zlib
 from dataclasses import dataclass

@@ -69,7 +69,7 @@ def block_scaled_dots(text: str) -> list[tuple[str, ...]]:
         ("tensorwise", None, "CUDA only"),
     ],
 )
-def test_a_gemm_that_a_gpu_does_not_have_is_told_once(recipe: str, capability: str | None, why: str | None) -> None:
+def test_an_emulated_gemm_warns_once(recipe: str, capability: str | None, why: str | None) -> None:
     gemm = get(recipe).fprop
     assert gemm.a is not None and gemm.b is not None
     tell.cache_clear()
@@ -117,13 +117,13 @@ def test_a_rounding_that_commutes_with_the_scales_is_the_gemms_own() -> None:
     assert block_scaled_dots(lowered(GEMMS["nvfp4(power_of_two=False).fprop"], "cuda"))[0][-1] == "f32"
 
 
-def test_fast_accumulation_is_asked_for_and_not_the_default() -> None:
+def test_fast_accumulation_is_opt_in() -> None:
     gemm = GEMMS["delayed.fprop"]
     assert "precision = [HIGHEST, HIGHEST]" in lowered(gemm, "cuda")
     assert "precision = [HIGHEST" not in lowered(gemm, "cuda", fast_accum=True)
 
 
-def test_decoding_stands_behind_a_barrier() -> None:
+def test_decoding_is_behind_an_optimization_barrier() -> None:
     """XLA on a GPU deletes a cast to FP8 and back, and the rounding with it."""
     spec = QuantSpec(GEMMS["delayed.fprop"].a.format)  # type: ignore[union-attr]
     program = jax.jit(lambda x: qj.dequantize(qj.quantize(x, spec)))
@@ -133,7 +133,7 @@ def test_decoding_stands_behind_a_barrier() -> None:
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_all_three_gemms_of_a_layer_are_what_its_recipe_promises(name: str) -> None:
+def test_all_three_gemms_of_a_layer_match_its_recipe(name: str) -> None:
     recipe = get(name)
 
     def program(x: jax.Array, w: jax.Array, g: jax.Array, state: Any) -> Any:

@@ -66,7 +66,7 @@ def loss_of(layer: str, recipe: str, power: int, transform: Callable[..., Array]
 
 @pytest.mark.parametrize("power", [1, 2])
 @pytest.mark.parametrize(("layer", "way"), [("linear", way) for way in WAYS] + [("grouped_dot", "hessian")])
-def test_a_second_derivative_is_refused_with_a_sentence(layer: str, way: str, power: int) -> None:
+def test_a_second_derivative_is_refused(layer: str, way: str, power: int) -> None:
     loss, at = loss_of(layer, "tensorwise", power)
     with pytest.raises(NotImplementedError, match=r"no second derivative.*autocast\(enabled=False\)"):
         jax.eval_shape(partial(WAYS[way], loss), at)
@@ -130,7 +130,7 @@ def test_forward_mode_inside_a_gradient_is_refused() -> None:
 
 
 def test_an_inner_gradient_of_constants_is_one() -> None:
-    """What the sentence advises: a gradient step inside of what is differentiated."""
+    """Follow the advice of the error: an inner gradient step inside the differentiated function."""
 
     def loss(w: Array) -> Array:
         return (qj.linear(X, w, recipe="tensorwise") ** 2).mean()
@@ -164,7 +164,7 @@ def test_the_next_state_comes_through_a_second_step_in_one_function() -> None:
             assert (leaf == one_by_one[name]).all()
 
 
-def test_what_rounds_has_no_derivative_of_its_own() -> None:
+def test_rounding_has_no_derivative() -> None:
     spec = recipes.get("tensorwise").fprop.a
     assert spec is not None
     with pytest.raises(NotImplementedError, match="rounding has no derivative"):

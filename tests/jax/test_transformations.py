@@ -67,9 +67,7 @@ def check(layer: str, recipe: str, transform: str, how: str = "grad", needs: Seq
         ("nnx in nnx.remat", "delayed", "jit"),
     ],
 )
-def test_gradients_are_those_of_the_plain_function_whatever_is_asked_for(
-    layer: str, recipe: str, transform: str
-) -> None:
+def test_gradients_equal_those_of_the_plain_function(layer: str, recipe: str, transform: str) -> None:
     check(layer, recipe, transform, needs=FEW)
 
 
@@ -85,7 +83,7 @@ def _cases() -> list[tuple[str, str, str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layer", "recipe", "transform"), _cases())
-def test_gradients_are_those_of_the_plain_function_everywhere(layer: str, recipe: str, transform: str) -> None:
+def test_gradients_match_the_plain_function_everywhere(layer: str, recipe: str, transform: str) -> None:
     check(layer, recipe, transform)
 
 
@@ -107,7 +105,7 @@ def test_a_linearized_function_transposes_to_the_gradient(layer: str, recipe: st
 
 @pytest.mark.parametrize("transform", ["jit", "scan"])
 @pytest.mark.parametrize("layer", ["linear", "grouped_dot"])
-def test_a_weight_that_backward_needs_as_it_was_given_is_not_copied(layer: str, transform: str) -> None:
+def test_a_weight_needed_unquantized_in_backward_is_not_copied(layer: str, transform: str) -> None:
     """mxfp8 quantizes a weight again for dgrad, from the parameter: what backward keeps is that array."""
     row = LAYERS[layer]
     weight, *others = row.weights(1)

@@ -168,7 +168,7 @@ def _mapped(f: Function) -> Function:
 
 
 def _vjp(f: Function) -> Function:
-    """f behind a rule of the user's own, whose backward asks for f's."""
+    """f with a custom differentiation rule, whose backward calls the rule of f."""
 
     @jax.custom_vjp
     def own(w: Any, s: Any, x: Array) -> Array:

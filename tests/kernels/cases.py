@@ -204,7 +204,7 @@ def _by_rows_and_blocks() -> list[Case]:
 
 
 def _of_optimizers() -> list[Case]:
-    """A step of a matrix by each preset, of one whose rows end within a block, and of a vector."""
+    """A step of a matrix by each preset, of a matrix with rows that end within a block, and of a vector."""
     codes = MomentFormat("int8_mitchell", stochastic=True), MomentFormat("uint8_mitchell4", stochastic=True)
     float32 = optimizing.StepSpecialization(
         rule="adamw",
@@ -572,7 +572,7 @@ def _decoded() -> list[Case]:
 
 
 def _emulated() -> list[Case]:
-    """What stands for GEMMs that a GPU lacks."""
+    """Emulation of GEMMs that a GPU does not have."""
     mx, square = QuantSpec(E4M3, (1, 32), "e8m0"), QuantSpec(E4M3, (32, 32), "e8m0")
     line, four_square = QuantSpec(E2M1, (1, 16), "two_level"), QuantSpec(E2M1, (16, 16), "two_level")
     rotated = QuantSpec(E2M1, (1, 16), "two_level", hadamard=True)
@@ -655,7 +655,7 @@ def _emulated() -> list[Case]:
 
 
 def _groups() -> list[Case]:
-    """Products of 64 groups of rows, each by a matrix of its own."""
+    """Products of 64 groups of rows, each with its own matrix."""
     experts, features = 64, 2048
 
     def ends() -> Tensor:
@@ -848,7 +848,7 @@ def _scans() -> list[Case]:
 
 
 def _convolutions() -> list[Case]:
-    """Of x, B and C, 6144 channels beside each other, where they lie in the output of a projection."""
+    """Convolutions of x, B and C: 6144 adjacent channels in the output of a projection."""
     batch, inner, beside, taps = 4, 4096, 2048, 4
 
     def launch(back: bool, length: int = 2048, packed: bool = False, dtype: torch.dtype = BF16) -> Callable[[], object]:

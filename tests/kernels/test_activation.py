@@ -1,4 +1,4 @@
-"""Activations: within their bound of float64, and what is quantized on the way equals the result quantized."""
+"""Test activations: within the error bound of float64, and fused codes equal the result quantized."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def test_forward_and_backward_keep_their_bound_of_float64(name: str, together: b
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_values_that_hurt_give_what_they_give_elsewhere(name: str) -> None:
+def test_edge_cases_give_the_same_results_as_elsewhere(name: str) -> None:
     row = ACTIVATIONS[name]
     values = torch.tensor(
         [0.0, -0.0, 1e-40, -1e-40, 3e38, -3e38, torch.inf, -torch.inf, torch.nan, 1.0, -1.0, 90.0, -90.0]
@@ -74,7 +74,7 @@ def test_values_that_hurt_give_what_they_give_elsewhere(name: str) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_what_is_quantized_is_the_result_quantized(spec: QuantSpec, shape: tuple[int, int]) -> None:
+def test_the_fused_codes_are_the_result_quantized(spec: QuantSpec, shape: tuple[int, int]) -> None:
     for name, dtype in (("swiglu", torch.bfloat16), ("gelu", torch.float32), ("clamped_swiglu", torch.float16)):
         x = inputs(name, shape, True, dtype)
         y = gpu.forward(name, options(name), x)
@@ -115,7 +115,7 @@ def assert_ends_in_zeros(q: Quantized) -> None:
             assert not base[:, data.shape[1] :].view(torch.uint8).any(), "what ends a row is zero"
 
 
-def test_gate_and_value_may_lie_anywhere() -> None:
+def test_gate_and_value_may_have_any_layout() -> None:
     base = torch.randn(6, 300, device=DEVICE)
     gate, value = base[:, 1:101], base[:, 150:250]
     expected = gpu.forward("swiglu", (), [gate.clone(), value.clone()])

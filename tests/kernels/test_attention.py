@@ -1,4 +1,4 @@
-"""Kernels of quantized attention against the numpy specification: output, gradients, masks, and what is no number."""
+"""Test kernels of quantized attention against the numpy specification: output, gradients, masks, nonfinite values."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -91,7 +91,7 @@ def test_output_and_gradients_are_the_specifications(spec: AttentionSpec) -> Non
 
 
 @every_spec
-def test_so_they_are_in_the_tiles_of_ampere_with_codes_made_of_bits(
+def test_ampere_tiles_with_bitwise_codes_give_the_same_results(
     spec: AttentionSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiles: list[tuple[int, int, int]] = []
@@ -143,7 +143,7 @@ MASKS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("how", MASKS)
-def test_masks_hide_what_they_hide_from_the_plain_passes(how: str) -> None:
+def test_masks_hide_the_same_positions_as_in_the_plain_passes(how: str) -> None:
     options = dict(MASKS[how])
     queries, keys = 150, 131 if how in ("bottom right", "ragged window", "pairs") else 150
     if how == "padding":
@@ -170,7 +170,7 @@ ODD = {"nan": np.nan, "inf": np.inf, "an outlier": 1e18, "a subnormal": 1e-40, "
 
 
 @pytest.mark.parametrize(("name", "which", "odd"), pairs(["tensorwise", "mxfp8"], ["q", "k", "v", "grad"], ODD))
-def test_odd_values_spoil_what_they_spoil_in_the_specification(name: str, which: str, odd: str) -> None:
+def test_nonfinite_values_spread_as_in_the_specification(name: str, which: str, odd: str) -> None:
     q, k, v, _, grad = arrays = operands(1, 2, 2, 40, 70, 32, 32)
     {"q": q, "k": k, "v": v, "grad": grad}[which][0, 1, 2, 3] = ODD[odd]
     for label, got, exact in zip(NAMES, by_kernels(arrays, SPECS[name]), specified(arrays, SPECS[name]), strict=False):
@@ -183,7 +183,7 @@ HUGE = {"v": {"v": 1e37, "grad": 1e-3}, "grad": {"grad": 1e37, "v": 0.1}, "q and
 
 @every_spec
 @pytest.mark.parametrize("how", HUGE)
-def test_huge_values_give_what_the_specification_gives(spec: AttentionSpec, how: str) -> None:
+def test_huge_values_match_the_specification(spec: AttentionSpec, how: str) -> None:
     q, k, v, _, grad = arrays = operands(1, 2, 1, 40, 70, 32, 32)
     for name, factor in HUGE[how].items():
         {"q": q, "k": k, "v": v, "grad": grad}[name][...] *= np.float32(factor)
@@ -201,7 +201,7 @@ def test_all_zeros_give_zeros(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_results_are_rounded_once_and_lie_as_projections_want_them(dtype: torch.dtype) -> None:
+def test_narrow_results_are_rounded_once_in_the_layout_projections_read(dtype: torch.dtype) -> None:
     q, k, v, _, g = (torch.tensor(x, device=DEVICE).to(dtype) for x in operands(1, 2, 1, 20, 70, 32, 32))
     results = []
     for given in ((q, k, v, g), (q.float(), k.float(), v.float(), g.float())):
@@ -214,7 +214,7 @@ def test_narrow_results_are_rounded_once_and_lie_as_projections_want_them(dtype:
         assert_bitwise(narrow, wide.to(dtype), name)
 
 
-def test_what_backward_keeps_is_what_the_passes_keep(launched: list[str]) -> None:
+def test_backward_saves_the_same_tensors_as_the_passes(launched: list[str]) -> None:
     q, k, v = (torch.randn(1, h, 40, 32, device=DEVICE) for h in (2, 1, 1))
     for spec in SPECS.values():
         texts = spec.input.text, spec.grad_output.text
@@ -229,7 +229,7 @@ def test_what_backward_keeps_is_what_the_passes_keep(launched: list[str]) -> Non
         assert_close("logarithms", kept[0][1], kept[1][1], 1e-6)
 
 
-def test_only_what_needs_a_gradient_gets_one_and_frozen_forwards_keep_nothing() -> None:
+def test_only_required_gradients_are_computed_and_frozen_forwards_save_nothing() -> None:
     arrays = operands(1, 2, 1, 20, 70, 32, 32)
     together = by_kernels(arrays, SPECS["rowwise"], sinks=True)
     for which in range(4):
@@ -243,7 +243,7 @@ def test_only_what_needs_a_gradient_gets_one_and_frozen_forwards_keep_nothing() 
 
 
 @pytest.mark.parametrize("way", ["quaver", "torch", "reentrant"])
-def test_recomputed_attention_has_the_bits_of_attention_that_is_kept(way: str, launched: list[str]) -> None:
+def test_recomputed_attention_has_the_bits_of_saved_attention(way: str, launched: list[str]) -> None:
     arrays = operands(1, 2, 1, 20, 70, 32, 32)
     recompute: Any = {
         "quaver": qt.checkpoint,
@@ -279,7 +279,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("sentence, options", REFUSED.values(), ids=REFUSED)
-def test_what_the_kernels_do_not_take_is_a_sentence_and_runs_by_the_passes(
+def test_unsupported_calls_give_a_reason_and_run_by_the_passes(
     sentence: str, options: dict[str, Any], launched: list[str]
 ) -> None:
     x = torch.randn(1, 4, 2, 32, device=DEVICE)
@@ -293,7 +293,7 @@ def test_what_the_kernels_do_not_take_is_a_sentence_and_runs_by_the_passes(
         attention(x, x, x, recipe=recipe)
 
 
-def test_other_specs_and_heads_are_a_sentence(launched: list[str]) -> None:
+def test_unsupported_specs_and_heads_give_a_clear_error(launched: list[str]) -> None:
     x, narrow = torch.randn(1, 2, 40, 32, device=DEVICE), torch.randn(1, 2, 40, 24, device=DEVICE)
     divided = get("tensorwise", power_of_two=False, attention=True).attention
     assert divided is not None
@@ -307,7 +307,7 @@ def test_other_specs_and_heads_are_a_sentence(launched: list[str]) -> None:
 
 # Inductor takes twenty seconds to import and to compile what lies around one opaque operation.
 @pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_compiled_is_one_graph_with_eagers_bits(backend: str) -> None:
+def test_compiled_is_one_graph_with_eager_bits(backend: str) -> None:
     q, k, v, _, g = (torch.tensor(x, device=DEVICE) for x in operands(1, 2, 1, 40, 70, 32, 32))
 
     def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

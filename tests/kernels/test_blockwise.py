@@ -59,7 +59,7 @@ def test_one_direction_of_any_strides_equals_the_reference(spec: QuantSpec, dtyp
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_amaxes_that_are_given_go_before_those_measured(spec: QuantSpec, transposed: bool) -> None:
+def test_given_amaxes_replace_measured_ones(spec: QuantSpec, transposed: bool) -> None:
     x = torch.randn(150, 270, device=DEVICE)
     x = x.t() if transposed else x
     x[3, 5], x[140, 149] = torch.inf, torch.nan

@@ -78,7 +78,7 @@ def test_any_strides_and_dtypes_give_the_references_bits(kind: str, dtype: torch
 
 @pytest.mark.parametrize(("before", "outlier", "after"), [(0.0, 8.0, 8.0), (9.0, 8.0, 9.0), (1.0, float("inf"), 1.0)])
 @pytest.mark.parametrize("is_set", [True, False])
-def test_a_history_notes_the_largest_finite_amax(is_set: bool, before: float, outlier: float, after: float) -> None:
+def test_a_history_records_the_largest_finite_amax(is_set: bool, before: float, outlier: float, after: float) -> None:
     x = torch.ones(150, 70, device=DEVICE, dtype=torch.bfloat16)
     x[100, 3] = -outlier
     history = torch.tensor([0.5, before, 0.5], device=DEVICE)
@@ -143,7 +143,7 @@ def test_empty_operands_have_the_references_shapes(shape: tuple[int, int]) -> No
         assert torch.equal(q.scales(), expected.scales())
 
 
-def test_what_kernels_do_not_read_goes_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_inputs_use_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(9, 20, device=DEVICE)
     spec = SPECS[0]
     assert "float64" in gpu.reason(x.double(), spec)
@@ -172,7 +172,7 @@ def test_more_rows_than_a_grids_second_axis_holds(monkeypatch: pytest.MonkeyPatc
     assert_same(transposed, reference.quantize(x.t(), SPECS[0]))
 
 
-def test_rows_far_apart_are_found() -> None:
+def test_rows_beyond_32_bit_offsets_are_read() -> None:
     """64-bit offsets: the second row begins beyond 2**31 elements; memory that nobody touches costs nothing."""
     stride = 2**31 + 64
     storage = torch.UntypedStorage((stride + 16) * 2, device=DEVICE)

@@ -1,4 +1,4 @@
-"""The convolution's kernels against float64: values, gradients, sequences end to end, and what is no number."""
+"""Test the convolution kernels against float64: values, gradients, packed sequences, nonfinite values."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 2.5e-3, torch.float16: 3e-4}
 
 
 def drawn(tokens: int, channels: int, taps: int, dtype: torch.dtype = torch.float32, batch: int = 2) -> dict[str, Any]:
-    """x lies in a wider tensor, as in the output of a projection."""
+    """Random inputs; x is a part of a wider tensor, as in the output of a projection."""
     x = torch.randn(batch, tokens, channels + 8).to(dtype)[..., 4 : 4 + channels]
     weight, bias = torch.randn(channels, taps), torch.randn(channels)
     return {"x": x, "weight": weight, "bias": bias, "initial": torch.randn(batch, taps - 1, channels).to(dtype)}
@@ -59,7 +59,7 @@ def test_values_and_gradients_are_float64s(
         assert_close(name, one, other, BOUNDS[one.dtype])
 
 
-def test_sequences_laid_end_to_end_are_each_alone() -> None:
+def test_packed_sequences_are_independent() -> None:
     ends, values = torch.tensor([0, 2, 2, 67, 69, 140]), drawn(140, 5, 4, batch=1)
     values |= {"x": values["x"][0], "initial": torch.randn(5, 3, 5)}
     wide = {name: t.double() for name, t in values.items()}
@@ -74,7 +74,7 @@ def test_sequences_laid_end_to_end_are_each_alone() -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_what_is_not_finite_stays_with_the_tokens_that_read_it(value: float) -> None:
+def test_nonfinite_values_stay_with_the_tokens_that_read_them(value: float) -> None:
     values = drawn(70, 3, 4, batch=1)
     clean = by_kernels(values)
     values["x"][0, 62, 1] = value
@@ -88,7 +88,7 @@ def test_what_is_not_finite_stays_with_the_tokens_that_read_it(value: float) -> 
         assert torch.equal(one.isfinite(), other.isfinite())
 
 
-def test_what_the_kernels_do_not_take_goes_the_plain_way() -> None:
+def test_unsupported_inputs_use_the_plain_implementation() -> None:
     taken = drawn(3, 4, 4)
     refused = {
         "float64": taken | {"x": taken["x"].double()},

@@ -1,4 +1,4 @@
-"""Sums over rows: within their bound of float64, rounded once, the same bits wherever a matrix lies."""
+"""Test column sums: within the error bound of float64, rounded once, the same bits at any memory position."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_more_programs_than_one_sum_as_one(rows: int, monkeypatch: pytest.Monkey
         assert_bitwise(gpu.column_sum(x, torch.float32), expected)
 
 
-def test_values_that_hurt() -> None:
+def test_edge_case_values() -> None:
     x = torch.ones(70, 6, device=DEVICE)
     x[3, 0], x[64, 1], x[1, 2], x[2, 2] = float("nan"), float("inf"), float("inf"), -float("inf")
     x[:, 3], x[:, 4], x[69, 4] = 2.0**-130, 0.0, 3e38
@@ -59,7 +59,7 @@ def test_bits_do_not_depend_on_where_a_matrix_lies() -> None:
 def test_a_layers_bias_gradient_is_summed_by_a_kernel(
     dtype: torch.dtype, recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With one scale for the tensor by the cast, which reads the gradient anyway; else by one of its own."""
+    """With one tensor scale the cast sums it, as it reads the gradient anyway; otherwise a separate kernel does."""
     layer = qt.Linear(24, 16, dtype=dtype, device=DEVICE, recipe=recipe)
     g = torch.randn(200, 16, device=DEVICE).to(dtype)
     expected = gpu.column_sum(g, dtype)
@@ -75,7 +75,7 @@ def test_a_layers_bias_gradient_is_summed_by_a_kernel(
     assert_bitwise(layer.bias.grad, expected)
 
 
-def test_what_the_kernel_does_not_sum_is_summed_by_torch() -> None:
+def test_unsupported_sums_use_torch() -> None:
     with qt.only("triton"):
         for given, wanted in ((torch.float64, torch.float32), (torch.float32, torch.float64)):
             x = torch.ones(2, 3, dtype=given)

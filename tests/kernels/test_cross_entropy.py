@@ -45,7 +45,7 @@ def exact(logits: Tensor, targets: Tensor, weights: Tensor | None, rule: LossCon
 @pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_losses_and_gradients_are_those_of_float64(rule: LossConfig, dtype: torch.dtype, columns: int) -> None:
+def test_losses_and_gradients_match_float64(rule: LossConfig, dtype: torch.dtype, columns: int) -> None:
     targets = torch.randint(columns, (5,), device=DEVICE)
     targets[1] = rule.ignore_index
     logits = (torch.randn(5, columns + 3, device=DEVICE) * 8).to(dtype)[:, :columns]
@@ -60,7 +60,7 @@ def test_losses_and_gradients_are_those_of_float64(rule: LossConfig, dtype: torc
     assert_bitwise(kept, logits)
 
 
-def test_infinities_and_nan_are_those_of_torch() -> None:
+def test_infinities_and_nan_match_torch() -> None:
     inf, nan = torch.inf, torch.nan
     logits = torch.zeros(7, 70, device=DEVICE)
     logits[0, :40] = -inf
@@ -79,7 +79,7 @@ def test_infinities_and_nan_are_those_of_torch() -> None:
     assert_close("gradient", in_place, given.grad, 1e-6)
 
 
-def test_an_ignored_row_has_no_gradient_whatever_it_holds_and_an_unknown_target_is_nan() -> None:
+def test_an_ignored_row_has_no_gradient_and_an_unknown_target_gives_nan() -> None:
     logits = torch.full((4, 50), torch.nan, device=DEVICE)
     logits[1:] = 1.0
     targets = torch.tensor([-100, 50, -1, 2**40], device=DEVICE)
@@ -92,7 +92,7 @@ def test_an_ignored_row_has_no_gradient_whatever_it_holds_and_an_unknown_target_
     assert_bitwise(plain, in_place)
 
 
-def test_targets_and_weights_that_lie_apart_are_read_where_they_lie() -> None:
+def test_strided_targets_and_weights_are_read_in_place() -> None:
     logits = torch.randn(6, 40, device=DEVICE)
     targets = torch.randint(40, (6, 3), device=DEVICE)[:, 1]
     weights = torch.randn(1, device=DEVICE).expand(6)

@@ -65,7 +65,7 @@ def test_outer_scales_can_stay_outside(label: str) -> None:
             assert_equal(inner, q.dequantize())
 
 
-def test_what_bfloat16_does_not_hold_is_refused() -> None:
+def test_formats_beyond_bfloat16_are_refused() -> None:
     x = torch.ones(8, 8, device=DEVICE)
     for spec in (QuantSpec(E4M3, scale="fp32"), QuantSpec(E4M3, (1, 128), "fp32")):
         with pytest.raises(ValueError, match="decode to float32"):
@@ -82,7 +82,7 @@ def test_an_empty_operand_is_empty() -> None:
 
 
 def test_columns_between_others_are_found() -> None:
-    """Rows that lie further apart than they are long."""
+    """Rows that are further apart than they are long."""
     q = reference.quantize(torch.from_numpy(nasty((16, 64))["normal"]).to(DEVICE), QuantSpec(E4M3, (1, 32), "e8m0"))
     buffer = torch.full((16, 80), 0x7F, dtype=torch.uint8, device=DEVICE)
     buffer[:, :64] = q.data.view(torch.uint8)

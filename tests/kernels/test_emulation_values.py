@@ -36,7 +36,7 @@ TWO_LEVELS = {
 
 
 def held(x: Tensor, spec: QuantSpec, *given: Any) -> Tensor:
-    """What the reference's codes stand for, as bf16; beyond its largest number that."""
+    """Values of the reference's codes as bf16, clamped to its largest number."""
     v = reference.quantize(x, spec, *given).dequantize()
     largest = torch.finfo(BF16).max
     half = torch.where(v.isinf(), v.sign() * largest, v).to(BF16)
@@ -129,7 +129,7 @@ def test_two_levels_at_the_ends_of_the_range(top: float) -> None:
 
 @pytest.mark.parametrize("hadamard", [False, True])
 @pytest.mark.parametrize(("straight", "transposed"), [(True, True), (True, False), (False, True)])
-def test_rounding_at_random_draws_the_references_words(hadamard: bool, straight: bool, transposed: bool) -> None:
+def test_stochastic_rounding_draws_the_words_of_the_reference(hadamard: bool, straight: bool, transposed: bool) -> None:
     spec = QuantSpec(E2M1, (1, 16), "two_level", "stochastic")
     other = QuantSpec(E2M1, (1, 16), "two_level", "stochastic", hadamard)
     seed, streams, counts = 0x1234_5678_9ABC, (0xDEADBEEF, 7), (3, 2**32 + 5)

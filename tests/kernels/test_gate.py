@@ -54,13 +54,13 @@ def test_all_kernels_keep_them_on_every_architecture(arch: int) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_every_architecture_is_compiled_for_or_launches_what_one_launches_that_is() -> None:
+def test_every_architecture_is_compiled_or_launches_the_kernels_of_a_compiled_one() -> None:
     # That it does, the gate holds.
     assert {arch for arch in TRAITS if arch >= KERNELS} == {*ARCHITECTURES, *SIBLINGS}
     assert set(SIBLINGS.values()) <= set(ARCHITECTURES) and not set(SIBLINGS) & set(ARCHITECTURES)
 
 
-def test_short_rows_are_compiled_and_every_kernel_on_both_sides_of_hopper_and_what_was_reached_before() -> None:
+def test_short_rows_and_every_kernel_are_compiled_before_and_after_hopper() -> None:
     # The gate itself holds the table to be what is launched.
     table = ceilings.load().rows
     turns = in_turn(table, CASES)

@@ -121,7 +121,7 @@ def test_a_captured_step_equals_the_eager_one(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
-def test_a_step_waits_for_nothing(recipe: str) -> None:
+def test_a_step_does_not_synchronize(recipe: str) -> None:
     layer = qt.Linear(256, 128, device=CARD, dtype=torch.bfloat16, recipe=recipe)
     x = torch.randn(64, 256, device=CARD, dtype=torch.bfloat16, requires_grad=True)
     for _ in range(3):
@@ -135,7 +135,7 @@ def test_a_step_waits_for_nothing(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
-def test_compiled_is_eager(recipe: str) -> None:
+def test_compiled_results_equal_eager(recipe: str) -> None:
     layer = qt.Linear(256, 128, device=CARD, dtype=torch.bfloat16, recipe=recipe)
     x = torch.randn(64, 256, device=CARD, dtype=torch.bfloat16)
     torch.testing.assert_close(torch.compile(layer, fullgraph=True)(x), layer(x), rtol=0, atol=0)

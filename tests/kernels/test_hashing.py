@@ -47,7 +47,7 @@ def hashes_in(order: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", HASHES, order], env=environment, stdout=subprocess.PIPE, text=True)
 
 
-def test_a_kernel_has_one_hash_whatever_was_hashed_before() -> None:
+def test_a_kernel_hash_does_not_depend_on_earlier_hashes() -> None:
     processes = [hashes_in("forward"), hashes_in("reverse")]
     forward, backward = [json.loads(process.communicate()[0]) for process in processes]
     hashes, late, twice = forward
@@ -56,7 +56,7 @@ def test_a_kernel_has_one_hash_whatever_was_hashed_before() -> None:
     assert not late and not twice and backward[1:] == [[], []]
 
 
-def test_what_has_no_hash_is_left_as_it_is() -> None:
+def test_objects_without_a_hash_are_left_unchanged() -> None:
     """What is no function, and a function of a Triton that keeps none there: its own order stays."""
     fn: Any = JITFunction(amax.fn)
     del fn.hash

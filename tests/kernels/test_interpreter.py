@@ -99,7 +99,7 @@ def test_float32_becomes_sixteen_bits_as_torch_rounds_it(target: str) -> None:
 @pytest.mark.usefixtures("mended")
 @pytest.mark.parametrize("target", [tl.float32, tl.bfloat16], ids=str)
 @pytest.mark.parametrize("source", FP8)
-def test_all_codes_come_back(source: str, target: object) -> None:
+def test_all_codes_round_trip(source: str, target: object) -> None:
     kind, dtype, _ = FP8[source]
     wide = torch.float32 if target == tl.float32 else torch.bfloat16
     codes = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(dtype)
@@ -165,7 +165,7 @@ def mixed(small, wide, real, floats, wholes, N: tl.constexpr):
     tl.store(wholes + 5 * N + at, tl.sum(byte[:, None].to(tl.int32) * at[None, :] + 1, 1))
 
 
-def test_operands_of_several_types_become_what_they_become_in_torch() -> None:
+def test_mixed_types_promote_as_in_torch() -> None:
     """See tests/interpreting.py: of types it is known what they become, of numbers nothing."""
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
@@ -190,7 +190,7 @@ def product(a, b, out):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_products_of_narrow_numbers_are_theirs(dtype: torch.dtype) -> None:
+def test_products_of_narrow_types_are_exact(dtype: torch.dtype) -> None:
     a, b = (torch.randn(16, 16).to(dtype) for _ in range(2))
     out = torch.empty(16, 16)
     launch.launcher(product, (1,), (a, b, out))(a, b, out)
@@ -199,7 +199,7 @@ def test_products_of_narrow_numbers_are_theirs(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("mended")
-def test_unmended_it_multiplies_the_bits_of_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_patch_triton_multiplies_the_bits_of_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once this fails, `interpreter.mend` may leave products alone."""
     monkeypatch.setattr(tritons.InterpreterBuilder, "create_dot", interpreter._mended[2])
     a, out = torch.eye(16, dtype=torch.bfloat16), torch.empty(16, 16)
@@ -246,7 +246,7 @@ def nearest_float32(exact: Fraction, ours: float) -> bool:
 
 
 @pytest.mark.usefixtures("mended")
-def test_unmended_it_rounds_a_product_and_a_sum_twice_before_triton_3_9(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_patch_triton_rounds_a_product_and_a_sum_twice_before_3_9(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once no version that is supported does, `interpreter.mend` may leave them alone."""
     monkeypatch.setattr(tritons.InterpreterBuilder, "create_fma", interpreter._mended[3])
     x, out = torch.full((16,), 1 + 2**-12), torch.empty(16)
@@ -265,7 +265,7 @@ def extremes(x, y, out, N: tl.constexpr):
     tl.store(out + 3 * N + at, tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL))
 
 
-def test_extremes_drop_nan_unless_asked_to_keep_it() -> None:
+def test_extremes_drop_nan_unless_told_to_propagate_it() -> None:
     """As PTX's `max.f32` and `min.f32` do without and with `.NaN`."""
     values = torch.tensor([torch.nan, 1.0, -2.0, torch.inf])
     x, y, out = values.repeat_interleave(4), values.repeat(4), torch.empty(4, 16)
@@ -275,7 +275,7 @@ def test_extremes_drop_nan_unless_asked_to_keep_it() -> None:
 
 
 @pytest.mark.usefixtures("mended")
-def test_unmended_its_extremes_keep_nan_before_triton_3_8(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_patch_triton_extremes_keep_nan_before_3_8(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once no version that is supported does, `interpreter.mend` may leave extremes alone."""
     monkeypatch.setattr(tritons.InterpreterBuilder, "create_maxnumf", interpreter._mended[4])
     x, y, out = torch.full((16,), torch.nan), torch.ones(16), torch.empty(4, 16)

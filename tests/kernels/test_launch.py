@@ -35,7 +35,7 @@ class Loaded:
         self.run = self.function = self.packed_metadata = None
 
 
-def test_shapes_that_are_compiled_alike_share_what_is_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shapes_with_equal_kernels_share_the_loaded_program(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = []
     monkeypatch.setattr(launch, "_kernels", {})
     monkeypatch.setattr(launch, "_load", lambda one: loaded.append(one) or Loaded())
@@ -47,7 +47,7 @@ def test_shapes_that_are_compiled_alike_share_what_is_on_the_gpu(monkeypatch: py
     assert len(loaded) == 3
 
 
-def test_what_is_on_the_gpu_stays_there_though_nobody_launches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loaded_programs_stay_on_the_gpu_when_unused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_kernels", {})
     monkeypatch.setattr(launch, "_load", Loaded)
     let_go = weakref.ref(launch._loaded(described(33, 64, 64), 0).kernel)
@@ -103,7 +103,7 @@ def test_three_strides_never_leave_the_integers_that_count_them(stride: int, kin
     assert described(4, 64, stride).signature["stride"] == kind
 
 
-def test_threads_that_begin_at_once_meet_in_places_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_threads_use_separate_scratch_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_rooms", {})
     monkeypatch.setattr(launch, "_workspaces", {})
     cpu, start = torch.device("cpu"), threading.Barrier(16)
@@ -141,7 +141,7 @@ def unaligned(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("block", [(1, None), (1, 128), (128, 128)], ids=str)
-def test_amaxes_given_from_anywhere_are_read_as_they_lie(block: tuple[int, int | None]) -> None:
+def test_given_amaxes_may_have_any_layout(block: tuple[int, int | None]) -> None:
     spec = QuantSpec(E4M3, block)
     x = torch.randn(160, 512, device=DEVICE)
     amax = reference.quantize(x, spec).scales().mul(448.0 * 2)
@@ -156,7 +156,7 @@ def test_amaxes_given_from_anywhere_are_read_as_they_lie(block: tuple[int, int |
     assert kept[1] - kept[0] == (block != (128, 128))
 
 
-def test_scales_from_anywhere_are_decoded_as_they_lie() -> None:
+def test_scales_in_any_layout_are_decoded() -> None:
     spec = QuantSpec(E4M3, (1, 128))
     q = reference.quantize(torch.randn(64, 256, device=DEVICE), spec)
     expected = decode(q)

@@ -82,7 +82,7 @@ def test_squares_of_both_directions_take_two_launches_with_triton_3_7_from_black
         assert_as_stored(transposed, reference.quantize(x.t(), SQUARES[0]))
 
 
-def test_float16_and_amaxes_that_are_given() -> None:
+def test_float16_inputs_and_given_amaxes() -> None:
     for x in operands((33, 40), torch.float16):
         assert_as_stored(by_exponents(x, LINES[0], None)[0], reference.quantize(x, LINES[0]))
     x = operands((64, 64))[0]
@@ -104,7 +104,7 @@ def test_every_exponent_of_an_amax_has_the_references_scale(spec: QuantSpec) -> 
     assert_as_stored(by_exponents(x, spec, None)[0], reference.quantize(x, spec))
 
 
-def test_rows_far_apart_are_found() -> None:
+def test_rows_beyond_32_bit_offsets_are_read() -> None:
     """Offsets beyond 2**31 within a program; memory that nobody touches costs nothing."""
     stride = 2**28 + 32
     storage = torch.UntypedStorage((8 * stride + 32) * 2, device=DEVICE)

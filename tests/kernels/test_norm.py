@@ -1,4 +1,4 @@
-"""Norms: within their bound of float64, and what is quantized on the way equals the output quantized."""
+"""Test norms: within the error bound of float64, and fused codes equal the output quantized."""
 
 import math
 
@@ -76,7 +76,7 @@ def test_each_parameter_may_be_missing(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_what_is_quantized_is_the_output_quantized(shape: tuple[int, int], spec: QuantSpec) -> None:
+def test_the_fused_codes_are_the_output_quantized(shape: tuple[int, int], spec: QuantSpec) -> None:
     for kind, dtype in (("LayerNorm", torch.bfloat16), ("RMSNorm", torch.float32)):
         x = (torch.randn(shape, device=DEVICE) * 3 + 1).to(dtype)
         gamma, beta = parameters(kind, shape[1])
@@ -98,7 +98,7 @@ def test_what_is_quantized_is_the_output_quantized(shape: tuple[int, int], spec:
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_values_that_hurt_are_quantized_as_the_output_is(spec: QuantSpec) -> None:
+def test_edge_case_values_are_quantized_like_the_output(spec: QuantSpec) -> None:
     for at, (name, value) in enumerate(nasty((3, 40)).items(), SPECS.index(spec)):
         x = torch.from_numpy(value).to(DEVICE).bfloat16()
         # By turns, so that each kind meets each operand under every other spec.
@@ -116,7 +116,7 @@ def test_values_that_hurt_are_quantized_as_the_output_is(spec: QuantSpec) -> Non
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("kind", norm.NORMALIZATIONS)
-def test_what_is_not_finite_spoils_its_row_as_it_does_elsewhere(kind: str, value: float) -> None:
+def test_nonfinite_values_spoil_their_row_as_elsewhere(kind: str, value: float) -> None:
     x = torch.randn(3, 40, device=DEVICE)
     x[1, 7] = value
     gamma, beta = parameters(kind, 40)
@@ -125,8 +125,8 @@ def test_what_is_not_finite_spoils_its_row_as_it_does_elsewhere(kind: str, value
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
-def test_rows_that_lie_apart_and_askew_give_the_bits_of_rows_that_lie_together() -> None:
-    """The neighbours that a thread holds, and so the order of its sums, go by how far rows lie apart."""
+def test_strided_and_misaligned_rows_have_the_bits_of_contiguous_rows() -> None:
+    """The elements per thread, and so the order of its sums, depend on the row stride."""
     base, other = torch.randn(4, 131, device=DEVICE), torch.randn(4, 132, device=DEVICE)
     views = [t[:, :100] for t in (base, other)]
     views += [base[:, 3:103], base.t()[:100].t(), base[:2].view(2, 1, 131)[..., 31:], other[:, 4:104]]
@@ -149,7 +149,7 @@ def test_sums_over_rows_keep_their_bound(rows: int) -> None:
     assert relative(cross_entropy.sum_rows(x), x.double().sum(0)) < 1e-6
 
 
-def test_parameters_that_lie_apart_are_read_where_they_lie() -> None:
+def test_strided_parameters_are_read_in_place() -> None:
     x, g = torch.randn(4, 100, device=DEVICE), torch.randn(4, 100, device=DEVICE)
     buffer = torch.randn(100, 3, device=DEVICE)
     gamma, beta = buffer[:, 0], buffer[:, 2]

@@ -1,4 +1,4 @@
-"""What kernels do with the bits of float32 equals the reference for every value that could be told apart."""
+"""Test bit operations of kernels on float32 against the reference, for all distinguishable values."""
 
 import numpy as np
 import pytest
@@ -88,7 +88,7 @@ def test_every_code_has_its_value(fmt: Format, integers: int) -> None:
 
 
 @pytest.mark.parametrize("halvings", range(5))
-def test_the_largest_of_a_run_is_that_of_its_bits(halvings: int) -> None:
+def test_the_largest_value_of_a_run_is_exact(halvings: int) -> None:
     x = telling(E4M3)
     x = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(0))].to(DEVICE)
     largest = torch.empty(len(x) >> halvings, dtype=torch.int32, device=DEVICE)

@@ -73,7 +73,7 @@ def test_other_dtypes_and_kinds_of_tensor_factors(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("amax", [5.0, 0.0, 1e-3, float("inf"), float("nan")], ids=str)
-def test_an_amax_that_is_given_is_used(amax: float) -> None:
+def test_a_given_amax_is_used(amax: float) -> None:
     given = torch.full((1, 1), amax, device=DEVICE)
     x = operands((20, 40))[0]
     q = by_two_levels(x, SPECS[0], given)
@@ -81,7 +81,7 @@ def test_an_amax_that_is_given_is_used(amax: float) -> None:
     assert q.amax is None
 
 
-def test_count_may_lie_on_the_device_and_changes_the_noise() -> None:
+def test_the_count_may_be_on_the_device_and_changes_the_noise() -> None:
     spec = QuantSpec(E2M1, (1, 16), "two_level", "stochastic")
     x = operands((32, 64))[0]
     count = torch.tensor([3], dtype=torch.int64, device=DEVICE)

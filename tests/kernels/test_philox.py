@@ -23,7 +23,7 @@ def draw(counters, count, out, tensor_id, seed_low, seed_high, N: tl.constexpr):
 
 @pytest.mark.parametrize("seed", [0, 1, 2**31, 2**63 + 5], ids=hex)
 @pytest.mark.parametrize("count", [0, 7, 2**32 + 9])
-def test_words_are_the_specifications(seed: int, count: int) -> None:
+def test_random_words_match_the_specification(seed: int, count: int) -> None:
     counters = np.array([0, 1, 2, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40 + 3], np.int64)
     tensor_id = 3_000_000_000
     low, high = counters.astype(np.uint64) & 0xFFFFFFFF, counters.astype(np.uint64) >> np.uint64(32)
@@ -45,7 +45,7 @@ def draw_two(counters, out, upper, key, N: tl.constexpr):
 
 
 @pytest.mark.parametrize("upper, key", [(0, 0), (5, 2**32 - 1), (2**32 - 1, 3_000_000_000)])
-def test_words_of_two_are_the_specifications(upper: int, key: int) -> None:
+def test_random_words_of_two_streams_match_the_specification(upper: int, key: int) -> None:
     counters = np.array([0, 1, 2, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40 + 3], np.int64)
     low, high = counters.astype(np.uint64) & 0xFFFFFFFF, counters.astype(np.uint64) >> np.uint64(32)
     expected = philox2x32((low, high ^ np.uint64(upper)), key)

@@ -13,7 +13,7 @@ SHAPES = [(4096, 4096, 4096), (16384, 1024, 4096), (1024, 16384, 16384), (4096, 
 
 @pytest.mark.parametrize("transposed", [(False, False), (False, True), (True, False)], ids=str)
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES)
-def test_what_fills_a_gpu_is_rounded_once(m: int, n: int, k: int, transposed: tuple[bool, bool]) -> None:
+def test_products_that_fill_a_gpu_are_rounded_once(m: int, n: int, k: int, transposed: tuple[bool, bool]) -> None:
     assert fills(m, n) and not fills(m, FILLS // m - 1)
     x = torch.randn((k, m) if transposed[0] else (m, k), device=CARD).bfloat16()
     y = torch.randn((n, k) if transposed[1] else (k, n), device=CARD).bfloat16()

@@ -1,5 +1,4 @@
-"""Delayed scaling's roll in one launch, and what a step notes, against `quaver.reference.operations` column by
-column."""
+"""Test the single-launch roll of delayed scaling and recorded amaxes against `quaver.reference.operations`."""
 
 import copy
 import gc
@@ -84,7 +83,7 @@ def test_one_launch_rolls_every_layer_as_the_specification_does(options: dict[st
 
 @pytest.mark.parametrize("top", [0.0, 1.0, 5.0, 3.4e38, 1e-42, math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("before", [0.0, 2.0])
-def test_what_is_not_finite_is_not_noted(top: float, before: float) -> None:
+def test_nonfinite_amaxes_are_not_recorded(top: float, before: float) -> None:
     given = torch.full((4, 3), before, device=DEVICE)
     gpu.note(given, 1, torch.tensor([[top]], device=DEVICE))
     expected = torch.full((4, 3), before)
@@ -164,7 +163,7 @@ def test_layers_of_different_rules_roll_together() -> None:
     assert len(stacks) == 3
 
 
-def test_factors_handed_out_do_not_change_with_later_rolls() -> None:
+def test_returned_factors_do_not_change_with_later_rolls() -> None:
     layers = layers_of(recipes.delayed(history=2, algorithm="most_recent"))
     step(layers)
     stack, index = state_of(layers[1]).stacked
@@ -180,7 +179,7 @@ def test_factors_handed_out_do_not_change_with_later_rolls() -> None:
     assert stack.snapshot(index, layers[1].factor) is None, "what torch writes is seen"
 
 
-def test_a_stack_knows_what_is_set_a_roll_later_and_forgets_it_when_a_factor_is_written() -> None:
+def test_a_stack_learns_set_factors_one_roll_later_and_forgets_them_on_a_write() -> None:
     layers = layers_of(recipes.delayed(history=2))
     stack = None
     for turn in range(3):
@@ -202,7 +201,7 @@ def test_whether_a_factor_is_set_is_read_directly_on_a_cpu() -> None:
     assert not amax.is_set(0, amax.saved_factors(qt.Linear(4, 4)))
 
 
-def test_a_roll_is_seen_by_what_goes_by_the_version_of_a_factor() -> None:
+def test_a_roll_changes_the_version_of_a_factor() -> None:
     layers = layers_of(recipes.delayed(history=2))
     step(layers)
     before = layers[1].factor._version
@@ -210,7 +209,7 @@ def test_a_roll_is_seen_by_what_goes_by_the_version_of_a_factor() -> None:
     assert layers[1].factor._version > before
 
 
-def test_what_a_captured_roll_reads_lives_as_long_as_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_of_a_captured_roll_live_as_long_as_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = layers_of(recipes.delayed(history=2))
     step(layers)
     stack = weakref.ref(state_of(layers[0]).stacked[0])

@@ -67,7 +67,7 @@ def test_every_dtype_and_more_heads_than_a_block(dtype: torch.dtype, interleaved
     gpu._passes.kept.clear()
 
 
-def test_parts_of_a_fused_projection_are_turned_where_they_lie() -> None:
+def test_parts_of_a_fused_projection_are_rotated_in_place() -> None:
     fused = torch.randn(2, 3, 5 * 16, device=DEVICE)
     q, k = (part.unflatten(-1, (-1, 16)) for part in fused.split([48, 32], -1))
     cos, sin = RotaryEmbedding(16, device=DEVICE).tables(q)
@@ -78,7 +78,7 @@ def test_parts_of_a_fused_projection_are_turned_where_they_lie() -> None:
 
 @INTERLEAVED
 @pytest.mark.parametrize("where, head_dim, fraction", [("bshd", 16, 1.0), ("sbhd", 20, 0.4), ("thd", 24, 1.0)])
-def test_heads_of_one_projection_are_parted_and_put_together_by_a_launch(
+def test_heads_of_one_projection_are_split_and_joined_by_one_launch(
     where: str, head_dim: int, fraction: float, interleaved: bool, monkeypatch: Any
 ) -> None:
     """The bits of splitting, turning and joining, and those of the values as they are; there, back, and there again."""
@@ -110,7 +110,7 @@ def test_heads_of_one_projection_are_parted_and_put_together_by_a_launch(
 
 
 @INTERLEAVED
-def test_gradients_of_both_and_their_gradients_are_those_of_the_plain_formula(interleaved: bool) -> None:
+def test_gradients_of_both_and_their_gradients_match_the_plain_formula(interleaved: bool) -> None:
     rope = RotaryEmbedding(8, fraction=0.5, interleaved=interleaved, device=DEVICE)
     runs = []
     for name in ("triton", "reference"):
@@ -131,7 +131,7 @@ def test_gradients_of_both_and_their_gradients_are_those_of_the_plain_formula(in
         assert_bitwise(ours.detach(), plain.detach())
 
 
-def test_what_the_kernel_does_not_take_goes_the_plain_way() -> None:
+def test_unsupported_inputs_use_the_plain_path() -> None:
     cos = sin = torch.ones(3, 1, 8, device=DEVICE)
     x = torch.randn(2, 3, 4, 8, device=DEVICE)
     taken: dict[str, tuple[Tensor, Tensor]] = {"as it is": (x, cos)}
@@ -152,7 +152,7 @@ def test_what_the_kernel_does_not_take_goes_the_plain_way() -> None:
 
 
 @INTERLEAVED
-def test_a_module_under_the_kernels_computes_what_it_does_without(interleaved: bool) -> None:
+def test_a_module_computes_the_same_with_kernels(interleaved: bool) -> None:
     layer = qt.MultiheadAttention(32, 2, rope=RotaryEmbedding(16, interleaved=interleaved), bias=False).to(DEVICE)
     x = torch.from_numpy(np.random.default_rng(0).standard_normal((1, 4, 32), np.float32)).to(DEVICE)
     runs = []
@@ -168,7 +168,7 @@ def test_a_module_under_the_kernels_computes_what_it_does_without(interleaved: b
 
 
 @pytest.mark.parametrize(("tokens", "far"), [(2**16, False), (2**20, True)])
-def test_heads_far_apart_are_found(monkeypatch: pytest.MonkeyPatch, tokens: int, far: bool) -> None:
+def test_heads_beyond_32_bit_offsets_are_read(monkeypatch: pytest.MonkeyPatch, tokens: int, far: bool) -> None:
     """[B, H, S, D] seen as [B, S, H, D]: the heads of a million tokens are 2**27 elements apart."""
     x = torch.empty((1, 32, tokens, 128), dtype=torch.bfloat16, device="meta").transpose(1, 2)
     table = torch.empty((tokens, 1, 128), device="meta")

@@ -65,7 +65,7 @@ def test_programs_that_take_rows_in_several_steps(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("spec", [ROWS, RATIO], ids=str)
-def test_amaxes_that_are_given_go_before_those_measured(spec: QuantSpec, transposed: bool) -> None:
+def test_given_amaxes_replace_measured_ones(spec: QuantSpec, transposed: bool) -> None:
     x = torch.randn(48, 70, device=DEVICE)
     x = x.t() if transposed else x
     x[3, 5] = torch.inf
@@ -75,7 +75,7 @@ def test_amaxes_that_are_given_go_before_those_measured(spec: QuantSpec, transpo
     assert_same(gpu.quantize(x, spec, 3.0), reference.quantize(x, spec, 3.0))
 
 
-def test_a_factor_of_blocks_goes_to_the_reference() -> None:
+def test_a_block_factor_uses_the_reference() -> None:
     x = torch.randn(8, 32, device=DEVICE)
     assert_same(gpu.quantize(x, ROWS, None, 4.0), reference.quantize(x, ROWS, None, 4.0))
 

@@ -1,4 +1,4 @@
-"""The scan's kernels against float64's recurrence: outputs, last states, all gradients, and what is no number."""
+"""Test the scan kernels against a float64 recurrence: outputs, last states, gradients, nonfinite values."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ def assert_near(values: dict[str, Tensor], bound: float, **options: Any) -> None
     ],
     ids=["whole", "ragged", "limits", "one token"],
 )
-def test_outputs_and_gradients_are_those_of_float64s_recurrence(
+def test_outputs_and_gradients_match_a_float64_recurrence(
     size: tuple[int, ...], scale: float, left_out: tuple[str, ...], options: dict[str, Any]
 ) -> None:
     values = tensors(size, scale=scale)
@@ -59,7 +59,7 @@ def test_heads_that_share_a_program_and_few_bits(dtype: torch.dtype, monkeypatch
     assert_near(tensors((1, 70, 4, 16, 2, 20), dtype=dtype), ROUNDED[dtype])
 
 
-def test_sequences_laid_end_to_end_are_each_alone() -> None:
+def test_packed_sequences_are_independent() -> None:
     values, ends = tensors((1, 80, 2, 5, 1, 3)), [0, 2, 2, 43, 80]
     flat = {name: value[0] if name in ("x", "dt", "B", "C") else value for name, value in values.items()}
     flat["initial_states"] = torch.randn(4, 2, 5, 3)
@@ -73,7 +73,7 @@ def test_sequences_laid_end_to_end_are_each_alone() -> None:
     assert_bitwise(ours[-1][1], drawn_gradient(ours[1], 1)[1])
 
 
-def test_values_that_hurt_in_a_sequence_and_a_head_each() -> None:
+def test_edge_case_values_in_each_sequence_and_head() -> None:
     """By sequence: steps of 0, few large ones, larger, x large, tiny and 0, B 0, a large state; decays by head."""
     values = tensors((8, 34, 4, 4, 1, 4))
     values["dt"][0] = -1e9
@@ -95,7 +95,7 @@ def test_values_that_hurt_in_a_sequence_and_a_head_each() -> None:
                 assert_close(f"{name}, sequence {sequence}", one[sequence], other[sequence], BOUND)
 
 
-def test_what_is_not_finite_spoils_no_earlier_chunk_and_no_other_sequence() -> None:
+def test_nonfinite_values_spoil_no_earlier_chunk_and_no_other_sequence() -> None:
     values = tensors((5, 38, 2, 4, 1, 4))
     clean = by_kernels(values)
     for sequence, (name, value) in enumerate(
@@ -113,7 +113,7 @@ def test_what_is_not_finite_spoils_no_earlier_chunk_and_no_other_sequence() -> N
             assert_bitwise(one[4], other[4], name)
 
 
-def test_softplus_keeps_its_digits_on_both_sides() -> None:
+def test_softplus_keeps_its_precision_for_both_signs() -> None:
     """Of a token a sequence, so that no step is seen beside larger ones."""
     dt = torch.tensor([-1e4, -80.0, -20.0, -16.7, -15.0, -12.0, -9.0, -5.0, -1e-3, 0.0, 1e-3, 3.0, 19.9, 20.1, 90.0])
     values = tensors((len(dt), 1, 1, 4, 1, 4)) | {"dt": dt.view(-1, 1, 1), "A": torch.tensor([-1e-6])}
@@ -124,7 +124,7 @@ def test_softplus_keeps_its_digits_on_both_sides() -> None:
             assert_close(f"{name} where dt is {step}", ours, truth, BOUND)
 
 
-def test_what_the_kernels_do_not_take_goes_the_plain_way() -> None:
+def test_unsupported_inputs_use_the_plain_implementation() -> None:
     taken = tensors((1, 4, 2, 8, 1, 8))
     refused = {
         "float64": {name: value.double() for name, value in taken.items()},
@@ -141,8 +141,8 @@ def test_what_the_kernels_do_not_take_goes_the_plain_way() -> None:
     assert_close("y", y.cpu(), exact(refused["wide heads in float32"])[0], BOUND)
 
 
-def test_a_block_computes_under_the_kernels_what_it_does_without() -> None:
-    """Of heads that lie in the output of a projection, beside others' features."""
+def test_a_block_computes_the_same_with_kernels() -> None:
+    """With heads inside the output of a projection, beside other features."""
     torch.manual_seed(0)
     block = qt.Mamba2(16, inner=16, head_dim=8, state=6, groups=1, normalization="RMSNorm").to(DEVICE)
     x, runs = torch.randn(2, 35, 16), []

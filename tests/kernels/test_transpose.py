@@ -1,4 +1,4 @@
-"""Codes and their transpose as bytes of its own hold the same bytes."""
+"""Test that codes and their contiguous transpose hold the same bytes."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def every_byte(rows: int, k: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("layout", ["padded", "dense", "offset", "gaps", "transpose"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_bytes_are_turned_and_rows_end_in_zeros(shape: tuple[int, int], layout: str) -> None:
+def test_bytes_are_transposed_and_rows_padded_with_zeros(shape: tuple[int, int], layout: str) -> None:
     rows, k = shape
     codes = every_byte(rows, k)
     base = torch.full((rows + 1, -(-k // 16) * 16 + 32), 0xAB, dtype=torch.uint8, device=DEVICE)
@@ -40,7 +40,7 @@ def test_bytes_are_turned_and_rows_end_in_zeros(shape: tuple[int, int], layout: 
 
 
 @pytest.mark.parametrize("block", [(None, None), (128, 128)], ids=str)
-def test_an_operand_in_square_blocks_is_turned_with_its_scales(block: tuple[int | None, int | None]) -> None:
+def test_an_operand_in_square_blocks_is_transposed_with_its_scales(block: tuple[int | None, int | None]) -> None:
     x = torch.randn(150, 70, device=DEVICE)
     spec = QuantSpec(E4M3, block)
     q = gpu.quantize(x, spec).T
@@ -51,5 +51,5 @@ def test_an_operand_in_square_blocks_is_turned_with_its_scales(block: tuple[int 
 
 
 @pytest.mark.parametrize("shape", [(0, 16), (16, 0)], ids=str)
-def test_nothing_is_turned_into_nothing(shape: tuple[int, int]) -> None:
+def test_an_empty_operand_transposes_to_an_empty_one(shape: tuple[int, int]) -> None:
     assert gpu.transpose(torch.empty(shape, dtype=torch.float8_e5m2, device=DEVICE)).shape == shape[::-1]

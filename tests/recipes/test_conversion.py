@@ -1,4 +1,4 @@
-"""What is decided about a layer, and what is reported: without any framework."""
+"""Test conversion decisions and reports without a framework."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def test_the_first_rule_that_fits_any_name_decides_and_skip_comes_first() -> Non
     assert choice.unused == []
 
 
-def test_what_never_decided_is_unused() -> None:
+def test_rules_that_never_decide_are_unused() -> None:
     choice = ConversionRules(quaver.Rules({"up": "mxfp8", "up*": "nvfp4"}), ["lm_head"])
     assert choice.decide(["up"], 8, 8)[1] == ""
     assert choice.decide(["down"], 8, 8) == (None, "no rule matches it")
@@ -44,7 +44,7 @@ def test_a_report_counts_gives_reasons_and_suggests_the_nearest_name() -> None:
     ]
 
 
-def test_a_report_tells_the_share_of_the_parameters_that_gemms_read() -> None:
+def test_a_report_has_the_share_of_parameters_read_by_gemms() -> None:
     report = Report({"up": quaver.recipes.mxfp8()}, converted_parameters=1000, chosen_parameters=500)
     assert str(report).splitlines()[1] == (
         "  of 1,500 parameters that GEMMs read 67%; 500 left alone by choice, 0 not reached"
@@ -59,7 +59,7 @@ def torchaos(module: object, fqn: str) -> bool:
 
 
 @pytest.mark.parametrize("given", [torchaos, [torchaos], [lambda module, fqn: True], ["head", lambda name: ""]])
-def test_a_filter_of_torchaos_signature_is_a_sentence(given: Any) -> None:
+def test_a_filter_of_torchaos_signature_gives_a_clear_error(given: Any) -> None:
     with pytest.raises(ValueError, match=r"\(name, in_features, out_features, recipe\).*opposite sense"):
         ConversionRules("mxfp8", given)
 
@@ -68,6 +68,6 @@ def test_filters_of_any_other_shape_are_called() -> None:
     ConversionRules("mxfp8", [lambda *args: "", lambda name, i, o, recipe, more=1: "", max])
 
 
-def test_skip_as_a_string_is_a_sentence() -> None:
+def test_skip_as_a_string_gives_a_clear_error() -> None:
     with pytest.raises(ValueError, match=r"give a list of patterns: skip=\['head'\]"):
         ConversionRules("mxfp8", "head")

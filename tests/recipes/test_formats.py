@@ -1,4 +1,4 @@
-"""Formats are data; what they say is held against ml_dtypes."""
+"""Test the format table against ml_dtypes."""
 
 import pickle
 
@@ -39,7 +39,7 @@ def test_fields_agree_with_ml_dtypes(fmt: Format) -> None:
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
-def test_emax_and_max_mantissa_are_the_largest_number_taken_apart(fmt: Format) -> None:
+def test_emax_and_max_mantissa_give_the_largest_number(fmt: Format) -> None:
     assert (1 + fmt.max_mantissa / 2**23) * 2.0**fmt.emax == fmt.max
     bits = int(np.float32(fmt.max).view(np.uint32))
     assert (fmt.max_mantissa, fmt.emax) == (bits & 0x7FFFFF, (bits >> 23) - 127)
@@ -73,6 +73,6 @@ def test_the_table_is_keyed_by_name() -> None:
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
-def test_a_pickled_format_is_equal_and_hashes_alike(fmt: Format) -> None:
+def test_a_pickled_format_is_equal_and_has_the_same_hash(fmt: Format) -> None:
     copy = pickle.loads(pickle.dumps(fmt))
     assert copy == fmt and hash(copy) == hash(fmt)

@@ -137,12 +137,12 @@ def test_equal_recipes_are_one_object(label: str) -> None:
     assert copied is not recipe and get(copied) is recipe
 
 
-def test_recipes_with_other_numbers_are_other_objects() -> None:
+def test_recipes_with_other_values_are_other_objects() -> None:
     assert len(set(VARIANTS.values())) == len(VARIANTS)
 
 
-def test_a_text_is_one_recipes() -> None:
-    """What recipes are interned by: each field of theirs is in it."""
+def test_each_text_names_one_recipe() -> None:
+    """Recipes are interned by their text: it contains each of their fields."""
     high, rows = GemmSpec(None, None), GemmSpec(ROW, ROW)
     scaled = GemmSpec(QuantSpec(E4M3), QuantSpec(E4M3))
     attention = [AttentionSpec(ROW, ROW), AttentionSpec(ROW, QuantSpec(E5M2)), AttentionSpec(QuantSpec(E5M2), ROW)]
@@ -167,7 +167,7 @@ def test_a_text_is_one_recipes() -> None:
     assert all(get(recipe) == recipe for recipe in recipes)
 
 
-def test_what_is_no_flag_is_refused_after_one_that_is_was_taken() -> None:
+def test_an_invalid_flag_is_refused_after_a_valid_one() -> None:
     """What a recipe function has built before it looks up, by what was given."""
     assert get("mxfp8", weight_2d=True) is get("mxfp8", weight_2d=True)
     for other in (1, 1.0, np.True_, "True"):
@@ -175,7 +175,7 @@ def test_what_is_no_flag_is_refused_after_one_that_is_was_taken() -> None:
             get("mxfp8", weight_2d=other)
 
 
-def test_a_recipe_of_ones_own_is_taken_as_it_is_and_interned() -> None:
+def test_a_custom_recipe_is_used_unchanged_and_interned() -> None:
     def one_of_its_own() -> Recipe:
         return Recipe("mine", GemmSpec(ROW, ROW), GemmSpec(None, None), GemmSpec(None, None))
 
@@ -203,7 +203,7 @@ def test_a_name_in_other_case_or_of_another_library_suggests_ours(typed: str, ri
         get(typed)
 
 
-def test_a_name_with_options_is_taken_wherever_a_recipe_is() -> None:
+def test_a_name_with_options_is_accepted_wherever_a_recipe_is() -> None:
     assert get("delayed(history=16, margin=1)") is get("delayed", history=16, margin=1)
     assert get("delayed(history=16)", margin=1) is get("delayed", history=16, margin=1)
     for wrong in ("delayed(16)", "delayed(history=)", "delayed(history=16", "a b", "__import__('os')"):
@@ -228,7 +228,7 @@ def test_a_misspelt_option_suggests_the_nearest(name: str) -> None:
         get(name, **{right + "z": True})
 
 
-def test_an_option_of_a_recipe_without_options_says_so() -> None:
+def test_an_option_for_a_recipe_without_options_is_refused() -> None:
     with pytest.raises(ValueError, match="it takes no options"):
         get("bf16", margin=1)
 
@@ -257,7 +257,7 @@ def test_a_wrong_value_says_what_to_give(options: dict[str, object], words: str)
         get("delayed", **options)
 
 
-def test_options_go_by_name() -> None:
+def test_options_are_keyword_only() -> None:
     with pytest.raises(ValueError, match="by name: format"):
         quaver.recipes.tensorwise("e4m3")  # type: ignore[misc]
 

@@ -40,7 +40,7 @@ def test_the_first_match_wins() -> None:
     assert recipe("model.layers.1.attn.v_proj") == "nvfp4"
 
 
-def test_no_match_is_none() -> None:
+def test_no_match_returns_none() -> None:
     assert Rules({"*.mlp": "mxfp8"}).match("model.attn", 64, 64) is None
 
 
@@ -73,6 +73,6 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
 
 
 @pytest.mark.parametrize("build, word", REFUSED, ids=[word for _, word in REFUSED])
-def test_what_makes_no_sense_is_refused(build: Callable[[], object], word: str) -> None:
+def test_invalid_arguments_are_refused(build: Callable[[], object], word: str) -> None:
     with pytest.raises(ValueError, match=word):
         build()

@@ -53,7 +53,7 @@ def test_every_end_of_every_recipe_is_read_back() -> None:
             ]
 
 
-def test_in_a_list_a_part_with_until_goes_on_to_the_next_comma() -> None:
+def test_in_a_list_a_part_with_until_extends_to_the_next_comma() -> None:
     text = f"bf16, nvfp4 until 85%, bf16,mxfp8,, {OPTIONS} until  5,mxfp8 until loss<1.9 , delayed(history=4, margin=1)"
     assert list(items(text)) == [
         *("bf16", "nvfp4 until 85%, bf16", "mxfp8"),
@@ -92,13 +92,13 @@ def test_in_a_list_a_part_with_until_goes_on_to_the_next_comma() -> None:
         (", ".join(["bf16 until 5"] * 200), "has 200 parts; give at most 100"),
     ],
 )
-def test_what_is_no_schedule_is_one_sentence_that_says_what_to_write(text: str, said: str) -> None:
+def test_an_invalid_schedule_gives_an_error_that_says_what_to_write(text: str, said: str) -> None:
     with pytest.raises(ValueError) as error:
         recipes.schedule(text, steps=300, peak=1.0)
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
-def test_what_a_part_ends_by_must_be_given() -> None:
+def test_the_quantity_that_ends_a_part_must_be_given() -> None:
     with pytest.raises(ValueError, match="is a share of a run's steps; give steps="):
         recipes.schedule("nvfp4 until 85%, bf16")
     for peak in (None, 0.0, math.inf, math.nan):
@@ -115,7 +115,7 @@ def test_what_a_part_ends_by_must_be_given() -> None:
         schedule.at(1)
 
 
-def test_a_step_and_a_share_end_with_that_step_exactly() -> None:
+def test_parts_given_by_step_or_fraction_end_exactly_there() -> None:
     for steps in (2, 3, 7, 20, 100, 1000, 2**62):
         for percent in (1, 29, 50, 57, 85, 99):
             last = percent * steps // 100
@@ -126,7 +126,7 @@ def test_a_step_and_a_share_end_with_that_step_exactly() -> None:
     assert in_force(recipes.schedule("nvfp4 until 3, bf16"), [1.0] * 6, [1.0] * 6) == [0, 0, 0, 1, 1, 1]
 
 
-def test_a_warm_up_is_below_the_share_and_ends_nothing() -> None:
+def test_low_learning_rates_during_warm_up_end_no_part() -> None:
     rates = [0.05, 0.5, 1.0, 0.6, 0.2, 0.1, 0.0999, 0.05, 0.3]
     parts = in_force(recipes.schedule("nvfp4 until lr<10%, bf16", peak=1.0), rates, rates)
     assert parts == [0, 0, 0, 0, 0, 0, 1, 1, 1], "it falls below at the seventh step, and does not come back"
@@ -145,7 +145,7 @@ def test_a_loss_is_the_mean_of_the_last_steps_and_of_no_fewer() -> None:
     assert in_force(recipes.schedule("nvfp4 until loss<1.5, bf16"), above, above) == [0] * SMOOTHED, "it is not below"
 
 
-def test_a_part_whose_end_lies_behind_it_is_left_out() -> None:
+def test_a_part_that_has_already_ended_is_left_out() -> None:
     schedule = recipes.schedule("mxfp8 until lr<50%, nvfp4 until 3, bf16", peak=1.0)
     assert in_force(schedule, [1.0, 1.0, 1.0, 0.4, 0.3], [1.0] * 5) == [0, 0, 0, 2, 2]
 

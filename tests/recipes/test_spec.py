@@ -1,4 +1,4 @@
-"""Specs and recipes: what is refused and in which words, and that they are values (text, hash, pickle)."""
+"""Test specs and recipes: errors with their messages, and value semantics (text, hash, pickle)."""
 
 import copy
 import pickle
@@ -52,9 +52,7 @@ def delayed_recipe(fprop: GemmSpec) -> Recipe:
 
 
 @pytest.mark.parametrize("build, words", REFUSED, ids=[" ".join(words) for _, words in REFUSED])
-def test_what_makes_no_sense_is_refused_with_what_where_and_instead(
-    build: Callable[[], object], words: tuple[str, ...]
-) -> None:
+def test_invalid_specs_are_refused_with_a_suggestion(build: Callable[[], object], words: tuple[str, ...]) -> None:
     with pytest.raises(ValueError) as error:
         build()
     missing = [word for word in words if word not in str(error.value)]
@@ -100,7 +98,7 @@ def test_partial_blocks_are_counted(spec: QuantSpec) -> None:
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_what_a_spec_says_of_itself_follows_from_its_fields(spec: QuantSpec) -> None:
+def test_spec_properties_follow_from_the_fields(spec: QuantSpec) -> None:
     assert spec.two_level == spec.scale.startswith("two_level")
     assert spec.per_tensor == (spec.block == (None, None))
     assert spec.power_of_two == (spec.scale in ("power_of_two", "e8m0", "unit"))

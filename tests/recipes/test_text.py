@@ -40,14 +40,14 @@ class Text(HTMLParser):
 
 
 @pytest.mark.parametrize("recipe", EVERY_OPTION, ids=str)
-def test_a_recipe_is_shown_in_a_line_that_tells_its_options(recipe: quaver.Recipe) -> None:
+def test_a_recipe_prints_its_options_in_one_line(recipe: quaver.Recipe) -> None:
     shown = repr(recipe)
     assert shown.startswith(f"Recipe({recipe.name}: ") and len(shown) < 240 and "\n" not in shown
     assert all(str(spec) in shown for spec in recipe.operands().values() if spec is not None)
     assert {other for other in EVERY_OPTION if repr(other) == shown} == {recipe}
 
 
-def test_a_spec_is_shown_as_it_is_written() -> None:
+def test_a_spec_prints_in_its_written_form() -> None:
     assert repr(recipes.mxfp8().fprop) == (
         "GemmSpec(a=QuantSpec(e4m3[1x32]:e8m0), b=QuantSpec(e4m3[1x32]:e8m0), fast_accum=False)"
     )
@@ -61,7 +61,7 @@ def test_a_notebook_shows_a_recipe_as_a_table(recipe: quaver.Recipe) -> None:
     assert {str(spec or "high precision") for spec in recipe.operands().values()} <= set(words)
 
 
-def test_a_report_is_shown_as_it_is_printed_and_a_notebook_shows_every_layer() -> None:
+def test_a_report_repr_is_its_printed_form_and_notebooks_show_every_layer() -> None:
     mxfp8 = recipes.mxfp8()
     report = Report({"a.up": mxfp8, "": mxfp8}, {"<b>": 'no "rule" & so on'}, ["*.hed"], {"Conv": 2}, "linear")
     assert repr(report) == str(report) and repr(report).startswith("converted 2 to mxfp8\n")

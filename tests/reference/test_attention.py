@@ -1,4 +1,4 @@
-"""The specification of quantized attention: its formulas against float64 ones, its operands, and what is odd."""
+"""Test the specification of quantized attention: formulas against float64, operands, edge cases."""
 
 from typing import Any
 
@@ -66,7 +66,7 @@ def on_the_grid(x: np.ndarray) -> np.ndarray:
     return np.where(np.abs(x) < 0.3, 0, np.sign(x)).astype(np.float32)
 
 
-def test_where_rounding_changes_nothing_the_output_is_attention() -> None:
+def test_lossless_rounding_gives_plain_attention() -> None:
     q, k, v, _ = (on_the_grid(x) for x in operands())
     # One key a query: its probability is 1.
     hidden = np.arange(SK) != (np.arange(SQ) % SK)[:, None]
@@ -81,7 +81,7 @@ def test_the_output_is_attention_within_eight_bits(spec: AttentionSpec) -> None:
 
 
 @every_spec
-def test_the_gradients_are_those_of_attention_within_eight_bits(spec: AttentionSpec) -> None:
+def test_the_gradients_match_attention_within_eight_bits(spec: AttentionSpec) -> None:
     q, k, v, g = operands()
     own = options()
     bias, sinks = np.broadcast_to(own.pop("bias"), (B, H, SQ, SK)), own.pop("sinks")

@@ -7,14 +7,14 @@ from quaver.reference import moe
 from tests.close import assert_bitwise
 
 
-def test_a_token_goes_to_its_best_experts_with_the_shares_of_their_softmax() -> None:
+def test_a_token_is_routed_to_its_best_experts_with_softmax_weights() -> None:
     routing = moe.route(np.log(np.array([[1.0, 4.0, 2.0, 3.0]])), 2)
     assert routing.indices.tolist() == [[1, 3]]
     np.testing.assert_allclose(routing.weights, [[4 / 7, 3 / 7]])
     np.testing.assert_allclose(routing.probabilities, [[0.1, 0.4, 0.2, 0.3]])
 
 
-def test_a_softmax_over_all_experts_leaves_what_the_others_have() -> None:
+def test_a_softmax_over_all_experts_is_not_renormalized() -> None:
     logits = np.log(np.array([[1.0, 4.0, 2.0, 3.0]]))
     np.testing.assert_allclose(moe.route(logits, 2, softmax_first=True).weights, [[0.4, 0.3]])
     normalized = moe.route(logits, 2, softmax_first=True, normalize=True, scale=7.0).weights
@@ -46,12 +46,12 @@ def test_experts_of_the_best_groups_alone_are_chosen() -> None:
 
 
 @pytest.mark.parametrize("first, second", [(0.0, -0.0), (-0.0, 0.0), (np.nan, np.nan), (np.inf, np.inf)])
-def test_of_equal_numbers_the_first_comes_first(first: float, second: float) -> None:
+def test_equal_values_keep_their_order(first: float, second: float) -> None:
     assert moe.descending(np.array([-np.inf, first, second])) == [1, 2, 0]
     assert moe.descending(np.array([np.inf, np.nan])) == [1, 0]
 
 
-def test_rows_lie_by_expert_and_then_by_token() -> None:
+def test_rows_are_ordered_by_expert_and_then_by_token() -> None:
     indices = np.array([[2, 0], [0, 2], [2, 3]])
     row, ends, count = moe.places(indices, 4)
     assert (row.tolist(), ends.tolist(), count) == ([2, 0, 1, 3, 4, 5], [2, 2, 5, 6], 6)
@@ -68,7 +68,7 @@ def test_a_number_of_no_expert_here_has_no_row() -> None:
     assert moe.places(np.array([[1, 4], [-1, 0]]), 2)[0].tolist() == [1, -1, -1, 0]
 
 
-def test_what_was_laid_out_is_summed_with_its_weights() -> None:
+def test_expert_rows_are_summed_with_their_weights() -> None:
     x = np.array([[1.0, 2.0], [3.0, -0.0]], np.float32)
     y, _, row = moe.permute(x, np.array([[1, 0], [1, 2]]), 3, pad=2)
     assert y.tolist() == [[1, 2], [0, 0], [1, 2], [3, 0], [3, 0], [0, 0]]

@@ -38,7 +38,7 @@ def test_codes_scales_and_dequantize_tell_the_same_story(spec: QuantSpec) -> Non
 
 
 @every_spec
-def test_an_element_is_off_by_at_most_a_step_of_its_blocks_format(spec: QuantSpec) -> None:
+def test_the_error_of_an_element_is_at_most_one_step_of_its_block(spec: QuantSpec) -> None:
     x = normal(40, 64)
     q = quantize(x, spec)
     target = rotate(x) if spec.hadamard else x
@@ -62,7 +62,7 @@ def test_no_size_is_an_error(spec: QuantSpec, shape: tuple[int, int]) -> None:
 
 
 @every_spec
-def test_a_partial_block_is_a_block_of_its_own(spec: QuantSpec) -> None:
+def test_a_partial_block_has_its_own_scale(spec: QuantSpec) -> None:
     if None in spec.block or spec.two_level or spec.hadamard or spec.rounding == "stochastic":
         return
     (br, bk), x = spec.block, normal(*(b + b // 2 + 1 for b in spec.block))
@@ -122,14 +122,14 @@ def test_a_given_amax_has_no_sign_and_is_zero_when_subnormal() -> None:
     assert_same(quantize(x, MX, minus * np.float32(1e-39)), quantize(x, MX, minus * 0))
 
 
-def test_a_given_amax_scales_and_what_exceeds_it_saturates() -> None:
+def test_a_given_amax_scales_and_larger_values_saturate() -> None:
     x = np.array([[1.0, -100.0, 1e30]], np.float32)
     q = quantize(x, TENSOR, np.array([[1.75]], np.float32))
     assert_bitwise(q.scales(), np.array([[2.0**-8]], np.float32))
     assert_bitwise(q.dequantize(), np.array([[1.0, -1.75, 1.75]], np.float32))
 
 
-def test_a_factor_is_used_as_it_is_and_zero_is_unset() -> None:
+def test_a_factor_is_used_unchanged_and_zero_is_unset() -> None:
     x = normal(3, 5)
     q = quantize(x, TENSOR, factor=4.0)
     assert_bitwise(q.scales(), np.array([[0.25]], np.float32))
@@ -152,7 +152,7 @@ def test_two_levels_are_the_formula() -> None:
             assert_bitwise(q.data[i, 16 * j : 16 * (j + 1)], data, f"block {i}, {j}")
 
 
-def test_two_level_blocks_are_measured_whatever_amax_was_given() -> None:
+def test_two_level_blocks_are_measured_despite_a_given_amax() -> None:
     x = normal(4, 32)
     ordinary, larger = quantize(x, NV), quantize(x, NV, np.array([[np.abs(x).max() * 2]], np.float32))
     # A tensor factor of half the size halves the E4M3 codes, not the product of both levels.
@@ -229,7 +229,7 @@ def test_quantizing_a_quantized_of_the_same_spec_returns_it_and_of_another_is_re
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4)])
-def test_what_is_no_matrix_is_refused(shape: tuple[int, ...]) -> None:
+def test_operands_that_are_no_matrices_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="is a matrix"):
         quantize(np.zeros(shape, np.float32), MX)
 

@@ -56,7 +56,7 @@ def steps(y: np.ndarray, code: StateCode) -> np.ndarray:
 
 
 @pytest.mark.parametrize("spec", [spec for spec in NEAREST if spec.of.numbers == 1], ids=lambda spec: spec.text)
-def test_what_is_read_is_within_half_a_step_of_what_was_written(spec: StateSpec) -> None:
+def test_decoded_values_are_within_half_a_step(spec: StateSpec) -> None:
     grid = steps(every_value(spec.of), spec.of)
 
     for x in examples(spec):
@@ -83,7 +83,7 @@ def test_what_is_read_is_within_half_a_step_of_what_was_written(spec: StateSpec)
     + [spec for spec in SCALED if spec.of.numbers > 1],
     ids=lambda spec: spec.text,
 )
-def test_larger_numbers_have_no_smaller_values(spec: StateSpec) -> None:
+def test_decoding_is_monotonic(spec: StateSpec) -> None:
     for x in examples(spec):
         x = np.sort(x.reshape(1, -1)[:, :16])
         noise = np.full(x.shape, x.view(np.uint32).sum() % 2**15, np.int32)
@@ -137,7 +137,7 @@ def test_noise_of_every_interval_is_unbiased(spec: StateSpec) -> None:
 
 
 @pytest.mark.parametrize("spec", [spec for spec in SCALED if spec.block], ids=lambda spec: spec.text)
-def test_blocks_of_zeros_subnormals_and_what_is_not_finite(spec: StateSpec) -> None:
+def test_blocks_of_zeros_subnormals_and_nonfinite_values(spec: StateSpec) -> None:
     x = np.zeros((6, 16), F)
     x[1] = F(1e-42)
     x[2], x[3], x[4] = 1.0, 1.0, 1.0

@@ -55,7 +55,7 @@ def test_a_midpoint_goes_to_the_even_code_and_an_ulp_decides(fmt: Format) -> Non
 
 
 @signed
-def test_what_is_on_the_grid_stays(fmt: Format) -> None:
+def test_grid_values_stay_unchanged(fmt: Format) -> None:
     values = np.concatenate([grid(fmt), -grid(fmt)])
     assert_bitwise(round_to(values, fmt), values)
 
@@ -79,7 +79,7 @@ def test_nan_stays_nan_or_becomes_the_largest_where_the_format_has_none(fmt: For
 
 
 @signed
-def test_the_sign_of_zero_is_kept_also_by_what_rounds_to_zero(fmt: Format) -> None:
+def test_the_sign_of_zero_survives_also_when_a_value_rounds_to_zero(fmt: Format) -> None:
     tiny = float32(0.0, 1e-45, 2.0**-127, grid(fmt)[1] / 4)
     zeros = np.zeros(4, np.float32)
     for u in (None, np.full(4, 1 - 2.0**-24, np.float32)):
@@ -88,7 +88,7 @@ def test_the_sign_of_zero_is_kept_also_by_what_rounds_to_zero(fmt: Format) -> No
 
 
 @signed
-def test_at_random_a_value_goes_up_exactly_where_u_is_below_its_fraction(fmt: Format) -> None:
+def test_stochastic_rounding_goes_up_exactly_when_u_is_below_the_fraction(fmt: Format) -> None:
     low, high = grid(fmt)[:-1], grid(fmt)[1:]
     ulp = np.float32(2.0**-24)
     for fraction in (0.25, 0.5, 0.8125):
@@ -100,7 +100,7 @@ def test_at_random_a_value_goes_up_exactly_where_u_is_below_its_fraction(fmt: Fo
 
 
 @signed
-def test_at_random_what_is_on_the_grid_or_beyond_it_does_not_move(fmt: Format) -> None:
+def test_stochastic_rounding_leaves_grid_values_and_saturated_values_unchanged(fmt: Format) -> None:
     for u in (0.0, 0.5, 1 - 2.0**-24):
         noise = np.full(len(grid(fmt)), u, np.float32)
         assert_bitwise(round_to(grid(fmt), fmt, noise), grid(fmt), f"u {u}")

@@ -42,7 +42,7 @@ def edges(largest: float) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", SCALES)
-def test_the_exponent_is_the_largest_that_does_not_saturate_and_is_held(name: str) -> None:
+def test_the_exponent_is_the_largest_that_does_not_saturate_and_is_clamped(name: str) -> None:
     largest, bounds = SCALES[name]
     a = edges(largest)
     p = exponent(a, largest, bounds)
@@ -55,7 +55,7 @@ def test_the_exponent_is_the_largest_that_does_not_saturate_and_is_held(name: st
 
 
 @pytest.mark.parametrize("name", SCALES)
-def test_the_bounds_are_reached_only_where_the_rule_goes_beyond_them(name: str) -> None:
+def test_exponent_bounds_apply_only_when_the_rule_exceeds_them(name: str) -> None:
     largest, bounds = SCALES[name]
     top = np.float32(largest * 2.0 ** -bounds[1])
     assert exponent(np.nextafter(top, np.float32(1)), largest, bounds) == bounds[1] - 1

@@ -13,7 +13,7 @@ LIMIT = 120
 
 
 class _Waiting(nn.Module):
-    """A module in whose trace its thread waits."""
+    """Module whose thread waits inside its trace."""
 
     def __init__(self, wait: Callable[[], Any]) -> None:
         super().__init__()

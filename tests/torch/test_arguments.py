@@ -25,12 +25,12 @@ CALLS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("model", ["model", 3, None, [nn.Linear(2, 2)]], ids=str)
-def test_what_is_no_module_is_a_type_error(name: str, model: Any) -> None:
+def test_non_modules_raise_a_type_error(name: str, model: Any) -> None:
     with pytest.raises(TypeError, match=f"(?s){name}.* a {type(model).__name__}"):
         CALLS[name](model)
 
 
-def test_recipes_with_options_in_their_text_are_taken_by_every_function() -> None:
+def test_every_function_accepts_recipes_with_options_in_their_text() -> None:
     x, text = torch.randn(4, 32), "mxfp8(weight_2d=True)"
     model = nn.Sequential(qt.Linear(32, 32, recipe=text))
     expected = model(x)

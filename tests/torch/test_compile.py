@@ -96,7 +96,7 @@ class Net(nn.Module):
 
 
 class Small(nn.Module):
-    """One layer, whose neighbours Inductor would fuse with what it sees of it."""
+    """One layer, which Inductor would fuse with the operations around it."""
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ WAYS = (autocast_outside, autocast_inside, converted)
 
 
 def turns() -> list[Any]:
-    """Every recipe every way; one way, by turns, it is compiled to the end, and two layers one after the other."""
+    """Every recipe in every mode; alternately one compiled to the end, and two layers in sequence."""
     rows = []
     # Those that are tested quickly come first, so that ways share them.
     for at, name in enumerate(dict.fromkeys([*KINDS, *recipes.RECIPES])):
@@ -501,7 +501,7 @@ class Siblings(nn.Module):
 
 @pytest.mark.parametrize("name", ["tensorwise", "delayed", "nvfp4"])
 def test_layers_of_one_input_quantize_it_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no weight's codes are kept, which quantizing them again in backward saves."""
+    """Weight codes are not saved, which quantizing again in backward allows."""
     net, recipe, done = Siblings(), recipes.get(name), []
     eager, codes = copy.deepcopy(net), []
     quantize = ops.QUANTIZE.eager
@@ -542,7 +542,7 @@ def test_layers_of_one_input_quantize_it_once(name: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_what_a_layer_gives_may_be_written_to(compiled: bool) -> None:
+def test_layer_outputs_may_be_written_in_place(compiled: bool) -> None:
     """As nn.ReLU(inplace=True) does, and Falcon, which adds attention's output to the MLP's."""
     layers = nn.ModuleList([qt.Linear(32, 32, recipe="tensorwise"), qt.LayerNormMLP(32, 64, recipe="tensorwise")])
 

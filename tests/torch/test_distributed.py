@@ -134,7 +134,7 @@ def groups_that_are_the_layers_own(rank: int) -> None:
 
 
 def ranks_with_other_layers(rank: int) -> None:
-    """Where no group is given, ranks reduce what they both hold, and each keeps what it alone holds to itself."""
+    """Without a group, ranks reduce the shared layers and each keeps its own layers local."""
     widths = ([32], [32, 32], []), ([16], [32], [32])
     # Layers of other cases are gone on both ranks alike.
     gc.collect()
@@ -189,7 +189,7 @@ def leftovers(rank: int) -> None:
 
 
 def as_one_process(rank: int) -> None:
-    """Blocks of 32 tokens lie within a rank, so the ranks' gradients average to those of the whole batch."""
+    """Blocks of 32 tokens are within a rank, so the ranks' gradients average to those of the whole batch."""
     net, whole = model(), model()
     for each in (net, whole):
         qt.convert(each, "mxfp8")
@@ -290,7 +290,7 @@ def made_on_meta_and_sharded(rank: int) -> None:
 
 
 def made_in_another_order(rank: int) -> None:
-    """Ranks that have made the same models in other orders have the same histories, of told groups and of none."""
+    """Ranks that made the same models in another order have the same histories, with and without given groups."""
     groups: list[Any] = [dist.new_group(list(range(RANKS))) for _ in range(3)]
     for told in (True, False):
         models: dict[str, nn.Sequential] = {}

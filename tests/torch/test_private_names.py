@@ -1,4 +1,4 @@
-"""Private names of torch that the library uses: they exist here and say what they are used for; others stand in."""
+"""Test the private torch names used by the library: they exist, behave as needed, or have a fallback."""
 
 import ast
 import sys
@@ -99,7 +99,7 @@ def test_a_transform_is_seen_inside_alone(names: tuple[Callable[..., Any], bool]
     assert inside == [present] and not transforms_active()
 
 
-def test_a_backward_has_a_number_of_its_own(names: tuple[Callable[..., Any], bool]) -> None:
+def test_each_backward_has_its_own_number(names: tuple[Callable[..., Any], bool]) -> None:
     given, present = names
     graph_task_id = given(layer_state, "graph_task_id")
     numbers: list[int] = []

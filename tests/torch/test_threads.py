@@ -1,4 +1,4 @@
-"""An eager thread beside one that compiles computes, counts, keeps and dispatches what it does alone."""
+"""Test that an eager thread beside a compiling one computes, counts, caches and dispatches as it does alone."""
 
 import contextlib
 import copy
@@ -76,7 +76,7 @@ BLOCKS: dict[str, Callable[[str], nn.Module]] = {
 
 
 def trained(block: nn.Module, recipe: str, around: Any) -> dict[str, Any]:
-    """What three steps leave, of which `around` is open around each: the last is counted, and its calls are noted."""
+    """State after three steps inside `around`; the last step is counted and its calls are recorded."""
     parameters = [p for p in block.parameters() if p.requires_grad]
     optimizer = optim.AdamW(parameters, lr=1e-2, preset="lean", seed=7)
     dtype = next((p.dtype for p in block.parameters() if p.dtype is torch.bfloat16), torch.float32)

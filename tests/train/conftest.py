@@ -17,7 +17,7 @@ class MakeConfig(Protocol):
 
 
 def write_text(folder: Path) -> Path:
-    """A folder of 25 files, so that two are held out."""
+    """Write a folder of 25 files, two of them for validation."""
     folder.mkdir()
     for number in range(25):
         words = " ".join(f"{number} times {factor} is {number * factor}." for factor in range(40))
@@ -50,7 +50,7 @@ def text(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def make_config(tmp_path: Path, text: Path) -> MakeConfig:
-    """Ten steps of `nano` in float32 or bfloat16, in a folder of their own."""
+    """Configuration of ten steps of `nano` in float32 or bfloat16, in a new folder."""
 
     def make(name: str = "run", **options: object) -> TrainConfig:
         return small(text, tmp_path / name, **options)

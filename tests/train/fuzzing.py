@@ -1,4 +1,4 @@
-"""Command lines, configurations, recipe texts and run folders as nobody writes them on purpose, each from a seed."""
+"""Random invalid command lines, configurations, recipe texts and run folders, each from a seed."""
 
 import json
 import os
@@ -253,7 +253,7 @@ def plan(random: Random, where: Place, fresh: Path) -> list[str]:
 
 
 def compare(random: Random, where: Place, fresh: Path) -> list[str]:
-    """A comparison that cannot begin: its runs would be processes of their own."""
+    """A comparison that cannot begin: its runs would be separate processes."""
     shutil.copytree(where.runs[0], fresh / "bf16-seed0")
     arguments = ["compare", "--config", str(where.config), "--quiet", *options(random, where)]
     names = ",".join(recipe(random) for _ in range(random.randrange(4)))

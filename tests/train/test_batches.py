@@ -22,7 +22,7 @@ def test_every_place_is_reached_and_none_beyond(make_config: MakeConfig) -> None
     assert np.array_equal(batch[..., 1:], batch[..., :-1] + 1)
 
 
-def test_validation_spans_the_text_and_knows_no_seed(make_config: MakeConfig) -> None:
+def test_validation_covers_the_text_and_does_not_depend_on_the_seed(make_config: MakeConfig) -> None:
     batches = validation_batches(TOKENS, make_config())
     assert np.array_equal(batches, validation_batches(TOKENS, make_config(seed=5)))
     assert batches.shape == (2, 2, 33) and batches.min() == 0 and batches.max() == 999

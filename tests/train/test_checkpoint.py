@@ -21,7 +21,7 @@ Tensors = dict[str, np.ndarray]
 
 
 def trained(seed: int = 0) -> tuple[Tensors, Tensors]:
-    """A matrix, a state that lies column by column and a count; moments and a number."""
+    """A matrix, a column-major state and a count; moments and a number."""
     random = np.random.default_rng(seed)
     weight = random.standard_normal((8, 4), np.float32)
     history = np.arange(6, dtype=np.float32).reshape(2, 3).T + seed
@@ -35,7 +35,7 @@ def equal(left: Tensors, right: Tensors) -> bool:
     )
 
 
-def test_what_is_saved_is_loaded_bit_for_bit(tmp_path: Path) -> None:
+def test_saved_tensors_load_bit_for_bit(tmp_path: Path) -> None:
     model, optimizer = trained()
     path = checkpoint.save(tmp_path, 12, model, optimizer, ABOUT)
     saved = checkpoint.load(path, ABOUT)
@@ -52,7 +52,7 @@ def test_the_newest_is_the_highest_number_and_old_ones_go(tmp_path: Path) -> Non
     assert checkpoint.latest(tmp_path) == tmp_path / "step-1000001"
 
 
-def test_a_file_is_what_safetensors_writes_and_bfloat16_is_of_that_type(tmp_path: Path) -> None:
+def test_files_match_safetensors_and_bfloat16_has_its_type(tmp_path: Path) -> None:
     dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.int16, torch.int8, torch.uint8, torch.bool)
     given = {str(dtype): torch.randn(5, 3).mul(100).to(dtype) for dtype in dtypes}
     given |= {"column": torch.randn(4, 6).t(), "empty": torch.zeros(0, 3), "one": torch.tensor(7.0)}
@@ -90,7 +90,7 @@ def interrupted(path: Path) -> None:
     raise KeyboardInterrupt
 
 
-def test_what_a_killed_save_left_is_not_taken_for_a_checkpoint(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_save_are_no_checkpoint(tmp_path: Path) -> None:
     model, optimizer = trained()
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(checkpoint, "flush", interrupted)
@@ -102,7 +102,7 @@ def test_what_a_killed_save_left_is_not_taken_for_a_checkpoint(tmp_path: Path) -
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
 @pytest.mark.parametrize("damage", ["cut", "garbage", "gone"])
-def test_a_broken_checkpoint_is_one_sentence(tmp_path: Path, name: str, damage: str) -> None:
+def test_a_broken_checkpoint_gives_one_clear_error(tmp_path: Path, name: str, damage: str) -> None:
     model, optimizer = trained()
     path = checkpoint.save(tmp_path, 1, model, optimizer, ABOUT)
     whole = (path / name).read_bytes()
@@ -114,7 +114,7 @@ def test_a_broken_checkpoint_is_one_sentence(tmp_path: Path, name: str, damage: 
         checkpoint.load(path, ABOUT)
 
 
-def test_another_runs_checkpoint_is_one_sentence(tmp_path: Path) -> None:
+def test_another_runs_checkpoint_gives_one_clear_error(tmp_path: Path) -> None:
     model, optimizer = trained()
     path = checkpoint.save(tmp_path, 1, model, optimizer, ABOUT)
     with pytest.raises(CheckpointError, match="made with model 'nano', and this run has 'tiny'"):
@@ -122,7 +122,7 @@ def test_another_runs_checkpoint_is_one_sentence(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("state", ["[]", "{}", "3", json.dumps({"format": 3, "step": 1})])
-def test_a_foreign_state_is_one_sentence(tmp_path: Path, state: str) -> None:
+def test_a_foreign_state_gives_one_clear_error(tmp_path: Path, state: str) -> None:
     model, optimizer = trained()
     path = checkpoint.save(tmp_path, 1, model, optimizer, ABOUT)
     (path / "state.json").write_text(state)
@@ -179,7 +179,7 @@ def test_an_emptied_optimizer_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e4m3fn, torch.complex64])
-def test_a_type_that_numpy_lacks_is_one_sentence(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_type_that_numpy_lacks_gives_one_clear_error(tmp_path: Path, dtype: torch.dtype) -> None:
     path = checkpoint.save(tmp_path, 1, *trained(), ABOUT)
     save_torch({"0.weight": torch.zeros(4, dtype=dtype)}, path / "model.safetensors")
     checkpoint.seal(path, {"format": checkpoint.FORMAT, "step": 1, **ABOUT})

@@ -48,9 +48,7 @@ def test_an_interval_is_students(number: int, t: float) -> None:
     assert interval_of(1.0, number) == pytest.approx(t, abs=0.01)
 
 
-def test_a_report_of_two_seeds_has_a_wide_interval_and_says_what_speeds_are(
-    make_config: MakeConfig, tmp_path: Path
-) -> None:
+def test_a_report_of_two_seeds_has_a_wide_interval_and_explains_speeds(make_config: MakeConfig, tmp_path: Path) -> None:
     runs = [made_up("bf16", seed, 0, make_config) for seed in (0, 1)]
     runs += [made_up("mxfp8", seed, 0.001 * (seed + 1), make_config) for seed in (0, 1)]
     text = report.write_report(Comparison(folder=tmp_path, runs=tuple(runs), jobs=1), []).read_text()
@@ -58,7 +56,7 @@ def test_a_report_of_two_seeds_has_a_wide_interval_and_says_what_speeds_are(
     assert "exact emulation on a CPU" in text
 
 
-def test_the_time_left_is_what_the_steps_so_far_took() -> None:
+def test_the_time_left_follows_the_steps_so_far() -> None:
     assert time_left(60, 100, 400) == "about 3 min left"
     assert time_left(10, 100, 400) == "about 30 s left"
     assert time_left(10, 0, 400) == time_left(10, 400, 400) == ""
@@ -84,7 +82,7 @@ def test_a_failed_run_is_named_and_the_others_are_reported(make_config: MakeConf
 
 
 @pytest.mark.parametrize("names", [["bf16"], ["nvfp4"], []])
-def test_pictures_are_made_of_whatever_finished(make_config: MakeConfig, tmp_path: Path, names: list[str]) -> None:
+def test_plots_show_the_finished_runs(make_config: MakeConfig, tmp_path: Path, names: list[str]) -> None:
     runs = tuple(
         made_up(name, 0, 0.1, make_config, None if name in names else "failed") for name in ("bf16", "nvfp4", "mxfp8")
     )
@@ -97,7 +95,7 @@ def test_the_loss_is_plotted(make_config: MakeConfig, tmp_path: Path) -> None:
     assert picture.stat().st_size > 10_000
 
 
-def test_labels_are_moved_apart() -> None:
+def test_labels_do_not_overlap() -> None:
     moved = spread([0.0, 0.01, 0.02, 0.9], 0.1)
     assert all(right - left > 0.0999 for left, right in pairwise(moved))
     assert moved[3] == 0.9 and moved[0] == pytest.approx(0.04)
@@ -127,7 +125,7 @@ def test_compare_trains_recipes_by_seeds_each_in_its_process(make_config: MakeCo
 
 @pytest.mark.usefixtures("forked_runs")
 def test_every_run_reads_the_text_that_was_read_first(make_config: MakeConfig, tmp_path: Path, text: Path) -> None:
-    """The comparison's folder lies in the text, as under `--text .`, and the text changes between two runs."""
+    """The folder of the comparison is inside the text, as with `--text .`, and the text changes between two runs."""
     config = make_config(str(text / "runs" / "compared"), steps=1, validate_every=0)
     folder = Path(config.out)
     compare_runs(config, ["bf16"])
@@ -161,7 +159,7 @@ def test_a_folder_in_the_place_of_a_file_is_seen_before_any_run(make_config: Mak
     assert not list(Path(config.out).glob("bf16*"))
 
 
-def test_what_runs_write_is_no_text(make_config: MakeConfig, text: Path) -> None:
+def test_files_written_by_runs_are_not_training_text(make_config: MakeConfig, text: Path) -> None:
     before = data.load(make_config())
     first = make_config(str(text / "runs" / "first"), steps=1)
     run_training(first)
@@ -196,8 +194,8 @@ def saved_tokenizer(folder: Path, make_config: MakeConfig) -> Path:
 
 
 @pytest.mark.usefixtures("forked_runs")
-def test_no_run_goes_on_when_the_comparison_ends(make_config: MakeConfig) -> None:
-    """Whatever ends it, such as a disk that fills while a report of its own is written."""
+def test_no_run_continues_after_the_comparison_ends(make_config: MakeConfig) -> None:
+    """For any cause, such as a disk that fills while a report is written."""
     config = make_config(steps=5000, checkpoint_every=0, validate_every=0)
     metrics = Path(config.out) / "bf16-seed0" / "metrics.jsonl"
 

@@ -32,7 +32,7 @@ def test_toml_takes_the_command_lines_spelling_and_integers_for_floats(tmp_path:
         ("steps = = 3", "is not valid TOML"),
     ],
 )
-def test_a_bad_toml_is_one_sentence(tmp_path: Path, line: str, said: str) -> None:
+def test_a_bad_toml_gives_one_clear_error(tmp_path: Path, line: str, said: str) -> None:
     path = tmp_path / "c.toml"
     path.write_text(line, encoding="utf-8")
     with pytest.raises(ValueError, match=str(path)) as error:
@@ -52,7 +52,7 @@ def test_a_bad_toml_is_one_sentence(tmp_path: Path, line: str, said: str) -> Non
         ({"beta2": 1.0}, "beta2 is 1.0; it must be below 1"),
     ],
 )
-def test_a_bad_value_is_one_sentence(options: dict[str, object], said: str) -> None:
+def test_a_bad_value_gives_one_clear_error(options: dict[str, object], said: str) -> None:
     with pytest.raises(ValueError) as error:
         TrainConfig(**options)  # type: ignore[arg-type]
     assert said in str(error.value)

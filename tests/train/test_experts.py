@@ -1,4 +1,4 @@
-"""Runs of models with experts, latent attention and state spaces: records, going on, and what is refused."""
+"""Test runs of models with experts, latent attention and state spaces: records, resuming, errors."""
 
 from dataclasses import replace
 from functools import partial
@@ -36,7 +36,7 @@ def records(result: TrainResult) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("recipe", ["bf16", "delayed(history=4)", "nvfp4"])
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_run_goes_on_as_if_it_had_not_stopped(make_config: MakeConfig, name: str, recipe: str) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(make_config: MakeConfig, name: str, recipe: str) -> None:
     options: dict[str, Any] = {"model": name, "recipe": recipe, "steps": 4, "checkpoint_every": 2, "validate_every": 0}
     whole = run_training(make_config("whole", **options))
 
@@ -82,7 +82,7 @@ def test_muon_refuses_weights_of_three_axes(make_config: MakeConfig) -> None:
 
 
 def test_balancing_reaches_the_weights(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loss that is reported is the cross-entropy; what is added changes the next step's."""
+    """The reported loss is the cross-entropy; the added terms change the loss of the next step."""
     seen = []
     for number, z in enumerate((0.0, 10.0)):
         own = MODELS["mixtral-tiny"].experts
@@ -105,9 +105,7 @@ def test_ranks_that_would_divide_such_layers_are_refused(
         mesh.sizes_of(config, recipe_name.find_recipe("bf16"))
 
 
-def test_a_router_whose_logits_are_not_finite_is_named(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_router_with_nonfinite_logits_is_named(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(MODELS["mixtral-tiny"], 256, 0, torch.device("cpu"))
     router = model.layers[1].mlp.router
     router.register_forward_hook(lambda module, inputs, routing: routing._replace(logits=routing.logits * torch.nan))

@@ -65,13 +65,13 @@ def fail(how: str) -> None:
 
 
 def poisoned(output: Tensor) -> Tensor:
-    """The output, whose gradient is NaN."""
+    """Output with a NaN gradient."""
     output.register_hook(lambda g: g * torch.nan)
     return output
 
 
 def main() -> None:
-    """The command line on one rank, which fails as it is told to."""
+    """Run the command line on one rank with the requested failure."""
     from quaver.train.__main__ import main as command
 
     how, errors, config = sys.argv[1:]
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 class Start:
-    """Two ranks under a store of this process, of which rank 1 fails as it is told to; "" goes on from a checkpoint."""
+    """Two ranks with a store in this process; rank 1 fails as requested; "" resumes from a checkpoint."""
 
     def __init__(self, how: str, config: TrainConfig, folder: Path) -> None:
         self.config, self.asked = config, False
@@ -166,7 +166,7 @@ WRITES = r"rank 1 is furthest behind, at step \d+ \(saving\), after \d+ collecti
 
 
 @pytest.mark.ranks
-def test_a_rank_that_dies_or_has_a_nan_is_named_and_the_run_goes_on(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_rank_that_dies_or_has_a_nan_is_named_and_the_run_resumes(make_config: MakeConfig, tmp_path: Path) -> None:
     starts = begun(make_config, tmp_path, [*QUICK, "raise"])
     seen = outcomes(starts)
     for how, sentence in QUICK.items():
@@ -195,7 +195,7 @@ def test_a_rank_that_dies_or_has_a_nan_is_named_and_the_run_goes_on(make_config:
 
 
 @pytest.mark.ranks
-def test_a_rank_that_stands_still_is_named_when_the_others_have_waited(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_stuck_rank_is_named_after_the_timeout(make_config: MakeConfig, tmp_path: Path) -> None:
     starts = begun(make_config, tmp_path, SLOW, timeout=TIMEOUT)
     starts |= begun(make_config, tmp_path, ["write"], timeout=TIMEOUT, async_save=True)
     seen = outcomes(starts, patient=False)

@@ -1,4 +1,4 @@
-"""Whatever is typed, and whatever lies in a run's folder: exit code 0, or a sentence, in bounds of time and memory."""
+"""Test that any input and run folder gives exit code 0 or a clear error, within time and memory limits."""
 
 import faulthandler
 import os
@@ -48,7 +48,7 @@ def where(tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPat
 
 @contextmanager
 def bounds() -> Iterator[None]:
-    """Limits of time and memory for what is done inside."""
+    """Time and memory limits for the enclosed code."""
 
     def late(number: int, frame: object) -> None:
         raise Hang
@@ -126,8 +126,8 @@ def test_odd_command_lines_and_folders_are_answered_for_ten_minutes(where: Place
 
 
 @pytest.mark.parametrize("seeds", [(501,), pytest.param((500, 502, 503), marks=pytest.mark.slow)])
-def test_the_same_holds_in_a_process_of_its_own(where: Place, tmp_path: Path, seeds: tuple[int, ...]) -> None:
-    """Where arguments and outputs are the system's, not typer's stand-ins; a process takes seconds."""
+def test_a_separate_process_behaves_the_same(where: Place, tmp_path: Path, seeds: tuple[int, ...]) -> None:
+    """With real arguments and outputs instead of typer's test runner; a process takes seconds."""
     for seed in seeds:
         arguments = fuzzing.command_line(seed, where, tmp_path / f"case-{seed}")
         given = [os.fsencode(argument.replace("\0", "")) for argument in arguments]
@@ -137,7 +137,7 @@ def test_the_same_holds_in_a_process_of_its_own(where: Place, tmp_path: Path, se
         assert "Traceback" not in said and not judged(done.returncode, said), (seed, arguments, said)
 
 
-def test_every_recipe_text_is_a_recipe_or_a_sentence() -> None:
+def test_every_recipe_text_gives_a_recipe_or_a_clear_error() -> None:
     for seed in range(4000):
         text = fuzzing.recipe(Random(seed))
         for part in [text, *config.split(text)]:

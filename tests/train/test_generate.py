@@ -16,7 +16,7 @@ FAMILIES = [name for name in MODELS if name.endswith("-tiny")]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_trains_and_decodes_alike_with_each_cache(
+def test_every_family_trains_and_decodes_the_same_with_each_cache(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """28 tokens: Gemma 2's and Mistral's windows are 16; two layers are of both kinds that Gemma 2 has, three of all of
@@ -29,7 +29,7 @@ def test_every_family_trains_and_decodes_alike_with_each_cache(
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "mxfp8", "blockwise", "rowwise_bf16_wgrad"])
-def test_recipes_that_quantize_row_by_row_decode_alike_with_each_cache(trained: Path, recipe: str) -> None:
+def test_recipes_that_quantize_row_by_row_decode_the_same_with_each_cache(trained: Path, recipe: str) -> None:
     decoded = [
         generate.generate(trained, "7 times", tokens=20, how=GREEDY, cache=cache, recipe=recipe).tokens
         for cache in CACHES
@@ -38,7 +38,7 @@ def test_recipes_that_quantize_row_by_row_decode_alike_with_each_cache(trained: 
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "delayed", "tensorwise", "nvfp4", "tensorwise(attention=True)"])
-def test_every_recipe_decodes_what_bf16_trained(trained: Path, recipe: str) -> None:
+def test_every_recipe_decodes_a_model_trained_in_bf16(trained: Path, recipe: str) -> None:
     for cache in CACHES:
         assert generate.generate(trained, "7 times", tokens=3, recipe=recipe, cache=cache).tokens
 
@@ -49,7 +49,7 @@ def test_a_delayed_run_decodes_under_its_own_recipe_and_others(make_config: Make
     assert len(generate.generate(folder, "7", tokens=5, how=GREEDY, recipe=recipe).tokens) == 5
 
 
-def test_a_run_of_jax_goes_on_in_pytorch(make_config: MakeConfig) -> None:
+def test_a_jax_run_generates_in_pytorch(make_config: MakeConfig) -> None:
     folder = run_training(make_config(framework="jax", steps=2)).folder
     assert len(generate.generate(folder, "7 times", tokens=4, how=GREEDY).tokens) == 4
 
@@ -90,7 +90,7 @@ def test_a_vocabulary_gives_text_back(make_config: MakeConfig, words: str) -> No
         assert vocabulary.decode(ids) == words and max(ids) < vocabulary.size
 
 
-def test_beyond_the_trained_length_is_said_and_beyond_the_positions_refused(
+def test_lengths_beyond_training_warn_and_beyond_the_positions_are_refused(
     trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert generate.generate(trained, "7", tokens=31, how=GREEDY).notes == ()
@@ -114,13 +114,13 @@ def test_beyond_the_trained_length_is_said_and_beyond_the_positions_refused(
         ({"device": "cuda:99"}, "the device 'cuda:99' is not available"),
     ],
 )
-def test_bad_input_is_one_sentence(trained: Path, options: dict[str, str], message: str) -> None:
+def test_bad_input_gives_one_clear_error(trained: Path, options: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
         generate.generate(trained, **({"prompt": "7"} | options))  # type: ignore[arg-type]
     assert "\n" not in str(error.value)
 
 
-def test_a_folder_without_a_run_or_without_a_checkpoint_is_one_sentence(trained: Path, tmp_path: Path) -> None:
+def test_a_folder_without_a_run_or_without_a_checkpoint_gives_one_clear_error(trained: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="missing holds no run; give the folder that quaver train wrote"):
         generate.generate(tmp_path / "missing", "7")
     for path in trained.glob("step-*"):
@@ -129,7 +129,7 @@ def test_a_folder_without_a_run_or_without_a_checkpoint_is_one_sentence(trained:
         generate.generate(trained, "7")
 
 
-def test_a_checkpoint_of_another_model_is_one_sentence(trained: Path) -> None:
+def test_a_checkpoint_of_another_model_gives_one_clear_error(trained: Path) -> None:
     path = trained / "config.toml"
     path.write_text(to_toml(replace(TrainConfig(**read_toml(path)), model="gemma2-tiny")))
     with pytest.raises(ValueError, match="the checkpoint of step 20 does not fit"):
@@ -142,7 +142,7 @@ def test_without_pytorch_it_says_what_to_install(trained: Path, monkeypatch: pyt
         generate.generate(trained, "7")
 
 
-def test_logits_that_overflowed_stop_with_a_sentence(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_that_overflowed_stop_with_a_clear_error(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from quaver.train.torch import learner
 
     monkeypatch.setattr(learner.NextTokenLogits, "__call__", lambda self, ids: np.full(256, np.nan, np.float32))

@@ -25,7 +25,7 @@ def test_each_model_has_its_family() -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_logits_are_those_of_hugging_faces_model(name: str) -> None:
+def test_logits_match_the_hugging_face_model(name: str) -> None:
     transformers = pytest.importorskip("transformers")
     few = {"layers": 2, "dim": 64, "heads": 4, "groups": 2, "head_dim": 16, "hidden": 96}
     config = replace(MODELS[name], **few)

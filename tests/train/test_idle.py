@@ -1,4 +1,4 @@
-"""Every option changes what a run leaves behind, is refused, or is said to have no effect."""
+"""Test that every option changes the results of a run, is refused, or warns that it has no effect."""
 
 import json
 import warnings
@@ -29,7 +29,7 @@ ELSEWHERE = ("threads", "recompute", "loss_chunk", "out", "framework", "report_t
 
 
 def left_behind(config: TrainConfig) -> Any:
-    """The records but for times, and the names of files; or why it was refused. Beside it what was warned of."""
+    """Records without times, and file names; or the refusal. Also the warnings."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         try:
@@ -43,7 +43,7 @@ def left_behind(config: TrainConfig) -> Any:
     return (records, files), [str(each.message) for each in seen if "has no effect here" in str(each.message)]
 
 
-def test_an_option_has_an_effect_or_is_said_to_have_none(
+def test_an_option_has_an_effect_or_a_warning_says_that_it_has_none(
     make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 4)
@@ -70,7 +70,7 @@ def test_an_option_has_an_effect_or_is_said_to_have_none(
             assert not said, said
 
 
-def test_what_is_said_is_so_where_it_is_said(make_config: MakeConfig) -> None:
+def test_warnings_about_ignored_options_are_correct(make_config: MakeConfig) -> None:
     """Both sides of each row: it comes with the other value alone, and goes where the option has an effect."""
     config = make_config(steps=4, warmup=1)
     working: dict[str, tuple[dict[str, Any], int]] = {

@@ -22,7 +22,7 @@ from tests.train.conftest import MakeConfig
 
 
 def start(config: TrainConfig, tmp_path: Path) -> Any:
-    """A training in a process of its own, some steps on."""
+    """Start a training in a separate process and wait for some steps."""
     (tmp_path / "c.toml").write_text(to_toml(config), encoding="utf-8")
     command = [sys.executable, "-m", "quaver.train", "train", "--quiet", "--config", str(tmp_path / "c.toml")]
     process = forked.quick.Popen(command, stderr=forked.quick.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -32,7 +32,7 @@ def start(config: TrainConfig, tmp_path: Path) -> Any:
     return process
 
 
-def test_a_second_training_is_told_of_the_first_and_changes_nothing(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_second_training_names_the_first_and_changes_nothing(make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config(steps=5000, validate_every=0)
     process = start(config, tmp_path)
     try:
@@ -52,7 +52,7 @@ def test_a_second_training_is_told_of_the_first_and_changes_nothing(make_config:
     assert last == len(steps) + 2, "a dead process's lock is no obstacle"
 
 
-def test_a_second_comparison_is_told_of_the_first(make_config: MakeConfig) -> None:
+def test_a_second_comparison_names_the_first(make_config: MakeConfig) -> None:
     config = make_config(steps=1)
     with (
         files.held(Path(config.out), "a comparison"),
@@ -61,7 +61,7 @@ def test_a_second_comparison_is_told_of_the_first(make_config: MakeConfig) -> No
         compare_runs(config, ["mxfp8"])
 
 
-def test_a_folder_that_was_made_for_nothing_goes_again(tmp_path: Path) -> None:
+def test_a_folder_made_for_a_failed_run_is_removed(tmp_path: Path) -> None:
     with files.held(tmp_path / "a" / "b", "training"):
         pass
     with files.held(tmp_path / "c", "training"):
@@ -70,7 +70,7 @@ def test_a_folder_that_was_made_for_nothing_goes_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("said", ["", "[]", "{}", "[" * 5000, json.dumps({"pid": 1})])
-def test_a_holder_that_cannot_be_read_is_still_one_sentence(tmp_path: Path, said: str) -> None:
+def test_an_unreadable_lock_still_gives_a_clear_error(tmp_path: Path, said: str) -> None:
     with files.held(tmp_path, "training"):
         (tmp_path / files.HOLDER).write_text(said)
         with pytest.raises(ValueError, match="is in use: another process is writing into it"), files.held(tmp_path, ""):
@@ -79,7 +79,7 @@ def test_a_holder_that_cannot_be_read_is_still_one_sentence(tmp_path: Path, said
 
 @pytest.mark.parametrize("name", [files.LOCK, files.HOLDER])
 @pytest.mark.parametrize("plant", [lambda path: path.symlink_to("mine"), Path.mkdir, os.mkfifo])
-def test_what_bears_the_name_of_the_lock_and_is_none_is_a_sentence(
+def test_a_foreign_file_named_like_the_lock_gives_a_clear_error(
     tmp_path: Path, name: str, plant: Callable[[Path], None]
 ) -> None:
     plant(tmp_path / name)
@@ -88,7 +88,7 @@ def test_what_bears_the_name_of_the_lock_and_is_none_is_a_sentence(
     assert not (tmp_path / "mine").exists()
 
 
-def test_a_folder_that_goes_before_the_first_step_is_a_sentence(tmp_path: Path) -> None:
+def test_a_folder_removed_before_the_first_step_gives_a_clear_error(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with pytest.raises(ValueError, match="run was removed or renamed while it was in use"), files.held(run, "training"):
         shutil.rmtree(run)

@@ -59,7 +59,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(make_config: MakeConfig, reci
     assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_a_run_that_was_killed_goes_on_from_its_checkpoint(make_config: MakeConfig) -> None:
+def test_a_killed_run_resumes_from_its_checkpoint(make_config: MakeConfig) -> None:
     whole = run_training(make_config("whole"))
     config = make_config("killed")
 
@@ -72,7 +72,7 @@ def test_a_run_that_was_killed_goes_on_from_its_checkpoint(make_config: MakeConf
     assert run_training(config, resume=True).losses == whole.losses
 
 
-def test_auto_resume_begins_a_run_and_goes_on_with_it(make_config: MakeConfig) -> None:
+def test_auto_resume_starts_or_resumes_a_run(make_config: MakeConfig) -> None:
     """The same call each time, as torchrun restarts a process."""
     whole = run_training(make_config("whole"))
     config = make_config("restarted")
@@ -145,7 +145,7 @@ def test_other_text_is_not_resumed_on(make_config: MakeConfig, text: Path) -> No
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_checkpoint_of_another_model_is_one_sentence(make_config: MakeConfig, framework: str) -> None:
+def test_a_checkpoint_of_another_model_gives_one_clear_error(make_config: MakeConfig, framework: str) -> None:
     config = make_config(framework=framework)
     run_training(config)
     forge(Path(config.out) / "step-000010", "model", lambda tensors: tensors.pop("norm.weight"))
@@ -199,7 +199,7 @@ def test_every_expected_tensor_is_there_and_no_other(make_config: MakeConfig, fr
     assert list(run_training(replace(config, steps=2), resume=True).losses) == [1, 2]
 
 
-def test_a_full_disk_ends_the_run_with_a_sentence(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_ends_the_run_with_a_clear_error(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config()
     write = checkpoint.write
 
@@ -215,7 +215,7 @@ def test_a_full_disk_ends_the_run_with_a_sentence(make_config: MakeConfig, monke
     assert run_training(config, resume=True).losses == run_training(make_config("whole")).losses
 
 
-def test_a_disk_that_fills_while_metrics_are_written_ends_the_run_with_a_sentence(make_config: MakeConfig) -> None:
+def test_a_disk_that_fills_while_metrics_are_written_ends_the_run_with_a_clear_error(make_config: MakeConfig) -> None:
     config = make_config()
     metrics = Path(config.out) / "metrics.jsonl"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -237,7 +237,7 @@ def test_a_disk_that_fills_while_metrics_are_written_ends_the_run_with_a_sentenc
 
 
 @pytest.mark.parametrize("fate", ["removed", "renamed", "replaced"])
-def test_a_folder_that_goes_ends_the_run_with_a_sentence(make_config: MakeConfig, tmp_path: Path, fate: str) -> None:
+def test_a_removed_folder_ends_the_run_with_a_clear_error(make_config: MakeConfig, tmp_path: Path, fate: str) -> None:
     config, moved = make_config(), tmp_path / "moved"
 
     def remove_overrides(record: Record) -> None:
@@ -260,7 +260,7 @@ CHANGED = {"recipe": "mxfp8", "lr": 0.01, "batch": 3, "sequence": 16, "dtype": "
 
 
 @pytest.mark.parametrize("name", CHANGED)
-def test_a_run_that_goes_on_with_another_option_says_so(make_config: MakeConfig, name: str) -> None:
+def test_resuming_with_another_option_warns(make_config: MakeConfig, name: str) -> None:
     config = make_config(steps=1)
     run_training(config)
     more = replace(config, steps=2, **{name: CHANGED[name]})
@@ -289,7 +289,7 @@ def test_a_run_that_is_finished_takes_no_other_option(make_config: MakeConfig, n
     ("options", "says"),
     [({}, True), ({"final_lr": 1.0}, False), ({"final_lr": 1.0, "recipe": "mxfp8 until 50%, bf16"}, True)],
 )
-def test_other_steps_that_change_rates_or_recipes_are_said(
+def test_a_step_count_that_changes_rates_or_recipes_warns(
     make_config: MakeConfig, options: dict[str, Any], says: bool
 ) -> None:
     config = make_config(steps=4, **options)
@@ -302,7 +302,7 @@ def test_other_steps_that_change_rates_or_recipes_are_said(
     assert len(run_training(replace(config, steps=8), resume=True).losses) == 8
 
 
-def test_steps_that_change_no_rate_so_far_are_not_said(make_config: MakeConfig) -> None:
+def test_a_step_count_that_changes_no_past_rate_does_not_warn(make_config: MakeConfig) -> None:
     config = make_config(steps=2)
     assert config.warmup == 2
     run_training(config)
@@ -370,7 +370,7 @@ def test_the_rate_rises_then_falls(make_config: MakeConfig) -> None:
     assert 0 < rates[0] < 0.1 and 0.99 < max(rates) <= 1.0 and 0.1 < rates[-1] < 0.101
 
 
-def test_an_unknown_device_is_one_sentence(make_config: MakeConfig) -> None:
+def test_an_unknown_device_gives_one_clear_error(make_config: MakeConfig) -> None:
     for name in ("tpu9", "cuda:99"):
         with pytest.raises(ValueError, match=f"the device '{name}' is not available"):
             run_training(make_config(device=name))

@@ -23,7 +23,7 @@ def bytes_of(tensors: list[torch.Tensor]) -> int:
 @pytest.mark.parametrize(
     "recipe", ["bf16", "tensorwise", "mxfp8(weight_2d=True)", "blockwise", "mxfp8 until 50%, bf16"]
 )
-def test_bytes_are_those_of_live_tensors(make_config: MakeConfig, optimizer: str, recipe: str) -> None:
+def test_bytes_match_live_tensors(make_config: MakeConfig, optimizer: str, recipe: str) -> None:
     check("nano", make_config, optimizer, recipe)
 
 
@@ -54,8 +54,8 @@ def check(model: str, make_config: MakeConfig, optimizer: str, recipe: str) -> N
     assert expected.beside + expected.moments == bytes_of(states)
 
 
-def test_presets_keep_what_they_promise() -> None:
-    """Of 8b's matrices alone, under recipes whose weight codes serve both GEMMs."""
+def test_presets_use_the_promised_memory() -> None:
+    """For the matrices of 8b, under recipes with one set of weight codes for both GEMMs."""
     from quaver.train.commands.plan import optimizers, plan
 
     for recipe in ("tensorwise", "blockwise", "mxfp8(weight_2d=True)"):

@@ -10,7 +10,7 @@ def test_floats_come_back_bit_for_bit(tmp_path: Path) -> None:
     assert read(path) == [{"step": 1, "loss": 0.30000000000000004, "seconds": 1.5}]
 
 
-def test_what_lies_beyond_the_resumed_step_goes(tmp_path: Path) -> None:
+def test_metrics_beyond_the_resumed_step_are_removed(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f'{{"step": {step}, "loss": 1.0, "seconds": {step}.0}}\n' for step in range(1, 6)) + '{"st')
     with Metrics(path, 3) as metrics:

@@ -68,7 +68,7 @@ def test_a_published_model_has_its_number_of_parameters(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
-def test_sizes_are_those_of_hugging_faces_configuration(name: str) -> None:
+def test_sizes_match_the_hugging_face_configuration(name: str) -> None:
     ours, theirs = MODELS[name], DEFAULTS[name].to_dict()
     assert (ours.layers, ours.dim, ours.heads) == tuple(
         theirs[key] for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
@@ -126,7 +126,7 @@ THEIRS = {"mixtral-8x7b": MixtralConfig(), "deepseek-v3": DeepseekV3Config()}
 
 
 @pytest.mark.parametrize("name", THEIRS)
-def test_sizes_of_experts_are_those_of_hugging_faces_configuration(name: str) -> None:
+def test_sizes_of_experts_match_the_hugging_face_configuration(name: str) -> None:
     ours, theirs = PLANNED[name], THEIRS[name]
     assert ours.experts is not None
     assert (ours.layers, ours.dim, ours.heads) == (
@@ -169,6 +169,6 @@ def test_gated_activations_are_known_by_their_names(name: str) -> None:
 @pytest.mark.parametrize(
     "typed, meant", [("gemma2-tny", "gemma2-tiny"), ("qwen-8b", "qwen3-8b"), ("falcon", "falcon-7b")]
 )
-def test_a_misspelt_model_is_told_the_nearest(typed: str, meant: str) -> None:
+def test_a_misspelt_model_suggests_the_nearest(typed: str, meant: str) -> None:
     with pytest.raises(ValueError, match=rf"model '{typed}' is not known; did you mean '{meant}'\?"):
         TrainConfig(model=typed)

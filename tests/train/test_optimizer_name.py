@@ -18,12 +18,12 @@ def test_every_rule_and_preset_has_a_name() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "-", "lion-", "-lean", "lean-lion", "adamw-", "lion-lean-", "Lean", "x" * 500])
-def test_another_text_is_one_sentence(text: str) -> None:
+def test_another_text_gives_one_clear_error(text: str) -> None:
     with pytest.raises(ValueError, match=r"optimizer .* is not known"):
         TrainConfig(optimizer=text)
 
 
-def test_a_misspelt_one_is_told_the_nearest() -> None:
+def test_a_misspelt_optimizer_suggests_the_nearest() -> None:
     with pytest.raises(ValueError, match="lion-lean"):
         find("lion-laen")
 

@@ -45,7 +45,7 @@ def in_floats(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.ranks
-def test_ranks_that_share_batches_are_the_single_process(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_data_parallel_ranks_match_a_single_process(make_config: MakeConfig, tmp_path: Path) -> None:
     # Without clipping no norm, whose sum is in another order, comes into the weights.
     same = {
         name: make_config(name, fsdp=2, optimizer=optimizer, recipe=recipe, clip=0.0, **COMMON)
@@ -95,7 +95,7 @@ def test_ranks_that_share_batches_are_the_single_process(make_config: MakeConfig
 
 
 @pytest.mark.ranks
-def test_ranks_that_share_layers_go_on_on_others(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_tensor_parallel_runs_resume_on_another_number_of_ranks(make_config: MakeConfig, tmp_path: Path) -> None:
     common = COMMON | {"sequence": 64, "model": BROAD, "dtype": "float32"}
     narrow = common | {"dtype": "bfloat16", "recipe": "mxfp8"}
     grid = make_config("grid", fsdp=2, tp=2, optimizer="exact", **common | {"steps": 3})
@@ -132,14 +132,14 @@ def test_ranks_that_share_layers_go_on_on_others(make_config: MakeConfig, tmp_pa
         assert norms(one) == pytest.approx(norms(config), rel=0.1), config.out
 
 
-def test_codes_and_floats_are_told_apart(make_config: MakeConfig) -> None:
+def test_checkpoints_of_codes_and_floats_are_distinguished(make_config: MakeConfig) -> None:
     alone = make_config("alone", optimizer="lean", recipe="tensorwise", steps=2)
     run_training(alone)
     with pytest.raises(CheckpointError, match=r"has matrices as codes, and a run with --tp, of recipes that change or"):
         run_training(replace(alone, recipe="tensorwise until 3, bf16", steps=4), resume=True)
 
 
-def test_a_run_that_has_kept_floats_goes_on_with_floats(make_config: MakeConfig) -> None:
+def test_a_run_that_began_with_floats_resumes_with_floats(make_config: MakeConfig) -> None:
     """Where it would keep codes if it began."""
     first = make_config("first", optimizer="lean", **COMMON | {"recipe": "mxfp8 until 5, bf16"})
     run_training(first)
@@ -161,7 +161,7 @@ def test_a_run_that_has_kept_floats_goes_on_with_floats(make_config: MakeConfig)
         ({"optimizer": "lean", "capture": "step"}, "optimizer lean cannot be recorded yet"),
     ],
 )
-def test_what_ranks_cannot_step_is_said_before_anything_is_read(
+def test_optimizers_unsupported_by_ranks_are_refused_before_anything_is_read(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], said: str
 ) -> None:
     monkeypatch.setenv("RANK", "0")

@@ -1,4 +1,4 @@
-"""`quaver train --optimizer`: what is kept, resumed, refused and generated from."""
+"""Test `quaver train --optimizer`: saving, resuming, errors and generation."""
 
 import shutil
 from dataclasses import replace
@@ -112,7 +112,7 @@ def test_a_run_is_resumed_before_and_after_its_recipe_changes(make_config: MakeC
 
 
 @pytest.mark.parametrize("optimizer", ["lean", "balanced", "msamp", "muon-lean"])
-def test_what_is_kept_beside_codes_begins_at_the_first_weights(make_config: MakeConfig, optimizer: str) -> None:
+def test_residuals_begin_at_the_initial_weights(make_config: MakeConfig, optimizer: str) -> None:
     """Codes alone would lose up to half a step of each: losses were 0.005 to 0.011 nats above torch's AdamW."""
     config = make_config(optimizer=optimizer, recipe="tensorwise")
     learner = TorchLearner(config, recipe_name.find_recipe("tensorwise"), 256)
@@ -160,7 +160,9 @@ def test_the_folder_says_the_optimizer() -> None:
         ({"capture": "step", "device": "cpu"}, "cannot be recorded yet"),
     ],
 )
-def test_what_it_cannot_do_is_one_sentence(make_config: MakeConfig, options: dict[str, str], said: str) -> None:
+def test_unsupported_optimizer_options_give_a_clear_error(
+    make_config: MakeConfig, options: dict[str, str], said: str
+) -> None:
     with pytest.raises(ValueError, match=said):
         run_training(make_config(**{"optimizer": "lean", "recipe": "tensorwise", **options}))
 

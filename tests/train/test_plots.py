@@ -47,7 +47,7 @@ def labels(figure: Figure) -> dict[str, Annotation]:
     return {text.get_text().splitlines()[0]: text for text in annotations}
 
 
-def test_every_recipe_has_a_colour_of_its_own() -> None:
+def test_every_recipe_has_its_own_colour() -> None:
     assert set(recipes.RECIPES) <= set(COLOURS), "a new recipe gets a row in quaver/train/report.py"
     assert len(set(COLOURS.values())) == len(COLOURS)
     texts = [*COLOURS, *(f"delayed(history={n})" for n in range(1, 100))]
@@ -74,7 +74,7 @@ def test_a_recipe_has_the_same_colour_in_every_set_and_order(make_config: MakeCo
         assert labels(few)[name].get_color() == whole[name]
 
 
-def test_an_end_label_stands_beside_the_final_difference_and_none_covers_another(make_config: MakeConfig) -> None:
+def test_end_labels_are_beside_the_final_differences_and_do_not_overlap(make_config: MakeConfig) -> None:
     comparison = compared({"bf16": 0.0, **MANY}, make_config)
     figure = plots.comparison_figure(comparison)
     canvas = FigureCanvasAgg(figure)
@@ -94,7 +94,7 @@ def test_an_end_label_stands_beside_the_final_difference_and_none_covers_another
     assert differences == sorted(differences, key=lambda value: value or 0.0)
 
 
-def test_a_label_that_stands_alone_is_as_high_as_its_value(make_config: MakeConfig) -> None:
+def test_an_isolated_label_is_at_the_height_of_its_value(make_config: MakeConfig) -> None:
     figure = plots.comparison_figure(compared({"bf16": 0.0, "mxfp8": 0.001, "nvfp4": 0.02}, make_config))
     axes = figure.axes[1]
     low, high = axes.get_ylim()

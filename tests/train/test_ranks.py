@@ -214,7 +214,7 @@ def begin_from(config: TrainConfig, source: TrainConfig) -> None:
 
 
 @pytest.mark.ranks
-def test_ranks_that_share_layers_are_the_single_process(
+def test_tensor_parallel_ranks_match_a_single_process(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     common: dict[str, Any] = {"dtype": "float32", "batch": 4, "final_lr": 1.0, "keep": 0, **SIX}
@@ -331,7 +331,7 @@ class HeadOfTwo(torch.nn.Linear):
 
 
 class LossOfTwo(torch.autograd.Function):
-    """The mean loss, with words in two parts, whose gradients are made in forward and scaled in backward."""
+    """Mean loss over a vocabulary in two parts; gradients are made in forward and scaled in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -353,13 +353,15 @@ class LossOfTwo(torch.autograd.Function):
         return of_x * (g / ctx.count), of_weight * (g / ctx.count), None
 
 
-def test_ranks_share_words_that_divide_among_them() -> None:
+def test_the_vocabulary_must_divide_among_ranks() -> None:
     mesh.check_words(288, 4)
     with pytest.raises(ValueError, match=r"tp is 64, .* the 288 words of the vocabulary; .* --vocab a multiple of 64"):
         mesh.check_words(288, 64)
 
 
-def test_what_one_rank_meets_is_one_sentence_and_no_hang(make_config: MakeConfig, text: Path, tmp_path: Path) -> None:
+def test_an_error_on_one_rank_is_reported_once_without_a_hang(
+    make_config: MakeConfig, text: Path, tmp_path: Path
+) -> None:
     other = tmp_path / "other"
     shutil.copytree(text, other)
     (other / "30.txt").write_text("something else " * 200, encoding="utf-8")
@@ -443,7 +445,7 @@ def test_what_one_rank_meets_is_one_sentence_and_no_hang(make_config: MakeConfig
         (2, {"capture": "step"}, "capture step records one process's step; leave it out"),
     ],
 )
-def test_what_ranks_cannot_do_is_said_before_anything_is_read(
+def test_options_unsupported_by_ranks_are_refused_before_anything_is_read(
     make_config: MakeConfig,
     monkeypatch: pytest.MonkeyPatch,
     world: int,
@@ -458,7 +460,7 @@ def test_what_ranks_cannot_do_is_said_before_anything_is_read(
 
 
 @pytest.mark.parametrize("name", sorted(recipes.RECIPES))
-def test_what_is_asked_of_parts_is_what_layers_ask(name: str) -> None:
+def test_part_requirements_match_the_layers(name: str) -> None:
     recipe = recipes.get(name)
     asked = [page.needed(recipe, layout, tokens) for layout in page.LAYOUTS for tokens in (False, True)]
     assert mesh.multiple_of(recipe) == math.lcm(*asked)
@@ -499,7 +501,7 @@ def test_ranks_that_are_killed_while_they_save_leave_a_whole_checkpoint(
     assert farthest(losses_of(recorded(straight)), losses_of(recorded(again))) < 1e-6
 
 
-def test_a_checkpoint_whose_parts_do_not_make_a_whole_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_with_missing_parts_is_refused(tmp_path: Path) -> None:
     from safetensors.numpy import save_file
 
     from quaver.train import checkpoint as parts

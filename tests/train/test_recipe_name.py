@@ -57,7 +57,7 @@ def test_where_the_learning_rate_falls_is_known_before_the_run(steps: int, perce
 @pytest.mark.parametrize(
     "options", [{"final_lr": 0.1}, {"steps": 20}, {"steps": 20, "warmup": 2**62}, {"steps": 2**62, "final_lr": 1.0}]
 )
-def test_a_learning_rate_that_does_not_fall_so_far_is_said(options: dict[str, Any]) -> None:
+def test_a_learning_rate_that_never_falls_so_far_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"'until lr<10%' never comes: in .* give a larger share, or a lower --final-"):
         recipe_name.schedule_of(TrainConfig(recipe="nvfp4 until lr<10%, bf16", **options))
 

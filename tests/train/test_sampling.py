@@ -33,7 +33,7 @@ def test_tokens_come_as_often_as_they_should(options: dict[str, float], expected
     assert (shares[np.equal(expected, 0)] == 0).all()
 
 
-def test_of_equal_logits_the_earlier_token_is_kept() -> None:
+def test_equal_logits_choose_the_earlier_token() -> None:
     assert drawn(Sampling(temperature=0, top_k=0), np.zeros(4), 3).tolist() == [1, 0, 0, 0]
     assert drawn(Sampling(temperature=1, top_k=2), np.zeros(4), 400)[2:].max() == 0
 
@@ -44,7 +44,7 @@ def test_hidden_tokens_never_come_and_one_may_be_all_there_is() -> None:
 
 
 @pytest.mark.parametrize("bad", [[np.nan, 1.0], [-np.inf, -np.inf], [np.inf, 0.0]])
-def test_logits_that_are_not_finite_stop_with_a_sentence(bad: list[float]) -> None:
+def test_logits_that_are_not_finite_stop_with_a_clear_error(bad: list[float]) -> None:
     with pytest.raises(ValueError, match="logits are not finite"):
         sample(np.array(bad), Sampling(), np.random.default_rng(0))
 
@@ -60,6 +60,6 @@ def test_logits_that_are_not_finite_stop_with_a_sentence(bad: list[float]) -> No
         ({"top_p": 1.5}, "top_p is 1.5"),
     ],
 )
-def test_what_cannot_be_is_refused(options: dict[str, float], message: str) -> None:
+def test_invalid_sampling_options_are_refused(options: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Sampling(**options)  # type: ignore[arg-type]

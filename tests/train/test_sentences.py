@@ -57,7 +57,9 @@ def toml(make_config: MakeConfig, tmp_path: Path) -> Path:
         (["--out", "a\udcffb"], "which is no text of Unicode characters"),
     ],
 )
-def test_an_option_that_cannot_be_is_one_sentence(toml: Path, tmp_path: Path, arguments: list[str], said: str) -> None:
+def test_an_impossible_option_gives_one_clear_error(
+    toml: Path, tmp_path: Path, arguments: list[str], said: str
+) -> None:
     refused(quaver("train", "--config", toml, "--quiet", *arguments), said)
     assert not (tmp_path / "run").exists()
 
@@ -70,7 +72,7 @@ def test_a_pipe_is_not_read_for_ever(toml: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", ["9" * 30, "0", "-1"])
 @pytest.mark.parametrize("option", ["--tokens", "--micro-batches"])
-def test_a_plan_of_tokens_beyond_measure_is_one_sentence(option: str, number: str) -> None:
+def test_a_plan_of_too_many_tokens_gives_one_clear_error(option: str, number: str) -> None:
     result = quaver("plan", "--gpu", "h100", "--model", "tiny", "--recipe", "mxfp8", option, number)
     refused(result, "give a number from 1 to 1000000000000")
 
@@ -85,7 +87,7 @@ def test_a_plan_of_tokens_beyond_measure_is_one_sentence(option: str, number: st
         ('out = "a\\u0000"', "which is no text of Unicode characters"),
     ],
 )
-def test_an_odd_configuration_is_one_sentence(tmp_path: Path, content: str, said: str) -> None:
+def test_an_odd_configuration_gives_one_clear_error(tmp_path: Path, content: str, said: str) -> None:
     (tmp_path / "c.toml").write_text(content)
     refused(quaver("train", "--config", tmp_path / "c.toml"), said)
 
@@ -109,7 +111,7 @@ def test_every_character_of_an_option_comes_back_from_its_file(make_config: Make
         '{"step": 1, "seconds": 1, "loss": []}',
     ],
 )
-def test_a_metrics_file_of_another_shape_is_one_sentence(toml: Path, tmp_path: Path, line: str) -> None:
+def test_a_metrics_file_of_another_shape_gives_one_clear_error(toml: Path, tmp_path: Path, line: str) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "seconds": 1.0, "loss": 2.0}\n' + line + "\n")
     refused(quaver("train", "--config", toml, "--quiet"), "restore it, or delete that line")
@@ -141,7 +143,7 @@ def test_a_file_of_options_that_was_changed_is_refused_where_its_run_is_read(mak
     assert read_run(path)["beta2"] == 0.96
 
 
-def test_options_that_change_a_run_are_a_sentence_on_the_terminal(toml: Path, tmp_path: Path) -> None:
+def test_options_that_change_a_run_are_reported_on_the_terminal(toml: Path, tmp_path: Path) -> None:
     assert quaver("train", "--config", toml, "--quiet").exit_code == 0
     command = [sys.executable, "-m", "quaver.train", "train", "--resume", "--out", str(tmp_path / "run"), "--quiet"]
     process = forked.quick.Popen([*command, "--lr", "0.5", "--steps", "2"], stderr=subprocess.PIPE)
@@ -150,7 +152,7 @@ def test_options_that_change_a_run_are_a_sentence_on_the_terminal(toml: Path, tm
     assert said.startswith("the run goes on from step 1 with other options: lr 0.5 (was 0.005, the model's own)")
 
 
-def test_memory_is_what_the_machine_and_its_limits_allow() -> None:
+def test_available_memory_respects_machine_and_process_limits() -> None:
     assert 1 << 28 < memory.available() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with pytest.raises(ValueError, match="there is not enough memory; take a smaller --batch"), memory.told("--batch"):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")

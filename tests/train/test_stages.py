@@ -69,7 +69,7 @@ def test_every_schedule_gives_the_single_process_s_bits(make_config: MakeConfig,
 
 
 @pytest.mark.ranks
-def test_schedules_go_with_other_parallelism_and_runs_go_on_in_any_layout(
+def test_pipeline_schedules_combine_with_other_parallelism_and_resume_in_any_layout(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
     few = COMMON | {"sequence": 64, "accumulate": 4}
@@ -176,7 +176,7 @@ def test_each_stage_has_one_rank_and_schedules_take_turns_as_torch_s_do() -> Non
         ),
     ],
 )
-def test_what_a_schedule_does_not_take_is_said_before_anything_is_read(
+def test_invalid_schedules_are_refused_before_anything_is_read(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], sentence: str
 ) -> None:
     monkeypatch.setenv("RANK", "0")

@@ -1,4 +1,4 @@
-"""Ranks whose numbers stop a run stop together, say so once, and leave what they had begun to save."""
+"""Test that ranks with nonfinite numbers stop together, report once, and finish a started save."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""A run whose recipe changes: what it computes, what it says, and that it resumes before, at and after a change."""
+"""Test runs with a recipe change: results, messages, and resuming before, at and after the change."""
 
 import json
 import shutil
@@ -58,7 +58,7 @@ def test_a_run_resumed_before_at_or_after_a_change_is_the_one_never_stopped(kind
     ("framework", "parts"),
     [("torch", ("nvfp4", "delayed(history=4)", "bf16")), ("jax", ("bf16", "delayed(history=4)"))],
 )
-def test_what_follows_a_change_is_what_the_next_recipe_alone_makes_of_the_checkpoint(
+def test_after_a_change_training_equals_the_next_recipe_from_the_checkpoint(
     framework: str, parts: tuple[str, ...], make_config: MakeConfig
 ) -> None:
     text = ", ".join(f"{part} until {2 * number}" for number, part in enumerate(parts[:-1], 1)) + f", {parts[-1]}"
@@ -80,7 +80,7 @@ def test_what_follows_a_change_is_what_the_next_recipe_alone_makes_of_the_checkp
         assert all_of(run_training(begun_at(config, step), resume=True)) == all_of(whole)
 
 
-def test_a_change_keeps_weights_and_moments_and_drops_what_the_recipe_before_has_recorded(
+def test_a_change_keeps_weights_and_moments_and_drops_recorded_state(
     make_config: MakeConfig,
 ) -> None:
     config = make_config(recipe="delayed(history=4) until 2, nvfp4", steps=4)
@@ -103,7 +103,7 @@ def test_a_change_keeps_weights_and_moments_and_drops_what_the_recipe_before_has
     assert {recipe.name for recipe in learner.conversion.converted.values()} == {"nvfp4"}
 
 
-def test_the_record_the_checkpoint_and_what_follows_say_which_part_is_in_force(make_config: MakeConfig) -> None:
+def test_records_and_checkpoints_name_the_active_part(make_config: MakeConfig) -> None:
     config = make_config(recipe="mxfp8 until 50%, bf16", steps=4, checkpoint_every=2, validate_every=2, keep=0)
     folder = run_training(config).folder
     records = [record for record in read(folder / "metrics.jsonl") if "loss" in record]
@@ -118,8 +118,8 @@ def test_the_record_the_checkpoint_and_what_follows_say_which_part_is_in_force(m
     assert "part" not in read(plain / "metrics.jsonl")[0]
 
 
-def test_a_run_takes_up_a_schedule_or_another_one(make_config: MakeConfig) -> None:
-    """Where it stands in that, its step and learning rate decide."""
+def test_a_run_resumes_with_the_same_or_another_schedule(make_config: MakeConfig) -> None:
+    """Its position in the schedule follows from its step and learning rate."""
     config = make_config(recipe="nvfp4", steps=8, warmup=2, checkpoint_every=1, keep=0)
     run_training(config)
     for step, text, changes in (
@@ -134,7 +134,7 @@ def test_a_run_takes_up_a_schedule_or_another_one(make_config: MakeConfig) -> No
         assert switches(records) == changes and records[-2]["part"] == 2
 
 
-def test_a_checkpoint_whose_schedule_is_none_is_one_sentence(make_config: MakeConfig) -> None:
+def test_a_checkpoint_with_an_invalid_schedule_gives_a_clear_error(make_config: MakeConfig) -> None:
     config = make_config(recipe="mxfp8 until 2, bf16", steps=3)
     folder = run_training(config).folder
     state = checkpoint.read_state(folder / "step-000003")
@@ -155,7 +155,9 @@ def test_a_checkpoint_whose_schedule_is_none_is_one_sentence(make_config: MakeCo
         ({"recipe": "bf16 until 5, mxfp8(attention=True)", "framework": "jax"}, "JAX cannot run attention in eight"),
     ],
 )
-def test_what_a_run_cannot_do_is_said_before_it(options: dict[str, Any], said: str, make_config: MakeConfig) -> None:
+def test_unsupported_runs_are_refused_before_they_start(
+    options: dict[str, Any], said: str, make_config: MakeConfig
+) -> None:
     config = make_config(**options)
     with pytest.raises(ValueError) as error:
         run_training(config)

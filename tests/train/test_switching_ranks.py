@@ -66,7 +66,9 @@ def test_ranks_change_their_recipe_as_the_single_process_does(make_config: MakeC
 
 
 @pytest.mark.ranks
-def test_layers_and_stages_in_parts_go_on_as_from_a_checkpoint(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_tensor_and_pipeline_parallel_runs_switch_recipes_as_from_a_checkpoint(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
     """Under the next recipe alone, which knows nothing of a schedule."""
     common = COMMON | {"sequence": 64, "model": PAIR, "steps": 6, "checkpoint_every": 2}
     grid = make_config("grid", fsdp=2, tp=2, sp=True, **common)

@@ -31,7 +31,7 @@ def test_a_file_named_twice_is_read_once(text: Path) -> None:
     assert len(read_text([str(text), str(text / "00.txt")])) == 25
 
 
-def test_a_folder_passes_over_what_is_not_text(tmp_path: Path) -> None:
+def test_a_folder_skips_files_that_are_not_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("words")
     (tmp_path / "b.bin").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "c.txt").write_text("")
@@ -48,7 +48,7 @@ def test_a_folder_passes_over_what_is_not_text(tmp_path: Path) -> None:
         (b"a\0b", "is not text"),
     ],
 )
-def test_a_bad_file_is_one_sentence(tmp_path: Path, data: bytes | None, said: str) -> None:
+def test_a_bad_file_gives_one_clear_error(tmp_path: Path, data: bytes | None, said: str) -> None:
     path = tmp_path / "x"
     if data is not None:
         path.write_bytes(data)
@@ -56,6 +56,6 @@ def test_a_bad_file_is_one_sentence(tmp_path: Path, data: bytes | None, said: st
         read_text([str(path)])
 
 
-def test_a_folder_without_text_is_one_sentence(tmp_path: Path) -> None:
+def test_a_folder_without_text_gives_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no text"):
         read_text([str(tmp_path)])

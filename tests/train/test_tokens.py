@@ -29,14 +29,14 @@ def test_bpe_decodes_to_the_text_and_is_the_same_when_saved(
     assert np.array_equal(tokens.train, again.train) and tokens.fingerprint == again.fingerprint
 
 
-def test_a_tiny_text_is_one_sentence(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_tiny_text_gives_one_clear_error(make_config: MakeConfig, tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("a few words")
     with pytest.raises(ValueError, match="the text is too short: 10 tokens to train on and 1 held out"):
         load(make_config(text=(str(tmp_path / "one.txt"),)))
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"version": "1.0"}'])
-def test_a_foreign_tokenizer_is_one_sentence(make_config: MakeConfig, tmp_path: Path, content: str) -> None:
+def test_a_foreign_tokenizer_gives_one_clear_error(make_config: MakeConfig, tmp_path: Path, content: str) -> None:
     (tmp_path / "t.json").write_text(content)
     with pytest.raises(ValueError, match="cannot read the tokenizer"):
         load(make_config(tokens=str(tmp_path / "t.json")))

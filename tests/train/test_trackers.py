@@ -31,7 +31,7 @@ def needs(library: str) -> Any:
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """W&B without a network, with its settings and caches in the test's own folder, read anew by each test."""
+    """W&B without a network, with settings and caches in the folder of the test, reloaded by each test."""
     for name, value in {"MODE": "offline", "SILENT": "true", "PROJECT": "quaver-tests"}.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     for name in ("CONFIG_DIR", "CACHE_DIR", "DATA_DIR"):
@@ -140,7 +140,7 @@ def history(path: Path) -> tuple[str, list[Record], bool]:
     return run, rows, ended
 
 
-def test_wandb_gets_the_metrics_and_a_resumed_run_goes_on(make_config: MakeConfig, offline: None) -> None:
+def test_wandb_gets_the_metrics_and_a_resumed_run_continues(make_config: MakeConfig, offline: None) -> None:
     needs("wandb")
     config = make_config(report_to=("wandb",))
     interrupted(config, 7)
@@ -169,7 +169,7 @@ def test_a_new_run_in_a_cleared_folder_is_a_new_run_of_wandb(make_config: MakeCo
     assert len({run for run, _ in wandb_runs(folder)}) == 2
 
 
-def test_wandb_without_a_key_is_a_sentence_before_anything_trains(
+def test_wandb_without_a_key_gives_a_clear_error_before_anything_trains(
     make_config: MakeConfig, offline: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs("wandb")
@@ -187,7 +187,7 @@ def test_wandb_without_a_key_is_a_sentence_before_anything_trains(
 @pytest.mark.parametrize(
     "start", [run_training, lambda config: compare_runs(config, ["mxfp8"])], ids=["train", "compare"]
 )
-def test_a_missing_library_is_a_sentence_before_the_text_is_read(
+def test_a_missing_library_gives_a_clear_error_before_the_text_is_read(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, library: str, start: Any
 ) -> None:
     def without(name: str, package: str | None = None) -> ModuleSpec | None:

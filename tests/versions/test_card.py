@@ -27,7 +27,7 @@ def where(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return lambda *paths: monkeypatch.setattr(installing, "pythons", lambda version: iter(paths))
 
 
-def test_without_its_python_a_command_runs_in_this_one_and_that_is_said(
+def test_without_its_python_a_command_runs_in_this_one_with_a_note(
     where: Callable[..., None], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     where(NOWHERE)
@@ -59,7 +59,7 @@ def test_with_both_it_runs_there(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The stand-in for the other Python is this one, and for its packages two empty folders."""
+    """This Python stands in for the other one, with two empty package folders."""
     where(NOWHERE, sys.executable)
     asked: list[str] = []
     monkeypatch.setattr(card, "pip", lambda python, *arguments: asked.extend(arguments))

@@ -22,7 +22,7 @@ def test_a_cell_counts_tests(body: str, cell: str, tmp_path: Path, monkeypatch: 
     assert suites.run(SUITE, tmp_path, [str(test), "-n", "0", "-c", "/dev/null"]) == cell
 
 
-def test_without_its_python_a_row_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_its_python_a_row_is_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installing, "pythons", lambda version: iter(()))
     assert suites.run(SUITE, tmp_path, []) == "no Python 3.11 here"
     assert not list(tmp_path.iterdir())

@@ -1,3 +1,5 @@
-"""Cases by group: each module has `cases()`, functions of a `Record` by name. A group runs in a process of its own."""
+"""Cases by group: each module has `cases()`, functions that take a `Record`, by name. Each group runs in a separate
+process.
+"""
 
 GROUPS = ("formats", "linear", "blocks", "optimizers", "arrays", "models", "peers", "ranks")

@@ -54,7 +54,7 @@ def cases() -> dict[str, Case]:
 
 
 def of_codes(recipe: str) -> nn.Module:
-    """A layer whose weight exists only as codes."""
+    """Layer with a weight stored only as codes."""
     with qt.quantized_init(recipe):
         layer = qt.Linear(48, 32, recipe=recipe)
     layer.set_weight(torch.from_numpy(values(32, 48, seed=3)))

@@ -54,7 +54,7 @@ FORMULAS = PLAIN | {name: lambda g, v, f=f: f(g) * v for name, f in GATES.items(
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_an_activation_and_its_gradient_are_the_formulas(name: str) -> None:
+def test_an_activation_and_its_gradient_match_the_formulas(name: str) -> None:
     x = [(np.random.randn(256) * 5).astype(np.float32) for _ in range(ACTIVATIONS[name].inputs)]
     wide = [a.astype(np.float64) for a in x]
     y, gradients = jax.jit(lambda x: (activate(name, *x), jax.grad(lambda x: activate(name, *x).sum())(x)))(x)
@@ -77,7 +77,7 @@ def test_clamped_swiglu_takes_its_limit() -> None:
     assert_close("limit 1", activate("clamped_swiglu", g, v, limit=1.0), sigmoid(np.float64([1.702])) * 2, 1e-6)
 
 
-def test_a_wrong_name_or_number_of_arrays_is_a_sentence() -> None:
+def test_a_wrong_name_or_number_of_arrays_gives_a_clear_error() -> None:
     x = jnp.ones(3)
     with pytest.raises(ValueError, match="no activation 'swigelu'; did you mean 'swiglu'"):
         activate("swigelu", x, x)

@@ -74,7 +74,7 @@ def mask_of(mask_type: str) -> Any:
 
 @pytest.mark.parametrize("mask_type", MASKS)
 @pytest.mark.parametrize("groups", [4, 2, 1])
-def test_every_mask_hides_what_its_name_says(mask_type: str, groups: int) -> None:
+def test_every_mask_hides_the_named_positions(mask_type: str, groups: int) -> None:
     q, k, v = operands(groups=groups)
     y = attention(*map(jnp.asarray, (q, k, v)), mask_type=mask_type, mask=mask_of(mask_type))
     assert_close(mask_type, y, expected(q, k, v, HIDDEN[mask_type]), 1e-6)
@@ -103,7 +103,7 @@ def test_bias_scale_and_soft_cap() -> None:
     assert_close("all three", y, expected(q, k, v, HIDDEN["causal"], bias, 0.7, 1.5), 1e-6)
 
 
-def test_one_padding_mask_serves_queries_and_keys() -> None:
+def test_one_padding_mask_applies_to_queries_and_keys() -> None:
     q, k, v = operands(queries=SK)
     mask = jnp.asarray(PADDING[1])
     y = attention(*map(jnp.asarray, (q, k, v)), mask_type="padding", mask=mask)
@@ -111,7 +111,7 @@ def test_one_padding_mask_serves_queries_and_keys() -> None:
     assert (y == both).all() and (y[1, OF_KEYS[1] :] == 0).all()
 
 
-def test_gradients_are_those_of_the_formula_and_hidden_rows_give_none() -> None:
+def test_gradients_match_the_formula_and_hidden_rows_give_none() -> None:
     q, k, v = map(jnp.asarray, operands())
     direction = jnp.asarray(np.random.randn(B, SQ, H, DV), jnp.float32)
 
@@ -147,7 +147,7 @@ def test_a_bias_of_minus_infinity_hides_as_a_mask_does() -> None:
         assert jnp.isfinite(g).all()
 
 
-def test_dropout_drops_its_share_and_keeps_the_mean() -> None:
+def test_dropout_drops_its_fraction_and_keeps_the_mean() -> None:
     q, k, v = map(jnp.asarray, operands())
     run = jax.jit(lambda key: attention(q, k, v, dropout=0.25, dropout_key=key))
     # Threefry takes seconds to compile.
@@ -182,12 +182,12 @@ def test_bf16_stays_bf16_with_scores_in_float32() -> None:
         ({"bias": jnp.zeros((3, SQ, SK))}, r"bias has shape \(3, 5, 7\), which does not broadcast"),
     ],
 )
-def test_what_does_not_fit_is_a_sentence(options: dict[str, Any], sentence: str) -> None:
+def test_invalid_arguments_give_a_clear_error(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         attention(*map(jnp.asarray, operands()), **options)
 
 
-def test_heads_that_do_not_divide_are_a_sentence() -> None:
+def test_heads_that_do_not_divide_give_a_clear_error() -> None:
     q, k, v = map(jnp.asarray, operands(groups=3))
     with pytest.raises(ValueError, match="4 query heads cannot share 3 heads"):
         attention(q, k, v)

@@ -26,7 +26,7 @@ def parameters(activation: str) -> tuple[np.ndarray, ...]:
 
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-def test_an_mlp_is_its_formula(activation: str) -> None:
+def test_an_mlp_matches_its_formula(activation: str) -> None:
     wi, wo, bi, bo = parameters(activation)
     scale, shift = (RANDOM.standard_normal(32).astype(np.float32) for _ in range(2))
     wide = {"wi": {"kernel": wi, "bias": bi}, "wo": {"kernel": wo, "bias": bo}, "norm": {"scale": scale, "bias": shift}}
@@ -52,7 +52,7 @@ def test_each_of_the_two_layers_has_a_state() -> None:
     assert after["wo"]["history"][1, 1:].tolist() == [np.abs(wo).max(), 1.0]
 
 
-def test_a_matrix_that_does_not_fit_the_activation_is_a_sentence() -> None:
+def test_a_matrix_that_does_not_fit_the_activation_gives_a_clear_error() -> None:
     wi, wo, _, _ = map(jnp.asarray, parameters("gelu"))
     with pytest.raises(
         ValueError, match=r"'swiglu' needs a first matrix \[d, hidden, 2\], gate and value, and got one"

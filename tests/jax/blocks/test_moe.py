@@ -30,7 +30,7 @@ def dense(x: Any, router: Any, w: Any) -> Any:
     return jnp.einsum("te,th,ehn->tn", mask, x, w, precision="highest")
 
 
-def test_a_layer_and_its_gradients_are_those_of_every_expert_on_every_token() -> None:
+def test_a_layer_and_its_gradients_match_every_expert_on_every_token() -> None:
     x, router, w = drawn()
 
     def loss(run: Any, *args: Any) -> Any:

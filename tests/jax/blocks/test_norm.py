@@ -23,7 +23,7 @@ def expected(
 @pytest.mark.parametrize("kind", NORMALIZATIONS)
 @pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_a_norm_is_its_formula(kind: str, zero_centered: bool, with_bias: bool) -> None:
+def test_a_norm_matches_its_formula(kind: str, zero_centered: bool, with_bias: bool) -> None:
     x, scale, bias = np.random.randn(3, 5, 24) * 3 + 1, np.random.randn(24), np.random.randn(24)
     x, scale, bias = x.astype(np.float32), scale.astype(np.float32), bias.astype(np.float32) if with_bias else None
     norm = jax.jit(partial(normalize, normalization=kind, eps=1e-3, zero_centered=zero_centered))
@@ -32,7 +32,7 @@ def test_a_norm_is_its_formula(kind: str, zero_centered: bool, with_bias: bool) 
 
 
 @pytest.mark.parametrize("norm, kind", [(layer_norm, "LayerNorm"), (rms_norm, "RMSNorm")])
-def test_its_gradient_is_the_formulas(norm, kind: str) -> None:  # type: ignore[no-untyped-def]
+def test_the_gradient_matches_the_formula(norm, kind: str) -> None:  # type: ignore[no-untyped-def]
     x, scale, direction = (np.random.randn(*s).astype(np.float32) for s in ((4, 16), (16,), (4, 16)))
     gx, gs = jax.jit(jax.grad(lambda x, s: (norm(x, s, eps=1e-2) * direction).sum(), argnums=(0, 1)))(x, scale)
 
@@ -68,7 +68,7 @@ def test_a_row_of_zeros_stays_zero_and_nan_spoils_only_its_row() -> None:
         assert (y[0] == 0).all() and np.isnan(y[1]).all() and np.isfinite(y[2]).all()
 
 
-def test_what_does_not_fit_is_a_sentence() -> None:
+def test_invalid_arguments_give_a_clear_error() -> None:
     x = jnp.ones((2, 8))
     with pytest.raises(ValueError, match=r"scale has shape \(7,\), and x \(2, 8\) needs \(8,\)"):
         layer_norm(x, jnp.ones(7))

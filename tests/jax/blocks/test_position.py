@@ -40,7 +40,7 @@ def test_the_bias_is_the_tables_entry() -> None:
     assert bias[0, 2, 4, 1] == table[2, bucket(3, 8, 16, True)]
 
 
-def test_too_few_buckets_are_a_sentence() -> None:
+def test_too_few_buckets_give_a_clear_error() -> None:
     with pytest.raises(ValueError, match="3 buckets are too few or odd; give 4 or more"):
         relative_position_buckets(2, 2, buckets=3)
     with pytest.raises(ValueError, match="max_distance is 8; 32 buckets need more than 8"):

@@ -59,7 +59,7 @@ def test_scores_depend_on_the_distance_alone() -> None:
     assert np.isclose(score(9, 4), score(25, 20), rtol=1e-4)
 
 
-def test_what_does_not_fit_is_a_sentence() -> None:
+def test_invalid_arguments_give_a_clear_error() -> None:
     x = jnp.ones((2, 5, 1, 6))
     with pytest.raises(ValueError, match=r"0\.5 of 6 is 3; make it an even number"):
         rope(x, fraction=0.5)

@@ -30,7 +30,7 @@ def test_with_a_recipe_it_is_linear_of_matrices() -> None:
     assert_bitwise(y, expected.reshape(3, 4, 2, 8))
 
 
-def test_what_does_not_fit_is_a_sentence() -> None:
+def test_invalid_arguments_give_a_clear_error() -> None:
     with pytest.raises(ValueError, match=r"head contracts axes \(3,\) of x .*, whose sizes are \(6,\), with a kernel"):
         dense(jnp.asarray(X), jnp.ones((5, 7)), name="head")
     for axis in (4, (1, 1), (1, -3), ()):

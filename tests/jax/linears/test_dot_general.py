@@ -1,4 +1,4 @@
-"""`dot_general` under a recipe is the layer it stands for, whatever the order of the axes."""
+"""Test that `dot_general` under a recipe equals the linear layer for any order of axes."""
 
 from functools import partial
 from typing import Any
@@ -46,7 +46,7 @@ def test_it_is_the_linear_layer(case: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["delayed", "nvfp4"])
-def test_batch_axes_are_scaled_one_by_one_and_share_a_state(name: str) -> None:
+def test_batch_axes_are_scaled_separately_and_share_a_state(name: str) -> None:
     a, b = (np.asarray(t) for t in pair((3, 2, 8, 16), (2, 16, 5, 3)))
     a = a * np.float32([1, 1e3, 1e-3])[:, None, None, None]
     dimensions = (((3,), (1,)), ((0, 1), (3, 0)))
@@ -68,7 +68,7 @@ def test_batch_axes_are_scaled_one_by_one_and_share_a_state(name: str) -> None:
         assert_bitwise(after["count"], np.float32([6, 6]))
 
 
-def test_without_a_recipe_it_is_jaxs() -> None:
+def test_without_a_recipe_it_equals_jax() -> None:
     a, b = pair(*CASES["two contracted"][:2])
     dimensions = CASES["two contracted"][2]
     for recipe in (None, "bf16"):
@@ -84,7 +84,7 @@ def test_the_output_has_the_dtype_that_is_preferred() -> None:
         assert jax.jit(run, static_argnums=2)(a, b, dimensions).dtype == dtype
 
 
-def test_it_fills_flaxs_slot() -> None:
+def test_it_works_as_a_flax_dot_general() -> None:
     x, _ = pair((2, 4, 8, 16), ())
     layer = nn.DenseGeneral((3, 5), axis=(-2, -1), dot_general=partial(qj.dot_general, recipe="rowwise"))
     # Threefry takes seconds to compile.

@@ -66,7 +66,7 @@ def one_by_one(x: Any, w: Any, g: Any, sizes: Any, recipe: Any) -> tuple[np.ndar
 
 @every_recipe
 def test_groups_are_linear_layers_one_by_one(name: str) -> None:
-    """Without noise, whose stream depends on the place in the whole."""
+    """Without noise, which depends on the position in the whole operand."""
     recipe = nvfp4(stochastic_rounding=False) if name == "nvfp4" else RECIPES[name]
     x, w, g = arrays()
     sizes = (20, 0, 20, 20)
@@ -97,7 +97,7 @@ def test_empty_groups_and_rows_of_no_group(name: str, sizes: tuple[int, ...]) ->
         assert noise < (0.35 if name == "nvfp4" else 0.08), f"{noise:.3f}"
 
 
-def test_what_cuda_runs_has_the_same_products() -> None:
+def test_the_cuda_path_has_the_same_products() -> None:
     """ragged_dot is CUDA's part; it runs on a CPU too, only slower."""
     x, w, g = arrays()
 

@@ -175,7 +175,7 @@ def test_without_a_recipe_it_is_flaxs_dense() -> None:
     assert second.shape == x.shape and np.asarray(second).any()
 
 
-def test_float64_is_computed_in_high_precision_and_says_so() -> None:
+def test_float64_is_computed_in_high_precision_with_a_warning() -> None:
     with jax.enable_x64(True):
         x, w, bias, _ = operands((4,), 32, 16, jnp.float64)
         with pytest.warns(UserWarning, match="float64 is computed in high precision"):
@@ -201,7 +201,7 @@ def test_a_step_has_the_same_bits_where_64_bits_are_enabled() -> None:
 
 
 def kept_bytes(function: Any, *args: Any) -> int:
-    """What lies between forward and backward; nothing is computed."""
+    """Bytes saved between forward and backward, without computing anything."""
     leaves = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(function, *args)[1], *args))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
@@ -218,7 +218,7 @@ def test_backward_keeps_eight_bits_an_element(name: str) -> None:
     assert kept < x.nbytes + w.nbytes or recipe.wgrad.b is None
 
 
-def test_the_weight_is_not_kept_where_x_needs_no_gradient() -> None:
+def test_the_weight_is_not_saved_when_x_needs_no_gradient() -> None:
     x, w, _, _ = operands((64,), 128, 256, jnp.bfloat16)
     assert kept_bytes(lambda w: qj.linear(x, w, recipe="tensorwise"), w) < x.size + 1024
 
@@ -256,7 +256,7 @@ def test_operands_that_are_quantized_already_are_used_as_they_are(name: str) -> 
 
 @REMEMBERING
 @pytest.mark.parametrize("how", ["eager", "jit", "grad of jit", "checkpoint", "scan"])
-def test_a_step_that_forgets_the_state_is_told_at_trace(name: str, how: str) -> None:
+def test_a_step_without_the_state_fails_at_trace(name: str, how: str) -> None:
     x, w, _, _ = operands((4,), 16, 16)
     state = qj.state.init(name)
 
@@ -281,7 +281,7 @@ def test_a_step_that_forgets_the_state_is_told_at_trace(name: str, how: str) -> 
 
 @REMEMBERING
 @pytest.mark.parametrize("how", ["eager", "jit", "grad of jit", "checkpoint"])
-def test_a_state_that_two_calls_read_is_told_at_trace(name: str, how: str) -> None:
+def test_a_state_read_by_two_calls_fails_at_trace(name: str, how: str) -> None:
     x, w, _, _ = operands((4,), 16, 16)
 
     def loss(w: Array, state: Any) -> Array:
@@ -302,7 +302,7 @@ def test_a_state_that_two_calls_read_is_told_at_trace(name: str, how: str) -> No
 
 
 @REMEMBERING
-def test_a_vmap_that_shares_a_state_is_told_at_trace(name: str) -> None:
+def test_a_vmap_that_shares_a_state_fails_at_trace(name: str) -> None:
     x, w, _, _ = operands((3, 4), 16, 16)
     state = qj.state.init(name)
 
@@ -331,7 +331,7 @@ def test_a_state_summed_by_a_scan_is_seen_in_the_next_loss() -> None:
 
 
 @pytest.mark.parametrize("given", [None, {}])
-def test_what_the_state_lacks_is_told(given: Any) -> None:
+def test_missing_state_entries_are_named(given: Any) -> None:
     x, w, _, _ = operands((4,), 16, 16)
     with pytest.raises(ValueError, match="uses an amax history but got none"):
         qj.linear(x, w, recipe="delayed", state=given)
@@ -341,7 +341,7 @@ def test_what_the_state_lacks_is_told(given: Any) -> None:
     assert jax.eval_shape(lambda w: qj.linear(x, w, recipe="nvfp4", state=given), w).shape == (4, 16)
 
 
-def test_a_state_that_does_not_fit_is_told() -> None:
+def test_a_mismatched_state_is_refused() -> None:
     x, w, _, _ = operands((4,), 16, 16)
     with pytest.raises(ValueError, match=r"history is float32\[4, 3\]"):
         qj.linear(x, w, recipe="delayed", state=qj.state.init(recipes.delayed(history=4)))
@@ -354,7 +354,7 @@ def test_a_state_that_does_not_fit_is_told() -> None:
     "w, bias, sentence",
     [((16, 8, 2), None, "give a matrix"), ((8, 16), None, "must be 8"), ((16, 8), (16,), "give a bias")],
 )
-def test_shapes_that_do_not_fit_are_told(w: Any, bias: Any, sentence: str) -> None:
+def test_mismatched_shapes_are_refused(w: Any, bias: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         qj.linear(jnp.ones((4, 16)), jnp.ones(w), None if bias is None else jnp.ones(bias), recipe="mxfp8")
     with pytest.raises(ValueError, match="floating"):
@@ -375,7 +375,7 @@ def test_inference_leaves_the_state_alone() -> None:
 
 
 @pytest.mark.parametrize("name, how", [("delayed", "checkpoint"), ("mxfp8", "policy"), ("delayed", "scan")])
-def test_scan_and_checkpoint_give_what_a_loop_gives(name: str, how: str) -> None:
+def test_scan_and_checkpoint_equal_a_loop(name: str, how: str) -> None:
     layers = 2
     x, w, _, g = operands((32,), 64, 64)
     ws = jnp.stack([w, w.T])
@@ -422,7 +422,7 @@ def test_vmap_scales_every_slice_by_itself(name: str) -> None:
             assert_close(f"slice {i}", a[i], b, 1e-6)
 
 
-def test_gradients_that_are_not_asked_for_are_not_computed() -> None:
+def test_unneeded_gradients_are_not_computed() -> None:
     x, w, bias, g = operands((8,), 32, 16)
 
     def gemms(argnums: tuple[int, ...]) -> int:
@@ -432,7 +432,7 @@ def test_gradients_that_are_not_asked_for_are_not_computed() -> None:
     assert gemms((2,)) < gemms((0,)) == gemms((1,)) < gemms((0, 1))
 
 
-def test_forward_mode_is_refused_by_jax_with_its_own_sentence() -> None:
+def test_forward_mode_is_refused_by_jax_itself() -> None:
     x, w, _, _ = operands((8,), 32, 16)
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(lambda x: qj.linear(x, w, recipe="mxfp8"), (x,), (x,))
@@ -459,7 +459,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_states_are_torchs_and_the_references_step_by_step(options: dict[str, Any]) -> None:
+def test_states_match_torch_and_the_reference_step_by_step(options: dict[str, Any]) -> None:
     import torch
 
     import quaver.torch as qt

@@ -38,7 +38,7 @@ def gradients(model: nn.Dense) -> Any:
     return jax.jit(jax.grad(train_step, (0, 1)))
 
 
-def test_dense_has_the_state_where_flaxs_own_has_it(model: nn.Dense) -> None:
+def test_dense_stores_its_state_where_flax_does(model: nn.Dense) -> None:
     variables = jax.jit(model.init)(KEY, A)
     assert set(variables) == {"params", fp8_ops.OVERWRITE_WITH_GRADIENT}
     assert set(variables["params"]) == {"kernel", "bias"}
@@ -50,7 +50,7 @@ def test_dense_has_the_state_where_flaxs_own_has_it(model: nn.Dense) -> None:
     assert_bitwise(flaxs["params"]["kernel"], variables["params"]["kernel"])
 
 
-def test_the_guides_update_by_hand(model: nn.Dense, gradients: Any) -> None:
+def test_the_manual_update_of_the_guide_works(model: nn.Dense, gradients: Any) -> None:
     params = jax.jit(model.init)(KEY, A)
     grads, _ = gradients(params, A)
     old = flax.traverse_util.flatten_dict(params, sep="/")
@@ -128,7 +128,7 @@ class Mixer(nn.Module):
         return self.einsum_cls()("td,dhk->thk", x, kernel)
 
 
-def test_einsum_goes_where_flaxs_goes() -> None:
+def test_einsum_works_where_flax_einsum_works() -> None:
     ours, flaxs = Mixer(ql.einsum_cls(DELAYED)), Mixer(fp8_ops.Fp8Einsum)
     variables = jax.jit(ours.init)(KEY, A)
     assert set(variables) == set(jax.jit(flaxs.init)(KEY, A))

@@ -96,7 +96,7 @@ def test_a_module_is_the_function_on_its_variables() -> None:
     assert_same(following.get(ql.COLLECTION, {}).get("first", {}), after)
 
 
-def test_the_history_is_what_numpy_says_over_steps() -> None:
+def test_the_history_matches_numpy_over_steps() -> None:
     model = ql.DenseGeneral(8, use_bias=False, recipe=DELAYED)
     state, params = flax.core.pop(initialized(model, X), "params")
     history, factor = np.zeros((3, 3), np.float32), np.zeros(3, np.float32)
@@ -112,7 +112,7 @@ def test_the_history_is_what_numpy_says_over_steps() -> None:
     assert_bitwise(state[ql.COLLECTION]["factor"], factor)
 
 
-def test_the_recipe_is_the_modules_own_or_the_ambient_one_and_jit_tells_them_apart() -> None:
+def test_jit_distinguishes_the_module_recipe_from_the_ambient_one() -> None:
     plain, own = ql.DenseGeneral(16), ql.DenseGeneral(16, recipe="mxfp8")
     variables = initialized(plain, X)
     run, run_own = (jax.jit(lambda v, module=module: module.apply(v, X)) for module in (plain, own))
@@ -137,7 +137,7 @@ def test_a_kernel_is_quantized_from_its_own_dtype_and_the_output_has_dtype() -> 
     assert_bitwise(y.astype(jnp.float32), expected.astype(jnp.float32))
 
 
-def test_missing_and_foreign_state_is_a_sentence() -> None:
+def test_missing_and_foreign_state_gives_a_clear_error() -> None:
     model = nn.Sequential([ql.DenseGeneral(8)])
     with qj.autocast(DELAYED):
         variables = filled(model, X)
@@ -185,7 +185,7 @@ def stacked(tree: Any) -> Any:
     }
 
 
-def test_state_under_remat_and_scan_is_that_of_a_loop() -> None:
+def test_state_under_remat_and_scan_matches_a_loop() -> None:
     variables = filled(Stack(), X)
     loop = step(Stack(), variables, X)
     expected = stacked({"params": loop[0], **loop[1]})
@@ -196,12 +196,12 @@ def test_state_under_remat_and_scan_is_that_of_a_loop() -> None:
     assert_same({"params": gradients, **following}, expected)
 
 
-def test_a_scan_without_the_collection_is_a_sentence() -> None:
+def test_a_scan_without_the_collection_gives_a_clear_error() -> None:
     with pytest.raises(ValueError, match="need the collection in variable_axes"):
         jax.eval_shape(Stack(scanned=True, collections=("params",)).init, KEY, X)
 
 
-def test_a_layer_used_twice_is_a_sentence_and_a_scan_gives_each_use_its_state() -> None:
+def test_a_layer_used_twice_gives_a_clear_error_and_a_scan_gives_each_use_its_state() -> None:
     class Twice(nn.Module):
         scanned: bool = False
 
@@ -228,7 +228,7 @@ def test_a_layer_used_twice_is_a_sentence_and_a_scan_gives_each_use_its_state() 
     assert history[:, 2, :2].tolist() == [[a.max(), jnp.abs(kernel).max()] for a in (jnp.abs(X), jnp.abs(between))]
 
 
-def test_state_under_vmap_is_each_layers_own() -> None:
+def test_state_under_vmap_is_per_layer() -> None:
     axes = {"params": 0, ql.COLLECTION: 0}
     model = nn.vmap(ql.DenseGeneral, variable_axes=axes, split_rngs={"params": True})(8, use_bias=False, recipe=DELAYED)
     variables = initialized(model, X)
@@ -252,7 +252,7 @@ def test_state_under_vmap_is_each_layers_own() -> None:
     ],
     ids=str,
 )
-def test_a_transformer_layer_is_its_formula(order: str, options: dict[str, Any]) -> None:
+def test_a_transformer_layer_matches_its_formula(order: str, options: dict[str, Any]) -> None:
     layer = ql.TransformerLayer(heads=4, hidden=48, post_norm=order == "post", parallel=order == "parallel", **options)
     inputs = (X, MEMORY) if options.get("cross_attention") else (X,)
     params = filled(layer, *inputs)["params"]
@@ -284,7 +284,7 @@ def test_layer_norm_mlp_is_the_function_on_its_variables() -> None:
     assert_bitwise(normalized, expected[1])
 
 
-def test_dropout_needs_to_be_told_and_drop_path_drops_samples() -> None:
+def test_dropout_needs_deterministic_set_and_drop_path_drops_samples() -> None:
     layer = ql.TransformerLayer(heads=2, hidden=8, dropout=0.3, attention_dropout=0.3)
     x = jnp.tile(X[:1], (64, 1, 1))
     variables = filled(layer, x, deterministic=True)
@@ -332,7 +332,7 @@ def test_logical_axes_are_named_and_change_nothing_else() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_does_not_fit_is_a_sentence(layer: nn.Module, inputs: Any, sentence: str) -> None:
+def test_invalid_arguments_give_a_clear_error(layer: nn.Module, inputs: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         jax.eval_shape(layer.init, KEY, *inputs)
 

@@ -167,7 +167,7 @@ def test_a_layer_that_took_no_part_keeps_its_state() -> None:
     assert (np.asarray(model["a"].state.history[...])[1:, 0] == TOP).all()
 
 
-def test_a_forgotten_or_foreign_state_is_a_sentence() -> None:
+def test_a_forgotten_or_foreign_state_gives_a_clear_error() -> None:
     model = module_of(lambda: qn.DenseGeneral(32, 8, name="head", rngs=rngs()))
     with (
         qj.autocast(DELAYED),
@@ -207,7 +207,7 @@ class Stack(nnx.Module):
         return x
 
 
-def test_state_under_scan_and_remat_is_that_of_a_loop() -> None:
+def test_state_under_scan_and_remat_matches_a_loop() -> None:
     def make(rngs: nnx.Rngs) -> Any:
         return qn.DenseGeneral(32, 32, use_bias=False, recipe=DELAYED, rngs=rngs)
 
@@ -226,7 +226,7 @@ def test_state_under_scan_and_remat_is_that_of_a_loop() -> None:
     assert_same(pure(model.layers, qn.OverwriteWithGradient), following)
 
 
-def test_layers_made_and_run_under_vmap_have_states_of_their_own() -> None:
+def test_layers_made_and_run_under_vmap_have_separate_states() -> None:
     @nnx.vmap(in_axes=0, out_axes=0)
     def make(key: Any) -> Any:
         return qn.DenseGeneral(32, 8, use_bias=False, recipe=DELAYED, rngs=nnx.Rngs(key))
@@ -265,7 +265,7 @@ def test_train_and_eval_switch_every_dropout() -> None:
     ],
     ids=["heads", "parallel", "norm", "axes", "recipe"],
 )
-def test_what_does_not_fit_is_a_sentence(make: Any, sentence: str) -> None:
+def test_invalid_arguments_give_a_clear_error(make: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         make(rngs=rngs())
     with pytest.raises(ValueError, match="needs a memory"):
@@ -367,7 +367,7 @@ def test_a_converted_layer_is_the_function_with_its_name() -> None:
     assert_bitwise(layer["up"].dot_general.state.count[...], state["count"])
 
 
-def test_rules_skips_and_what_matched_nothing() -> None:
+def test_rules_skips_and_unmatched_patterns() -> None:
     model = module_of(lambda: Model(rngs()))
     rules = quaver.Rules({"*.attention.*": None, "up": "mxfp8", "blocks.[0-9].*": DELAYED, "hed": "nvfp4"})
     report = qn.convert(model, rules, skip=["mix", "lm_head"])
@@ -386,7 +386,7 @@ def test_rules_skips_and_what_matched_nothing() -> None:
         qn.convert(model, "mxfp8", skip="head")
 
 
-def test_what_cannot_be_converted_says_why() -> None:
+def test_unconvertible_modules_say_why() -> None:
     class Custom(nnx.Linear):
         def __call__(self, x: Any, out_sharding: Any = None) -> Any:
             return x @ self.kernel[...]

@@ -1,4 +1,4 @@
-"""A property of every public function: what it does not take is told in a sentence, and numpy's arrays are taken."""
+"""Test that every public function refuses invalid arguments clearly and accepts numpy arrays."""
 
 from collections.abc import Callable
 from functools import partial
@@ -87,7 +87,7 @@ TAKEN = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_what_a_function_does_not_take_is_told_in_a_sentence(name: str) -> None:
+def test_unsupported_arguments_give_a_clear_error(name: str) -> None:
     function, arguments = CALLS[name]
     # What fits is traced, for nothing is asked of its values; what does not is given as it is.
     jax.eval_shape(lambda: (function(**arguments), None)[1])
@@ -105,13 +105,13 @@ def test_what_a_function_does_not_take_is_told_in_a_sentence(name: str) -> None:
             raise AssertionError(f"{argument} = {kind} was taken")
 
 
-def test_a_list_is_told_to_become_an_array() -> None:
+def test_a_list_is_refused_and_an_array_suggested() -> None:
     with pytest.raises(TypeError, match=r"x is a list; give an array, such as jax.numpy.asarray\(x\)"):
         qj.linear([[1.0, 2.0]], W)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["linear", "dot_general", "grouped_dot", "quantize"])
-def test_arrays_of_numpy_and_of_float64_are_taken(name: str) -> None:
+def test_numpy_and_float64_arrays_are_accepted(name: str) -> None:
     function, arguments = CALLS[name]
     expected = jax.jit(partial(function, **arguments))()
     for dtype in (np.float32,) if name == "quantize" else (np.float32, np.float64):
@@ -119,7 +119,7 @@ def test_arrays_of_numpy_and_of_float64_are_taken(name: str) -> None:
         jax.tree.map(assert_bitwise, jax.jit(partial(function, **given))(), expected)
 
 
-def test_variables_of_nnx_and_their_gradients_are_taken() -> None:
+def test_nnx_variables_and_their_gradients_are_accepted() -> None:
     layer = nnx.jit(lambda: DenseGeneral(16, 8, rngs=nnx.Rngs(KEY)))()
 
     def loss(w: Any) -> tuple[Array, Array]:
@@ -141,7 +141,7 @@ def test_pmap_is_named_with_what_to_use_in_its_place(grad: bool) -> None:
         jax.pmap(jax.grad(run) if grad else run)(X[None])
 
 
-def test_axes_that_do_not_fit_are_told_by_dot_general() -> None:
+def test_dot_general_refuses_mismatched_axes() -> None:
     with pytest.raises(TypeError, match="contracting dimensions"):
         qj.dot_general(X, W, (((0,), (0,)), ((), ())), recipe="mxfp8")
     with pytest.raises(ValueError, match="dimension_numbers are"):
@@ -161,12 +161,12 @@ def test_axes_are_integers_inside_a_trace_too() -> None:
         assert jax.eval_shape(partial(qj.dot_general, dimension_numbers=numbers, recipe="mxfp8"), X, W).shape == (4, 8)
 
 
-def test_a_count_that_does_not_fit_is_told() -> None:
+def test_a_mismatched_count_is_refused() -> None:
     with pytest.raises(ValueError, match="count is int32"):
         qj.linear(X, W, recipe="nvfp4", state={"count": jnp.zeros(2, jnp.int32)})
 
 
-def test_trees_of_states_that_do_not_fit_are_told() -> None:
+def test_mismatched_state_trees_are_refused() -> None:
     with pytest.raises(ValueError, match=r"contains a float at \['w'\].*split"):
         states.merge({"w": 1.0, "state": STATE})
     with pytest.raises(ValueError, match="differ in their layers"):
@@ -192,7 +192,7 @@ BLOCKS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_blocks_are_given_arrays(name: str) -> None:
+def test_blocks_require_arrays(name: str) -> None:
     for wrong in WRONG.values():
         with pytest.raises(TypeError, match=r"give (an array|one of real numbers)"):
             BLOCKS[name](wrong)

@@ -43,7 +43,7 @@ def same(a: qj.Quantized, b: qj.Quantized) -> None:
 
 
 @every_spec
-def test_a_quantized_operand_goes_through_jit_and_back(spec: QuantSpec) -> None:
+def test_a_quantized_operand_passes_through_jit(spec: QuantSpec) -> None:
     q = operand(spec)
     same(jax.jit(lambda q: q, compiler_options=QUICKEST)(q), q)
     leaves, structure = jax.tree.flatten(q)
@@ -51,12 +51,12 @@ def test_a_quantized_operand_goes_through_jit_and_back(spec: QuantSpec) -> None:
 
 
 @every_spec
-def test_quantizing_what_is_quantized_returns_it(spec: QuantSpec) -> None:
+def test_quantizing_a_quantized_returns_it(spec: QuantSpec) -> None:
     q = operand(spec)
     assert qj.quantize(q, spec) is q
 
 
-def test_another_spec_other_ranks_and_dtypes_are_refused() -> None:
+def test_other_specs_ranks_and_dtypes_are_refused() -> None:
     q = qj.quantize(normal(4, 32), LINE)
     with pytest.raises(ValueError, match="dequantize\\(\\) it first"):
         qj.quantize(q, SQUARE)
@@ -77,7 +77,7 @@ def test_data_have_eight_bits_or_four() -> None:
     assert stored(SPECS["nvfp4.fprop.a"]).nbytes == 64 * 48 + 64 * 6 + 4
 
 
-def test_the_amax_is_kept_where_a_history_would_record_it() -> None:
+def test_the_amax_is_stored_where_a_history_would_record_it() -> None:
     x = normal(20, 70)
     top = np.abs(x).max()
     assert_bitwise(np.asarray(qj.quantize(x, SQUARE).amax), top.reshape(1, 1))
@@ -120,7 +120,7 @@ def test_jax_draws_the_numbers_of_numpy(shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("columns", [12, 10])
-def test_a_piece_draws_what_the_whole_would_have_drawn(columns: int) -> None:
+def test_a_part_draws_the_noise_of_the_whole(columns: int) -> None:
     whole = np.asarray(jax.jit(lambda stream: uniform(12, 3 * columns, 1, stream, 3))(2))
     piece = jax.jit(lambda row, column: uniform(4, columns, 1, 2, 3, (row, column, 3 * columns)))
     for row in (0, 4, 8):
@@ -156,7 +156,7 @@ def test_the_rotation_has_the_bits_of_numpy_at_every_size(exponent: int) -> None
     )
 
 
-def test_an_old_jax_is_refused_with_a_sentence() -> None:
+def test_an_old_jax_is_refused() -> None:
     code = "import jax; jax.__version_info__, jax.__version__ = (0, 9, 0), '0.9.0'; import quaver.jax"
     done = forked.bare("jax").run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "needs jax 0.10.2 or newer and found 0.9.0" in done.stderr.splitlines()[-1]

@@ -83,7 +83,7 @@ def equal(a: np.ndarray, b: np.ndarray, said: str) -> None:
 
 
 @pytest.mark.parametrize("code", CODES)
-def test_jax_writes_and_reads_what_numpy_does(code: str) -> None:
+def test_jax_writes_and_reads_the_same_states_as_numpy(code: str) -> None:
     for spec in (spec for spec in SPECS if spec.code == code):
         for kind in KINDS:
             compare(spec, kind, (24, 100))

@@ -94,7 +94,7 @@ def test_rows_of_every_size_keep_their_own_precision(gemm: GemmSpec) -> None:
 
 
 @pytest.mark.parametrize("name", ["mxfp8.fprop", "blockwise.fprop"])
-def test_blocks_along_k_may_differ_by_what_float32_holds(name: str) -> None:
+def test_blocks_along_k_may_differ_by_the_range_of_float32(name: str) -> None:
     """The small blocks of a row meet large ones of the other operand, and neither is lost."""
     rng = np.random.default_rng(0)
     sizes = np.repeat(2.0 ** np.array([70.0, -70.0, 0.0]), 128)
@@ -126,7 +126,7 @@ def touched(spec: QuantSpec, rows: int) -> np.ndarray:
 
 
 @every_gemm
-def test_what_is_not_finite_makes_nan_of_what_consumes_its_block_and_of_nothing_else(gemm: GemmSpec) -> None:
+def test_nonfinite_values_make_only_the_products_of_their_block_nan(gemm: GemmSpec) -> None:
     assert gemm.a is not None and gemm.b is not None
     rng = np.random.default_rng(0)
     a, b = (rng.normal(size=shape).astype(np.float32) for shape in ((40, 300), (70, 300)))

@@ -45,7 +45,7 @@ def test_eight_devices_give_the_bits_of_one_by_shard_map_and_by_shardings(name: 
     assert run(name) == {name: ""}
 
 
-def test_what_cannot_be_sharded_is_told(quick: dict[str, str]) -> None:
+def test_operands_that_cannot_be_sharded_are_refused(quick: dict[str, str]) -> None:
     assert not quick["sentences"]
 
 

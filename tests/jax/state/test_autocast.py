@@ -41,7 +41,7 @@ def test_it_decorates_and_is_left_when_something_is_raised() -> None:
     assert recipe_in_force() is None
 
 
-def test_without_a_recipe_or_with_an_unknown_one_it_says_so() -> None:
+def test_a_missing_or_unknown_recipe_is_an_error() -> None:
     with pytest.raises(ValueError, match="autocast needs a recipe"):
         qj.autocast()
     with pytest.raises(ValueError, match="mxfp8"):
@@ -83,7 +83,7 @@ def test_the_bodies_of_transformations_are_too(how: str) -> None:
     assert not (quantized == plain).all() and (function(X) == plain).all()
 
 
-def test_backward_uses_what_forward_used() -> None:
+def test_backward_uses_the_recipe_of_forward() -> None:
     with qj.autocast("tensorwise"):
         _, back = jax.vjp(lambda w: qj.linear(X, w), W)
         inside = back(jnp.ones((4, 8)))[0]

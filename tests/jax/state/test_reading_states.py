@@ -1,4 +1,4 @@
-"""Who may read a layer's state without changing it, and what those are told who may not."""
+"""Test which uses may read a layer's state without updating it, and the errors of others."""
 
 from functools import cache, partial
 from typing import Any
@@ -54,7 +54,7 @@ def test_a_teacher_in_the_same_loss_reads_the_state_that_the_student_writes() ->
     jax.tree.map(assert_bitwise, got, expected)
 
 
-def test_the_gradient_of_x_alone_under_random_rounding_is_told_of_its_noise() -> None:
+def test_the_gradient_of_x_alone_under_stochastic_rounding_warns_about_its_noise() -> None:
     state = qj.state.init("nvfp4")
     with pytest.raises(ValueError, match=r"gradient of x alone.*argnums=\(0, 1\)\)\(x, state\)"):
         jax.grad(lambda x: qj.linear(x, W, recipe="nvfp4", state=state).sum())(X)
@@ -62,13 +62,13 @@ def test_the_gradient_of_x_alone_under_random_rounding_is_told_of_its_noise() ->
     assert jax.eval_shape(of_both, X, state)[1]["count"].shape == (2,)
 
 
-def test_a_step_that_forgets_the_state_is_told_of_stop_gradient() -> None:
+def test_a_step_without_the_state_suggests_stop_gradient() -> None:
     with pytest.raises(ValueError, match=r"put jax.lax.stop_gradient around its weights, its bias and its state"):
         jax.grad(lambda w: linear(X, w, qj.state.init(RECIPE)).sum())(W)
 
 
 def test_branches_of_a_cond_take_the_state_as_an_operand() -> None:
-    """Branches that close over it pass for two calls, and are told how they do not."""
+    """Branches that close over the state count as two calls; the error says how to avoid it."""
 
     def closing_over(w: Array, state: Any, taken: Array) -> Array:
         return lax.cond(taken, lambda x: 2 * linear(x, w, state), lambda x: linear(x, w, state), X).sum()

@@ -1,4 +1,4 @@
-"""The states that layers hand on: rolled as the reference rolls, merged, shared, split off and checked."""
+"""Test layer states: rolled like the reference, merged, shared, split and checked."""
 
 from functools import partial
 from typing import Any
@@ -60,7 +60,7 @@ def test_a_roll_is_the_references(recipe: Recipe) -> None:
             assert_bitwise(np.asarray(got["factor"])[i], np.float32(factor), f"factor, column {i}")
 
 
-def test_what_is_not_finite_is_not_recorded() -> None:
+def test_nonfinite_values_are_not_recorded() -> None:
     recipe = recipes.delayed(history=3)
     got = after(recipe, [jnp.inf, jnp.nan, 2.0], qj.state.init(recipe))
     assert_bitwise(np.asarray(got["history"]) + 0.0, np.float32([[0, 0, 0], [0, 0, 0], [0, 0, 2]]))
@@ -68,7 +68,7 @@ def test_what_is_not_finite_is_not_recorded() -> None:
 
 
 def test_a_state_that_torch_left_unrolled_is_rolled_first() -> None:
-    """torch rolls when a step begins: what it saved after one holds that step's amaxes in row 0."""
+    """torch rolls at the start of a step: state saved after a step has its amaxes in row 0."""
     recipe = recipes.delayed(history=3)
     recorded = jnp.float32([[1, 2, 3], [0, 0, 0], [4, 0, 0]])
     ready = jax.jit(partial(states.ready, recipe=recipe))({"history": recorded, "factor": np.zeros(3, np.float32)})
@@ -203,7 +203,7 @@ def test_split_and_join_are_inverse_and_find_states_anywhere() -> None:
 
 
 def model(parameters: Any, x: Array) -> Array:
-    """Two layers whose states lie among the parameters, as in an Equinox module."""
+    """Two layers with states among the parameters, as in an Equinox module."""
     for name in ("first", "second"):
         p = parameters[name]
         x = jnp.tanh(qj.linear(x, p["w"], p["b"], recipe=recipes.delayed(history=4), state=p["state"]))
@@ -252,7 +252,7 @@ def test_a_recipe_that_remembers_nothing_has_no_state() -> None:
     assert qj.state.init(None) == {}
 
 
-def test_counts_that_were_added_up_are_told() -> None:
+def test_summed_counts_are_refused() -> None:
     with pytest.raises(ValueError, match="roundings"):
         qj.state.check([{"count": jnp.float32([2.0**25, 0])}], "nvfp4")
 
@@ -275,6 +275,6 @@ CURRENT = recipes.delayed(history=4)
         ),
     ],
 )
-def test_what_must_be_known_when_a_program_is_traced_is_told(misuse: Any, sentence: str) -> None:
+def test_traced_values_that_must_be_static_are_refused(misuse: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         misuse(states.init(CURRENT), 3)

@@ -1,4 +1,4 @@
-"""The page on state runs as it stands."""
+"""Run the code of the page on state."""
 
 import importlib.util
 import re

@@ -69,7 +69,7 @@ def casts(x, out, N: tl.constexpr):
 
 @triton.jit
 def copies(x, out, stride, BM: tl.constexpr, BN: tl.constexpr):
-    """Rows whose distance nobody knows to be a multiple of 16."""
+    """Kernel with rows at a distance not known to be a multiple of 16."""
     at = tl.arange(0, BM)[:, None] * stride + tl.arange(0, BN)[None, :]
     tl.store(out + at, tl.load(x + at))
 
@@ -94,7 +94,7 @@ def grinds(x, out, ROUNDS: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def goes_round(x, out, rounds, N: tl.constexpr):
-    """A loop, whose row does not say how often it goes round."""
+    """Kernel with a loop whose row has no iteration count."""
     for i in range(rounds):
         at = (tl.program_id(0) * rounds + i) * N + tl.arange(0, N)
         tl.store(out + at, tl.load(x + at) + 1.0)

@@ -18,7 +18,7 @@ UPDATE = "python -m tests.kernels.gate --update"
 
 @dataclass(frozen=True)
 class Checked:
-    """One launch on one architecture: its figures, and what is wrong with it whatever the table says."""
+    """One launch on one architecture: its figures, and errors that do not depend on the table."""
 
     name: str
     row: Row
@@ -43,7 +43,7 @@ def measure(launches: Sequence[Recorded], arch: int) -> list[Checked]:
 
 
 def judged(recorded: Recorded, code: Code) -> Checked:
-    """A launch by its machine code, read just now or kept."""
+    """Judge a launch by its machine code, compiled now or recorded."""
     broken = tuple(broken_rules(recorded, code))
     return Checked(recorded.name, ceilings.figures(recorded, code), broken, measured.figures(code, recorded))
 

@@ -53,7 +53,7 @@ def instructions(listing: str, width: int, start: int) -> list[Instruction]:
 
 
 def _called(at: Instruction, code: Sequence[Instruction]) -> Instruction:
-    """A call as what it is: of code that returns, no branch; of code that exits, as compilers leave loops, a branch."""
+    """Classify a call: of code that returns, no branch; of code that exits, as compilers leave loops, a branch."""
     if not at.name.startswith("CALL") or at.target is None:
         return at
     end = next((i for i in code[at.target :] if i.name.startswith(("RET", "EXIT")) and not i.goes_on), None)

@@ -158,12 +158,12 @@ def _names(fn: FunctionType) -> list[str]:
 
 
 def _function(value: Any) -> FunctionType | None:
-    """The function that Triton compiles or interprets, of what stands for one."""
+    """The compiled or interpreted Triton function behind a wrapper."""
     fn = getattr(value, "fn", None)
     return fn if isinstance(fn, FunctionType) else None
 
 
 def _of_triton(value: Any) -> bool:
-    """What its version stands for."""
+    """Whether a value is determined by the Triton version."""
     module = getattr(_function(value) or value, "__module__", None) or ""
     return module.partition(".")[0] == "triton" and not isinstance(value, tl.constexpr | tl.dtype)

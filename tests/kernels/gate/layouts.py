@@ -47,7 +47,7 @@ def runs(ttgir: str) -> tuple[dict[int, int], dict[int, int]]:
 
 
 def _longest(shape: tuple[int, ...], registers: Basis, lanes: Basis, order: tuple[int, ...]) -> int:
-    """Neighbours that a warp holds along the axis on which its threads lie closest."""
+    """Contiguous elements of a warp along the axis on which its threads are closest."""
     axis = next((axis for axis in order if shape[axis] > 1), order[0])
     known = set(chain(registers, lanes))
     run = 1

@@ -73,7 +73,7 @@ def compiled(launch: KernelLaunch, arch: int) -> Any:
 
 
 def read(kernels: Sequence[Any], arch: int) -> list[Code]:
-    """Read compiled kernels of one architecture; kept in Triton's own cache beside what they are read from."""
+    """Read compiled kernels of one architecture; cached in Triton's own cache beside its source."""
     places = [get_cache_manager(sha256(f"{k.hash} read by {READER}".encode()).hexdigest()) for k in kernels]
     fresh = [(kernel, place) for kernel, place in zip(kernels, places, strict=True) if not place.get_file("code.json")]
     listings = _listings([kernel.asm["cubin"] for kernel, _ in fresh], arch)

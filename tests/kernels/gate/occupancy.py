@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Multiprocessor(NamedTuple):
-    """What one multiprocessor has room for."""
+    """Resources of one multiprocessor."""
 
     warps: int
     programs: int

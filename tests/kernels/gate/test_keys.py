@@ -128,9 +128,7 @@ def key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Key]:
         ("numbers.py", "@triton.jit\ndef shifted", "@triton.jit(noinline=True)\ndef shifted"),
     ],
 )
-def test_a_key_changes_with_the_kernel_whatever_it_calls_and_what_these_read(
-    key: Key, file: str, old: str, new: str
-) -> None:
+def test_a_key_changes_with_the_kernel_its_callees_and_their_globals(key: Key, file: str, old: str, new: str) -> None:
     assert key(file, old, new) != key()
 
 
@@ -163,7 +161,7 @@ def test_every_option_of_the_compiler_is_in_a_key(key: Key, monkeypatch: pytest.
         assert key() != before
 
 
-def test_a_key_changes_with_the_version_of_triton_and_with_what_reads_machine_code(
+def test_a_key_changes_with_the_triton_version_and_the_machine_code_reader(
     key: Key, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = key()
@@ -196,12 +194,12 @@ def test_a_key_stays_on_another_grid_and_for_tensors_of_another_size(key: Key) -
     assert key(grid=lambda grid: (16, 1, 1), sizes=lambda sizes: {"x": 5}) == key()
 
 
-def test_what_has_no_known_text_is_refused(key: Key) -> None:
+def test_values_without_a_stable_text_are_refused(key: Key) -> None:
     with pytest.raises(TypeError, match="GAIN is a object"):
         key("kernel.py", "tl.constexpr(2.0)", "object()")
 
 
-def test_keys_are_those_of_other_processes_and_of_kernels_that_are_interpreted() -> None:
+def test_keys_are_equal_in_other_processes_and_for_interpreted_kernels() -> None:
     """measured.json was written by a process that compiled; names are hashed by another seed in each."""
     kept = measured.load()
     if not kept.applies:

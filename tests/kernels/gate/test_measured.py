@@ -1,4 +1,4 @@
-"""measured.json: what it holds for, that it is seen where it does not, and what is compiled then."""
+"""Test measured.json: when it is valid, when changes are detected, and what is compiled then."""
 
 import json
 from dataclasses import replace
@@ -53,7 +53,7 @@ def entries(figures: measured.Figures) -> dict[measured.Place, measured.Entry]:
     return {(name, arch): measured.entry(KEYS[name], figures) for name in KEYS for arch in (89, 90)}
 
 
-def test_a_code_is_read_as_it_was_written_and_its_way_is_the_longest_with_the_trips_of_its_row() -> None:
+def test_code_figures_round_trip_and_use_the_longest_path_with_the_loop_counts_of_the_row() -> None:
     recorded = planted(trips=(5,))
     figures = measured.figures(CODE, recorded)
     again = measured.code(figures, 90)
@@ -63,7 +63,7 @@ def test_a_code_is_read_as_it_was_written_and_its_way_is_the_longest_with_the_tr
     assert json.loads(json.dumps(figures)) == figures
 
 
-def test_the_file_is_read_as_it_was_written_and_architectures_share_lines(tmp_path: Path) -> None:
+def test_the_file_round_trips_and_architectures_share_lines(tmp_path: Path) -> None:
     figures = measured.figures(CODE, planted())
     of = entries(figures) | {("row: two", 100): measured.entry("3" * 64, figures | {"registers": 41})}
     kept = written(tmp_path / "one.json", of)
@@ -87,7 +87,7 @@ def test_the_file_is_read_as_it_was_written_and_architectures_share_lines(tmp_pa
         ('"passing_nan":3', '"passing_nan":3,"stack":8'),
     ],
 )
-def test_a_figure_that_was_changed_by_hand_is_believed_on_no_architecture(old: str, new: str, tmp_path: Path) -> None:
+def test_a_manually_changed_figure_is_rejected_on_every_architecture(old: str, new: str, tmp_path: Path) -> None:
     path = tmp_path / "measured.json"
     kept = written(path, entries(measured.figures(CODE, planted())))
     assert kept.holding(KEYS, 89).keys() == KEYS.keys() and check.unlike({}, KEYS, 89, kept) == []
@@ -100,7 +100,7 @@ def test_a_figure_that_was_changed_by_hand_is_believed_on_no_architecture(old: s
         assert check.unlike({}, KEYS, arch, edited) == ["row: one"]
 
 
-def test_a_launch_that_changed_or_is_new_is_not_believed_and_one_that_is_gone_is_told(tmp_path: Path) -> None:
+def test_changed_and_new_launches_are_remeasured_and_missing_ones_reported(tmp_path: Path) -> None:
     kept = written(tmp_path / "measured.json", entries(measured.figures(CODE, planted())))
     keys = {"row: one": "4" * 64, "row: three": "3" * 64}
     assert kept.holding(keys, 90) == {} and check.unlike({}, keys, 90, kept) == ["row: one", "row: three"]
@@ -109,7 +109,7 @@ def test_a_launch_that_changed_or_is_new_is_not_believed_and_one_that_is_gone_is
     assert "`python -m tests.kernels.gate --measure`" in said and "sm_90 row 19; and 5 more" in said
 
 
-def test_what_compiles_to_other_figures_than_the_file_has_is_told(tmp_path: Path) -> None:
+def test_figures_that_differ_from_the_file_are_reported(tmp_path: Path) -> None:
     figures = measured.figures(CODE, planted())
     kept = written(tmp_path / "measured.json", entries(figures))
     fresh = {"row: one": Checked("row: one", {}, (), figures)}
@@ -124,7 +124,7 @@ def test_it_holds_for_no_other_version_of_triton(tmp_path: Path) -> None:
     assert kept.holding(KEYS, 90) == {} and check.unlike({}, KEYS, 90, kept) == [] and kept.gone({90: {}}) == []
 
 
-def test_what_is_believed_is_judged_by_the_rules_and_the_ceilings(tmp_path: Path) -> None:
+def test_recorded_figures_are_judged_by_the_rules_and_the_ceilings(tmp_path: Path) -> None:
     """Nothing is compiled."""
     recorded = planted()
     keys = {recorded.name: key(recorded, 90)}
@@ -148,7 +148,7 @@ def everywhere(names: set[str]) -> dict[int, set[str]]:
     return dict.fromkeys(ARCHITECTURES, names)
 
 
-def test_what_changed_is_compiled_on_every_architecture_and_of_very_many_those_of_a_choice() -> None:
+def test_changed_kernels_are_compiled_on_every_architecture_or_sampled_when_many() -> None:
     table = ceilings.load().rows
     of = launches(list(table))
     chosen = turns.chosen(of, everywhere(set()), table, True)
@@ -170,7 +170,7 @@ def by_arch(samples: dict[int, str]) -> dict[int, list[str]]:
     return {arch: [samples[arch]] if arch in samples else [] for arch in ARCHITECTURES}
 
 
-def test_samples_are_in_the_file_and_of_different_kernels_on_both_sides_of_hopper() -> None:
+def test_samples_are_in_the_file_and_cover_different_kernels_before_and_after_hopper() -> None:
     kept = measured.load()
     assert {(name, arch) for arch, name in turns.SAMPLES.items()} <= kept.entries.keys()
     assert len(set(turns.SAMPLES.values())) == len(turns.SAMPLES) >= 3

@@ -32,13 +32,13 @@ def way(start: int = 0) -> list[flow.Block]:
     return flow.blocks(code, [16 if at.name.startswith("LDG") else 0 for at in code])
 
 
-def test_the_longest_way_takes_one_branch_and_goes_round_loops() -> None:
+def test_the_longest_path_takes_one_branch_and_repeats_loops() -> None:
     # Before the loop 1, three in it, the branch around the call, the branch after it, two of its longer side, the exit.
     assert flow.executed(way(), ()) == (1 + 3 + 1 + 1 + 2 + 1, 16)
     assert flow.executed(way(), (10,)) == (1 + 30 + 1 + 1 + 2 + 1, 160)
 
 
-def test_a_listing_may_begin_anywhere() -> None:
+def test_a_listing_may_start_at_any_address() -> None:
     moved = LISTING.replace("0x10 ;", "0x110 ;").replace("0x80 ;", "0x180 ;").replace("0xb0 ;", "0x1b0 ;")
     code = flow.instructions(moved.replace("0xc0 ;", "0x1c0 ;").replace("0xe0;", "0x1e0;"), 16, 0x100)
     assert code == flow.instructions(LISTING, 16, 0)
@@ -52,7 +52,7 @@ def test_loops_in_loops_multiply() -> None:
     assert flow.executed(nest, (3, (4, 5))) == (1 + 150 + 15 + 1, 60)
 
 
-def test_a_call_of_what_exits_is_a_branch() -> None:
+def test_a_call_of_a_function_that_exits_is_a_branch() -> None:
     """As ptxas leaves loops on sm_89; listings for sm_120 have more behind a target."""
     listing = """
         /*0000*/                   MOV R1, R2 ;
@@ -87,7 +87,7 @@ TTGIR = """
         ("#linear", {32: 8192, 16: 64}, {64: 16384}),
     ],
 )
-def test_runs_are_what_a_warp_covers_side_by_side(layout: str, loads: dict[int, int], stores: dict[int, int]) -> None:
+def test_runs_are_the_contiguous_elements_of_a_warp(layout: str, loads: dict[int, int], stores: dict[int, int]) -> None:
     assert layouts.runs(TTGIR.replace("LAYOUT", layout)) == (loads, stores)
 
 
@@ -106,13 +106,13 @@ def test_runs_are_what_a_warp_covers_side_by_side(layout: str, loads: dict[int, 
         (10, 0, 1, 90, 32),
     ],
 )
-def test_programs_are_what_the_scarcest_has_room_for(
+def test_resident_programs_are_limited_by_the_scarcest_resource(
     registers: int, shared: int, warps: int, arch: int, expected: int
 ) -> None:
     assert programs(registers, shared, warps, arch) == expected
 
 
-def test_a_share_is_what_a_card_issues_over_what_a_copy_takes() -> None:
+def test_a_share_is_issue_time_over_copy_time() -> None:
     # 132 multiprocessors issue 128 at 1.755 GHz: 29.65e12 a second, of which 4.3e12 bytes a second have 6.9 each.
     assert share(6.9, "H200") == pytest.approx(29.65 / 6.9 / 4.3, rel=1e-3)
     assert share(3.45, "H200") == 2 * share(6.9, "H200")

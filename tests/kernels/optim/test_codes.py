@@ -29,7 +29,7 @@ COMPILED = {
 
 
 @pytest.mark.parametrize("text", roundtrip.SPECS)
-def test_a_kernel_writes_and_reads_what_numpy_does(text: str) -> None:
+def test_a_kernel_writes_and_reads_the_same_codes_as_numpy(text: str) -> None:
     interpreter.mend()
     spec = StateSpec.parse(text)
     rng = np.random.default_rng(0)
@@ -42,7 +42,7 @@ def test_a_kernel_writes_and_reads_what_numpy_does(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", [text for text in roundtrip.SPECS if "bfloat16" not in text])
-def test_on_both_sides_of_every_code_and_middle(text: str) -> None:
+def test_values_around_every_code_and_midpoint(text: str) -> None:
     """Each value, each middle, and their neighbours."""
     interpreter.mend()
     spec = StateSpec.parse(text)
@@ -79,7 +79,7 @@ def test_every_scale_has_its_inverse() -> None:
 
 
 @pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (89, 100, 120))])
-def test_compiled_nothing_is_fused_that_was_not_written_so(arch: int) -> None:
+def test_the_compiler_fuses_no_multiply_add_unless_written(arch: int) -> None:
     """A product that enters a sum is rounded first, unless `tl.fma` says otherwise: by the PTX."""
     environment = {name: value for name, value in os.environ.items() if name not in FOREIGN}
     command = [sys.executable, "-m", "tests.kernels.optim.roundtrip", str(arch), *COMPILED]

@@ -312,7 +312,7 @@ def test_elements_beside_a_matrix_have_no_part_in_its_scales(spec: QuantSpec, mo
         (SQUARES, (16, 64), 64, ""),
     ],
 )
-def test_blocks_that_no_kernel_steps_are_said(spec: QuantSpec, shape: tuple[int, int], start: int, why: str) -> None:
+def test_unsupported_blocks_give_a_reason(spec: QuantSpec, shape: tuple[int, int], start: int, why: str) -> None:
     how = way(MasterFormat("residual16", spec), MOMENTS)
     p = parameter(how, torch.float8_e4m3fn, torch.bfloat16, shape, 0, False)
     place = Place((start, 0), shape, (80, shape[1]))
@@ -330,8 +330,8 @@ def test_weights_of_blocks_are_left_where_a_step_is_skipped() -> None:
             assert_same(one, other, name)
 
 
-def test_ways_rules_and_groups_share_a_step_and_false_keeps_all() -> None:
-    """Parameters of unlike ways go into one table, each way's into a launch of its own."""
+def test_configs_rules_and_groups_share_a_step_and_a_false_flag_keeps_all() -> None:
+    """Parameters of different configs share one table; each config has one launch."""
     ours = [parameter(*WAYS[name], SHAPES[i % 2], i, False) for i, name in enumerate(("lean", "exact", "float32"))]
     before = copy.deepcopy(ours)
     by_kernel(ours, False)
@@ -370,7 +370,7 @@ def test_a_chunk_of_many_rounds_and_several_chunks_are_one_parameter() -> None:
         ({"rule": Muon(), "moments": MOMENTS[:1]}, "no Muon"),
     ],
 )
-def test_what_no_kernel_steps_is_said(changed: dict[str, Any], why: str) -> None:
+def test_unsupported_parameters_give_a_reason(changed: dict[str, Any], why: str) -> None:
     how, dtype, gradient = WAYS["lean"]
     p = parameter(how, dtype, gradient, (32, 128), 0, False)
     assert why in gpu.reason(p.parts.weight[0], replace(how, **changed), p.parts, p.place, p.state["step"])

@@ -1,4 +1,4 @@
-"""Layers of Hugging Face's transformers beside ours: what each is called here, and whose rows its parameters are."""
+"""Layers of transformers beside ours: their names here, and the origin of each parameter's rows."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ Names = dict[str, tuple[str, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One of theirs and the constructor's arguments that make it ours."""
+    """A layer of transformers and the constructor arguments of our equivalent."""
 
     config: PreTrainedConfig
     #: Their layer and what makes its cosines and sines.

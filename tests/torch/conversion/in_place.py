@@ -31,7 +31,7 @@ DROPOUT = dict.fromkeys(
 
 
 def model_of(family: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
-    """A tiny model without dropout, whose norms' parameters are not what they begin with."""
+    """A tiny model without dropout and with norm parameters different from their initial values."""
     config = type(tiny(family).config)()
     model = tiny(family, **{name: value for name, value in DROPOUT.items() if hasattr(config, name)}, **more)
     generator = torch.Generator().manual_seed(3)

@@ -1,4 +1,4 @@
-"""convert and revert: what a model keeps, what is left alone and why, and who rolls the histories."""
+"""Test convert and revert: preserved attributes, skipped layers with reasons, and rolling of histories."""
 
 import copy
 import gc
@@ -27,7 +27,7 @@ QUANTIZING = [name for name in RECIPES if name != "bf16"]
 
 
 class Plain(nn.Linear):
-    """A subclass without a forward of its own."""
+    """Subclass without its own forward."""
 
     def extra_repr(self) -> str:
         return super().extra_repr() + ", plain"
@@ -111,7 +111,7 @@ def test_hooks_of_all_kinds_are_still_called() -> None:
     assert sorted(called) == ["accumulated", "backward", "backward pre", "forward", "pre", "state dict"]
 
 
-def test_attributes_training_mode_and_requires_grad_are_kept() -> None:
+def test_attributes_training_mode_and_requires_grad_are_preserved() -> None:
     model = mlp()
     model[0].note = "mine"  # type: ignore[assignment]
     model[0].weight.tag = 7  # type: ignore[attr-defined]
@@ -136,7 +136,7 @@ def test_tied_weights_stay_tied_and_train(recipe: str) -> None:
     assert not torch.equal(before, model.embed.weight)
 
 
-def test_an_instance_held_twice_is_converted_once_and_works_at_both_places() -> None:
+def test_a_module_used_twice_is_converted_once_and_works_at_both_places() -> None:
     shared = nn.Linear(16, 16)
     model = nn.ModuleDict({"a": shared, "b": nn.Linear(16, 16), "c": shared})
     report = qt.convert(model, "delayed")
@@ -148,7 +148,7 @@ def test_an_instance_held_twice_is_converted_once_and_works_at_both_places() -> 
     assert qt.revert(model) == ["a", "b"] and type(shared) is nn.Linear
 
 
-def test_an_instance_held_twice_is_matched_by_either_name() -> None:
+def test_a_module_used_twice_is_matched_by_either_name() -> None:
     shared = nn.Linear(16, 16)
     model = nn.ModuleDict({"a": shared, "b": nn.Linear(16, 16), "lm_head": shared})
     report = qt.convert(model, "mxfp8", skip=["lm_head"])
@@ -231,7 +231,7 @@ def test_a_copy_of_a_layer_that_was_parametrized_after_converting_rolls() -> Non
 # Subclasses, and what is left alone.
 
 
-def test_subclasses_without_a_forward_of_their_own_are_converted_and_stay_what_they_were() -> None:
+def test_subclasses_without_their_own_forward_are_converted_and_keep_their_class() -> None:
     model = nn.Sequential(Plain(16, 16), nn.ReLU(), Plain(16, 16))
     qt.convert(model, "mxfp8")
     assert isinstance(model[0], Plain) and isinstance(model[0], qt.Linear)
@@ -249,7 +249,7 @@ def test_subclasses_without_a_forward_of_their_own_are_converted_and_stay_what_t
     assert type(twin[0]) is Plain
 
 
-def test_subclasses_with_a_forward_of_their_own_are_left_alone_and_reported() -> None:
+def test_subclasses_with_their_own_forward_are_left_unchanged_and_reported() -> None:
     model = nn.Sequential(Doubling(16, 16), nn.Linear(16, 16))
     x = torch.randn(3, 16)
     y = model[0](x)
@@ -497,7 +497,7 @@ def test_rules_and_skip_reach_attention_by_its_name() -> None:
     assert all(layer.attention.core.recipe is recipes.tensorwise() for layer in model)
 
 
-def test_reverted_attention_is_that_of_the_model_before() -> None:
+def test_reverted_attention_equals_the_original() -> None:
     model, x = layers()[0], torch.randn(2, 6, 16)
     before = model(x)
     qt.convert(model, recipes.tensorwise(attention=True))
@@ -513,7 +513,7 @@ def test_attention_by_itself_is_a_conversion() -> None:
     assert list(report.attention) == [""] and str(report).startswith("converted nothing\n  attention quantized: 1")
 
 
-def test_attention_that_is_not_ours_stays_and_the_report_says_so() -> None:
+def test_unsupported_attention_stays_and_is_reported() -> None:
     model = nn.ModuleDict({"attention": nn.MultiheadAttention(16, 2), "up": nn.Linear(16, 16)})
     recipe = recipes.tensorwise(attention=True)
     with pytest.warns(UserWarning, match="the recipe's attention=True quantizes nothing here"):
@@ -528,7 +528,7 @@ def test_attention_that_is_not_ours_stays_and_the_report_says_so() -> None:
     assert qt.convert(mlp(), recipe).other_attention == {}
 
 
-def test_attention_of_transformers_stays_and_the_report_says_so() -> None:
+def test_transformers_attention_stays_and_is_reported() -> None:
     with pytest.warns(UserWarning, match="2 LlamaAttention"):
         qt.convert(tiny_llama(), recipes.mxfp8(attention=True))
 
@@ -545,7 +545,7 @@ def through_torch_save(model: nn.Module) -> Any:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), through_torch_save])
-def test_copies_go_on_bit_for_bit(recipe: str, copied: Callable[[nn.Module], nn.Module]) -> None:
+def test_copies_train_bit_for_bit_the_same(recipe: str, copied: Callable[[nn.Module], nn.Module]) -> None:
     model = mlp()
     qt.convert(model, recipe)
     x = torch.randn(5, 16)
@@ -560,7 +560,7 @@ def test_copies_go_on_bit_for_bit(recipe: str, copied: Callable[[nn.Module], nn.
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_state_dicts_go_on_bit_for_bit_and_load_as_weights_only(recipe: str) -> None:
+def test_state_dicts_continue_bit_for_bit_and_load_with_weights_only(recipe: str) -> None:
     model, loaded = mlp(), mlp()
     qt.convert(model, recipe)
     qt.convert(loaded, recipe)
@@ -695,7 +695,7 @@ def test_reverting_experts_leaves_nothing_that_ddp_reads() -> None:
     assert not hasattr(model, DDP_IGNORES)
 
 
-def test_ddp_is_told_to_leave_the_histories_alone() -> None:
+def test_ddp_ignores_histories() -> None:
     model = Tied()
     model._ddp_params_and_buffers_to_ignore = ["embed.weight"]  # type: ignore[assignment]
     qt.convert(model, "delayed", skip=["head"])
@@ -766,7 +766,7 @@ def test_a_llama_of_transformers_converts_trains_and_saves(recipe: str, tmp_path
     model.generate(tokens, max_new_tokens=2, do_sample=False, pad_token_id=0)
 
 
-def test_gpt2_of_transformers_is_converted_but_for_its_head_and_the_report_says_so() -> None:
+def test_transformers_gpt2_is_converted_except_its_head_which_is_reported() -> None:
     transformers = pytest.importorskip("transformers")
     model = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(vocab_size=31, n_positions=16, n_embd=16, n_layer=2, n_head=2)
@@ -815,7 +815,7 @@ class Experts(nn.Module):
     ],
     ids=["embedding", "convolution", "norm", "attention", "experts", "LSTM"],
 )
-def test_the_share_counts_what_gemms_read_whoever_holds_it(other: Callable[[], nn.Module], parameters: int) -> None:
+def test_the_share_counts_all_parameters_read_by_gemms(other: Callable[[], nn.Module], parameters: int) -> None:
     for size, warned in ((128, False), (32, parameters > 1024)):
         model = nn.ModuleDict({"linear": nn.Linear(size, size), "other": other()})
         with warnings.catch_warnings(record=True) as seen:
@@ -829,7 +829,7 @@ def test_the_share_counts_what_gemms_read_whoever_holds_it(other: Callable[[], n
             assert qt.convert(model, "mxfp8", skip=["other", "other.*"]).unreached_parameters == 0
 
 
-def test_a_weight_that_another_library_quantized_is_a_sentence() -> None:
+def test_a_weight_quantized_by_another_library_gives_a_clear_error() -> None:
     quantization = pytest.importorskip("torchao.quantization")
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     qt.convert(model, "mxfp8")
@@ -844,7 +844,7 @@ def test_a_weight_that_another_library_quantized_is_a_sentence() -> None:
     assert model(torch.randn(4, 64)).isfinite().all()
 
 
-def test_a_dict_of_patterns_serves_as_rules() -> None:
+def test_a_dict_of_patterns_is_accepted_as_rules() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     report = qt.convert(model, {"1": None, "*": "mxfp8"})
     assert list(report.converted) == ["0"] and list(report.skipped) == ["1"]

@@ -40,7 +40,7 @@ def test_it_names_three_gemms_and_six_quantizations(
 
 
 @pytest.mark.parametrize("recipe", [name for name in recipes.RECIPES if name != "bf16"])
-def test_what_it_names_is_what_runs(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_named_implementation_runs(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = qt.Linear(48, 32, recipe=recipe)
     x = torch.randn(5, 48, requires_grad=True)
     explained = qt.explain(layer, x)
@@ -68,7 +68,7 @@ def test_codes_that_serve_a_second_gemm_are_named() -> None:
 
 
 @pytest.mark.parametrize("recipe", [name for name in recipes.RECIPES if name != "bf16"])
-def test_those_passed_over_have_a_reason(recipe: str) -> None:
+def test_skipped_layers_have_a_reason(recipe: str) -> None:
     layer = qt.Linear(48, 32, recipe=recipe)
     with qt.only("reference"):
         explained = qt.explain(layer, torch.randn(5, 48))
@@ -81,7 +81,7 @@ def test_those_passed_over_have_a_reason(recipe: str) -> None:
     assert "not cpu: switched off" in repr(explained)
 
 
-def test_where_nothing_runs_it_says_so_instead_of_failing() -> None:
+def test_explain_reports_missing_implementations_instead_of_failing() -> None:
     layer = qt.Linear(48, 32, recipe="nvfp4")
     x = torch.randn(5, 48)
     with qt.only("cpu"):
@@ -94,7 +94,7 @@ def test_where_nothing_runs_it_says_so_instead_of_failing() -> None:
             assert rows["input"].runs == "cpu"
 
 
-def test_without_a_recipe_it_says_so() -> None:
+def test_explain_reports_a_missing_recipe() -> None:
     layer = qt.Linear(48, 32)
     explanation = qt.explain(layer, torch.randn(5, 48))
     assert explanation.recipe is None
@@ -167,7 +167,7 @@ def test_a_whole_model_is_explained_by_its_tokens(dtype: torch.dtype) -> None:
         assert str(one) == str(qt.explain(layers[name], torch.empty(4, 32, layers[name].in_features, dtype=dtype)))
 
 
-def test_what_holds_nothing_to_explain_is_refused_with_a_sentence() -> None:
+def test_modules_with_nothing_to_explain_are_refused() -> None:
     with pytest.raises(ValueError, match=r"a module that contains some, not Linear; convert the model first"):
         qt.explain(nn.Linear(4, 4), torch.randn(2, 4))
     with pytest.raises(ValueError, match="a Linear and its input x, no other arguments"):

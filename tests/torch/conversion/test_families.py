@@ -34,7 +34,7 @@ def test_a_family_is_converted_whole_and_every_layer_runs(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_in_high_precision_is_the_model_itself_and_so_is_the_reverted_one(family: str) -> None:
+def test_a_family_in_high_precision_and_after_revert_equals_the_original(family: str) -> None:
     plain, x = tiny(family), tokens()
     model = copy.deepcopy(plain)
     qt.convert(model, "bf16")

@@ -7,7 +7,7 @@ import quaver.torch as qt
 from quaver.torch.conversion.quantized_weights import fill
 
 
-def test_first_values_are_those_of_a_function_where_there_are_codes_alone_too() -> None:
+def test_initial_values_may_come_from_a_function_with_stored_codes_too() -> None:
     layer = qt.Linear(64, 64)
     fill(layer, nn.init.ones_)
     assert (layer.weight == 1).all() and not layer.bias.any()

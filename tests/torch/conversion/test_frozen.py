@@ -66,7 +66,7 @@ def test_forwards_inside_share_one_quantization_and_results_are_those_without(re
         assert_bitwise(x.grad, again.grad)
 
 
-def test_it_nests_and_serves_its_own_layers_alone() -> None:
+def test_frozen_weights_contexts_nest_and_affect_only_their_layers() -> None:
     net = nn.Sequential(qt.Linear(K, K, recipe="mxfp8"), qt.Linear(K, K, recipe="tensorwise"))
     x = torch.randn(T, K)
     outer = qt.frozen(net)
@@ -85,7 +85,7 @@ def test_it_nests_and_serves_its_own_layers_alone() -> None:
     assert not _held
 
 
-def test_what_a_window_has_kept_is_neither_used_nor_dropped() -> None:
+def test_cached_weights_of_an_accumulation_window_are_neither_used_nor_dropped() -> None:
     layer, x = qt.Linear(K, N, recipe="mxfp8"), torch.randn(T, K)
     layer(x).sum().backward()
     before = dict(state_of(layer).weights.window)
@@ -120,7 +120,7 @@ def test_the_key_is_still_checked_and_refresh_still_drops(mode: str) -> None:
                 assert_bitwise(layer(x), copy.deepcopy(layer)(x))
 
 
-def test_a_base_is_held_over_the_steps_of_its_adapters() -> None:
+def test_a_frozen_base_stays_cached_over_the_steps_of_its_adapters() -> None:
     class Adapted(nn.Module):
         def __init__(self, base: nn.Module) -> None:
             super().__init__()
@@ -146,7 +146,7 @@ def test_a_base_is_held_over_the_steps_of_its_adapters() -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_a_step_of_what_it_holds_is_a_sentence(kind: type[torch.optim.Optimizer]) -> None:
+def test_stepping_a_frozen_weight_gives_a_clear_error(kind: type[torch.optim.Optimizer]) -> None:
     layer, other = qt.Linear(K, N, recipe="mxfp8"), qt.Linear(K, N, recipe="mxfp8")
     optimizer = kind([*layer.parameters(), *other.parameters()], lr=0.1)  # type: ignore[call-arg]
     before = layer.weight.detach().clone()
@@ -218,14 +218,14 @@ def test_it_ends_with_an_error_too() -> None:
     assert not held(layer) and not weight_cache.frozen(layer) and not _held
 
 
-def test_a_copy_of_a_held_layer_is_not_held() -> None:
+def test_a_copy_of_a_frozen_layer_is_not_frozen() -> None:
     layer = qt.Linear(K, N, recipe="mxfp8")
     with torch.no_grad(), qt.frozen(layer):
         layer(torch.randn(T, K))
         assert state_of(copy.deepcopy(layer)).weights is None
 
 
-def test_only_a_module_can_be_held() -> None:
+def test_only_a_module_can_be_frozen() -> None:
     with pytest.raises(TypeError, match="not a Parameter"):
         qt.frozen(qt.Linear(K, N).weight)  # type: ignore[arg-type]
 
@@ -242,7 +242,7 @@ def test_a_backward_after_its_end_has_the_codes_of_its_forward() -> None:
         assert_bitwise(inputs[0].grad, inputs[1].grad, recipe)  # type: ignore[arg-type]
 
 
-def test_compiled_code_takes_it_and_nothing_is_kept() -> None:
+def test_compiled_code_accepts_frozen_layers_and_caches_nothing() -> None:
     torch.compiler.reset()
     layer = qt.Linear(K, N, recipe="mxfp8")
 
@@ -280,7 +280,7 @@ def test_a_hundred_forwards_without_gradients_of_one_weight_name_it_once(mode: s
             second(x)
 
 
-def test_nobody_is_told_of_it_in_vain() -> None:
+def test_the_hint_to_freeze_is_given_only_where_it_helps() -> None:
     layer, x = qt.Linear(K, N, recipe="mxfp8"), torch.randn(T, K)
     optimizer = torch.optim.SGD(layer.parameters(), 0.1)
     with warnings.catch_warnings():

@@ -64,7 +64,7 @@ def run(module: nn.Module, x: Tensor, g: Tensor, **options: Any) -> dict[str, Te
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("name", LAYERS)
-def test_outputs_and_gradients_are_those_of_transformers(name: str, mask: str) -> None:
+def test_outputs_and_gradients_match_transformers(name: str, mask: str) -> None:
     layer = LAYERS[name]
     x, g, hidden, padded = torch.randn(BATCH, TOKENS, DIM), torch.randn(BATCH, TOKENS, DIM), arbitrary(), padding(mask)
     positions = torch.arange(TOKENS).expand(BATCH, -1)

@@ -1,4 +1,4 @@
-"""Layers of transformers read into ours: outputs, gradients, bf16, what is shared, decoding, and what is refused."""
+"""Test layers of transformers loaded into ours: outputs, gradients, bf16, sharing, decoding, errors."""
 
 import copy
 import functools
@@ -139,7 +139,7 @@ JUMPS = ("t5", "deepseek_v3, mixture", "llama4, no rope, mixture", "gpt_oss")
 
 
 def layer_of(name: str) -> tuple[Any, dict[str, Any]]:
-    """Their layer with random parameters, and what it takes to read it."""
+    """A transformers layer with random parameters, and the arguments to load it."""
     config_class, options, layer_class, index = LAYERS[name]
     config = getattr(transformers, config_class)(**options)
     module = inspect.getmodule(getattr(transformers, config_class)).__name__.replace("configuration", "modeling")  # type: ignore[union-attr]
@@ -186,7 +186,7 @@ def run(layer: Any, x: Tensor, g: Tensor, **options: Any) -> tuple[Tensor, Tenso
 
 
 def gradients(theirs: Any, read: dict[str, Any], fused: bool | None) -> dict[str, Tensor]:
-    """Theirs in our order: a layer whose parameters they are, read in turn."""
+    """Gradients of their layer in our order, obtained by loading it again."""
     other = copy.deepcopy(theirs)
     for p, q in zip(other.parameters(), theirs.parameters(), strict=True):
         p.data = torch.zeros_like(q) if q.grad is None else q.grad.clone()
@@ -207,7 +207,7 @@ def masks() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "mask"), masks())
-def test_outputs_and_gradients_are_those_of_transformers(name: str, mask: str) -> None:
+def test_outputs_and_gradients_match_transformers(name: str, mask: str) -> None:
     (theirs, read), fused = layer_of(name), {"none": name != "whisper" or None, "padding": False}.get(mask)
     x, g = torch.randn(2, TOKENS, DIM), torch.randn(2, TOKENS, DIM)
     real = (~padding())[..., None].float() if mask == "padding" else torch.ones(2, TOKENS, 1)
@@ -235,7 +235,7 @@ def test_outputs_and_gradients_are_those_of_transformers(name: str, mask: str) -
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if i % 3 else []) for i, name in enumerate(LAYERS)]
 )
-def test_in_bf16_it_is_no_further_from_float32_than_theirs(name: str) -> None:
+def test_bf16_results_are_as_close_to_float32_as_theirs(name: str) -> None:
     theirs, read = layer_of(name)
     for p in theirs.parameters():
         p.data.mul_(0.7)
@@ -250,7 +250,7 @@ def test_in_bf16_it_is_no_further_from_float32_than_theirs(name: str) -> None:
         assert float((a.float() - c).norm()) <= 1.1 * float((b.float() - c).norm()), ("output", "gradient of x")[i]
 
 
-def test_parameters_are_the_layers_own_where_they_are_stored_alike() -> None:
+def test_parameters_are_shared_where_both_layers_store_them_the_same_way() -> None:
     copies = {
         "gpt_neox": {"attention.qkv_proj.weight", "attention.qkv_proj.bias"},
         "falcon 40b": {"attention.qkv_proj.weight"},
@@ -275,7 +275,7 @@ def test_parameters_are_the_layers_own_where_they_are_stored_alike() -> None:
 
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
 @pytest.mark.parametrize("name", ["qwen3", "olmo2", "gpt_neox", "t5", "deepseek_v3"])
-def test_what_is_read_trains_under_recipes_and_reading_draws_no_noise(name: str, recipe: str) -> None:
+def test_loaded_layers_train_under_recipes_and_loading_draws_no_noise(name: str, recipe: str) -> None:
     theirs, read = layer_of(name)
     torch.manual_seed(5)
     ours = qt.from_huggingface(theirs, **read)
@@ -318,7 +318,7 @@ def changed(method: str, of: Callable[[Any], Any], what: Callable[[Tensor], Tens
     return theirs
 
 
-def test_what_computes_something_else_is_refused_by_the_part_that_does() -> None:
+def test_unsupported_parts_are_refused_by_name() -> None:
     for of, says in (
         (lambda layer: layer.input_layernorm, "LlamaRMSNorm has other outputs than LayerNorm, RMSNorm and L2"),
         (
@@ -332,7 +332,7 @@ def test_what_computes_something_else_is_refused_by_the_part_that_does() -> None
             qt.from_huggingface(changed("forward", of, lambda y: y * 1.01))
 
 
-def test_bad_input_is_a_sentence() -> None:
+def test_bad_input_gives_a_clear_error() -> None:
     llama, bert = layer_of("llama")[0], layer_of("bert")[0]
     converted = layer_of("llama")[0]
     qt.convert(nn.ModuleList([converted]), "tensorwise")
@@ -387,7 +387,7 @@ def test_bad_input_is_a_sentence() -> None:
             qt.from_huggingface(layer, **options)
 
 
-def test_a_layer_is_read_by_its_structure_whatever_its_classs_name() -> None:
+def test_a_layer_is_recognized_by_its_structure_not_its_class_name() -> None:
     theirs, read = layer_of("mpt")
     theirs.__class__ = type("Renamed", (type(theirs),), {"__module__": type(theirs).__module__})
     assert qt.from_huggingface(theirs, **read).attention.core.alibi is not None

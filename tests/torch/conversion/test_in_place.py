@@ -35,7 +35,7 @@ def apart(a: Tensor, b: Tensor) -> float:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_computes_what_transformers_computes(family: str) -> None:
+def test_a_family_matches_transformers(family: str) -> None:
     plain, (ours, report) = model_of(family), converted(family)
     names = list(plain.state_dict())
     assert all(row.block for row in report.blocks), str(report)
@@ -49,7 +49,7 @@ def test_a_family_computes_what_transformers_computes(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["cohere2", "ministral3", "seed_oss"])
 def test_attention_of_more_families_is_placed_and_equal(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables of neighbours, a scale of queries by position, dropout of its own in the MLP."""
+    """Neighbour tables, position-dependent query scales, dropout in the MLP."""
     monkeypatch.setitem(families.FAMILIES, family, AutoModelForCausalLM)
     plain = model_of(family, **({"residual_dropout": 0.0} if family == "seed_oss" else {}))
     ours = copy.deepcopy(plain)
@@ -67,7 +67,7 @@ STEPS = {"t5": 32}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_in_bf16_is_no_further_from_float32_than_transformers_own(family: str) -> None:
+def test_a_bf16_family_is_as_close_to_float32_as_transformers(family: str) -> None:
     """Of outputs, and of all gradients, each by its size; of one gradient by itself chance may be more."""
     plain = model_of(family, torch.bfloat16, **TO_ALL.get(family, {}))
     exact, ours = copy.deepcopy(plain).float(), copy.deepcopy(plain)
@@ -111,7 +111,7 @@ def test_revert_gives_the_very_model_back() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "mxfp8", "bf16"])
-def test_less_is_kept_under_every_recipe(recipe: str) -> None:
+def test_every_recipe_saves_less_for_backward(recipe: str) -> None:
     from benchmarks.cases.models.model_memory import kept
 
     x, plain, converted, ours = tokens(), *(llama(torch.bfloat16) for _ in range(3))
@@ -149,7 +149,7 @@ def test_subclasses_of_linear_make_the_activation_again() -> None:
     assert kept(models[0], x) - kept(models[1], x) >= 2 * x.numel() * width
 
 
-def test_a_hook_on_an_activation_runs_and_the_report_says_so() -> None:
+def test_a_hook_on_an_activation_runs_and_is_reported() -> None:
     model, plain = llama(), llama()
     mlp = mlp_of(model)
     seen = []
@@ -185,7 +185,7 @@ def test_hooks_on_the_modules_themselves_run() -> None:
     assert seen == ["Linear", "LlamaMLP", "LlamaRMSNorm"]
 
 
-def test_an_exchanged_part_computes() -> None:
+def test_a_replaced_submodule_is_used() -> None:
     class Adapter(nn.Module):
         """As PEFT puts one around a layer."""
 
@@ -317,7 +317,7 @@ def test_weights_of_another_dtype_than_the_input_promote_as_theirs() -> None:
     assert model.model.norm(x).dtype is torch.float32
 
 
-def test_torch_func_and_forward_mode_take_the_own_forward() -> None:
+def test_torch_func_and_forward_mode_use_the_original_forward() -> None:
     model = llama()
     qt.convert(model, "bf16", blocks=True)
     x = torch.randn(3, 64)
@@ -353,7 +353,7 @@ def hard(module: nn.Module) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("part", ["norm", "layers.0.mlp"])
-def test_what_is_not_finite_and_what_is_empty(part: str) -> None:
+def test_nonfinite_and_empty_inputs(part: str) -> None:
     plain, model = llama(), llama()
     qt.convert(model, "bf16", blocks=True)
     for ours, theirs in zip(hard(model.model.get_submodule(part)), hard(plain.model.get_submodule(part)), strict=True):
@@ -361,7 +361,7 @@ def test_what_is_not_finite_and_what_is_empty(part: str) -> None:
         assert_close(part, ours, theirs, 1e-5)
 
 
-def test_an_output_may_be_written_to_and_an_input_is_left_alone() -> None:
+def test_an_output_may_be_written_to_and_an_input_is_left_unchanged() -> None:
     model = llama()
     qt.convert(model, "tensorwise", blocks=True)
     for module in (model.model.norm, mlp_of(model)):
@@ -373,7 +373,7 @@ def test_an_output_may_be_written_to_and_an_input_is_left_alone() -> None:
         assert_bitwise(x.detach(), before)
 
 
-def test_dropout_is_honoured_where_it_stands() -> None:
+def test_dropout_is_applied_at_its_original_position() -> None:
     for family, dropout in (("gpt2", {"resid_pdrop": 0.5}), ("t5", {"dropout_rate": 0.5})):
         plain, model = tiny(family, **dropout).train(), tiny(family, **dropout).train()
         report = qt.convert(model, "bf16", blocks=True)
@@ -385,7 +385,7 @@ def test_dropout_is_honoured_where_it_stands() -> None:
         assert all(apart(results[1][name], value) <= FLOAT32 for name, value in results[0].items())
 
 
-def test_an_unknown_activation_is_left_alone_and_said() -> None:
+def test_an_unknown_activation_is_left_unchanged_and_reported() -> None:
     model = tiny("llama", hidden_act="mish")
     report = qt.convert(model, "bf16", blocks=True)
     whys = {row.why for row in report.blocks if row.kind == "LlamaMLP"}
@@ -400,7 +400,7 @@ def test_skip_leaves_a_module_alone() -> None:
     assert not isinstance(mlp_of(model), FusedModule)
 
 
-def test_parts_by_choice_and_bad_ones() -> None:
+def test_chosen_parts_and_invalid_ones() -> None:
     model = llama()
     report = qt.convert(model, "bf16", blocks=qt.Blocks(mlp=False, attention=False))
     assert {row.kind for row in report.blocks} == {"LlamaRMSNorm"}
@@ -468,7 +468,7 @@ def test_a_hook_on_the_head_keeps_the_logits() -> None:
     assert model(input_ids=x, labels=x).logits is not None
 
 
-def test_generation_and_caches_go_on() -> None:
+def test_generation_and_caches_keep_working() -> None:
     plain, model = llama().eval(), llama().eval()
     qt.convert(model, "bf16", blocks=qt.Blocks(loss=True))
     x = tokens()[:1]
@@ -525,7 +525,7 @@ def test_attention_is_ours_and_falls_back(monkeypatch: pytest.MonkeyPatch) -> No
     assert "flash_attention_2" in str(qt.convert(flash, "bf16", blocks=True))
 
 
-def test_tables_that_were_written_to_are_laid_out_anew() -> None:
+def test_modified_tables_are_rebuilt() -> None:
     rope = Rope(HALVES, False)
     q, k = torch.randn(1, 2, 5, 8), torch.randn(1, 1, 5, 8)
     cos, sin = tables(HALVES, 8, 5, torch.float32)
@@ -537,7 +537,7 @@ def test_tables_that_were_written_to_are_laid_out_anew() -> None:
     assert not ropes._thread.last or ropes._thread.last[0]() is not None
 
 
-def test_tables_of_inference_are_not_kept_for_training() -> None:
+def test_tables_made_in_inference_mode_are_not_reused_in_training() -> None:
     rope = Rope(HALVES, False)
     q, k = (torch.randn(1, heads, 5, 8, requires_grad=True) for heads in (2, 1))
     cos, sin = tables(HALVES, 8, 5, torch.float32)
@@ -547,7 +547,7 @@ def test_tables_of_inference_are_not_kept_for_training() -> None:
     assert q.grad is not None
 
 
-def test_a_checkpoint_of_a_part() -> None:
+def test_a_checkpoint_of_a_submodule() -> None:
     model = llama()
     qt.convert(model, "mxfp8", blocks=True)
     mlp, x = mlp_of(model), torch.randn(4, 64, requires_grad=True)

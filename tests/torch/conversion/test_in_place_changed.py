@@ -26,7 +26,7 @@ BOUND = 1e-5
 
 
 class Norm(nn.Module):
-    """With eps in an attribute of its own, and a helper, as Gemma's."""
+    """Norm with its eps as an attribute and a helper function, as in Gemma."""
 
     def __init__(self, eps: float) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def test_modules_that_differ_in_a_private_attribute_keep_their_own_numbers() -> 
 
 def test_modules_that_differ_in_their_place_keep_their_own_numbers() -> None:
     class Deeper(nn.LayerNorm):
-        """Smaller the deeper it stands."""
+        """Module that is smaller the deeper it is nested."""
 
         def __init__(self, layer_idx: int) -> None:
             super().__init__(DIM)
@@ -117,7 +117,7 @@ CHANGES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_is_changed_after_convert_computes_as_changed(change: str) -> None:
+def test_changes_after_convert_take_effect(change: str) -> None:
     make, apply = CHANGES[change]
     plain = make()
     model = copy.deepcopy(plain)
@@ -139,7 +139,7 @@ def test_a_helper_of_the_class_patched_later_computes_as_patched(monkeypatch: py
     assert torch.equal(model(x), x * model.weight)
 
 
-def test_unchanged_modules_are_computed_by_their_block_and_so_are_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchanged_modules_and_their_copies_are_computed_by_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     of = MLPFormula.of
     monkeypatch.setattr(MLPFormula, "of", lambda *a: calls.append(None) or of(*a))
@@ -154,7 +154,7 @@ def test_unchanged_modules_are_computed_by_their_block_and_so_are_copies(monkeyp
     assert len(calls) == 3
 
 
-def test_a_forward_that_keeps_a_tensor_is_left_alone() -> None:
+def test_a_forward_that_keeps_a_tensor_is_left_unchanged() -> None:
     class Keeping(nn.LayerNorm):
         def forward(self, x: Tensor) -> Tensor:
             self.last = x
@@ -166,7 +166,7 @@ def test_a_forward_that_keeps_a_tensor_is_left_alone() -> None:
 
 @pytest.mark.parametrize("value", [[2.0], {"by": 2.0}, torch.tensor(2.0)], ids=["list", "dict", "tensor"])
 @pytest.mark.parametrize("where", ["norm", "mlp", "its activation"])
-def test_what_reads_a_container_that_may_be_written_to_is_left_alone(value: Any, where: str) -> None:
+def test_modules_that_read_a_mutable_container_are_left_unchanged(value: Any, where: str) -> None:
     class Held(nn.GELU):
         factor: Any = None
 
@@ -195,7 +195,7 @@ def placed_loss(family: str) -> tuple[Any, Any]:
     return model, plain
 
 
-def test_a_loss_that_is_asked_for_otherwise_is_the_models_own() -> None:
+def test_a_loss_called_with_other_options_equals_the_models_own() -> None:
     model, plain = placed_loss("granite")
     assert_same(loss_of(model, ignore_index=5), loss_of(plain, ignore_index=5))
     none = torch.full_like(tokens(), -100)
@@ -222,7 +222,7 @@ def test_an_attribute_of_the_model_that_scales_logits_counts() -> None:
     assert_same(loss_of(model), loss_of(plain))
 
 
-def test_a_forward_with_an_option_of_its_own() -> None:
+def test_a_forward_with_an_extra_option() -> None:
     plain = model_of("llama")
     kind: Any = type(plain)
 
@@ -258,7 +258,7 @@ def test_a_module_that_a_later_convert_leaves_alone_computes_by_itself() -> None
     assert type(model["mlp"]) is MLP
 
 
-def test_a_loss_whose_body_is_given_other_tensors_is_left_alone() -> None:
+def test_a_loss_called_with_other_tensors_is_left_unchanged() -> None:
     model = model_of("llama")
     kind: Any = type(model)
 
@@ -272,7 +272,7 @@ def test_a_loss_whose_body_is_given_other_tensors_is_left_alone() -> None:
     assert whys == {"its forward passes other tensors to its body than it receives"}
 
 
-def test_a_forward_that_takes_no_options_of_the_loss_is_left_alone() -> None:
+def test_a_forward_that_takes_no_options_of_the_loss_is_left_unchanged() -> None:
     model = model_of("llama")
     kind: Any = type(model)
 
@@ -286,7 +286,7 @@ def test_a_forward_that_takes_no_options_of_the_loss_is_left_alone() -> None:
     assert len(whys) == 1 and whys[0].startswith("a small copy of it does not run")
 
 
-def test_float16_is_the_modules_own() -> None:
+def test_float16_uses_the_original_module() -> None:
     class Clamped(MLP):
         def forward(self, x: Tensor) -> Tensor:
             y = super().forward(x)
@@ -321,7 +321,7 @@ def test_a_hook_on_the_activation_of_packed_weights_is_reported() -> None:
     assert "a hook on 1" in qt.convert(model, "bf16", blocks=True).blocks[0].why
 
 
-def test_a_twin_has_buffers_of_its_own_and_one_that_is_written_tells() -> None:
+def test_a_replacement_has_its_own_buffers_and_detects_writes() -> None:
     attention: Any = model_of("llama").model.layers[0].self_attn
     attention.register_buffer("count", torch.zeros(()))
     assert small(attention, torch.float32, True).count is not attention.count
@@ -350,7 +350,7 @@ def test_a_twin_has_buffers_of_its_own_and_one_that_is_written_tells() -> None:
     assert why == "our block on a small copy does not run: ours"
 
 
-def test_a_wrapper_of_the_forward_is_the_call_itself_and_another_forward_is_not() -> None:
+def test_a_wrapped_forward_counts_as_the_call_and_another_forward_does_not() -> None:
     """On the instance: one by functools.wraps has called the block; one that is no wrapper may want logits."""
     model, plain = placed_loss("llama")
     signature = inspect.signature(plain.forward)

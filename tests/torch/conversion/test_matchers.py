@@ -133,7 +133,7 @@ def test_a_subclass_that_computes_the_same_is_converted(kind: type[nn.Linear], b
 
 
 @pytest.mark.parametrize("kind", [Clamped, Upcast, LoRA, InTraining, Detached, Counting, Pair])
-def test_a_subclass_that_computes_something_else_is_left_alone(kind: type[nn.Linear]) -> None:
+def test_a_subclass_that_computes_something_else_is_left_unchanged(kind: type[nn.Linear]) -> None:
     layer = kind(32, 16)
     attributes, parameters = dict(layer.__dict__), {n: p.clone() for n, p in layer.named_parameters()}
     with pytest.warns(UserWarning, match=rf"changed nothing(.|\n)*{kind.__name__} overrides forward"):
@@ -145,7 +145,7 @@ def test_a_subclass_that_computes_something_else_is_left_alone(kind: type[nn.Lin
 @pytest.mark.parametrize(
     "around", [torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)], ids=["inference", "autocast"]
 )
-def test_a_subclass_is_asked_apart_from_what_surrounds_the_call(around: Callable[[], Any]) -> None:
+def test_a_subclass_is_probed_independently_of_the_call_context(around: Callable[[], Any]) -> None:
     swap_class._computes.clear()
     model = nn.Sequential(FalconLinear(32, 32))
     with around():
@@ -154,7 +154,7 @@ def test_a_subclass_is_asked_apart_from_what_surrounds_the_call(around: Callable
     swap_class._computes.clear()
 
 
-def test_a_subclass_that_cannot_be_asked_is_left_alone() -> None:
+def test_a_subclass_that_cannot_be_probed_is_left_unchanged() -> None:
     swap_class._computes.clear()
     with FakeTensorMode(), pytest.warns(UserWarning):
         report = qt.convert(nn.Sequential(FalconLinear(32, 32)), "mxfp8")
@@ -163,7 +163,7 @@ def test_a_subclass_that_cannot_be_asked_is_left_alone() -> None:
     assert "0" in qt.convert(nn.Sequential(FalconLinear(32, 32)), "mxfp8").converted
 
 
-def test_a_subclass_is_not_kept_by_what_is_known_of_it() -> None:
+def test_cached_facts_do_not_keep_a_subclass_alive() -> None:
     class Own(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
             return F.linear(input, self.weight, self.bias)
@@ -178,7 +178,7 @@ def test_a_subclass_is_not_kept_by_what_is_known_of_it() -> None:
     assert gone() is None
 
 
-def test_a_subclass_is_asked_by_its_instance() -> None:
+def test_a_subclass_is_probed_through_its_instance() -> None:
     model = nn.Sequential(Rescaled(16, 16), Rescaled(16, 16))
     model[1].scale = 2.0
     report = qt.convert(model, "mxfp8")
@@ -199,7 +199,7 @@ def conv1d(n: int = 24, k: int = 32) -> tuple[Conv1D, nn.Linear]:
 
 
 @pytest.mark.parametrize("recipe", QUANTIZING)
-def test_a_conv1d_computes_what_the_linear_layer_of_its_transpose_computes(recipe: str) -> None:
+def test_a_conv1d_equals_the_linear_layer_of_its_transpose(recipe: str) -> None:
     conv, linear = conv1d()
     for module in (conv, linear):
         qt.convert(module, recipe)
@@ -269,7 +269,7 @@ def test_a_conv1d_is_no_linear_layer_to_other_libraries() -> None:
     assert isinstance(conv, Conv1D) and not isinstance(conv, nn.Linear)
 
 
-def test_a_conv1d_takes_autocast_and_refuses_another_dtype() -> None:
+def test_a_conv1d_follows_autocast_and_refuses_another_dtype() -> None:
     conv, _ = conv1d()
     qt.convert(conv, "mxfp8")
     x = torch.randn(3, 32)
@@ -345,7 +345,7 @@ def masks(module: nn.MultiheadAttention, length: int, keys: int, batched: bool) 
 @pytest.mark.parametrize("given", list(options()), ids=str)
 @pytest.mark.parametrize("shared", ["all", "two", "none"])
 @pytest.mark.parametrize("batched", [True, False])
-def test_packed_attention_is_torchs(
+def test_packed_attention_equals_torch(
     given: dict[str, Any], shared: str, batched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With unquantized products: what is between them is torch's own, in outputs, weights and every gradient."""
@@ -409,7 +409,7 @@ def test_packed_attention_quantizes_its_projections_and_trains(recipe: str) -> N
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
 def test_packed_attention_reads_the_rows_that_a_call_asks_for(recipe: str, held: bool, bias: bool) -> None:
-    """Queries' rows begin where all rows do: what is kept of the whole is nothing for a part."""
+    """Query rows begin at the first row: the cache of the whole weight is not used for a part."""
     attention = nn.MultiheadAttention(32, 4, batch_first=True, bias=bias)
     qt.convert(attention, recipe)
     fresh = copy.deepcopy(attention)
@@ -444,7 +444,7 @@ def test_the_output_projection_is_not_converted_where_torchs_formula_reads_it(ru
     assert list(qt.convert(plain, "bf16").converted) == ["a", "a.out_proj", "up"]
 
 
-def test_a_hint_of_a_causal_mask_wants_the_mask() -> None:
+def test_is_causal_without_a_mask_is_refused() -> None:
     module = attention()
     qt.convert(module, "mxfp8")
     with pytest.raises(ValueError, match="attn_mask is None; give both"):
@@ -486,7 +486,7 @@ def stacks(model: nn.Module) -> list[Quantizable]:
 
 
 @pytest.mark.parametrize("family", [*DECORATED, *UNDECORATED])
-def test_experts_in_high_precision_are_the_familys_own(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_in_high_precision_equal_the_original_family(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sorted, grouped way with unquantized products: loss and every gradient are the model's own."""
     model, ours = tiny(family), tiny(family)
     x = tokens()
@@ -625,7 +625,7 @@ def test_experts_remember_and_draw_as_a_linear_layer_each(family: str, recipe: s
 @pytest.mark.parametrize(
     "family", ["gpt_oss", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "llama4_text", "dbrx"))]
 )
-def test_models_with_experts_compile_into_one_graph_with_eagers_bits(family: str) -> None:
+def test_models_with_experts_compile_into_one_graph_with_eager_bits(family: str) -> None:
     torch._dynamo.reset()
     model, eager = (tiny(family, num_hidden_layers=1) for _ in range(2))
     for m in (model, eager):
@@ -652,7 +652,7 @@ def test_models_with_experts_compile_into_one_graph_with_eagers_bits(family: str
     assert counters["stats"]["unique_graphs"] == 1
 
 
-def test_experts_go_by_the_names_of_their_parameters_too() -> None:
+def test_experts_are_recognized_by_parameter_names_too() -> None:
     model = tiny("mixtral")
     report = qt.convert(model, "mxfp8", skip=["layers.0.mlp.experts.down_proj"])
     assert report.skipped["model.layers.0.mlp.experts"] == "skip pattern 'layers.0.mlp.experts.down_proj'"

@@ -1,4 +1,4 @@
-"""Mixers of state spaces: no layer is quantized in name alone, and ours compute theirs where they compute the same."""
+"""Test state-space mixers: no layer is quantized in name only, and ours equal theirs where both compute the same."""
 
 import copy
 import functools
@@ -62,7 +62,7 @@ class Mixes(Reads):
         self.A_log = nn.Parameter(torch.zeros(4))
 
 
-def test_a_layer_that_is_read_and_not_called_is_left_alone_and_named() -> None:
+def test_a_layer_that_is_read_and_not_called_is_left_unchanged_and_named() -> None:
     model = nn.Sequential(Reads(), Mixes())
     report = qt.convert(model, "mxfp8")
     assert set(report.converted) == {"0.asked", "0.both", "1.asked"}
@@ -248,7 +248,7 @@ def test_it_trains_under_recipes_and_keeps_less() -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in mixer.parameters())
 
 
-def test_when_the_modules_own_forward_runs_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cases_where_the_original_forward_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("mamba2")
     mixer, x = MIXERS["mamba2"](model), torch.randn(2, 9, 64)
     qt.convert(model, "bf16", blocks=True)
@@ -314,7 +314,7 @@ def test_copies_pickles_and_revert() -> None:
     assert_bitwise(model(input_ids=x).logits, plain(input_ids=x).logits)
 
 
-def test_what_computes_something_else_is_left_alone_and_said() -> None:
+def test_modules_that_compute_something_else_are_left_unchanged_and_reported() -> None:
     model = model_of("mamba2")
     mixer = MIXERS["mamba2"](model)
     mixer.register_buffer("scales", torch.ones(3))
@@ -360,7 +360,7 @@ def test_a_layer_of_transformers_as_ours(family: str, layer: Any) -> None:
     assert_close("the block", block(x), mixer.eval()(x), 2e-6)
 
 
-def test_a_layer_that_is_none_of_ours_is_a_sentence() -> None:
+def test_an_unsupported_layer_gives_a_clear_error() -> None:
     model = model_of("mamba2")
     layer = model.backbone.layers[0]
     with pytest.raises(ValueError, match="leave out mask_type"):

@@ -90,7 +90,7 @@ def gradients(run: Any, parameters: dict[str, nn.Parameter], x: torch.Tensor) ->
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_outputs_and_all_gradients_are_those_of_transformers(name: str) -> None:
+def test_outputs_and_all_gradients_match_transformers(name: str) -> None:
     layer = layer_of(name)
     before = dict(layer.named_parameters())
     ours: Any = qt.from_huggingface(layer, dropout=0.0, attention_dropout=0.0)
@@ -119,7 +119,7 @@ def test_outputs_and_all_gradients_are_those_of_transformers(name: str) -> None:
         assert_close(f"{name} {key}", value, expected[key], 1e-6)
 
 
-def test_bfloat16_layers_whose_tokens_a_rounding_sends_elsewhere_are_read() -> None:
+def test_bfloat16_layers_where_rounding_changes_the_routing_are_converted() -> None:
     kind, options, _ = LAYERS["qwen3_moe"]
     for seed in range(3):
         torch.manual_seed(seed)
@@ -146,7 +146,7 @@ def test_layers_of_transformers_train_under_every_recipe(recipe: str) -> None:
         assert p.grad is not None and p.grad.isfinite().all(), key
 
 
-def test_what_is_none_of_ours_stays_what_it_is() -> None:
+def test_unsupported_modules_stay_unchanged() -> None:
     torch.manual_seed(0)
     config = hf.Llama4TextConfig(
         **COMMON | {"num_local_experts": 4, "num_experts_per_tok": 1, "head_dim": 8, "intermediate_size_mlp": 48}
@@ -162,7 +162,7 @@ def test_what_is_none_of_ours_stays_what_it_is() -> None:
     assert noisy.mlp.module is mixture_of(jittered.model.layers[0])
 
 
-def test_the_recipe_that_is_given_rules_experts_and_not_the_router() -> None:
+def test_the_given_recipe_applies_to_experts_and_not_the_router() -> None:
     ours: Any = qt.from_huggingface(layer_of("qwen2_moe"))
     qt.convert(ours, "mxfp8")
     recipes = {name: module.recipe for name, module in ours.mlp.named_modules() if hasattr(module, "recipe")}

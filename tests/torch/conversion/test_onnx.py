@@ -1,4 +1,4 @@
-"""What is said before onnx is asked for anything; `tests/integrations` runs what is written."""
+"""Test errors before onnx is needed; `tests/integrations` runs the exported files."""
 
 from importlib import util
 from pathlib import Path
@@ -15,7 +15,7 @@ from quaver.torch.operations.operation import OPERATIONS, traced_plainly
 FLOAT8 = {"delayed", "tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8"}
 
 
-def test_a_missing_package_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_package_is_named_with_its_install_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(onnx, "find_spec", lambda name: None if name == "onnxscript" else util.find_spec("torch"))
     model = nn.Sequential(nn.Linear(32, 32))
     qt.convert(model, "mxfp8")
@@ -24,7 +24,7 @@ def test_a_missing_package_is_named_with_what_installs_it(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("recipe", [name for name in recipes.RECIPES if name != "bf16"])
-def test_operands_of_four_and_six_bits_are_a_sentence(recipe: str) -> None:
+def test_operands_of_four_and_six_bits_give_a_clear_error(recipe: str) -> None:
     for spec in (recipes.get(recipe).fprop.a, recipes.get(recipe).fprop.b):
         assert spec is not None
         if recipe in FLOAT8:
@@ -34,7 +34,7 @@ def test_operands_of_four_and_six_bits_are_a_sentence(recipe: str) -> None:
                 onnx.check(spec)
 
 
-def test_the_search_by_halves_meets_every_exponent_and_no_other() -> None:
+def test_the_binary_search_finds_every_exponent_and_no_other() -> None:
     """The comparisons of ONNX in Python's float32: the largest power of two within the range, of every amax at it."""
     largest = torch.tensor(448.0)
     for p in range(-117, 127):

@@ -1,4 +1,4 @@
-"""Sequences that lie end to end in a batch of a hybrid model give what each gives alone, and so do their gradients."""
+"""Test that packed sequences of a hybrid model equal single sequences, gradients included."""
 
 import copy
 import pickle
@@ -71,7 +71,7 @@ WAYS: dict[str, Callable[[], dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("family", "way"), [*((HYBRIDS[0], way) for way in WAYS), *zip(HYBRIDS[1:], WAYS, strict=False)]
 )
-def test_packed_sequences_give_what_each_gives_alone(family: str, way: str) -> None:
+def test_packed_sequences_equal_single_sequences(family: str, way: str) -> None:
     model = model_of(family)
     qt.convert(model, "bf16", blocks=True)
     assert any(isinstance(module, FusedMixer) for module in model.modules())
@@ -80,7 +80,7 @@ def test_packed_sequences_give_what_each_gives_alone(family: str, way: str) -> N
         assert_close(name, got[name], value, 2e-6)
 
 
-def test_alone_is_what_transformers_gives() -> None:
+def test_a_single_sequence_matches_transformers() -> None:
     """Falcon-H1's mixers multiply the input and the output of their first projection."""
     model = model_of("falcon_h1", ssm_in_multiplier=0.7)
     expected = alone(model)
@@ -118,7 +118,7 @@ def test_rows_of_several_sequences_and_the_body_of_mamba2() -> None:
         model(inputs_embeds=x, seq_idx=numbers[:1])
 
 
-def test_a_cache_goes_on_with_the_last_sequence() -> None:
+def test_a_cache_continues_with_the_last_sequence() -> None:
     model = model_of("mamba2").backbone.eval()
     qt.convert(model, "bf16", blocks=True)
     one, two, last = sequences()
@@ -151,7 +151,7 @@ def test_training_after_inference_and_a_write_to_seq_idx() -> None:
     assert not torch.equal(model(inputs_embeds=x, seq_idx=numbers)[0], y)
 
 
-def test_what_transformers_would_mix_is_refused() -> None:
+def test_sequences_that_transformers_would_mix_are_refused() -> None:
     model = model_of("bamba")
     qt.convert(model, "bf16", blocks=True)
     mask = torch.ones(1, sum(LENGTHS))
@@ -191,7 +191,7 @@ def test_packed_sequences_compile_as_one_graph() -> None:
         assert_close(name, got[name], value, 2e-6)
 
 
-def test_copies_keep_sequences_apart_and_revert_takes_the_hooks_away() -> None:
+def test_copies_keep_sequences_separate_and_revert_removes_the_hooks() -> None:
     model = model_of("bamba")
     plain = [len(m._forward_pre_hooks) for m in model.modules()]
     for _ in range(2):
@@ -204,7 +204,7 @@ def test_copies_keep_sequences_apart_and_revert_takes_the_hooks_away() -> None:
     assert [len(m._forward_pre_hooks) for m in model.modules()] == plain
 
 
-def test_forwards_that_hand_on_what_they_do_not_name() -> None:
+def test_forwards_that_pass_extra_keyword_arguments() -> None:
     class Passes(nn.Module):
         def forward(self, x: Tensor, **kwargs: Any) -> Any:
             return getattr(self, "body")(x, **kwargs)  # noqa: B009

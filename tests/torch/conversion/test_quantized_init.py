@@ -1,4 +1,4 @@
-"""Weights that exist only in eight (or four) bits: the layer is the one whose weight is what they dequantize to."""
+"""Test weights stored only in eight (or four) bits: the layer equals one with the dequantized weight."""
 
 import copy
 import inspect
@@ -61,7 +61,7 @@ def run(net: nn.Module, name: str | None, x: Tensor) -> dict[str, Tensor]:
 # What it holds, and what it computes.
 
 
-def test_a_format_that_no_dtype_of_torchs_holds_is_a_sentence() -> None:
+def test_a_format_without_a_torch_dtype_gives_a_clear_error() -> None:
     with pytest.raises(ValueError, match="'mxfp6' has weights in e2m3, for whose codes torch has no dtype"):
         qt.quantized_init("mxfp6")
     model = nn.Sequential(nn.Linear(64, 64))
@@ -87,7 +87,7 @@ def test_the_parameter_holds_the_codes_of_nn_linears_initial_values(name: str, d
 
 @EIGHT
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_forward_and_backward_are_those_of_a_layer_quantized_on_the_way(name: str, dtype: torch.dtype) -> None:
+def test_forward_and_backward_equal_a_layer_quantized_at_each_step(name: str, dtype: torch.dtype) -> None:
     one, other, x = layer(name, dtype=dtype), plain(name, dtype=dtype), torch.randn(7, K, dtype=dtype)
     # Where dgrad's blocks lie otherwise, its operand is quantized from what fprop's dequantizes to.
     seen = copy.deepcopy(other)
@@ -111,7 +111,7 @@ def test_four_bits_run_forward_and_give_the_inputs_gradient() -> None:
 
 @QUANTIZED
 @pytest.mark.parametrize("other", ["tensorwise", "mxfp8", "rowwise_bf16_wgrad", "bf16", None])
-def test_another_recipe_or_none_computes_with_what_the_codes_mean(name: str, other: str | None) -> None:
+def test_another_recipe_or_none_computes_with_the_decoded_codes(name: str, other: str | None) -> None:
     one, x = layer(name), torch.randn(7, K)
     reference = plain(name)
     reference.set_weight(stored_weight.dequantized(one, one.weight, torch.float32))
@@ -134,7 +134,7 @@ def test_torch_autocast_casts_as_for_any_weight(name: str) -> None:
         assert_bitwise(*outputs)
 
 
-def test_delayed_scaling_takes_the_weights_own_amax_and_notes_none() -> None:
+def test_delayed_scaling_uses_the_amax_of_the_stored_weight_and_records_none() -> None:
     one = layer("delayed")
     for _ in range(3):
         run(one, "delayed", torch.randn(4, K))
@@ -143,7 +143,7 @@ def test_delayed_scaling_takes_the_weights_own_amax_and_notes_none() -> None:
 
 @QUANTIZED
 @pytest.mark.parametrize("recipe", [*NAMES, None])
-def test_no_copy_in_high_precision_is_kept(name: str, recipe: str | None) -> None:
+def test_no_high_precision_copy_remains(name: str, recipe: str | None) -> None:
     """Neither by autograd, nor on the layer."""
     # Small operands remember their decoded values.
     one, kept = layer(name, k=128), []
@@ -164,7 +164,7 @@ def test_no_copy_in_high_precision_is_kept(name: str, recipe: str | None) -> Non
 
 @pytest.mark.parametrize("x", [torch.randn(3, K + 1), torch.tensor(1.0)], ids=["wrong width", "a number"])
 @QUANTIZED
-def test_a_wrong_input_is_a_sentence(name: str, x: Tensor) -> None:
+def test_a_wrong_input_gives_a_clear_error(name: str, x: Tensor) -> None:
     with qt.autocast(name), pytest.raises(ValueError, match=f"last axis must be {K}"):
         layer(name)(x)
 
@@ -206,7 +206,7 @@ def test_dtypes_and_devices_move_everything_but_the_codes(name: str) -> None:
 
 
 @QUANTIZED
-def test_state_dicts_go_through_safetensors_and_back(name: str, tmp_path: object) -> None:
+def test_state_dicts_round_trip_through_safetensors(name: str, tmp_path: object) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     one, other = layer(name), layer(name, seed=1)
     data = safetensors.save(one.state_dict())
@@ -234,7 +234,7 @@ def test_a_checkpoint_in_high_precision_is_quantized_on_load(name: str, assign: 
 
 
 @QUANTIZED
-def test_a_quantized_checkpoint_for_an_ordinary_layer_is_a_sentence(name: str) -> None:
+def test_a_quantized_checkpoint_for_an_ordinary_layer_gives_a_clear_error(name: str) -> None:
     with pytest.raises(RuntimeError, match=r"quantized in the checkpoint.*quantize_weights"):
         plain(name).load_state_dict(layer(name).state_dict(), strict=False)
 
@@ -294,7 +294,7 @@ def test_an_optimizer_that_would_write_to_codes_is_stopped(name: str, kind: type
 
 @EIGHT
 def test_training_by_copies_in_high_precision(name: str) -> None:
-    """What an optimizer of quantized weights does: step a copy, and hand it back."""
+    """Train like an optimizer of quantized weights: step a copy and write it back."""
     one, other = layer(name, keep="cpu"), plain(name)
     x, target = torch.randn(32, K), torch.randn(32, N)
     master = qt.initial_value(one.weight)
@@ -332,7 +332,7 @@ def test_set_weight_writes_in_place_and_the_next_forward_sees_it(name: str) -> N
         one.set_weight(torch.randn(3, 3))
 
 
-def test_codes_of_other_sides_are_refused_and_those_without_a_third_axis_are_not() -> None:
+def test_codes_of_another_shape_are_refused_and_without_a_third_axis_accepted() -> None:
     with qt.quantized_init("tensorwise"):
         one, other, transposed = qt.Linear(16, 32), qt.Linear(16, 32), qt.Linear(32, 16, bias=False)
     state = one.state_dict()
@@ -371,7 +371,7 @@ def test_a_frozen_weight_keeps_no_input_where_nothing_is_quantized(name: str) ->
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", None])
-def test_four_bits_that_are_unfrozen_are_a_sentence(recipe: str | None) -> None:
+def test_unfrozen_four_bit_weights_give_a_clear_error(recipe: str | None) -> None:
     with qt.quantized_init("nvfp4"):
         one, block = qt.Linear(32, 16), qt.MLP(32, 64, normalization="RMSNorm")
     for net in (one, block):
@@ -386,7 +386,7 @@ def test_four_bits_that_are_unfrozen_are_a_sentence(recipe: str | None) -> None:
 # Meta, contexts and bad input.
 
 
-def test_initial_values_are_dropped_for_a_whole_model_and_asked_of_strangers_in_vain() -> None:
+def test_initial_values_are_dropped_for_a_whole_model_and_missing_for_other_layers() -> None:
     net = nn.Sequential(layer("mxfp8", keep="cpu"), layer("mxfp8", keep="cpu"))
     assert all(qt.initial_value(one) is not None for one in net)
     qt.drop_initial_value(net)
@@ -496,7 +496,7 @@ def test_only_layers_made_inside_are_quantized_and_contexts_nest() -> None:
     ]
 
 
-def test_bad_input_is_a_sentence() -> None:
+def test_bad_input_gives_a_clear_error() -> None:
     with pytest.raises(ValueError, match="bf16 quantizes no weight"):
         qt.quantized_init("bf16")
     with pytest.raises(ValueError, match="keep_initial"):
@@ -631,7 +631,7 @@ def test_explain_says_that_nothing_quantizes_the_weight() -> None:
 
 @QUANTIZED
 @pytest.mark.parametrize("options", [{}, {"avg_fn": swa_utils.get_ema_avg_fn(0.9)}], ids=["swa", "ema"])
-def test_averaged_copies_are_refused_by_torch_and_possible_by_hand(name: str, options: dict[str, Any]) -> None:
+def test_averaged_copies_are_refused_by_torch_and_work_manually(name: str, options: dict[str, Any]) -> None:
     one = layer(name)
     average = swa_utils.AveragedModel(one, **options)
     average.update_parameters(one)
@@ -646,7 +646,7 @@ def test_averaged_copies_are_refused_by_torch_and_possible_by_hand(name: str, op
 
 
 @QUANTIZED
-def test_what_peft_asks_for_a_dtype_is_told_the_weights_and_warned(name: str) -> None:
+def test_peft_gets_the_weight_dtype_and_a_warning(name: str) -> None:
     one = layer(name)
     with pytest.warns(UserWarning, match="cannot be merged"):
         assert eval("layer.compute_dtype", {"__name__": "peft.tuners", "layer": one}) is one.weight_dtype

@@ -1,4 +1,4 @@
-"""The report of convert: rows, shares and bytes; what a run shows; what is told before work is lost."""
+"""Test the report of convert: rows, fractions and bytes, run statistics, early warnings."""
 
 import time
 import warnings
@@ -92,7 +92,7 @@ def test_the_bytes_saved_are_those_that_a_layer_keeps_less() -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_check_names_what_is_not_called_and_what_is_read_behind_its_layer(training: bool) -> None:
+def test_a_check_names_uncalled_layers_and_bypassed_weights(training: bool) -> None:
     model = Model().train(training)
     report = qt.convert(model, "nvfp4", head=True)
     ids = torch.randint(50, (2, 4))
@@ -108,7 +108,7 @@ def test_a_check_names_what_is_not_called_and_what_is_read_behind_its_layer(trai
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_a_check_of_a_whole_model_is_true_and_says_so() -> None:
+def test_a_passing_model_check_is_reported() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
     report = qt.convert(model, "delayed")
     check = report.check(model, torch.randn(4, 16))
@@ -142,7 +142,7 @@ def test_a_check_takes_time_by_the_number_of_layers() -> None:
     assert time.process_time() - begun < 3
 
 
-def test_a_layer_that_is_reverted_while_it_is_held_keeps_nothing() -> None:
+def test_reverting_a_frozen_layer_drops_its_cache() -> None:
     model = nn.Sequential(nn.Linear(16, 16))
     qt.convert(model, "tensorwise")
     with qt.frozen(model):
@@ -191,7 +191,7 @@ def test_torchao_that_converts_afterwards_is_named() -> None:
     assert report.skipped == {"2": "Float8Linear overrides forward"}
 
 
-def test_a_pattern_that_fits_no_name_warns_and_one_that_another_takes_does_not() -> None:
+def test_a_pattern_without_a_match_warns_and_a_shadowed_one_does_not() -> None:
     model = Model()
     with pytest.warns(UserWarning, match=r"no layer has a name that matches '\*\.haed', 'lm_head'"):
         qt.convert(model, {"*.haed": None, "layers.*": "rowwise", "*": "mxfp8"}, skip=["lm_head"])
@@ -209,7 +209,7 @@ def test_a_recipe_over_a_fresh_history_drops_nothing() -> None:
         qt.convert(model, "mxfp8")
 
 
-def test_a_forward_that_casts_to_the_dtype_of_stored_weights_is_told_what_to_leave_out() -> None:
+def test_a_forward_that_casts_to_the_stored_dtype_says_which_layer_to_skip() -> None:
     model = tiny("t5")
     x = tokens()
     qt.quantize_weights(model, "mxfp8")
@@ -220,7 +220,7 @@ def test_a_forward_that_casts_to_the_dtype_of_stored_weights_is_told_what_to_lea
     assert model(input_ids=x, labels=x).loss.isfinite() and saved.skipped["lm_head"].startswith("the output head")
 
 
-def test_weights_of_other_kinds_compute_in_eight_bits_and_are_not_stored_so() -> None:
+def test_weights_of_other_kinds_compute_in_eight_bits_but_are_not_stored_as_codes() -> None:
     model = tiny("gpt2")
     saved = qt.quantize_weights(model, "mxfp8")
     assert not saved.layers and saved.skipped["transformer.h.0.mlp.c_fc"].startswith("Conv1D computes quantized, but")
@@ -229,7 +229,7 @@ def test_weights_of_other_kinds_compute_in_eight_bits_and_are_not_stored_so() ->
 
 
 @pytest.mark.parametrize("kind", ["experts", "linear", "conv1d"])
-def test_a_weight_that_is_sharded_where_it_multiplies_is_a_sentence(kind: str) -> None:
+def test_a_weight_that_is_sharded_in_forward_gives_a_clear_error(kind: str) -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -259,7 +259,7 @@ def test_a_weight_that_is_sharded_where_it_multiplies_is_a_sentence(kind: str) -
 
 @pytest.mark.parametrize("name", ["head", "lm_head", "output"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_output_head_waits_to_be_asked_for(name: str, tied: bool) -> None:
+def test_the_output_head_is_converted_only_on_request(name: str, tied: bool) -> None:
     def model() -> nn.ModuleDict:
         parts = nn.ModuleDict(
             {"embed": nn.Embedding(50, 32), "up": nn.Linear(32, 32), name: nn.Linear(32, 50, bias=False)}
@@ -295,7 +295,7 @@ def test_layers_in_each_block_and_tables_of_positions_make_no_head() -> None:
 
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("name", ["LEDModel", "LEDForConditionalGeneration"])
-def test_a_model_that_names_its_embeddings_is_believed(name: str, layers: int) -> None:
+def test_a_model_that_names_its_embeddings_is_trusted(name: str, layers: int) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LEDConfig(encoder_layers=layers, decoder_layers=1)
     with torch.device("meta"):
@@ -305,7 +305,7 @@ def test_a_model_that_names_its_embeddings_is_believed(name: str, layers: int) -
     assert sum(converted.endswith("self_attn.output") for converted in report.converted) == layers
 
 
-def test_a_model_whose_answer_about_its_head_fails_is_converted() -> None:
+def test_a_model_whose_output_head_lookup_fails_is_converted() -> None:
     class Failing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -321,7 +321,7 @@ def test_a_model_whose_answer_about_its_head_fails_is_converted() -> None:
     assert list(report.converted) == ["up"] and "output head" in report.skipped["head"]
 
 
-def test_a_layer_that_is_left_alone_keeps_its_recipe_and_the_report_says_so() -> None:
+def test_a_skipped_layer_keeps_its_recipe_and_is_reported() -> None:
     model = nn.ModuleDict({"a": nn.MultiheadAttention(32, 2), "up": nn.Linear(32, 32)})
     qt.convert(model, "mxfp8")
     report = qt.convert(model, "mxfp8", skip=["a"])
@@ -353,7 +353,7 @@ def test_a_billion_parameters_on_meta_are_converted_in_a_second(blocks: Any) -> 
     assert sum(bool(row.block) for row in report.blocks) == (24 * 4 + 2 if blocks else 0)
 
 
-def test_explain_speaks_of_what_is_no_linear_layer() -> None:
+def test_explain_covers_layers_other_than_linear() -> None:
     model = tiny("gpt_oss")
     qt.convert(model, "mxfp8")
     explained = qt.explain(model.model.layers[0], torch.randn(6, 64))

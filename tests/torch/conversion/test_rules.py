@@ -65,6 +65,6 @@ def test_rules_take_recipes_as_objects_too() -> None:
         (lambda: ModuleRule(recipe=None, min_out_features=-1), "min_out_features of the rule '\\*' is -1"),
     ],
 )
-def test_bad_rules_are_refused_with_a_sentence(make, sentence: str) -> None:  # type: ignore[no-untyped-def]
+def test_bad_rules_are_refused(make, sentence: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match=sentence):
         make()

@@ -13,7 +13,7 @@ def model() -> nn.Module:
     return nn.ModuleDict({name: nn.Linear(k, n, device="meta") for name, (k, n) in layers.items()})
 
 
-def test_a_filter_alone_leaves_what_loses_and_says_what_is_predicted() -> None:
+def test_the_filter_skips_slower_layers_and_reports_the_prediction() -> None:
     report = qt.convert(model(), "rowwise", skip=quaver.rules.unprofitable("h100"))
     assert set(report.converted) == {"up", "down", "head"}
     assert report.skipped["small"].startswith("predicted 0.") and "rowwise on h100" in report.skipped["small"]

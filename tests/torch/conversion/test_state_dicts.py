@@ -20,7 +20,7 @@ STATEFUL = pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
 
 
 class Tied(nn.Module):
-    """Two names of one weight, one module under two names, a buffer of its own."""
+    """Two names of one weight, one module under two names, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Tied(nn.Module):
 
 
 class Attending(nn.Module):
-    """torch's own attention, whose weights are packed."""
+    """torch's attention with packed weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def test_the_plain_part_is_the_unconverted_models_and_both_parts_are_all(kind: s
 
 @STATEFUL
 @pytest.mark.parametrize("kind", ["linear", "packed", "conv1d"])
-def test_plain_and_scaling_go_on_with_the_bits_of_the_model_itself(kind: str, recipe: str) -> None:
+def test_plain_and_scaling_states_continue_with_the_bits_of_the_model(kind: str, recipe: str) -> None:
     """Loaded strictly and without a warning, into a model that was converted and has not run."""
     _, other, x = converted(kind, recipe)
     parts = copy.deepcopy((qt.plain_state_dict(other), qt.scaling_state_dict(other)))
@@ -222,7 +222,7 @@ def test_a_folder_of_a_converted_model_is_the_unconverted_models(
         assert_same(loaded.state_dict(), qt.plain_state_dict(model))
 
 
-def test_what_a_folder_leaves_out_is_reverts_to_take_back() -> None:
+def test_entries_left_out_of_a_folder_are_restored_by_revert() -> None:
     model = tiny("gpt2")
     before = set(getattr(model, FOLDER_IGNORES))
     qt.convert(model, "delayed")

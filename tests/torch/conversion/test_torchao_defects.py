@@ -134,7 +134,7 @@ def test_4_tied_weights_stay_tied() -> None:
 
 
 @EVERY
-def test_4_an_instance_held_twice_is_converted_at_both_places(kind: str) -> None:
+def test_4_a_module_used_twice_is_converted_at_both_places(kind: str) -> None:
     shared = KINDS[kind]()
     model = nn.ModuleDict({"a": shared, "b": nn.Linear(64, 64), "c": shared})
     report = qt.convert(model, "mxfp8")
@@ -183,7 +183,7 @@ def test_4_an_older_weight_norm_is_no_error() -> None:
         assert_bitwise(module(x), before)
 
 
-def test_4_a_class_whose_forward_changes_is_asked_again() -> None:
+def test_4_a_class_whose_forward_changes_is_checked_again() -> None:
     class Own(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return F.linear(x, self.weight, self.bias)
@@ -194,7 +194,7 @@ def test_4_a_class_whose_forward_changes_is_asked_again() -> None:
         qt.convert(Own(64, 64), "mxfp8")
 
 
-def test_4_a_subclass_of_another_forward_is_never_replaced() -> None:
+def test_4_a_subclass_with_another_forward_is_never_replaced() -> None:
     class Adapted(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) + 0.01 * x
@@ -206,7 +206,7 @@ def test_4_a_subclass_of_another_forward_is_never_replaced() -> None:
     assert_bitwise(module(x), before)
 
 
-def test_4_the_output_projection_of_packed_attention_is_used_or_not_said_to_be_converted() -> None:
+def test_4_the_output_projection_of_packed_attention_is_not_reported_as_converted_when_unused() -> None:
     module, x = nn.MultiheadAttention(64, 2), torch.randn(3, 64)
     plain = copy.deepcopy(module)
     report = qt.convert(module, "mxfp8")
@@ -217,7 +217,7 @@ def test_4_the_output_projection_of_packed_attention_is_used_or_not_said_to_be_c
     assert not torch.equal(run(module, x), run(plain, x))
 
 
-def test_5_one_spec_for_all_operands_stays_what_it_is() -> None:
+def test_5_one_spec_for_all_operands_stays_unchanged() -> None:
     spec = recipes.tensorwise().fprop.a
     gemm = GemmSpec(spec, spec)
     recipe = Recipe("own", gemm, gemm, gemm)
@@ -246,7 +246,7 @@ def test_6_sizes_of_no_multiple_are_no_error(kind: str) -> None:
         assert x.grad is not None and x.grad.isfinite().all()
 
 
-def test_11_one_call_serves_every_kind() -> None:
+def test_11_one_call_handles_every_kind() -> None:
     model = nn.ModuleDict({kind: make() for kind, make in KINDS.items()})
     report = qt.convert(model, "mxfp8")
     assert set(report.converted) == {*KINDS, "attention.out_proj"} and report.share == 1
@@ -268,7 +268,7 @@ def test_15_converting_patches_nothing() -> None:
 
 @EVERY
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8", "nvfp4"])
-def test_a_state_dict_goes_round_strictly(kind: str, recipe: str) -> None:
+def test_a_state_dict_round_trips_strictly(kind: str, recipe: str) -> None:
     module, other = converted(kind, recipe), KINDS[kind]()
     qt.convert(other, recipe)
     x = torch.randn(3, 64)
@@ -323,7 +323,7 @@ def test_frozen_parts_and_adapters_around_a_layer_train(kind: str) -> None:
 
 
 @EVERY
-def test_ddp_is_told_of_histories(kind: str) -> None:
+def test_ddp_knows_about_histories(kind: str) -> None:
     model = nn.ModuleDict({"part": KINDS[kind]()})
     qt.convert(model, "delayed")
     names = {name for name, _ in model.named_buffers() if name.endswith(("history", "factor"))}

@@ -116,7 +116,7 @@ def test_hooks_run_where_a_weight_asks_for_them() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_gradients_that_wait_are_autograds(recipe: str | None) -> None:
+def test_delayed_gradients_equal_autograd_gradients(recipe: str | None) -> None:
     if recipe == "nvfp4":
         recipe = recipes.nvfp4(stochastic_rounding=False)  # type: ignore[assignment]
     model, x = mlp(), drawn(48, 64)
@@ -132,7 +132,7 @@ def test_gradients_that_wait_are_autograds(recipe: str | None) -> None:
         assert_bitwise(p.grad, right, "once")
 
 
-def test_what_waits_goes_to_main_grad_or_through_hooks() -> None:
+def test_delayed_gradients_go_to_main_grad_or_through_hooks() -> None:
     model, x, ran = mlp(), drawn(48, 64), []
     _, each = gradients(model, "blockwise", x)
     first, second = matrices(model)
@@ -238,7 +238,7 @@ def refused() -> list[tuple[str, Callable[[], object]]]:
     ]
 
 
-def test_what_cannot_be_is_a_sentence() -> None:
+def test_unsupported_uses_give_a_clear_error() -> None:
     for sentence, do in refused():
         with pytest.raises(ValueError, match=sentence):
             do()

@@ -1,4 +1,4 @@
-"""A linear layer under a recipe, written from the numpy reference: what the fast one is held against."""
+"""Linear layer under a recipe, written from the numpy reference, for comparison with the fast one."""
 
 from dataclasses import dataclass
 

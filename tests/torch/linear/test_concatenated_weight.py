@@ -1,4 +1,4 @@
-"""A weight that lies in several parameters computes as a whole one."""
+"""Test that a weight in several parameters computes like a whole one."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def test_a_divided_layer_has_the_bits_of_the_whole(recipe: str | None) -> None:
     assert_bitwise(whole.weight.grad[:64], parts.query_weight.grad)
 
 
-def test_rows_that_are_not_the_weights_are_a_sentence() -> None:
+def test_a_row_split_that_does_not_fit_gives_a_clear_error() -> None:
     with pytest.raises(ValueError, match="parameters_split has 3 rows and the weight 8"):
         divide(qt.Linear(8, 8), {"a": 3})
     assert divide(qt.Linear(8, 8), None) == ["weight", "bias"]

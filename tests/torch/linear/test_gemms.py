@@ -20,7 +20,7 @@ NAMES = [n for n, r in recipes.RECIPES.items() if r().quantizes and r().delayed 
 
 
 def dequantized(name: str, **gemms: GemmSpec) -> Recipe:
-    """A recipe whose backward multiplies dequantized operands, but for the GEMMs that are given."""
+    """A recipe whose backward multiplies dequantized operands, except in the given GEMMs."""
     gemms = {"dgrad": HIGH, "wgrad": HIGH} | gemms
     return replace(recipes.get(name), name=f"{name}, dequantized", dequantized_backward=True, **gemms)  # type: ignore[arg-type]
 
@@ -89,7 +89,7 @@ def test_backward_keeps_codes() -> None:
     assert kept(plain, layer, x.clone().requires_grad_()) == saved_bytes(plain, 64, 256) == 2 * 64 * 256
 
 
-def test_blocks_compute_what_their_parts_do() -> None:
+def test_blocks_equal_their_parts() -> None:
     """Of a norm's output and an activation's, one of which is made again in backward."""
     recipe = dequantized("tensorwise")
     mlp = qt.LayerNormMLP(96, 160, "swiglu", fused=False)
@@ -108,7 +108,7 @@ def test_blocks_compute_what_their_parts_do() -> None:
         assert_bitwise(got, right)
 
 
-def test_layers_of_one_input_share_no_more_than_they_both_read() -> None:
+def test_layers_of_one_input_share_only_common_operands() -> None:
     """One keeps the input, the next the codes of it, in both orders."""
     keeps, values = replace(recipes.tensorwise(), wgrad=HIGH), dequantized("tensorwise")
     x, g = torch.randn(16, 64), torch.randn(16, 32)

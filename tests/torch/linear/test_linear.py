@@ -246,7 +246,7 @@ def activation_bytes(kept: list[Tensor], parameters: list[Tensor]) -> int:
 
 
 @pytest.mark.parametrize("name", [n for n, r in recipes.RECIPES.items() if r().wgrad.b is not None])
-def test_backward_keeps_what_the_gemm_consumed(name: str, saved: list[Tensor]) -> None:
+def test_backward_saves_the_operands_of_the_gemm(name: str, saved: list[Tensor]) -> None:
     recipe, (tokens, k) = recipes.get(name), (512, 256)
     layer = qt.Linear(k, 128, dtype=torch.bfloat16)
     x = torch.randn(tokens, k, dtype=torch.bfloat16, requires_grad=True)
@@ -274,7 +274,7 @@ def test_a_frozen_weight_keeps_no_input(name: str, saved: list[Tensor]) -> None:
 
 @QUANTIZED
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_nothing_is_kept_or_noted(name: str, mode: type, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_gradients_nothing_is_saved_or_recorded(name: str, mode: type, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = qt.Linear(32, 48)
     calls: list[str] = []
     real = gemms.quantize
@@ -294,7 +294,7 @@ def test_without_gradients_nothing_is_kept_or_noted(name: str, mode: type, monke
 
 
 @QUANTIZED
-def test_training_goes_on_after_inference_mode(name: str) -> None:
+def test_training_continues_after_inference_mode(name: str) -> None:
     layer, other = qt.Linear(32, 48), qt.Linear(32, 48)
     other.load_state_dict(layer.state_dict())
     x = torch.randn(16, 32)
@@ -433,7 +433,7 @@ def test_retained_graphs_run_backward_again(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "dtype"), pairs(recipes.RECIPES, [math.nan, math.inf, -math.inf], [torch.float32, torch.bfloat16])
 )
-def test_what_is_not_finite_reaches_the_output(name: str, value: float, dtype: torch.dtype) -> None:
+def test_nonfinite_values_reach_the_output(name: str, value: float, dtype: torch.dtype) -> None:
     layer = qt.Linear(64, 48, dtype=dtype)
     x = torch.randn(40, 64, dtype=dtype)
     x[3, 5] = value
@@ -446,7 +446,7 @@ def test_what_is_not_finite_reaches_the_output(name: str, value: float, dtype: t
 
 @ALL
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_in_a_gradient_reaches_the_gradients(name: str, value: float) -> None:
+def test_nonfinite_gradients_reach_the_input_gradients(name: str, value: float) -> None:
     layer = qt.Linear(64, 48)
     g = torch.randn(40, 48)
     g[3, 5] = value
@@ -492,7 +492,7 @@ def test_a_wrong_last_axis_says_what_it_must_be(name: str, shape: tuple[int, ...
 
 
 @QUANTIZED
-def test_a_second_derivative_is_a_sentence(name: str) -> None:
+def test_a_second_derivative_gives_a_clear_error(name: str) -> None:
     layer = qt.Linear(8, 16, recipe=name)
     x = torch.randn(4, 8, requires_grad=True)
     (grad,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
@@ -536,7 +536,7 @@ def test_second_derivatives_work_where_quantization_is_off(name: str) -> None:
 
 
 @QUANTIZED
-def test_functorch_transforms_are_a_sentence(name: str) -> None:
+def test_functorch_transforms_give_a_clear_error(name: str) -> None:
     layer = qt.Linear(8, 16, recipe=name)
     x = torch.randn(4, 8)
     parameters = dict(layer.named_parameters())
@@ -570,7 +570,7 @@ def test_functional_call_works(name: str) -> None:
 
 @QUANTIZED
 @pytest.mark.parametrize("which", ["input", "weight", "bias"])
-def test_forward_mode_is_a_sentence(name: str, which: str) -> None:
+def test_forward_mode_gives_a_clear_error(name: str, which: str) -> None:
     layer = qt.Linear(8, 16, recipe=name)
     x = torch.randn(4, 8)
     with forward_ad.dual_level():

@@ -32,7 +32,7 @@ TENSOR = QuantSpec(E5M2, (None, None), "power_of_two")
 
 
 def recipe_of_blocks(x: QuantSpec, weight: QuantSpec, g: QuantSpec) -> Recipe:
-    """A recipe that quantizes each operand and its transpose alike."""
+    """A recipe that quantizes each operand and its transpose with the same spec."""
     return Recipe("blocks", GemmSpec(x, weight), GemmSpec(g, weight), GemmSpec(g, x))
 
 
@@ -97,7 +97,7 @@ def train(layer: qt.Linear, inputs: list[Tensor], gradients: list[Tensor], direc
 
 
 @pytest.mark.parametrize(("name", "dtype", "bias"), pairs(RECIPES, DTYPES, [True, False]), ids=str)
-def test_bits_and_state_are_those_of_the_general_way(name: str, dtype: torch.dtype, bias: bool) -> None:
+def test_bits_and_state_equal_the_general_path(name: str, dtype: torch.dtype, bias: bool) -> None:
     _compare(RECIPES[name], dtype, bias, (3, T // 3), K, N)
 
 
@@ -160,7 +160,7 @@ def test_every_shape_of_input_has_its_step() -> None:
             assert_bitwise(ours[what], theirs[what], f"{what} of {shape}")
 
 
-def test_lengths_that_come_by_turns_are_decided_once_for_all_layers_and_few_are_kept(
+def test_alternating_lengths_are_planned_once_for_all_layers_and_few_plans_are_cached(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layers, decided, decide = [qt.Linear(K, N, recipe="tensorwise") for _ in range(2)], [], plan.decide
@@ -186,7 +186,7 @@ def layer_and_input() -> tuple[qt.Linear, Tensor]:
     return layer, x
 
 
-def test_what_somebody_looks_at_takes_the_general_way() -> None:
+def test_observed_layers_take_the_general_path() -> None:
     layer, x = layer_and_input()
     with qt.count(layer) as counters:
         assert not is_direct(layer(x))
@@ -198,7 +198,7 @@ def test_what_somebody_looks_at_takes_the_general_way() -> None:
     assert is_direct(layer(x))
 
 
-def test_a_plan_is_not_made_while_somebody_looks() -> None:
+def test_no_plan_is_made_while_the_layer_is_observed() -> None:
     layer = qt.Linear(K, N, recipe="tensorwise")
     x = torch.randn(T, K, requires_grad=True)
     with qt.only("reference"):
@@ -208,12 +208,12 @@ def test_a_plan_is_not_made_while_somebody_looks() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp4", "mxfp6"])
-def test_formats_that_torch_does_not_cast_to_take_the_general_way(recipe: str) -> None:
+def test_formats_that_torch_cannot_cast_to_take_the_general_path(recipe: str) -> None:
     layer = qt.Linear(K, N, recipe=recipe)
     assert not is_direct(layer(torch.randn(T, K, requires_grad=True)))
 
 
-def test_what_a_step_is_not_for_takes_the_general_way() -> None:
+def test_unsupported_calls_take_the_general_path() -> None:
     layer, x = layer_and_input()
     assert not is_direct(layer(x.detach()))
     assert not is_direct(layer(torch.randn(K, T).t().requires_grad_()))
@@ -230,7 +230,7 @@ def test_what_a_step_is_not_for_takes_the_general_way() -> None:
 
 
 @pytest.mark.parametrize("gemm", ["fprop", "dgrad"])
-def test_a_recipe_that_leaves_a_gemm_of_the_input_alone_takes_the_general_way(gemm: str) -> None:
+def test_a_recipe_with_an_unquantized_input_gemm_takes_the_general_path(gemm: str) -> None:
     plain = GemmSpec(None, None)
     recipe = replace(RECIPES["rowwise"], name="plain", wgrad=plain, **{gemm: plain})
     assert not is_direct(qt.Linear(K, N, recipe=recipe)(torch.randn(T, K, requires_grad=True)))
@@ -238,7 +238,7 @@ def test_a_recipe_that_leaves_a_gemm_of_the_input_alone_takes_the_general_way(ge
 
 @pytest.mark.parametrize("tokens", [T, 200])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
-def test_what_was_decided_holds_neither_an_input_nor_a_weight(recipe: str, tokens: int) -> None:
+def test_plans_hold_neither_an_input_nor_a_weight(recipe: str, tokens: int) -> None:
     layer, x = qt.Linear(64, 64, recipe=recipe), torch.randn(tokens, 64, requires_grad=True)
     assert is_direct(layer(x))
     weights = weakref.ref(layer.weight), weakref.ref(x)
@@ -246,7 +246,7 @@ def test_what_was_decided_holds_neither_an_input_nor_a_weight(recipe: str, token
     assert plan.plans and not any(weight() for weight in weights)
 
 
-def test_a_weight_of_another_shape_has_a_plan_of_its_own() -> None:
+def test_a_weight_of_another_shape_has_its_own_plan() -> None:
     layer, x = qt.Linear(K, N, bias=False, recipe="tensorwise"), torch.randn(T, K, requires_grad=True)
     assert is_direct(layer(x))
     layer.weight = nn.Parameter(torch.randn(N, K + 1))
@@ -311,7 +311,7 @@ def test_a_weight_that_is_computed_is_quantized_each_time() -> None:
     assert_bitwise(layer(x).detach(), expected.detach())
 
 
-def test_a_weight_written_in_place_is_quantized_anew_and_seen_by_backward() -> None:
+def test_a_weight_written_in_place_is_requantized_and_detected_by_backward() -> None:
     layer, x = layer_and_input()
     layer.bias.data.zero_()  # type: ignore[union-attr]
     y = layer(x)
@@ -382,7 +382,7 @@ def test_an_autocast_of_another_device_does_not_matter() -> None:
     assert x.grad is not None
 
 
-def test_backward_counts_what_a_forward_before_did_not() -> None:
+def test_backward_counts_even_if_forward_did_not() -> None:
     layer, x = layer_and_input()
     y = layer(x)
     with qt.count(layer) as counters:
@@ -398,7 +398,7 @@ def test_second_derivatives_are_refused() -> None:
 
 
 @pytest.mark.parametrize("shape", [(T, K, N), (1, 256, 512)])
-def test_kept_for_backward_is_one_byte_an_element(shape: tuple[int, int, int]) -> None:
+def test_backward_saves_one_byte_per_element(shape: tuple[int, int, int]) -> None:
     tokens, k, n = shape
     layer, x = qt.Linear(k, n, recipe="tensorwise"), torch.randn(tokens, k, requires_grad=True)
     kept: list[Tensor] = []
@@ -415,8 +415,8 @@ def test_kept_for_backward_is_one_byte_an_element(shape: tuple[int, int, int]) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["tensorwise", "delayed", "rowwise", "mxfp8"])
-def test_a_kept_weight_serves_lengths_whose_rows_read_it_otherwise(name: str, dtype: torch.dtype) -> None:
-    """Small and large products by turns, one after the other and both before their backwards."""
+def test_a_cached_weight_serves_lengths_that_need_another_layout(name: str, dtype: torch.dtype) -> None:
+    """Alternating small and large products, one after the other and both before their backwards."""
     lengths = [4, 64, 4]
     assert 4 * 64 * 96 < gemm.SMALL < 64 * 64 * 96
     layers = pair(RECIPES.get(name) or recipes.get(name), dtype, True, 64, 96)
@@ -446,7 +446,7 @@ def test_a_kept_weight_serves_lengths_whose_rows_read_it_otherwise(name: str, dt
 
 @pytest.mark.parametrize("name", ["tensorwise", "delayed", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8"])
 @pytest.mark.parametrize("tokens", [64, 160])
-def test_an_input_that_lies_as_its_transpose_is_read_row_by_row(name: str, tokens: int) -> None:
+def test_a_transposed_input_is_read_row_by_row(name: str, tokens: int) -> None:
     """Through RMSNorm, which leaves it so, and given."""
     x, g = torch.randn(64, tokens, requires_grad=True), torch.randn(tokens, 64)
     block = qt.LayerNormLinear(64, 64, normalization="RMSNorm", recipe=name)

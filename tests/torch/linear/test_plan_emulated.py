@@ -1,4 +1,4 @@
-"""A layer whose GEMMs the GPU lacks: a step with the numbers of the CPU's emulation, and little kept."""
+"""Test layers with GEMMs that the GPU does not support: the results of CPU emulation, with few saved tensors."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -65,7 +65,7 @@ def test_a_layer_agrees_with_the_emulation_on_a_cpu(recipe: str, dtype: torch.dt
         assert_close(f"{recipe} {name}", a.float(), b.float(), bound)
 
 
-def test_layers_of_a_shape_that_meet_their_recipe_later_draw_noise_of_their_own(on_ada: None) -> None:
+def test_layers_of_one_shape_that_get_a_recipe_later_have_their_own_noise(on_ada: None) -> None:
     x = torch.randn(T, K).bfloat16()
     for layer in [qt.Linear(K, N, dtype=torch.bfloat16) for _ in range(2)]:
         drawn = []
@@ -78,7 +78,7 @@ def test_layers_of_a_shape_that_meet_their_recipe_later_draw_noise_of_their_own(
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
-def test_a_bias_may_lie_anyhow(recipe: str, on_ada: None) -> None:
+def test_a_bias_may_have_any_layout(recipe: str, on_ada: None) -> None:
     x, values = torch.randn(T, K).bfloat16(), torch.randn(2 * N).bfloat16()
     first, second = layers(recipe, torch.bfloat16)
     for bias in (values[::2], values[:1].expand(N)):
@@ -87,7 +87,7 @@ def test_a_bias_may_lie_anyhow(recipe: str, on_ada: None) -> None:
         assert_bitwise(results(first, x)[0], results(second, x)[0], "decided")
 
 
-def test_an_input_that_is_rounded_at_random_goes_the_general_way_with_noise(on_ada: None) -> None:
+def test_a_stochastically_rounded_input_takes_the_general_path_with_noise(on_ada: None) -> None:
     nvfp4 = recipes.nvfp4()
     assert nvfp4.fprop.a is not None and nvfp4.wgrad.b is not None
     line, down = (replace(spec, rounding="stochastic") for spec in (nvfp4.fprop.a, nvfp4.wgrad.b))
@@ -130,7 +130,7 @@ def test_backward_keeps_codes_and_scales(recipe: str, of_codes: float, on_ada: N
 
 
 @pytest.mark.parametrize(("recipe", "matrices"), [("mxfp8", 2), ("blockwise", 1), ("nvfp4", 1)])
-def test_a_kept_weight_keeps_values_until_it_changes(recipe: str, matrices: int, on_ada: None) -> None:
+def test_a_cached_weight_keeps_its_decoded_values_until_it_changes(recipe: str, matrices: int, on_ada: None) -> None:
     layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe=recipe)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
     x = torch.randn(T, K).bfloat16().requires_grad_()
@@ -149,7 +149,7 @@ def test_a_kept_weight_keeps_values_until_it_changes(recipe: str, matrices: int,
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_what_is_not_finite_makes_nan_and_the_largest_numbers_do_not(recipe: str, on_ada: None) -> None:
+def test_nonfinite_values_make_nan_and_the_largest_numbers_do_not(recipe: str, on_ada: None) -> None:
     layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe=recipe)
     with torch.no_grad():
         layer.weight.mul_(1e-6)
@@ -163,7 +163,7 @@ def test_what_is_not_finite_makes_nan_and_the_largest_numbers_do_not(recipe: str
     assert layer.weight.grad is not None and layer.weight.grad[:, 3].isnan().all()
 
 
-def test_what_has_no_values_in_bf16_takes_the_general_way(on_ada: None) -> None:
+def test_formats_beyond_bf16_take_the_general_path(on_ada: None) -> None:
     device, line = torch.device("cpu"), QuantSpec(E4M3, (1, 128), "fp32")
     one = GemmSpec(line, QuantSpec(E4M3, (128, 128), "fp32"))
     for recipe in (Recipe("fp32", one, one, GemmSpec(line, line)), recipes.nvfp4(power_of_two=False)):

@@ -92,7 +92,7 @@ def steps(layer: qt.Linear, xs: list[Tensor], direct: bool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("recipe", "arch", "bias"), WITH_BIAS)
-def test_bits_and_state_are_those_of_the_general_way(
+def test_bits_and_state_equal_the_general_path(
     recipe: str,
     arch: int,
     bias: bool,
@@ -121,7 +121,7 @@ def test_bits_and_state_are_those_of_the_general_way(
         ("nvfp4", 100),
     ],
 )
-def test_a_layer_takes_what_another_has_quantized(recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_reuses_the_quantized_input_of_another(recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Native and emulated. The host does not know whether two histories' factors are equal."""
     become(arch, monkeypatch)
     layers = [qt.Linear(K, n, dtype=torch.bfloat16, recipe=recipe) for n in (N, 32, N)]
@@ -149,9 +149,7 @@ def test_a_layer_takes_what_another_has_quantized(recipe: str, arch: int, monkey
     ("recipe", "arch"),
     [("tensorwise", 90), ("rowwise_bf16_wgrad", 90), ("mxfp8", 100), ("nvfp4", 100)],
 )
-def test_codes_that_others_have_overwritten_are_taken_by_no_layer(
-    recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_overwritten_shared_codes_are_not_reused(recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small codes go to one place again and again: those of a leaf, of what a norm made, and of a gradient too."""
     become(arch, monkeypatch)
     first, other, last = (qt.Linear(K, K, bias=False, dtype=torch.bfloat16, recipe=recipe) for _ in range(3))
@@ -177,7 +175,7 @@ def test_codes_that_others_have_overwritten_are_taken_by_no_layer(
         *(("rowwise_bf16_wgrad", 90), ("blockwise", 90), ("mxfp8", 100), ("mxfp8", 90), ("nvfp4", 100)),
     ],
 )
-def test_layers_of_one_input_have_the_bits_of_the_general_way(
+def test_layers_of_one_input_have_the_bits_of_the_general_path(
     recipe: str, arch: int, generally: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A normalization before two layers, and an activation before one, of which the codes are kept: in one autograd
@@ -232,7 +230,7 @@ def trained(block: qt.LayerNormMLP) -> list[Tensor]:
         ("attention", 48, 128, 16),
     ],
 )
-def test_two_levels_in_every_kind_have_the_bits_of_the_general_way(
+def test_two_level_scaling_has_the_bits_of_the_general_path(
     off: str,
     tokens: int,
     k: int,
@@ -240,7 +238,7 @@ def test_two_levels_in_every_kind_have_the_bits_of_the_general_way(
     generally: Callable[[pytest.MonkeyPatch], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of the gradients those alone that are asked for, too: only what is rounded at random is counted."""
+    """Also with only the required gradients: only stochastic rounding advances the noise count."""
     become(100, monkeypatch)
     if k == 128:
         monkeypatch.setattr(block_scaled, "SMALL", 1 << 12)
@@ -269,7 +267,7 @@ def test_two_levels_in_every_kind_have_the_bits_of_the_general_way(
         assert_bitwise(a, b, str(number))
 
 
-def test_two_levels_run_where_torch_fills_what_it_allocates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_level_scaling_runs_when_torch_fills_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of four-bit codes it fills none."""
     become(100, monkeypatch)
     layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe=recipes.nvfp4(stochastic_rounding=False))
@@ -294,7 +292,7 @@ def to_host(x: Tensor) -> tuple[torch.device, Tensor]:
 
 
 def to_pinned(x: Tensor) -> tuple[torch.device, Tensor]:
-    """With pin_memory=True, which has rows lie one after the other whatever lay how."""
+    """With pin_memory=True, which makes rows contiguous for any input layout."""
     return x.device, torch.empty(x.size(), dtype=x.dtype, device="cpu").copy_(x)
 
 
@@ -304,9 +302,7 @@ def from_host(packed: tuple[torch.device, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize(("recipe", "arch"), DECIDED)
-def test_what_backward_keeps_may_go_to_the_host_and_back(
-    recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_saved_tensors_may_be_offloaded_to_the_host(recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In deterministic mode, which every test runs in: torch fills what it allocates, and of four-bit codes it fills
     none."""
     become(arch, monkeypatch)
@@ -332,7 +328,7 @@ def test_what_backward_keeps_may_go_to_the_host_and_back(
 
 
 @pytest.mark.parametrize("gemm", ["dgrad", "wgrad"])
-def test_what_one_direction_draws_moves_its_own_count_alone(
+def test_noise_of_one_gemm_advances_only_its_own_count(
     gemm: str, generally: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A recipe of one's own that rounds at random for one GEMM of backward."""
@@ -351,7 +347,7 @@ def test_what_one_direction_draws_moves_its_own_count_alone(
         assert_bitwise(a, b, str(number))
 
 
-def test_noise_goes_on_from_step_to_step_whatever_comes_between(
+def test_noise_continues_over_steps_despite_other_calls_in_between(
     generally: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other shapes by turns, a length without a plan, a second layer, evaluation, a checkpoint that runs the forward
@@ -466,7 +462,7 @@ def test_two_forwards_before_their_backwards_keep_their_own_codes(
 
 
 @pytest.mark.parametrize(("recipe", "arch"), [("tensorwise", 90), ("rowwise", 90)])
-def test_backward_counts_what_a_forward_before_did_not(recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_counts_even_if_forward_did_not(recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     become(arch, monkeypatch)
     layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe=recipe)
     y = layer(torch.randn(T, K).bfloat16().requires_grad_())
@@ -501,7 +497,7 @@ def test_where_gemms_want_other_scales_than_kernels_write_nothing_is_decided(
         "float32 x",
     ],
 )
-def test_what_is_not_decided_takes_the_general_way(why: str) -> None:
+def test_unplanned_calls_take_the_general_path(why: str) -> None:
     layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
     x = torch.randn(T, K).bfloat16().requires_grad_()
     assert is_direct(layer(x))
@@ -530,7 +526,7 @@ def test_what_is_not_decided_takes_the_general_way(why: str) -> None:
             layer(x.float())
 
 
-def test_a_weight_written_in_place_is_quantized_anew_and_seen_by_backward() -> None:
+def test_a_weight_written_in_place_is_requantized_and_detected_by_backward() -> None:
     layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
     x = torch.randn(T, K).bfloat16().requires_grad_()
     y = layer(x)
@@ -543,7 +539,7 @@ def test_a_weight_written_in_place_is_quantized_anew_and_seen_by_backward() -> N
 
 @pytest.mark.parametrize("features", [40, 48, 80])
 @pytest.mark.parametrize(("recipe", "arch"), [("tensorwise", 90), ("rowwise", 90), ("mxfp8", 100)])
-def test_a_weight_of_another_shape_has_a_plan_of_its_own(
+def test_a_weight_of_another_shape_has_its_own_plan(
     recipe: str,
     arch: int,
     features: int,
@@ -566,7 +562,7 @@ def test_a_weight_of_another_shape_has_a_plan_of_its_own(
     assert all(torch.equal(a, b) for a, b in zip(grads, others, strict=True))
 
 
-def test_recipes_that_share_a_weights_operand_read_it_each_in_its_way(
+def test_recipes_that_share_a_weight_operand_read_it_in_their_own_layouts(
     generally: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     become(100, monkeypatch)
@@ -591,7 +587,7 @@ def test_recipes_that_share_a_weights_operand_read_it_each_in_its_way(
 
 
 @torchs_own
-def test_what_a_large_step_writes_is_not_held_for_its_shape() -> None:
+def test_buffers_of_a_large_step_are_not_kept_for_its_shape() -> None:
     layer = qt.Linear(K, N, dtype=torch.bfloat16, recipe="tensorwise")
     x = torch.randn(SMALL // K + 32 & -16, K).bfloat16().requires_grad_()
     y = layer(x)
@@ -618,7 +614,7 @@ def test_an_input_shares_launches_with_a_weight_where_both_are_small(monkeypatch
 
 
 @torchs_own
-def test_what_is_kept_of_a_weight_goes_with_it() -> None:
+def test_the_cache_of_a_weight_is_freed_with_it() -> None:
     layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
     x = torch.randn(T, K).bfloat16().requires_grad_()
     assert is_direct(layer(x))
@@ -651,7 +647,7 @@ def test_second_derivatives_are_refused() -> None:
         grad.sum().backward()
 
 
-def test_want_of_memory_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_gives_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
     x = torch.randn(T, K).bfloat16().requires_grad_()
     layer(x)
@@ -665,7 +661,7 @@ def test_want_of_memory_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @torchs_own
-def test_want_of_memory_is_a_sentence_after_a_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_after_a_norm_gives_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     block = qt.LayerNormLinear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
     x = torch.randn(T, K).bfloat16().requires_grad_()
     block(x)
@@ -685,8 +681,8 @@ def test_want_of_memory_is_a_sentence_after_a_norm(monkeypatch: pytest.MonkeyPat
 
 @torchs_own
 @pytest.mark.parametrize("name", ["factor", "history"])
-def test_factors_on_another_device_take_the_general_way(name: str) -> None:
-    """It moves them; a launch by addresses would read what lies there."""
+def test_factors_on_another_device_take_the_general_path(name: str) -> None:
+    """The general path moves them; a launch by address would read invalid memory."""
     layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="delayed")
     x = torch.randn(T, K).bfloat16().requires_grad_()
     assert is_direct(layer(x))

@@ -1,4 +1,4 @@
-"""Activations: float64's values and gradients by row of the table, one rounding, only the inputs kept."""
+"""Test activations: values and gradients against float64 for each table row, one rounding, only inputs saved."""
 
 import math
 
@@ -82,7 +82,7 @@ def test_values_and_gradients_are_float64s(
 
 
 @NAMES
-def test_values_that_hurt(name: str) -> None:
+def test_edge_case_values(name: str) -> None:
     values = torch.tensor([0.0, -0.0, 1e-40, -1e-40, 1e4, -1e4, 88.8, -88.8, float("nan")])
     x = [values.clone().requires_grad_()] + [torch.ones(9, requires_grad=True)] * (ACTIVATIONS[name].inputs - 1)
     y = qt.activate(name, *x)
@@ -93,7 +93,7 @@ def test_values_that_hurt(name: str) -> None:
 
 
 @NAMES
-def test_only_the_inputs_are_kept(name: str) -> None:
+def test_only_the_inputs_are_saved(name: str) -> None:
     n, kept = ACTIVATIONS[name].inputs, []
     x = torch.randn(16, 8 * n, dtype=torch.bfloat16, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -101,8 +101,8 @@ def test_only_the_inputs_are_kept(name: str) -> None:
     assert sum(t.numel() * t.element_size() for t in kept) <= x.numel() * 2
 
 
-def test_compiled_gives_eagers_bits() -> None:
-    """All of them in one graph, which takes as long to compile as two of their own."""
+def test_compiled_gives_eager_bits() -> None:
+    """All in one graph, which compiles as fast as two separate graphs."""
     torch.compiler.reset()
 
     def every(given: list[Tensor]) -> list[Tensor]:
@@ -182,7 +182,7 @@ def test_options_reach_the_function() -> None:
     assert_close("limit", narrow, torch.full((4,), 2 * float(sigmoid(torch.tensor(1.702)))), 1e-6)
 
 
-def test_bad_input_is_a_sentence() -> None:
+def test_bad_input_gives_a_clear_error() -> None:
     x = torch.randn(3, 4)
     with pytest.raises(ValueError, match="did you mean 'swiglu'"):
         qt.activate("swigluu", x)

@@ -53,7 +53,7 @@ def inputs(dtype: torch.dtype, steps: int = 2) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("recipe", EVERY, ids=str)
-def test_a_llama_layer_has_eagers_bits(recipe: Any) -> None:
+def test_a_llama_layer_has_eager_bits(recipe: Any) -> None:
     layer = make("Llama", qk_norm="RMSNorm", dtype=torch.bfloat16)
     # What makes buffers is a graph of its own, which single layers have.
     compiled = Compiled(after=1, backend="inductor" if recipe == TO_THE_END else WITHOUT_CODE)
@@ -63,7 +63,7 @@ def test_a_llama_layer_has_eagers_bits(recipe: Any) -> None:
 # Ten seconds of compiling each.
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [*recipes.RECIPES, recipes.mxfp8(attention=True)], ids=str)
-def test_a_llama_layer_that_is_compiled_to_the_end_has_eagers_bits(recipe: Any) -> None:
+def test_a_llama_layer_that_is_compiled_to_the_end_has_eager_bits(recipe: Any) -> None:
     layer = make("Llama", qk_norm="RMSNorm", dtype=torch.bfloat16)
     assert_same_training(layer, [eager, Compiled()], recipe, inputs(torch.bfloat16))
 
@@ -79,13 +79,13 @@ def test_a_llama_layer_that_is_compiled_to_the_end_has_eagers_bits(recipe: Any) 
         pytest.param("post-norm encoder", "rowwise", "inductor", marks=pytest.mark.slow),
     ],
 )
-def test_other_layers_have_eagers_bits(kind: str, recipe: str, backend: str) -> None:
+def test_other_layers_have_eager_bits(kind: str, recipe: str, backend: str) -> None:
     compiled = Compiled(backend=backend)
     assert_same_training(make(kind, dtype=torch.bfloat16), [eager, compiled], recipe, inputs(torch.bfloat16))
 
 
 @pytest.mark.parametrize("backend", [WITHOUT_CODE, SLOWLY])
-def test_float32_has_eagers_bits(backend: str) -> None:
+def test_float32_has_eager_bits(backend: str) -> None:
     assert_same_training(make("Llama"), [eager, Compiled(backend=backend)], "tensorwise", inputs(torch.float32))
 
 
@@ -123,12 +123,12 @@ def test_recomputation_compiles(backend: str) -> None:
     ],
 )
 @pytest.mark.parametrize("recipe", ["tensorwise", "nvfp4"])
-def test_every_kind_has_eagers_bits(kind: str, recipe: str) -> None:
+def test_every_kind_has_eager_bits(kind: str, recipe: str) -> None:
     assert_same_training(make(kind, dtype=torch.bfloat16), [run, Compiled(run)], recipe, inputs(torch.bfloat16))
 
 
 @pytest.mark.slow
-def test_a_position_bias_has_eagers_bits_but_for_the_order_in_which_its_gradient_is_summed() -> None:
+def test_a_position_bias_has_eager_bits_but_for_the_order_in_which_its_gradient_is_summed() -> None:
     layer, x = make("T5", dtype=torch.bfloat16), torch.randn(2, 9, 64).bfloat16()
     runs = []
     for call in (eager, Compiled()):

@@ -65,7 +65,7 @@ def gradients(loss: Tensor, *leaves: Tensor | None) -> list[Tensor]:
 @EVERY
 @REDUCTIONS
 @CHUNKS
-def test_losses_and_gradients_are_those_of_the_two_functions(
+def test_losses_and_gradients_match_the_two_functions(
     options: dict[str, Any], reduction: str, chunk: int | None
 ) -> None:
     x, weight, targets, bias = operands()
@@ -107,7 +107,7 @@ def test_narrow_dtypes_lose_their_own_rounding_and_no_more(
         assert_close(f"gradient {list(ours.shape)}", ours, theirs, bound)
 
 
-def test_what_is_saved_for_backward_is_gradients_and_no_logits() -> None:
+def test_backward_saves_gradients_and_no_logits() -> None:
     """512 tokens and a vocabulary of 4096 are 8 MiB of logits, of which two functions keep two kinds."""
     x, weight = torch.randn(512, 32, requires_grad=True), torch.randn(4096, 32, requires_grad=True)
     targets = torch.randint(4096, (512,))
@@ -241,7 +241,7 @@ def test_a_tied_embedding_gets_both_gradients() -> None:
 
 
 @pytest.mark.parametrize("frozen", ["x", "weight", "bias", "all"])
-def test_what_needs_no_gradient_gets_none(frozen: str) -> None:
+def test_inputs_without_requires_grad_get_no_gradient(frozen: str) -> None:
     x, weight, targets, bias = operands()
     for name, leaf in (("x", x), ("weight", weight), ("bias", bias)):
         assert leaf is not None
@@ -303,7 +303,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("given, sentence", BAD.values(), ids=BAD)
-def test_bad_input_is_a_sentence(given: dict[str, Any], sentence: str) -> None:
+def test_bad_input_gives_a_clear_error(given: dict[str, Any], sentence: str) -> None:
     x, weight, targets, bias = operands()
     with pytest.raises(ValueError, match=sentence):
         linear_cross_entropy(**{"x": x, "weight": weight, "targets": targets, "bias": bias, **given})

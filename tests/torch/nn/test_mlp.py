@@ -1,4 +1,4 @@
-"""The MLP: the bits of its parts, the activation's result never kept, options that keep less."""
+"""Test the MLP: the bits of its parts, no saved activation result, options that save less."""
 
 import copy
 from dataclasses import replace
@@ -46,7 +46,7 @@ def inputs(*shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     ),
     ids=str,
 )
-def test_the_bits_are_those_of_the_parts(recipe: Any, dtype: torch.dtype, shape: tuple[str, bool]) -> None:
+def test_the_bits_match_the_parts(recipe: Any, dtype: torch.dtype, shape: tuple[str, bool]) -> None:
     activation, fused = shape
     mlp = qt.LayerNormMLP(48, 64, activation, normalization="RMSNorm", fused=fused, dtype=dtype)
     assert_same_training(mlp, [apart, whole], recipe, inputs(2, 9, 48, dtype=dtype))
@@ -83,7 +83,7 @@ def test_recomputing_changes_no_bit(recipe: str, activation: str) -> None:
         ("tensorwise", torch.bfloat16, "clamped_swiglu"),
     ],
 )
-def test_what_is_made_again_beside_its_gradients_changes_no_bit(
+def test_recomputation_beside_the_gradients_changes_no_bit(
     recipe: str, dtype: torch.dtype, activation: str, frozen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mlp = qt.LayerNormMLP(32, 192, activation, fused=False, dtype=dtype)
@@ -122,7 +122,7 @@ def test_eight_bit_activations_change_only_gradients_before_the_activation(recip
     assert not torch.equal(narrow.gate_up_proj.weight.grad, exact.gate_up_proj.weight.grad)
 
 
-def test_what_is_kept() -> None:
+def test_saved_tensors_are_the_expected_ones() -> None:
     tokens, dim, hidden = 256, 64, 192
     x = torch.randn(tokens, dim, dtype=torch.bfloat16, requires_grad=True)
     kept = {}
@@ -146,7 +146,7 @@ def test_what_is_kept() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "nvfp4"])
-def test_what_only_a_frozen_input_would_need_is_not_kept(recipe: str) -> None:
+def test_tensors_needed_only_for_a_frozen_input_are_not_saved(recipe: str) -> None:
     mlp, x = qt.MLP(64, 64, "swiglu"), torch.randn(128, 64)
     mlp.gate_up_proj.requires_grad_(False)
 
@@ -175,14 +175,14 @@ def test_eight_bit_activations_of_no_tokens(fused: bool) -> None:
     assert x.grad is not None and x.grad.shape == x.shape
 
 
-def test_without_a_recipe_it_is_torchs() -> None:
+def test_without_a_recipe_it_equals_torch() -> None:
     mlp, x = qt.LayerNormMLP(32, 48, "gelu_exact"), torch.randn(7, 32)
     y = F.gelu(F.linear(F.layer_norm(x, (32,)), mlp.up_proj.weight, mlp.up_proj.bias))
     assert_close("output", mlp(x), F.linear(y, mlp.down_proj.weight, mlp.down_proj.bias), 1e-6)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "nvfp4"])
-def test_micro_batches_whose_forwards_come_first(recipe: str) -> None:
+def test_several_forwards_before_their_backwards(recipe: str) -> None:
     mlp, batches = qt.LayerNormMLP(48, 64, "swiglu"), inputs(9, 48)
     other = copy.deepcopy(mlp)
     with qt.autocast(recipe):
@@ -217,7 +217,7 @@ def test_counters_see_each_operand_once(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "nvfp4"])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-def test_the_norms_output_is_given_too(recipe: str, activation: str) -> None:
+def test_the_norm_output_is_returned_too(recipe: str, activation: str) -> None:
     mlp = qt.LayerNormMLP(64, 96, activation, return_normalized=True)
     plain = copy.deepcopy(mlp)
     plain.return_normalized = False
@@ -233,7 +233,7 @@ def test_the_norms_output_is_given_too(recipe: str, activation: str) -> None:
         assert_close("both ways", one, other, 1e-6)
 
 
-def test_bad_input_is_a_sentence() -> None:
+def test_bad_input_gives_a_clear_error() -> None:
     with pytest.raises(ValueError, match="did you mean 'swiglu'"):
         qt.MLP(8, 16, "swigl")
     with pytest.raises(ValueError, match="its last axis must be 8"):

@@ -1,4 +1,4 @@
-"""Normalizations: float64's values and gradients, one rounding, nothing kept but the input and two numbers a row."""
+"""Test norms: values and gradients against float64, one rounding, only the input and two numbers per row saved."""
 
 from collections.abc import Callable
 
@@ -111,7 +111,7 @@ def test_no_bit_depends_on_how_the_operands_lie(kind: str, dtype: torch.dtype, w
 
 @KINDS
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_stays_in_its_row(kind: str, value: float) -> None:
+def test_nonfinite_values_stay_in_their_row(kind: str, value: float) -> None:
     x = torch.randn(3, 16)
     x[1, 5] = value
     x[2] = 0
@@ -142,14 +142,14 @@ def test_modules_equal_torchs(dtype: torch.dtype) -> None:
         assert_close(type(ours).__name__, ours(x), theirs(x), ONE_ROUNDING[dtype])
 
 
-def test_zero_centered_begins_at_nothing() -> None:
+def test_zero_centered_weights_start_at_zero() -> None:
     layer = qt.RMSNorm(8, zero_centered=True)
     assert_bitwise(layer.weight, torch.zeros(8))
     x = torch.randn(3, 8)
     assert_bitwise(layer(x), qt.RMSNorm(8)(x))
 
 
-def test_only_the_input_is_kept() -> None:
+def test_only_the_input_is_saved() -> None:
     kept = []
     x = torch.randn(64, 32, dtype=torch.bfloat16, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -157,9 +157,8 @@ def test_only_the_input_is_kept() -> None:
     assert sum(t.numel() * t.element_size() for t in kept) == 64 * 32 * 2 + 64 * 4 + 32 * 2
 
 
-def test_compiled_gives_eagers_bits() -> None:
-    """All kinds in one graph, which takes as long to compile as one of its own, for Inductor writes one program of what
-    stands before them."""
+def test_compiled_gives_eager_bits() -> None:
+    """All kinds in one graph, which compiles as fast as one: Inductor fuses the preceding operations."""
     torch.compiler.reset()
     layers = torch.nn.ModuleDict({kind: NormKind(kind, 24, dtype=torch.bfloat16) for kind in ALL})
 
@@ -187,7 +186,7 @@ def test_meta_device_is_filled_later() -> None:
     assert_bitwise(layer.weight, torch.ones(8))
 
 
-def test_bad_input_is_a_sentence() -> None:
+def test_bad_input_gives_a_clear_error() -> None:
     with pytest.raises(ValueError, match="did you mean 'RMSNorm'"):
         NormKind("RMSnorm", 8)
     with pytest.raises(ValueError, match="its last axis must be 8"):
@@ -218,7 +217,7 @@ def test_opaque_operators_say_their_shapes_and_strides(transposed: bool) -> None
 
 @pytest.mark.parametrize("recipe", [None, "bf16", "tensorwise", "mxfp8"])
 def test_a_layer_norm_without_a_bias_has_gradients(recipe: str | None) -> None:
-    """Alone and before a projection, whose results are those of a bias of 0."""
+    """Alone and before a projection, with the results of a zero bias."""
     x, g = torch.randn(5, 32), torch.randn(5, 16)
     grads = {}
     for norm_bias in (True, False):

@@ -1,4 +1,4 @@
-"""A norm and the layers that read it: the bits of the parts called one after the other, and less kept for backward."""
+"""Test a norm fused with the following layers: the bits of separate calls, with less saved for backward."""
 
 from typing import Any
 
@@ -60,7 +60,7 @@ def several_apart(block: Any, x: Tensor) -> Any:
     pairs(OPTIONS, [torch.float32, torch.bfloat16, torch.float16], [False, True]),
     ids=str,
 )
-def test_the_bits_are_those_of_the_parts(recipe: Any, dtype: torch.dtype, return_normalized: bool) -> None:
+def test_the_bits_match_the_parts(recipe: Any, dtype: torch.dtype, return_normalized: bool) -> None:
     layer = qt.LayerNormLinear(48, 40, return_normalized=return_normalized, dtype=dtype)
     assert_same_training(layer, [apart, fused], recipe, inputs(2, 9, 48, dtype=dtype))
 
@@ -83,12 +83,12 @@ def test_the_input_is_quantized_once(recipe: str, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("shape", [(0, 48), (1, 48), (2, 0, 48), (33, 48)])
-def test_any_number_of_tokens(shape: tuple[int, ...]) -> None:
+def test_any_token_count_works(shape: tuple[int, ...]) -> None:
     assert_same_training(Several(), [several_apart, several], "mxfp8", inputs(*shape))
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8", "nvfp4"])
-def test_values_that_hurt(recipe: str) -> None:
+def test_edge_case_values(recipe: str) -> None:
     x = torch.randn(9, 48)
     x[0, 0], x[1], x[2, 3], x[3] = 1e30, 0, 1e-42, 1e-20
     bad = x.clone()
@@ -98,7 +98,7 @@ def test_values_that_hurt(recipe: str) -> None:
 
 @pytest.mark.parametrize("frozen", ["weights", "norm", "input"])
 @pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
-def test_what_is_frozen_gets_no_gradient(frozen: str, recipe: str) -> None:
+def test_frozen_parameters_get_no_gradient(frozen: str, recipe: str) -> None:
     block = Several()
     for name, parameter in block.named_parameters():
         parameter.requires_grad_(frozen == "input" or (frozen == "norm") is not name.startswith("norm"))
@@ -151,7 +151,7 @@ def test_a_norm_with_hooks_is_called() -> None:
 
 
 @pytest.mark.parametrize("recipe", [None, "mxfp8"])
-def test_a_norm_whose_parameters_are_computed(recipe: str | None) -> None:
+def test_a_norm_with_computed_parameters(recipe: str | None) -> None:
     block = qt.LayerNormLinear(48, 16)
     torch.nn.utils.parametrize.register_parametrization(block.norm, "weight", nn.Softplus())
     assert_same_training(block, [apart, fused], recipe, inputs(5, 48))
@@ -163,7 +163,7 @@ def test_a_norm_whose_parameters_are_computed(recipe: str | None) -> None:
     assert_bitwise(norm(x), 2 * qt.RMSNorm(48)(x))
 
 
-def test_layers_of_different_recipes_go_their_own_way() -> None:
+def test_layers_with_different_recipes_quantize_separately() -> None:
     block = Several()
     qt.convert(block, {"b": "nvfp4", "*": "rowwise"})
     x = torch.randn(5, 48)
@@ -178,7 +178,7 @@ def test_a_norm_that_is_not_ours_is_called() -> None:
 
 
 @pytest.mark.parametrize(("recipe", "share"), [("tensorwise", 1), ("rowwise", 1), ("nvfp4", 0.5625)])
-def test_of_the_normalized_input_only_codes_are_kept(recipe: str, share: float) -> None:
+def test_only_codes_of_the_normalized_input_are_saved(recipe: str, share: float) -> None:
     block = Several(torch.bfloat16)
     x = torch.randn(256, 48, dtype=torch.bfloat16, requires_grad=True)
 
@@ -200,7 +200,7 @@ def test_no_gradient_no_history() -> None:
     assert not dict(block.named_buffers())
 
 
-def test_bad_input_is_a_sentence() -> None:
+def test_bad_input_gives_a_clear_error() -> None:
     layer = qt.LayerNormLinear(48, 16)
     with qt.autocast("mxfp8"):
         with pytest.raises(ValueError, match="its last axis must be 48"):

@@ -23,7 +23,7 @@ def test_a_misspelt_option_suggests_the_nearest(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "sizes"), [("LayerNorm", (8,)), ("RMSNorm", (8,)), ("LayerNormLinear", (8, 8))])
-def test_norms_suggest_the_nearest_too_and_show_what_is_written_out(name: str, sizes: tuple[int, ...]) -> None:
+def test_norms_suggest_the_nearest_option_and_print_explicit_options(name: str, sizes: tuple[int, ...]) -> None:
     layer = getattr(qt, name)
     with pytest.raises(TypeError, match=f"^{name} has no option 'zero_centred'; did you mean 'zero_centered'"):
         layer(*sizes, zero_centred=True)
@@ -41,7 +41,7 @@ def test_a_constructor_shows_its_options_and_their_defaults(name: str) -> None:
     assert str(given) == str(getattr(qt, name)(*LAYERS[name]))
 
 
-def test_a_whole_layer_takes_what_its_parts_take() -> None:
+def test_a_whole_layer_accepts_the_options_of_its_parts() -> None:
     whole = set(inspect.signature(qt.TransformerLayer).parameters)
     # Of all parts at once: residual_from_norm.
     own = {"out", "return_normalized"}

@@ -25,7 +25,7 @@ class Block(AliasedParameters, LayerNormLinear):
         self.rename(NAMES, fixed=("linear",))
 
 
-def test_names_are_the_blocks_and_values_the_parts() -> None:
+def test_names_are_those_of_the_block_and_values_those_of_its_parts() -> None:
     block: Any = Block()
     x = torch.randn(4, 16)
     # `b` is no parameter of the layer, whose own name for its bias stays.
@@ -38,7 +38,7 @@ def test_names_are_the_blocks_and_values_the_parts() -> None:
 
 
 @pytest.mark.parametrize("how", ["copy", "double", "state dict"])
-def test_it_goes_on_as_it_was(how: str) -> None:
+def test_parameter_names_survive_copies_and_casts(how: str) -> None:
     block: Any = Block()
     other: Any = copy.deepcopy(block) if how == "copy" else Block()
     if how == "double":

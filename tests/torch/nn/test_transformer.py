@@ -178,7 +178,7 @@ def test_layouts_agree(kind: str, layout: str) -> None:
     assert_close("output", y, layer(x), 1e-6)
 
 
-def test_padding_is_not_seen() -> None:
+def test_padding_is_hidden() -> None:
     layer, x = make("Llama", mask_type="padding_causal"), torch.randn(2, 9, 64)
     mask = torch.zeros(2, 9, dtype=torch.bool)
     mask[0, 6:] = True
@@ -230,7 +230,7 @@ def test_meta_device_is_filled_later(kind: str) -> None:
     assert_bitwise(run(other, x), run(filled, x))
 
 
-def test_bad_input_is_a_sentence() -> None:
+def test_bad_input_gives_a_clear_error() -> None:
     for options, sentence in (
         ({"norm_position": "pree"}, "did you mean 'pre'"),
         ({"parallel": "both"}, "give False, True"),
@@ -253,7 +253,7 @@ def test_bad_input_is_a_sentence() -> None:
 
 
 @pytest.mark.parametrize("kind", ["GPT", "Llama", "Gemma 2", "BLOOM's residual"])
-def test_what_is_given_for_one_call_is_what_a_layer_is_made_with(kind: str) -> None:
+def test_options_of_one_call_equal_options_of_the_layer(kind: str) -> None:
     """Mask type, window and rope, on a layer that was made with others; and the layer's own again after that."""
     rope = qt.RotaryEmbedding(16, theta=50.0)
     options = {**KINDS[kind], "rope": False}

@@ -1,4 +1,4 @@
-"""All groups quantized at once without a look at their sizes: each has the bits of its rows alone."""
+"""Test that groups quantized at once, without reading their sizes, have the bits of separate groups."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ DRAW = GroupedNoise(3, [11, 12, 13, 14], [0, 5, 6, 7])
 
 
 def rows(k: int) -> Tensor:
-    """Rows that hurt, of very different sizes; what is behind the last group is NaN."""
+    """Edge-case rows of very different magnitudes; rows after the last group are NaN."""
     x = torch.randn(T, k, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, T)[:, None]
     hard = nasty((8, k))
     for at, name in ((0, "subnormal"), (20, "huge"), (45, "infinity"), (55, "NaN")):
@@ -54,7 +54,7 @@ def part_of(laid: GroupedOperand, places: GroupOffsets, group: int, q: Quantized
 
 @pytest.mark.parametrize("summed", [False, True], ids=["rows", "summed"])
 @pytest.mark.parametrize("name", SPECS)
-def test_the_operand_of_a_group_is_that_of_its_rows_alone(name: str, summed: bool) -> None:
+def test_the_operand_of_a_group_depends_on_its_rows_alone(name: str, summed: bool) -> None:
     spec, places = SPECS[name], offsets()
     delayed = spec.per_tensor and spec.scale in ("fp32", "power_of_two")
     for k in (40, 33):
@@ -75,7 +75,7 @@ def test_the_operand_of_a_group_is_that_of_its_rows_alone(name: str, summed: boo
 
 
 @pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if spec.transposable])
-def test_what_is_turned_has_the_codes_and_scales_of_its_rows(name: str) -> None:
+def test_transposed_groups_have_the_codes_and_scales_of_their_rows(name: str) -> None:
     spec, places, x = SPECS[name], offsets(), rows(40)
     transposed = grouped.transposed(grouped.quantize(x, spec, places, False, None, DRAW), places)
     for group, (start, end) in enumerate(places.bounds()):
@@ -88,7 +88,7 @@ def test_what_is_turned_has_the_codes_and_scales_of_its_rows(name: str) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(0, 0, 0), (70, 0, 0), (0, 0, 70), (1, 1, 1)], ids=str)
-def test_slots_begin_at_multiples_wherever_groups_end(sizes: tuple[int, ...]) -> None:
+def test_slots_begin_at_multiples_for_any_group_sizes(sizes: tuple[int, ...]) -> None:
     ends = torch.tensor(sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32)
     x = torch.arange(1.0, 71.0).unsqueeze(1)
     for multiple in (1, 16, 128):

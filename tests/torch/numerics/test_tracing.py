@@ -97,7 +97,7 @@ WAYS: dict[str, Callable[[nn.Module, Tensor], object]] = {
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch's own, when it decomposes
 @pytest.mark.parametrize("module", [Asking(), Asking(recomputes=True), Asking(in_graph=True)])
 @pytest.mark.parametrize("way", WAYS)
-def test_one_thread_is_told_what_torch_says(way: str, module: Asking) -> None:
+def test_one_thread_sees_what_torch_reports(way: str, module: Asking) -> None:
     if "export" in way and (module.recomputes or module.in_graph):
         pytest.skip("torch exports neither")
     said.clear()
@@ -114,7 +114,7 @@ def test_one_thread_is_told_what_torch_says(way: str, module: Asking) -> None:
         assert not module.in_graph or answers["backward"] == {True}
 
 
-def test_dynamo_takes_it_for_true_and_asks_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dynamo_treats_it_as_true_without_a_guard(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     graphs = []
 
@@ -131,7 +131,7 @@ def test_dynamo_takes_it_for_true_and_asks_no_more(monkeypatch: pytest.MonkeyPat
 
 
 def test_an_eager_frame_beneath_a_compiled_one_is_eager() -> None:
-    """Dynamo compiles frames by themselves that a frame calls which it left to Python; the question is none of them."""
+    """Dynamo compiles frames called by a frame it left to Python; this check is not compiled."""
     said.clear()
     torch._dynamo.reset()
     left_to_python = torch.compiler.disable(ask, recursive=False)
@@ -166,12 +166,12 @@ def test_a_thread_beside_one_that_compiles_is_eager(way: str, dispatches: bool) 
 
 
 def test_a_flag_that_is_left_behind_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As two compilations whose ends cross leave it."""
+    """Simulates two overlapping compilations."""
     monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
     assert torch.compiler.is_compiling() and not is_tracing()
 
 
-def test_without_torchs_private_names_the_process_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torch_private_names_the_process_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hasattr(torch.compiler, "_is_compiling_flag") and torch._guards.TracingContext.try_get() is None
     monkeypatch.setattr(rounding, "_Context", None)
     context = assigned_anew(monkeypatch, rounding, "context")

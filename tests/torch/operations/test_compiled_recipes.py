@@ -61,7 +61,7 @@ unseen = itertools.count(1001)
 @pytest.mark.parametrize(
     "function", [spec, spec_of_own_format, recipe_of_the_table, recipe_by_name, recipe_of_ones_own]
 )
-def test_what_is_built_inside_a_compiled_function_gives_eagers_bits(function: Callable[[Tensor], Tensor]) -> None:
+def test_layers_built_inside_a_compiled_function_have_the_eager_bits(function: Callable[[Tensor], Tensor]) -> None:
     torch.compiler.reset()
     # What is built is built while Dynamo traces; what it leaves in the graph is what other tests compile.
     compiled = torch.compile(function, fullgraph=True, backend="eager")

@@ -62,7 +62,7 @@ def test_narrowed_leaves_one_and_puts_the_others_back_even_after_an_error() -> N
     assert double(3) == ("fast", 6)
 
 
-def test_narrowed_leaves_the_fallback_and_what_has_no_implementation_of_that_name() -> None:
+def test_narrowed_keeps_the_fallback_and_operations_without_that_implementation() -> None:
     double, other = make(), Operation("other", lambda x: x)
     with narrowed("fast"):
         assert other(1) == 1
@@ -72,7 +72,7 @@ def test_narrowed_leaves_the_fallback_and_what_has_no_implementation_of_that_nam
         assert double(3) == ("fast", 6) and double(1.5) == ("slow", 3.0)
 
 
-def test_an_operation_made_of_another_follows_what_is_switched_off_there() -> None:
+def test_an_operation_built_on_another_follows_its_disabled_implementations() -> None:
     double = make()
     twice = Operation(
         "twice", [Implementation("fast", lambda x: "at once"), Implementation("two calls", double)], parts=double
@@ -110,7 +110,7 @@ def test_an_implementation_is_imported_when_its_place_lets_it_run_and_not_before
     assert near.run is near.run is vars(near)["run"], "the second time nothing is looked up"
 
 
-def test_a_compiler_follows_one_without_an_operator_whose_first_call_it_traces() -> None:
+def test_a_compiler_traces_a_function_without_an_operator_at_its_first_call() -> None:
     add = Operation(
         "add",
         [Implementation("never", lambda x: x, lambda x: "it is for no one"), Implementation("always", lambda x: x + 1)],

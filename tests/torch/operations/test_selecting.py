@@ -85,7 +85,7 @@ def steps(net: nn.Module, call: Callable[[nn.Module, Tensor], Tensor]) -> dict[s
 @pytest.mark.parametrize(
     "recipe", ["delayed", "rowwise_bf16_wgrad", "mxfp8", "nvfp4", recipes.mxfp8(attention=True)], ids=str
 )
-def test_bits_and_states_are_those_without_a_checkpoint(recipe: Any, model: Any, saves: str) -> None:
+def test_bits_and_states_equal_those_without_a_checkpoint(recipe: Any, model: Any, saves: str) -> None:
     torch.manual_seed(0)
     net = model(recipe)
     expected = steps(copy.deepcopy(net), lambda net, x: net(x))
@@ -150,7 +150,7 @@ def flops(net: nn.Module, saves: str) -> int:
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise_bf16_wgrad", "mxfp8", "nvfp4"])
-def test_other_modes_see_what_they_saw(recipe: str) -> None:
+def test_other_modes_see_the_same_calls(recipe: str) -> None:
     plain = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 96), nn.Linear(96, 64))
     assert flops(linears(recipe), "products") == flops(plain, "products") == 3 * 2 * 32 * (64 * 96 + 96 * 96 + 96 * 64)
     net, x, seen = linears(recipe), torch.randn(32, 64), []
@@ -163,7 +163,7 @@ def test_other_modes_see_what_they_saw(recipe: str) -> None:
     assert not selecting.is_active() and not selecting.is_hidden()
 
 
-def test_modes_inside_a_checkpoint_see_what_they_saw_and_stay_in_order() -> None:
+def test_modes_inside_a_checkpoint_see_the_same_calls_in_order() -> None:
     net, x = linears("mxfp8"), torch.randn(32, 64, requires_grad=True)
     names = []
 
@@ -213,7 +213,7 @@ def logged_forward(net: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("call", [inside_selective, counted_forward, counted_recomputation, logged_forward])
 @pytest.mark.parametrize("model", [linears, layer])
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise_bf16_wgrad", "mxfp8"])
-def test_a_recomputation_saves_what_its_forward_saved(recipe: str, model: Any, call: Any) -> None:
+def test_a_recomputation_saves_the_same_tensors_as_its_forward(recipe: str, model: Any, call: Any) -> None:
     """Though it alone is watched, or the forward alone was: torch refused it, where a watched layer saves otherwise."""
     torch.manual_seed(0)
     net = model(recipe)

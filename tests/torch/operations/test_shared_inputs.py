@@ -119,7 +119,7 @@ def step(net: nn.Module, x: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("name", "dtype"), turns(ALL, [torch.float32, torch.bfloat16], ["tensorwise", "delayed", "nvfp4"]), ids=str
 )
-def test_training_is_that_of_layers_that_quantize_for_themselves(
+def test_training_matches_layers_that_quantize_separately(
     name: str, dtype: torch.dtype, counted: Counts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def scenario() -> list[Tensor]:
@@ -189,7 +189,7 @@ def test_hard_inputs(name: str, value: str, counted: Counts, monkeypatch: pytest
     alike(scenario, counted, 4, monkeypatch)
 
 
-def test_wgrad_that_reads_what_a_layer_did_not_keep(counted: Counts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wgrad_may_need_an_operand_that_a_layer_did_not_save(counted: Counts, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first sibling has a frozen weight and quantizes for fprop alone; blocks along the rows differ for wgrad."""
     first, second = (qt.Linear(32, 16, recipe="mxfp8") for _ in range(2))
     first.weight.requires_grad_(False)
@@ -207,7 +207,7 @@ def test_wgrad_that_reads_what_a_layer_did_not_keep(counted: Counts, monkeypatch
 
 
 @KINDS
-def test_what_torchs_autocast_casts_is_known_by_what_was_given(
+def test_inputs_cast_by_autocast_are_identified_by_the_original(
     name: str, counted: Counts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def scenario() -> list[Tensor]:
@@ -297,7 +297,7 @@ def test_a_layer_that_is_called_twice_and_a_graph_that_is_retained(
 @pytest.mark.parametrize(
     "between", ["another recipe", "another spec of the input", "alike", "no recipe", "two models", "only"]
 )
-def test_who_takes_what_another_has_quantized(between: str, counted: Counts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_layers_reuse_a_quantized_input(between: str, counted: Counts, monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [qt.Linear(32, 16) for _ in range(3)]
     e4m3, rowwise = recipes.tensorwise(format="e4m3"), recipes.get("rowwise")
     assert rowwise.fprop.a is not None
@@ -368,7 +368,7 @@ def test_a_tensor_that_a_program_holds_is_quantized_at_each_layer(
 
 
 @KINDS
-def test_an_output_that_is_the_same_object_in_each_step_is_quantized_anew(
+def test_an_output_that_is_the_same_object_in_each_step_is_requantized(
     name: str, counted: Counts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As torch.compile(mode="reduce-overhead") returns it: filled by a replay, which moves no version."""
@@ -403,7 +403,7 @@ def test_an_output_that_is_the_same_object_in_each_step_is_quantized_anew(
 
 @EACH
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_nothing_is_noted(
+def test_without_gradients_nothing_is_recorded(
     name: str, mode: Any, counted: Counts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net = model(name)
@@ -473,9 +473,7 @@ def test_counters_count_each_layer(name: str, counted: Counts, monkeypatch: pyte
     assert tables[0] == tables[1] and "0.k" in tables[0]
 
 
-def test_layers_whose_histories_differ_quantize_for_themselves(
-    counted: Counts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_with_different_histories_quantize_separately(counted: Counts, monkeypatch: pytest.MonkeyPatch) -> None:
     net = model("delayed")
     for _ in range(2):
         step(net, inputs().requires_grad_())
@@ -511,7 +509,7 @@ def test_a_capture_shares_nothing_with_eager_work(counted: Counts) -> None:
 
 
 def test_other_streams_share_nothing(counted: Counts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a GPU the stream is among the facts; here a stand-in gives it."""
+    """The stream is part of the cache key on a GPU; here a stand-in provides it."""
     from quaver.torch.linear import plan_step as plans
 
     layers = [qt.Linear(32, 16, recipe="tensorwise") for _ in range(2)]
@@ -563,7 +561,7 @@ def test_threads_with_the_same_tensor(name: str, monkeypatch: pytest.MonkeyPatch
 
 
 @KINDS
-def test_nothing_is_held_once_the_tensor_is_gone(name: str) -> None:
+def test_nothing_stays_cached_once_the_tensor_is_freed(name: str) -> None:
     layer = qt.Linear(32, 16, recipe=name)
     gc.disable()
     try:

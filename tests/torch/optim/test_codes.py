@@ -38,7 +38,7 @@ def assert_expanded(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("code", CODES)
-def test_torch_writes_and_reads_what_numpy_does(code: str, kind: str) -> None:
+def test_torch_writes_and_reads_the_same_codes_as_numpy(code: str, kind: str) -> None:
     rng = np.random.default_rng(0)
     for spec, shape in product((spec for spec in every_spec() if spec.code == code), SHAPES):
         x = drawn(kind, shape, rng)
@@ -63,7 +63,7 @@ def test_torch_writes_and_reads_what_numpy_does(code: str, kind: str) -> None:
             np.testing.assert_array_equal(as_numpy(scale), want_scale, err_msg=spec.text)
 
 
-def test_a_spec_is_read_as_it_is_written() -> None:
+def test_a_spec_round_trips_through_its_text() -> None:
     for spec in every_spec():
         assert StateSpec.parse(spec.text) == spec
 

@@ -80,9 +80,8 @@ def same(a: torch.Tensor, b: torch.Tensor, name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_words_for_a_compiler_are_those_of_eager_steps(dtype: torch.dtype) -> None:
-    """Keys of int32 draw by halves of words; a first element beyond 2**34, whose counters cross 2**31, a seed of 64
-    bits."""
+def test_random_words_for_a_compiler_match_eager_steps(dtype: torch.dtype) -> None:
+    """int32 keys draw by half words; a first element beyond 2**34, counters across 2**31, a seed of 64 bits."""
     first, drawn = 3 * 2**34 + 2**33 - 2**10, (0xFEDC_BA98_7654_3210, 3, 70_000, torch.device("cpu"))
     expected = noise.words(first, 4096, *drawn).to(torch.int32)
     key, upper = noise.stream(*drawn)
@@ -98,7 +97,7 @@ def test_words_for_a_compiler_are_those_of_eager_steps(dtype: torch.dtype) -> No
     assert torch.equal(torch.stack(pairs, -1).view(-1), expected)
 
 
-def test_a_compiler_that_fails_is_said_and_the_step_is_taken_without_it() -> None:
+def test_a_failing_compiler_warns_and_the_step_runs_without_it() -> None:
     torch._dynamo.reset()
     with (
         torch.compiler.set_stance("fail_on_recompile"),
@@ -139,7 +138,7 @@ def test_a_step_has_its_bits_while_another_thread_compiles(
             same(value, both[1][1].state[q][key], key)
 
 
-def test_numbers_of_another_dtype_or_shape_step_without_a_program() -> None:
+def test_scalars_of_another_dtype_or_shape_step_without_a_program() -> None:
     way, part = StepConfig(Adam(), MasterFormat("plain"), (FLOAT32, FLOAT32)), torch.zeros(64, 64)
     parts = ParameterTensors((part,), ((part.clone(),), (part.clone(),)), (part.clone(),))
     scalars, drawn = (torch.ones(()),) * 8, RngKey(0, 0, 1, noise.Place((0, 0), (64, 64), (64, 64)))
@@ -216,7 +215,7 @@ def test_a_block_with_a_number_that_is_none_has_the_scale_nan() -> None:
 
 @pytest.mark.slow
 def test_memory_in_another_order_is_another_program() -> None:
-    """Nothing is compared at a call but what a program is known by: shapes and dtypes are alike here."""
+    """A program is looked up by shapes and dtypes only, which are equal here."""
     torch._dynamo.reset()
     both = []
     for compile in (True, False):

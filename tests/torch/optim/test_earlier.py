@@ -45,7 +45,7 @@ def bits_of(p: Tensor) -> int:
 
 
 def in_first_form(optimizer: optim.Optimizer, p: Tensor, state: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Have a parameter's entry of a state dict hold numbers in the first form; returns what they stand for."""
+    """Convert a parameter's state dict entry to the first format; return the represented values."""
     draw = np.random.default_rng(0)
     meant: dict[str, np.ndarray] = {}
     for name, signed in zip(("exp_avg", "exp_avg_sq"), (True, False), strict=True):
@@ -108,7 +108,7 @@ def test_they_are_read_as_they_were_written_and_converted(kind: str, preset: str
         assert error.max() <= STEPS[preset] * 1.001
 
 
-def test_what_is_written_today_says_so() -> None:
+def test_current_states_record_their_format() -> None:
     for name, preset in PRESETS.items():
         changed = any("mitchell" in spec.code for spec in (preset.first, preset.second))
         assert (name in FIRST_FORM_PRESETS) == changed == (packed(name) != name)
@@ -120,7 +120,7 @@ def test_what_is_written_today_says_so() -> None:
 
 
 @pytest.mark.parametrize("preset", FIRST_FORM_PRESETS)
-def test_a_form_that_is_not_known_changes_nothing(preset: str) -> None:
+def test_an_unknown_format_changes_nothing(preset: str) -> None:
     layer = layer_of("tensorwise")
     optimizer = optim.AdamW(layer.parameters(), lr=1e-3, preset=preset)
     run(layer, optimizer, 1)
@@ -133,7 +133,7 @@ def test_a_form_that_is_not_known_changes_nothing(preset: str) -> None:
     assert all(torch.equal(value, before[key]) for key, value in optimizer.state[layer.weight].items())
 
 
-def test_what_was_converted_is_saved_in_the_second_form() -> None:
+def test_converted_states_are_saved_in_the_second_format() -> None:
     layer = layer_of("bfloat16")
     optimizer = optim.AdamW(layer.parameters(), lr=1e-3, preset="lean")
     run(layer, optimizer, 1)

@@ -53,7 +53,7 @@ def sequences(steps: int, number: int, betas: tuple[float, float], decades: floa
 
 @pytest.mark.parametrize("betas", BETAS)
 def test_no_gradients_move_an_update_beyond_its_bound(betas: tuple[float, float]) -> None:
-    """The bound itself, in float64, and that float32 states never meet it: 0 elements are held."""
+    """In float64, the bound holds, and float32 states never reach it: 0 elements are clamped."""
     rng = np.random.default_rng(0)
     g = sequences(80, 4096, betas, 12.0, rng)
     m, v = np.zeros(4096), np.zeros(4096)
@@ -73,7 +73,7 @@ def test_no_gradients_move_an_update_beyond_its_bound(betas: tuple[float, float]
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_shares_of_words_are_even_and_correlated_no_more_than_they_say(number: int) -> None:
+def test_noise_parts_are_uniform_with_the_documented_correlation(number: int) -> None:
     """Means, and products of pairs, of a million elements and of their neighbours, within three sigmas."""
     count = 1 << 20
     drawn = noise.shares(noise.words(3, count, 11, 5, 7, torch.device("cpu")), number)
@@ -97,7 +97,7 @@ def test_shares_of_words_are_even_and_correlated_no_more_than_they_say(number: i
     ("kind", "dtype"),
     [("plain", "bfloat16"), *itertools.product(("exact", "lean", "three"), ("bfloat16", "tensorwise", "mxfp8"))],
 )
-def test_what_a_step_rounds_at_random_is_right_in_the_mean(kind: str, dtype: str) -> None:
+def test_stochastic_rounding_of_a_step_is_unbiased(kind: str, dtype: str) -> None:
     """Through a whole step: by moment and weight, over 200 draws of 4096 elements, within three sigmas."""
     torch.manual_seed(0)
     preset = {"three": THREE, "plain": optim.Preset(name="plain", bfloat16="none")}.get(kind)
@@ -170,7 +170,7 @@ def cuts(rows: int, world: int, rng: np.random.Generator) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("dtype", "shape"), [(torch.float32, (37, 3, 88)), (torch.bfloat16, (37, 3, 88)), (torch.float32, (37, 8, 3, 3))]
 )
-def test_rows_that_are_cut_in_any_way_step_as_the_whole(
+def test_any_split_of_rows_steps_like_the_whole(
     dtype: torch.dtype, shape: tuple[int, ...], preset: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Worlds of 1, 2, 3 and 5, uneven and with ranks of nothing: weights, codes and scales, bit by bit."""

@@ -1,4 +1,4 @@
-"""Gradients in bfloat16 and in codes: what is kept, how they add up, and how they are clipped."""
+"""Test gradients in bfloat16 and in codes: storage, accumulation and clipping."""
 
 import copy
 import io
@@ -59,7 +59,7 @@ def test_codes_take_the_place_of_gradients_and_small_ones_stay() -> None:
 
 @pytest.mark.parametrize("text", ["e4m3/128", "e4m3/tensor power_of_two", "int8_softsign/32 floor"])
 @pytest.mark.parametrize("shape", [(70, 200), (3, 40, 96), (5, 2000), (0, 96)])
-def test_codes_of_a_gradient_that_is_taken_in_pieces_are_those_of_the_whole(
+def test_a_gradient_encoded_in_chunks_has_the_codes_of_the_whole(
     text: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = optim.StateSpec.parse(text)
@@ -245,7 +245,7 @@ def test_zero_grad_in_place_leaves_zeros_and_the_next_backward_is_encoded_again(
                 assert p.grad.value is None and torch.equal(p.grad.codes, codes.encode(r.grad, SPEC)[0])
 
 
-def test_what_is_written_to_a_gradient_or_to_a_view_of_it_is_stepped() -> None:
+def test_writes_to_a_gradient_or_its_views_are_used_by_the_step() -> None:
     writes: dict[str, Any] = {
         "view": lambda g: g.view(-1)[:80].zero_(),
         "row": lambda g: g[3].mul_(2.0),
@@ -304,7 +304,7 @@ def test_a_gradient_in_codes_is_copied_saved_and_moved() -> None:
 def test_a_norm_that_is_a_tensor_clips_by_float32(
     monkeypatch: pytest.MonkeyPatch, in_backward: bool, largest: Any
 ) -> None:
-    """A compiled step reads a factor's bits, and is told no dtype."""
+    """A compiled step reads the bits of a factor without its dtype."""
     factors: list[Any] = []
     update = optim.AdamW._update
 
@@ -327,7 +327,7 @@ def test_a_norm_that_is_a_tensor_clips_by_float32(
 
 
 @pytest.mark.parametrize("unscaled", [False, True])
-def test_a_gradient_scaler_is_told_that_it_sees_nothing(unscaled: bool) -> None:
+def test_a_gradient_scaler_without_gradients_is_an_error(unscaled: bool) -> None:
     model = model_of()
     optimizer = optim.AdamW(model.parameters(), preset="balanced")
     optimizer.step_in_backward(1)

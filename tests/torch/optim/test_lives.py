@@ -1,4 +1,4 @@
-"""What happens to models and optimizers around steps: copies, other parameters, layouts, kept initial values."""
+"""Test models and optimizers around steps: copies, other parameters, layouts, initial values."""
 
 import copy
 import dataclasses
@@ -41,7 +41,7 @@ def train(model: nn.Module, optimizer: optim.Optimizer, seed: int) -> None:
 
 @pytest.mark.parametrize("preset", ["balanced", "lean"])
 @pytest.mark.parametrize("first", ["model", "optimizer"])
-def test_a_copy_of_model_and_optimizer_goes_on_as_they_do(first: str, preset: str) -> None:
+def test_a_copy_of_model_and_optimizer_continues_identically(first: str, preset: str) -> None:
     model = model_of()
     optimizer = optim.AdamW(model.parameters(), lr=1e-3, preset=preset, statistics=True)
     train(model, optimizer, 1)
@@ -67,7 +67,7 @@ def test_a_whole_model_is_saved_with_an_optimizer_over_it() -> None:
     assert torch.equal(loss_of(again), loss_of(model))
 
 
-def test_the_optimizer_made_last_has_the_gradients_and_one_that_is_gone_takes_none() -> None:
+def test_the_newest_optimizer_receives_the_gradients_and_a_freed_one_none() -> None:
     model = model_of()
     first = optim.AdamW(model.parameters(), preset="float32")
     second = optim.AdamW(model.parameters(), preset="lean")
@@ -82,7 +82,7 @@ def test_the_optimizer_made_last_has_the_gradients_and_one_that_is_gone_takes_no
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("preset", ["lean", "balanced"])
 def test_the_next_optimizer_finds_gradients_as_they_were(preset: str, in_backward: bool) -> None:
-    """torch's, when ours is dropped, without waiting for the collector; ours, while the other one is there."""
+    """torch's optimizer after ours is freed without the collector; ours while the other one exists."""
     layer = nn.Linear(80, 80)
     gc.disable()
     try:
@@ -194,7 +194,7 @@ def test_memory_in_another_order_takes_the_same_steps(preset: str) -> None:
 
 
 @pytest.mark.parametrize("preset", ["balanced", "lean"])
-def test_an_optimizer_that_was_pickled_does_not_step_what_no_model_has(preset: str) -> None:
+def test_a_pickled_optimizer_does_not_step_parameters_without_a_model(preset: str) -> None:
     """A pickled layer has its codes as bytes, and so another parameter than the optimizer; its state goes on."""
     model = model_of()
     optimizer = optim.AdamW(model.parameters(), lr=1e-3, preset=preset)
@@ -252,7 +252,7 @@ def test_layers_are_searched_once_for_all_parameters(monkeypatch: pytest.MonkeyP
 
 
 def test_a_fake_step_leaves_nothing_to_real_ones() -> None:
-    """What is kept of a seed is real tensors; fake ones, before and after, have their own."""
+    """Values cached for a seed are real tensors; fake ones, before and after, have separate values."""
     seed, device = 0x5EED_0F_FA4E, torch.device("cpu")
     for real in (False, True):
         with FakeTensorMode():
@@ -276,7 +276,7 @@ def test_a_thread_that_compiles_refuses_no_other_threads_gradient(monkeypatch: p
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
 @pytest.mark.parametrize("preset", ["float32", "msamp", "balanced", "lean"])
 @pytest.mark.parametrize("way", ["load_state_dict", "set_weight", "state_dict before the first step"])
-def test_a_step_goes_on_from_weights_that_were_written_since_the_last_one(way: str, preset: str, recipe: str) -> None:
+def test_a_step_continues_from_weights_written_since_the_last_one(way: str, preset: str, recipe: str) -> None:
     """As after a rollback to another checkpoint: masters, and largest magnitudes of weights, were those of before."""
     torch.manual_seed(0)
     model = nn.Sequential(qt.Linear(160, 192), nn.GELU(), qt.Linear(192, 64))

@@ -1,4 +1,6 @@
-"""State dicts: what is saved comes back bit by bit, and what another preset or library saved is converted and said."""
+"""Test state dicts: saved states load bit for bit, and states of other presets or libraries are converted with a
+warning.
+"""
 
 import copy
 import io
@@ -57,7 +59,7 @@ def through_a_file(state: Any) -> Any:
 
 @pytest.mark.parametrize("preset", optim.PRESETS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_goes_on_from_a_file_as_if_it_had_not_stopped(kind: str, preset: str) -> None:
+def test_a_run_resumed_from_a_file_equals_an_uninterrupted_one(kind: str, preset: str) -> None:
     whole, layer = layer_of(kind), layer_of(kind)
     optimizer = optim.AdamW(whole.parameters(), lr=1e-3, preset=preset, seed=7)
     run(whole, optimizer, 2)
@@ -78,7 +80,7 @@ def test_a_run_goes_on_from_a_file_as_if_it_had_not_stopped(kind: str, preset: s
 
 @pytest.mark.parametrize(("before", "after"), PAIRS)
 @pytest.mark.parametrize("kind", ["bfloat16", "tensorwise"])
-def test_presets_convert_into_each_other_and_say_so(kind: str, before: str, after: str) -> None:
+def test_presets_convert_into_each_other_with_a_warning(kind: str, before: str, after: str) -> None:
     layer = layer_of(kind)
     optimizer = optim.AdamW(layer.parameters(), lr=1e-3, preset=before)
     run(layer, optimizer, 3)
@@ -107,7 +109,7 @@ def moment(optimizer: optim.Optimizer, p: Tensor, name: str) -> Tensor:
 @pytest.mark.parametrize(("before", "after"), [*PAIRS, *((name, name) for name in ("exact", "lean", "msamp"))])
 @pytest.mark.parametrize("kind", ["float32", "tensorwise"])
 def test_moments_of_small_weights_load_where_one_is_codes_and_the_other_not(kind: str, before: str, after: str) -> None:
-    """Tensors of fewer than 4096 elements are kept in float32 unless their weights are codes."""
+    """Tensors of fewer than 4096 elements stay in float32 unless their weights are codes."""
     saved: Any = None
     for of, preset in ((kind, before), ("tensorwise" if kind == "float32" else "float32", after)):
         layer = qt.Linear(32, 64, bias=False)
@@ -196,7 +198,7 @@ def test_torchaos_states_load(name: str) -> None:
 
 
 def test_msamps_states_load() -> None:
-    """With stand-ins for its tensors, which have these attributes: MS-AMP itself builds on CUDA alone."""
+    """With stand-ins for its tensors, which have these attributes: MS-AMP builds only on CUDA."""
     p = nn.Parameter(torch.randn(136, 160))
     first, second = torch.randn(136, 160), torch.rand(136, 160)
     m = SimpleNamespace(
@@ -270,7 +272,7 @@ def ours(name: str) -> Any:
 
 
 @pytest.mark.parametrize("case", OTHERS)
-def test_what_cannot_be_taken_up_is_named_and_nothing_is_loaded(case: str) -> None:
+def test_unloadable_states_are_named_and_nothing_is_loaded(case: str) -> None:
     make, kind, says = OTHERS[case]
     p = nn.Parameter(torch.randn(136, 160, generator=torch.Generator().manual_seed(0)))
     optimizer = kind([p], lr=1e-3, preset="lean")
@@ -342,7 +344,7 @@ def test_a_damaged_state_dict_is_refused_by_name(damage: str, preset: str) -> No
         ("AdamW", {"betas": (0.8, 0.95)}),
     ],
 )
-def test_a_run_of_torchs_goes_on_as_if_it_had_not_stopped(name: str, options: dict[str, Any]) -> None:
+def test_a_run_resumed_from_a_torch_optimizer_equals_an_uninterrupted_one(name: str, options: dict[str, Any]) -> None:
     start = torch.randn(136, 160, generator=torch.Generator().manual_seed(0))
     p, r = nn.Parameter(start.clone()), nn.Parameter(start.clone())
     theirs = getattr(torch.optim, name)([r], lr=1e-2, **options)
@@ -405,7 +407,7 @@ def test_codes_under_their_moments_names_load_as_they_did() -> None:
 
 @pytest.mark.parametrize("cycles", ["before", "after"])
 @pytest.mark.parametrize("library", ["torch", "earlier"])
-def test_updates_are_not_held_to_the_bound_of_steady_betas_where_they_cycle(library: str, cycles: str) -> None:
+def test_updates_are_not_clamped_by_the_steady_beta_bound_when_betas_cycle(library: str, cycles: str) -> None:
     """Over states of torch, and of ours that do not say whether betas stayed: of torch's schedules, which cycle them,
     and of a schedule by hand that begins after the load."""
     start = torch.randn(80, 96, generator=torch.Generator().manual_seed(0))
@@ -459,7 +461,7 @@ def test_muons_groups_of_adamw_find_whether_betas_cycle_after_a_load() -> None:
     assert not muon.rule(group, optim.PRESETS["float32"]).clamp
 
 
-def test_a_preset_of_ones_own_is_saved_as_plain_data() -> None:
+def test_a_custom_preset_is_saved_as_plain_data() -> None:
     own = optim.Preset(name="mine", first=optim.StateSpec(code="e4m3", block=32), codes="residual16")
     layer = layer_of("tensorwise")
     optimizer = optim.AdamW(layer.parameters(), preset=own)

@@ -1,4 +1,4 @@
-"""A piece of eight and sixteen bits that steps four at once has the bits of one that steps element by element."""
+"""Test that stepping four elements at once has the bits of stepping element by element."""
 
 from dataclasses import replace
 from typing import Any
@@ -139,7 +139,7 @@ def test_four_at_once_have_the_bits_of_a_step_one_by_one(name: str, keep: bool |
 
 
 def same(a: torch.Tensor, b: torch.Tensor, which: str, lost: bool = False) -> None:
-    """Bit by bit; of a weight whose scale is NaN neither residuals nor signs say anything."""
+    """Compare bit for bit; residuals and signs of a weight with a NaN scale are ignored."""
     floats = a.dtype is torch.bfloat16
     a, b = (t.contiguous().view(torch.int16 if t.itemsize == 2 else torch.int8).int() for t in (a, b))
     if which == "residuals" and lost:
@@ -154,8 +154,8 @@ def same(a: torch.Tensor, b: torch.Tensor, which: str, lost: bool = False) -> No
 
 
 @pytest.mark.parametrize("kind", ["residual8", "residual16"])
-def test_every_code_with_every_residual_is_what_it_is_one_by_one(kind: str) -> None:
-    """Also where a weight was set to zero and kept a residual below it; what is read there is zero."""
+def test_every_code_with_every_residual_decodes_as_when_single(kind: str) -> None:
+    """Also for a weight set to zero with a residual below it, which decodes to zero."""
     master_format, more = MasterFormat(kind, TENSORWISE), compiled.MORE[kind]
     code = torch.arange(256, dtype=torch.int32).repeat_interleave(256).view(512, 128)
     rest = torch.arange(-128, 128, dtype=torch.int32).repeat(256).view(512, 128) * 2 ** (more - 8)
@@ -168,7 +168,7 @@ def test_every_code_with_every_residual_is_what_it_is_one_by_one(kind: str) -> N
     assert torch.equal(unpacked.view(torch.int32), expected.view(torch.int32))
 
 
-def test_what_has_other_codes_or_shapes_steps_one_by_one() -> None:
+def test_other_codes_and_shapes_step_one_by_one() -> None:
     way = WAYS["lean"]
     own, _ = piece(way, False)
     assert compiled.fits(way, own)
@@ -202,7 +202,7 @@ def test_what_has_other_codes_or_shapes_steps_one_by_one() -> None:
     assert not compiled.fits(plain, piece(WAYS["bfloat16 alone"], False)[0])
 
 
-def test_rows_that_are_apart_step_one_by_one_where_the_next_is_not_in_fours() -> None:
+def test_strided_rows_step_one_by_one_unless_aligned_to_four() -> None:
     way = WAYS["exact"]
     own, _ = piece(way, False)
     for width, fits in ((132, True), (130, False), (129, False)):

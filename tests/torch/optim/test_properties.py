@@ -38,7 +38,7 @@ def give(p: Tensor, gradient: Tensor) -> None:
 
 
 def kept(optimizer: optim.Optimizer, p: Tensor) -> Tensor:
-    """The weight with all that is kept of it, float32."""
+    """The weight with its residual, float32."""
     way = optimizer.way(p, optimizer.param_groups[0])
     return master_weights.read(way.master_format, optimizer.parts_of_weight(p, way))
 
@@ -46,7 +46,7 @@ def kept(optimizer: optim.Optimizer, p: Tensor) -> Tensor:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("preset", ["balanced", "lean"])
-def test_a_step_does_not_know_the_size_of_its_pieces(
+def test_a_step_does_not_depend_on_the_chunk_size(
     preset: str, rule: str, recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind, options = RULES[rule]
@@ -92,10 +92,10 @@ def test_a_remainder_keeps_every_float32_and_a_gemm_reads_its_nan() -> None:
 @pytest.mark.parametrize("preset", ["float32", "exact", "balanced", "lean", "msamp", "coat"])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_a_gradient_that_is_not_finite_touched_is_read_as_such(
+def test_state_touched_by_a_nonfinite_gradient_is_read_as_nonfinite(
     bad: float, rule: str, preset: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With nonfinite="keep": a weight that goes on as a number, or stands still for ever, would hide it."""
+    """With nonfinite="keep": a weight that becomes finite again, or stops changing, would hide it."""
     monkeypatch.setattr(pieces, "PIECE", 1 << 10)
     kind, options = RULES[rule]
     layers = {recipe: layer_of(recipe) for recipe in RECIPES}
@@ -117,7 +117,7 @@ def test_what_a_gradient_that_is_not_finite_touched_is_read_as_such(
 
 
 @pytest.mark.parametrize("preset", ["exact", "balanced", "lean", "coat"])
-def test_a_pruned_weight_is_a_number_next_to_nothing(preset: str) -> None:
+def test_a_pruned_weight_decodes_to_almost_zero(preset: str) -> None:
     """Zeros that a mask writes over a weight, of both signs, stand over bits that say half a step up or down."""
     layers = [qt.Linear(128, 96, bias=False, dtype=torch.bfloat16), *(layer_of(recipe) for recipe in RECIPES)]
     optimizer = optim.AdamW([layer.weight for layer in layers], lr=1e-2, preset=preset)
@@ -139,7 +139,7 @@ def test_a_pruned_weight_is_a_number_next_to_nothing(preset: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["AdamW", "AdamW, no bound", "Adam", "Lion", "SGD", "SGD, momentum", "SGD, dampening"])
-def test_no_weight_exceeds_what_was_said_before_the_step(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_weight_exceeds_the_bound_computed_before_the_step(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients against the weight, huge decays, rates of zero, in tensors, and factors: 0 violations, and no NaN."""
     name, _, kind = rule.partition(", ")
     options: dict[str, Any] = {
@@ -180,7 +180,7 @@ def test_no_weight_exceeds_what_was_said_before_the_step(rule: str, monkeypatch:
 
 
 @pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999), (0.5, 0.9), (0.0, 0.999), (0.99, 0.999)])
-def test_updates_of_exact_moments_are_never_held(betas: tuple[float, float]) -> None:
+def test_updates_of_exact_moments_are_never_clamped(betas: tuple[float, float]) -> None:
     """Against the gradients that reach the bound, each row of another size, each column at another step."""
     (b1, b2), p = betas, nn.Parameter(torch.zeros(64, 64))
     options: Any = {"betas": betas, "eps": 0.0, "weight_decay": 0.0, "preset": "float32"}
@@ -240,7 +240,7 @@ def test_a_step_that_is_refused_changes_nothing() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("preset", ["float32", "lean"])
-def test_one_number_steps_as_a_vector_of_one(preset: str, dtype: torch.dtype) -> None:
+def test_a_scalar_steps_as_a_vector_of_one(preset: str, dtype: torch.dtype) -> None:
     """A temperature is a parameter of no dimension."""
     one, vector = (nn.Parameter(torch.full(shape, 1.5, dtype=dtype)) for shape in ((), (1,)))
     optimizer = optim.AdamW([one, vector], lr=0.1, preset=preset)
@@ -285,7 +285,7 @@ def test_gradients_that_were_forgotten_are_not_stepped_after_backward() -> None:
         {"seed": 1.5},
     ],
 )
-def test_numbers_that_no_rule_is_meant_for_are_refused(wrong: dict[str, Any]) -> None:
+def test_hyperparameters_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
     p = nn.Parameter(torch.zeros(2, 2))
     with pytest.raises(ValueError, match=f"AdamW was given {next(iter(wrong))}"):
         optim.AdamW([p], **wrong)

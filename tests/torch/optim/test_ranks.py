@@ -34,7 +34,7 @@ SHAPES = {"wide": (37, 160), "tall": (131, 96), "low": (2, 4096), "cube": (5, 31
 
 
 class Tensors(nn.Module):
-    """Parameters of all shapes, whose gradients are given."""
+    """Parameters of all shapes, with given gradients."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def everything(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, Tensor
 
 
 def own(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, Tensor]:
-    """Weights and states as this rank has them: DTensors where they lie in parts."""
+    """Weights and states of this rank: DTensors where sharded."""
     every = {name: p.detach() for name, p in model.named_parameters()}
     for name, p in model.named_parameters():
         every |= {f"{name}.{key}": value for key, value in optimizer.state[p].items()}
@@ -215,7 +215,7 @@ def norms_count_all_parts(rank: int) -> None:
 
 
 def replicas_step_with_the_mean_of_their_gradients(rank: int) -> None:
-    """Under DistributedDataParallel, whose reduction runs after codes have taken the place of a gradient."""
+    """Under DistributedDataParallel, which reduces after codes have replaced a gradient."""
     for preset, accumulate in itertools.product(("balanced", "lean"), (1, 2)):
         torch.manual_seed(0)
         model, twin = (nn.Linear(96, 80) for _ in range(2))
@@ -313,7 +313,7 @@ def train_layers(model: nn.Module, optimizer: Any, steps: range) -> list[Tensor]
 
 
 def weights_travel_as_codes_all_the_same(rank: int) -> None:
-    """A step is the same under gather_quantized, whose shards are tensors of a kind of their own."""
+    """Steps are the same under gather_quantized, whose shards are a tensor subclass."""
     for preset, dtype in itertools.product(("float32", "exact", "balanced", "lean"), (torch.float32, torch.bfloat16)):
         ends = []
         for as_codes in (False, True):

@@ -1,4 +1,4 @@
-"""Kept in float32, our optimizers are torch's; kept in few bits, they go where float32 goes, as near as their codes."""
+"""Test that our optimizers equal torch's in float32, and follow float32 within the precision of their codes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -33,14 +33,14 @@ def gradients(number: int, shape: tuple[int, ...], decades: int = 3) -> list[Ten
 
 
 def weight_of(optimizer: optim.Optimizer, p: Tensor) -> Tensor:
-    """The weight with all that is kept of it, float32."""
+    """The weight with its residual, float32."""
     way = optimizer.way(p, optimizer.param_groups[0])
     return master_weights.read(way.master_format, optimizer.parts(p, way).weight)
 
 
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_in_float32_a_rule_is_torchs(name: str, dtype: torch.dtype) -> None:
+def test_in_float32_a_rule_equals_torch(name: str, dtype: torch.dtype) -> None:
     ours, torchs, options = PAIRS[name]
     start = torch.randn(70, 96, generator=torch.Generator().manual_seed(0)).to(dtype)
     p, r = nn.Parameter(start.clone()), nn.Parameter(start.float().clone())
@@ -86,7 +86,7 @@ def test_muon_steps_groups_of_adamw_as_adamw_does(preset: str) -> None:
     assert again.param_groups[1]["rule"] == "adamw" and set(again.state[ours[2]]) == set(muon.state[ours[2]])
 
 
-def test_lion_is_its_formula() -> None:
+def test_lion_matches_its_formula() -> None:
     p = nn.Parameter(torch.randn(70, 96, generator=torch.Generator().manual_seed(0)))
     optimizer = optim.Lion([p], lr=1e-2, weight_decay=0.1, preset="float32")
     w, m = p.detach().double(), torch.zeros(70, 96, dtype=torch.float64)
@@ -133,7 +133,7 @@ NEAR = {"float32": 1e-4, "exact": 0.01, "bnb8": 0.6, "torchao8": 0.6}
 
 @pytest.mark.parametrize("preset", optim.PRESETS)
 @pytest.mark.parametrize("make", [optim.Adam, optim.AdamW])
-def test_a_gradient_whose_square_is_beyond_float32_leaves_weights_finite(
+def test_a_gradient_with_a_square_beyond_float32_leaves_weights_finite(
     make: type[optim.Optimizer], preset: str
 ) -> None:
     p = nn.Parameter(torch.zeros(4, 96))
@@ -150,7 +150,7 @@ def test_a_gradient_whose_square_is_beyond_float32_leaves_weights_finite(
 
 @pytest.mark.parametrize("preset", optim.PRESETS)
 @pytest.mark.parametrize("recipe", ["none", "bfloat16", "tensorwise", "rowwise", "blockwise", "mxfp8", "mxfp8 2d"])
-def test_every_preset_goes_where_float32_goes(recipe: str, preset: str) -> None:
+def test_every_preset_follows_float32(recipe: str, preset: str) -> None:
     torch.manual_seed(0)
     layer = qt.Linear(160, 136, bias=False, dtype=torch.bfloat16 if recipe == "bfloat16" else torch.float32)
     if recipe not in ("none", "bfloat16"):

@@ -31,7 +31,7 @@ def trained(optimizer: optim.Optimizer, parameters: list[nn.Parameter], gradient
 
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("preset", ["float32", "lean"])
-def test_muon_steps_each_matrix_of_a_stack_as_if_it_were_alone(preset: str, nesterov: bool) -> None:
+def test_muon_steps_each_matrix_of_a_stack_separately(preset: str, nesterov: bool) -> None:
     start = drawn((3, 70, 96), 0)
     stack, alone = nn.Parameter(start.clone()), [nn.Parameter(one.clone()) for one in start]
     gradients = [drawn((3, 70, 96), 1 + i) for i in range(4)]
@@ -65,7 +65,7 @@ def test_muon_steps_stacks_of_codes() -> None:
 
 
 @pytest.mark.parametrize("shape", [(96,), (8, 8, 3, 3), (64, 1, 4)])
-def test_muon_refuses_what_is_no_stack_of_matrices(shape: tuple[int, ...]) -> None:
+def test_muon_requires_a_stack_of_matrices(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="stacks of them, and a parameter has shape"):
         optim.Muon([nn.Parameter(torch.zeros(shape))])
     with pytest.raises(ValueError, match="stack of matrices, and preset 'msamp'"):
@@ -95,7 +95,7 @@ def test_a_weight_of_short_rows_steps_as_the_matrix_that_it_is_flattened_to(
     assert kept <= {"exact": 4.0, "coat": 2.26, "msamp": 3.01, "te": 3.01}.get(preset, 2.07)
 
 
-def test_a_convolution_that_lies_channels_last_steps_as_one_that_does_not() -> None:
+def test_a_channels_last_convolution_steps_like_a_contiguous_one() -> None:
     start, gradient = drawn((64, 64, 3, 3), 0), drawn((64, 64, 3, 3), 1)
     both = [nn.Parameter(start.clone()), nn.Parameter(start.clone(memory_format=torch.channels_last))]
     for p in both:
@@ -104,7 +104,7 @@ def test_a_convolution_that_lies_channels_last_steps_as_one_that_does_not() -> N
 
 
 @pytest.mark.parametrize("shape", [(64, 64, 3, 3), (8192, 1)])
-def test_states_whose_blocks_were_those_of_short_rows_are_converted(shape: tuple[int, ...]) -> None:
+def test_states_with_blocks_of_short_rows_are_converted(shape: tuple[int, ...]) -> None:
     p = nn.Parameter(drawn(shape, 0))
     optimizer = optim.AdamW([p], preset="balanced")
     trained(optimizer, [p], [[drawn(shape, 1)]])

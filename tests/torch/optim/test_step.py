@@ -1,4 +1,4 @@
-"""A step in pieces: what it needs at once, whatever the matrix's size, and pieces of some columns alone."""
+"""Test chunked steps: peak memory for any matrix size, and chunks of columns."""
 
 import subprocess
 import sys
@@ -23,10 +23,10 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.mark.parametrize("preset", ["lean", "balanced"])
 @pytest.mark.parametrize("recipe", [get("blockwise"), mxfp8(weight_2d=True)], ids=["128", "32"])
-def test_columns_that_step_by_themselves_are_those_of_whole_rows(
+def test_columns_that_step_by_themselves_match_whole_rows(
     preset: str, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pieces of as many blocks side by side as have room; 456 columns are no whole number of blocks, nor 200 rows."""
+    """Chunks of as many adjacent blocks as fit; neither 456 columns nor 200 rows are whole blocks."""
 
     def trained(size: int) -> tuple[Any, nn.Module]:
         monkeypatch.setattr(step, "PIECE", size)
@@ -49,9 +49,7 @@ def test_columns_that_step_by_themselves_are_those_of_whole_rows(
 
 
 @pytest.mark.parametrize("spec", [BLOCKWISE, SQUARES, MXFP8, TENSORWISE, None])
-def test_pieces_that_may_be_compiled_and_others_are_all_rows_once(
-    spec: QuantSpec | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_and_other_chunks_cover_all_rows_once(spec: QuantSpec | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of blocks that are higher than such a piece, of which the last has fewer rows."""
     monkeypatch.setattr(step, "COMPILED", (1 << 14, 1 << 12))
     monkeypatch.setattr(step, "PIECE", 1 << 10)
@@ -73,7 +71,7 @@ for preset, recipe in (("exact", "tensorwise"), ("lean", "tensorwise"), ("lean",
 """
 
 
-def test_a_step_needs_no_more_than_a_dozen_numbers_of_a_piece() -> None:
+def test_a_step_needs_at_most_twelve_numbers_per_chunk_element() -> None:
     """However large the matrix is; a piece is no more than some blocks side by side."""
     done = subprocess.run([sys.executable, "-c", PEAKS], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

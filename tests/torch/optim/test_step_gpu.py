@@ -1,4 +1,4 @@
-"""Optimizers whose parameters a kernel steps: the bits of plain torch, one launch a way, nothing read back."""
+"""Test optimizers with kernels: the bits of plain torch, one launch per config, nothing read back."""
 
 from typing import Any
 
@@ -77,7 +77,7 @@ def trained(rule: Any, preset: str, kernels: bool, recipe: Any = "tensorwise") -
         (optim.Lion, "lean"),
     ],
 )
-def test_steps_by_the_kernel_are_those_of_plain_torch(rule: Any, preset: str) -> None:
+def test_steps_by_the_kernel_match_plain_torch(rule: Any, preset: str) -> None:
     """Clipped, in two groups; parameters that the kernel leaves are stepped beside the others."""
     ours, optimizer = trained(rule, preset, True)
     theirs, plain = trained(rule, preset, False)
@@ -98,7 +98,7 @@ def test_steps_by_the_kernel_are_those_of_plain_torch(rule: Any, preset: str) ->
     ids=["blockwise", "mxfp8 squares", "mxfp8"],
 )
 def test_weights_with_scales_of_blocks_step_by_the_kernel(recipe: Any, preset: str, rule: Any) -> None:
-    """Every parameter does, but one whose rows of 32 have scales of their own: none else is left to torch."""
+    """All parameters except one with scales per row of 32, which torch steps."""
     left: list[torch.Size] = []
 
     def counted(how: StepConfig, parts: ParameterTensors, *given: Any) -> Any:
@@ -153,7 +153,7 @@ def test_stacks_of_whole_blocks_step_as_one_matrix(recipe: Any, layout: Any, tak
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_sgd_of_floats_steps_by_the_kernel_and_of_codes_without(nesterov: bool) -> None:
-    """Vectors of float32, codes, and a matrix of bfloat16 whose buffer is bfloat16 rounded at random."""
+    """Vectors of float32, codes, and a bfloat16 matrix with a stochastically rounded bfloat16 buffer."""
     both = []
     for kernels in (True, False):
         model, draw = model_of(), torch.Generator().manual_seed(1)
@@ -177,7 +177,7 @@ def test_sgd_of_floats_steps_by_the_kernel_and_of_codes_without(nesterov: bool) 
 
 
 @pytest.mark.parametrize("outstanding", [1, 1 << 30])
-def test_steps_in_backward_go_by_the_kernel(outstanding: int) -> None:
+def test_steps_in_backward_use_the_kernel(outstanding: int) -> None:
     """Each time that gradients are as many bytes their parameters step by the kernel, to the bits of plain steps."""
     both = []
     for kernels in (True, False):
@@ -256,7 +256,7 @@ def test_a_step_that_is_skipped_changes_and_counts_nothing() -> None:
     ],
     ids=["1", "3", "3 of blockwise", "3 of mxfp8 squares"],
 )
-def test_a_step_takes_one_launch_for_each_way_whatever_there_is_to_step(
+def test_a_step_takes_one_launch_per_config_for_any_parameters(
     layers: int, recipe: Any, kernels: dict[str, int]
 ) -> None:
     """By a stub of the driver; a capture launches what its rehearsal does, loads nothing and reads nothing back."""

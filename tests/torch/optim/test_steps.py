@@ -72,7 +72,7 @@ def test_other_options_and_parameters_are_refused() -> None:
         kept.step()
 
 
-def test_a_group_that_is_refused_is_not_there() -> None:
+def test_a_refused_group_is_not_added() -> None:
     p, wrong = nn.Parameter(torch.zeros(80, 80)), nn.Parameter(torch.zeros(80, 80, dtype=torch.complex64))
     vector = nn.Parameter(torch.zeros(80))
     for optimizer, own, said in (
@@ -138,7 +138,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted_or_raised(preset: 
 
 
 @pytest.mark.parametrize("preset", ["float32", "balanced", "lean"])
-def test_a_gradient_scaler_leaves_gradients_unscaled_and_skips_what_overflows(preset: str) -> None:
+def test_a_gradient_scaler_unscales_gradients_and_skips_overflows(preset: str) -> None:
     model = model_of()
     optimizer = optim.AdamW(model.parameters(), lr=1e-3, preset=preset)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -208,8 +208,8 @@ def test_a_step_in_backward_is_clipped_by_the_norm_of_the_step_before() -> None:
             torch.testing.assert_close(p.detach().float(), r.detach().float(), rtol=1e-5, atol=1e-7)
 
 
-def test_a_step_in_backward_clips_what_was_frozen_when_it_was_asked_for() -> None:
-    """And gradients that are assigned: none of these are seen in backward."""
+def test_a_step_in_backward_clips_parameters_frozen_at_its_creation() -> None:
+    """And parameters with assigned gradients: backward sees none of them."""
     p, q, r = (nn.Parameter(torch.zeros(8)) for _ in range(3))
     q.requires_grad_(False)
     optimizer = optim.SGD([p, q, r], lr=1.0, preset="float32")
@@ -224,7 +224,7 @@ def test_a_step_in_backward_clips_what_was_frozen_when_it_was_asked_for() -> Non
     assert float(moved.norm()) == pytest.approx(1e-3, rel=1e-3)
 
 
-def test_what_needs_all_gradients_is_refused_where_steps_are_taken_in_backward() -> None:
+def test_options_that_need_all_gradients_are_refused_for_steps_in_backward() -> None:
     model = model_of()
     optimizer = optim.AdamW(model.parameters(), nonfinite="skip")
     with pytest.raises(ValueError, match="nonfinite is 'skip', which needs all gradients"):
@@ -235,7 +235,7 @@ def test_what_needs_all_gradients_is_refused_where_steps_are_taken_in_backward()
         optimizer.clip_grad_norm_(1.0)
 
 
-def test_a_rate_whose_steps_residuals_lose_is_warned_of_once() -> None:
+def test_a_learning_rate_too_small_for_residuals_warns_once() -> None:
     model = model_of()
     optimizer = optim.AdamW(model.parameters(), lr=1e-7, preset="lean")
     loss_of(model, 1).backward()
@@ -295,7 +295,7 @@ def test_zeros_and_empty_parameters_step(preset: str) -> None:
 
 
 @pytest.mark.parametrize("preset", ["float32", "balanced"])
-def test_a_momentum_that_is_turned_on_later_begins_with_the_next_gradient(preset: str) -> None:
+def test_a_momentum_enabled_later_begins_with_the_next_gradient(preset: str) -> None:
     torch.manual_seed(0)
     p = nn.Parameter(torch.randn(64, 80))
     q = nn.Parameter(p.detach().clone())

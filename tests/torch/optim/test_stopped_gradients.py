@@ -1,4 +1,4 @@
-"""Weights whose gradient stops, as dead units, pruned weights and unused experts have it, come to rest."""
+"""Test that weights without gradients, such as dead units, pruned weights and unused experts, stop moving."""
 
 import pytest
 import torch
@@ -62,9 +62,7 @@ def moved(rule: str, beta2: float, preset: str, steps: int) -> torch.Tensor:
     ("beta2", "steps"),
     [(0.95, 400), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0.95, 1200), (0.999, 3000)))],
 )
-def test_a_weight_whose_gradient_stops_moves_as_far_as_under_float32_states(
-    rule: str, beta2: float, steps: int
-) -> None:
+def test_a_weight_without_gradients_moves_as_far_as_with_float32_states(rule: str, beta2: float, steps: int) -> None:
     reference = moved(rule, beta2, "float32", steps)
     for preset in OWN:
         ratio = moved(rule, beta2, preset, steps) / reference
@@ -72,7 +70,7 @@ def test_a_weight_whose_gradient_stops_moves_as_far_as_under_float32_states(
 
 
 @pytest.mark.parametrize("rule", NORMALIZED)
-def test_a_momentum_whose_gradient_stops_decays_as_float32_does(rule: str) -> None:
+def test_a_momentum_without_gradients_decays_as_in_float32(rule: str) -> None:
     # Its part along float32's is what is expected; random rounding adds noise that counts once few codes are left.
     name = {"lion": "exp_avg", "muon": "momentum_buffer"}[rule]
     for preset in OWN:
@@ -96,7 +94,7 @@ def test_a_momentum_whose_gradient_stops_decays_as_float32_does(rule: str) -> No
 
 
 @pytest.mark.parametrize("preset", ["balanced", "lean"])
-def test_a_momentum_of_codes_whose_gradient_stops_becomes_zero(preset: str) -> None:
+def test_a_momentum_in_codes_without_gradients_becomes_zero(preset: str) -> None:
     generator = torch.Generator().manual_seed(0)
     p = torch.nn.Parameter(torch.zeros(SHAPE))
     optimizer = optim.Muon([p], lr=1e-3, momentum=0.9, preset=preset)

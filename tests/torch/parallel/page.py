@@ -80,7 +80,7 @@ def divide(recipe: str) -> None:
 
 
 def sent() -> dict[str, int]:
-    """Recipes whose inputs the tests exchange; in high precision they go as they are."""
+    """Recipes with exchanged inputs in the tests; high precision is sent unchanged."""
     specs = test_dispatch.specs()
     inputs = {name: recipes.get(name).fprop.a for name in recipes.RECIPES}
     return {name: 1 for name, spec in inputs.items() if spec is None or spec in specs}

@@ -1,4 +1,4 @@
-"""Ranks that differ get the same error at the same call, also where they were alike before; none waits in vain."""
+"""Test that differing ranks get the same error at the same call, also after earlier agreement, without a hang."""
 
 import gc
 import re
@@ -371,7 +371,7 @@ def dropout_of_a_sequence_in_parts(rank: int) -> None:
 
 
 def gradients_that_some_ranks_lack(rank: int) -> None:
-    """Zeros stand for them; a parameter that no rank has used keeps none."""
+    """Zeros replace them; a parameter unused by all ranks keeps none."""
     net = Net(0.0)
     cp = context_parallel(net)
     x = cp.cut(torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(1)))
@@ -406,7 +406,7 @@ def test_ranks_that_differ_get_one_error(tmp_path: Path) -> None:
     two_ranks.run(__name__, tmp_path)
 
 
-def test_the_page_lists_what_is_compared() -> None:
+def test_the_page_lists_the_compared_facts() -> None:
     page = (Path(__file__).parents[3] / "docs" / "parallel.md").read_text(encoding="utf-8")
     assert re.search(r"^## What ranks compare$", page, re.MULTILINE)
 

@@ -199,7 +199,7 @@ def the_newest_row_is_that_of_all_ranks(rank: int) -> None:
 
 
 def before_the_first_step(rank: int) -> None:
-    """To save a run that has not begun changes nothing of it, and what goes on from there has no step behind it."""
+    """Saving a run before its first step changes nothing, and the resumed run starts at step 0."""
     folder = two_ranks.folder() / "before the first step"
     expected = train(run("mxfp8", by_fsdp), by_fsdp, range(2))
     first = run("mxfp8", by_fsdp)
@@ -351,7 +351,7 @@ class Stateful:
 
 
 def parts_of_a_pipeline(rank: int) -> None:
-    """Each rank has layers of its own, and of what recipes remember no other's."""
+    """Each rank has its own layers and only their recipe state."""
 
     def trainee(seed: int) -> Run:
         torch.manual_seed(seed + rank)
@@ -387,7 +387,7 @@ def parts_of_a_pipeline(rank: int) -> None:
 
 
 def a_stage_without_histories(rank: int) -> None:
-    """It has told all that it has with the first model, and others have new layers with the second."""
+    """A stage reports all its layers with the first model; others have new layers with the second."""
     for _ in range(2):
         part = nn.ModuleList([qt.Linear(WIDE, WIDE) if rank == 0 else nn.LayerNorm(WIDE)])
         with qt.autocast("delayed"):
@@ -530,7 +530,7 @@ CASES = {
 
 
 @pytest.mark.ranks
-def test_a_run_goes_on_from_a_checkpoint_on_other_ranks(tmp_path: Path) -> None:
+def test_a_run_resumes_from_a_checkpoint_on_another_number_of_ranks(tmp_path: Path) -> None:
     for ranks in (2, 1, 3, 4):
         two_ranks.run(__name__, tmp_path, ranks)
 

@@ -47,13 +47,13 @@ def parts_of_tensors(rank: int) -> None:
 
 
 def specs() -> list[QuantSpec]:
-    """Those of all recipes; rounding is to nearest, since noise goes by an element's place in the whole."""
+    """Specs of all recipes with rounding to nearest, as noise depends on the position in the whole operand."""
     operands = [spec for name in recipes.RECIPES for spec in recipes.get(name).operands().values() if spec is not None]
     return sorted({replace(spec, rounding="nearest") for spec in operands}, key=str)
 
 
 def parts_of_operands(rank: int) -> None:
-    """Every spec, rows or k in parts, lying either way: the parts put together are the whole, quantized at once."""
+    """Every spec, split by rows or k, in either layout: joined parts equal the whole quantized at once."""
     x = torch.randn(256, 512, generator=torch.Generator().manual_seed(1))
     x *= torch.linspace(0.1, 30, 256)[:, None]
     x[5, 7], x[200, 300] = torch.nan, -torch.inf
@@ -85,7 +85,7 @@ CASES = [amaxes_order_as_integers, parts_of_tensors, parts_of_operands, codes_ar
 
 
 @pytest.mark.ranks
-def test_two_ranks_have_one_whole(tmp_path: Path) -> None:
+def test_two_ranks_together_have_the_whole(tmp_path: Path) -> None:
     two_ranks.run(__name__, tmp_path)
 
 

@@ -23,7 +23,7 @@ WIDE = 64
 
 
 class Net(nn.Module):
-    """Two layers, whose forward is recomputed as torch's checkpoint does with or without reentrance, or not at all."""
+    """Two layers with a forward that is recomputed by torch's checkpoint, reentrant or not, or not at all."""
 
     def __init__(self, recipe: str, reentrant: bool | None = None) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def assert_scales(net: Any, says: str, agreed: bool = False) -> None:
 
 
 def copies_in_checkpoints(rank: int) -> None:
-    """A rank that copies or evaluates more than another does not change whose maxima are reduced, nor when."""
+    """Extra copies or evaluations on one rank do not change whose maxima are reduced, nor when."""
     for reentrant in (True, False):
         base = Net("delayed", reentrant)
         spare = [copy.deepcopy(base) for _ in range(rank)]
@@ -105,7 +105,7 @@ def copies_in_checkpoints(rank: int) -> None:
 
 
 def two_models(rank: int) -> None:
-    """One trains through the other, which takes two steps of its own beside; zeros stay where gradients were."""
+    """One model trains through the other, which also takes two steps; gradients are zeroed in place."""
     for recipe in ("delayed", "mxfp8"):
         for wrap in (by_copies, in_parts):
             nets = [Net(recipe) for _ in range(2)]

@@ -3,6 +3,6 @@
 from tests.torch.parallel import page
 
 
-def test_every_recipe_under_every_way_is_tested_or_refused() -> None:
+def test_every_recipe_is_tested_or_refused_under_every_parallelism() -> None:
     text = page.PAGE.read_text()
     assert page.written(text) == text, "run python -m tests.torch.parallel.page"

@@ -90,7 +90,7 @@ def even(stages: int, recipe: str) -> nn.Sequential:
 
 
 def blocks(stages: int, recipe: str) -> nn.Sequential:
-    """Stages of our own blocks, whose norms come before matrices in the same graph node."""
+    """Stages of our blocks, with norms before matrices in the same graph node."""
     torch.manual_seed(0)
     return nn.Sequential(
         *[

@@ -42,7 +42,7 @@ def of_stages(name: str) -> int:
 
 
 def batches(name: str, steps: int, across: int) -> list[tuple[Tensor, Tensor]]:
-    """Those of one rank of fully_shard, of a magnitude of its own."""
+    """Batches of one fully_shard rank, with its own magnitude."""
     generator = torch.Generator().manual_seed(across)
     shape = 2, micro(name) * TOKENS[0], TOKENS[1], WIDTH
     pairs = (torch.randn(shape, generator=generator) * (1 + across) for _ in range(steps))
@@ -173,7 +173,7 @@ def are_one_process(rank: int, cases: list[Run]) -> None:
 
 
 @pytest.mark.ranks
-def test_stages_and_shards_are_one_process(tmp_path: Path) -> None:
+def test_stages_and_shards_equal_one_process(tmp_path: Path) -> None:
     two_ranks.run(__name__, tmp_path, RANKS * RANKS)
 
 

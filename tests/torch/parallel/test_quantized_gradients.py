@@ -140,7 +140,7 @@ def data_parallel(rank: int) -> None:
 
 
 class Noting(quantized_gradients.QuantizedReduceScatter):
-    """Notes what it is given and what it gives."""
+    """Record inputs and outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ def trains_for_long_with_both(rank: int) -> None:
 
 
 def train_with_both(rank: int, of_steps: Mapping[str, int]) -> None:
-    """A converted model, whose losses go down as with gradients in high precision."""
+    """Train a converted model; losses fall as with high-precision gradients."""
     for recipe, steps in of_steps.items():
         ends = [end_of(recipe, quantized, rank, steps) for quantized in (False, True)]
         assert ends[1] == pytest.approx(ends[0], rel=0.02), f"{recipe}: {ends}"
@@ -222,7 +222,7 @@ def end_of(recipe: str, quantized: bool, rank: int, steps: int) -> float:
 
 
 def ranks_with_fewer_batches(rank: int) -> None:
-    """DistributedDataParallel.join stands in for their gradients; nothing stands in for maxima, which is said."""
+    """DistributedDataParallel.join replaces their gradients; maxima are not replaced, with a warning."""
     for recipe in ("mxfp8", "delayed"):
         for around in (False, True):
             model = net()
@@ -259,7 +259,7 @@ CASES = [
 
 
 @pytest.mark.ranks
-def test_ranks_sum_what_each_quantized_once(tmp_path: Path) -> None:
+def test_ranks_sum_gradients_quantized_once_each(tmp_path: Path) -> None:
     two_ranks.run(__name__, tmp_path)
 
 

@@ -41,7 +41,7 @@ class Twice(nn.Module):
 
 
 class Beside(nn.Module):
-    """A layer whose input is a parameter, beside one whose input is the stage's; a weight that another module makes."""
+    """A layer with a parameter as input, one with the stage's input, and a weight made by another module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,13 +198,13 @@ def compare(way: Callable[..., Tensor], name: str, recipe: str | Recipe) -> None
 @needs_edges
 @pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
 @pytest.mark.parametrize("name", BLOCKS)
-def test_two_parts_are_a_whole_backward(name: str, recipe: str | Recipe) -> None:
+def test_the_two_parts_equal_a_whole_backward(name: str, recipe: str | Recipe) -> None:
     compare(in_parts, name, recipe)
 
 
 @needs_edges
 @pytest.mark.parametrize("recipe", QUANTIZING)
-def test_two_parts_are_a_whole_backward_under_every_recipe(recipe: str | Recipe) -> None:
+def test_the_two_parts_equal_a_whole_backward_under_every_recipe(recipe: str | Recipe) -> None:
     compare(in_parts, "LayerNormMLP", recipe)
 
 
@@ -277,7 +277,7 @@ USES = (
 
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("name", ["Linear", "LayerNormMLP", "q, k, v by themselves", "recompute", "called twice"])
-def test_other_uses_of_a_split_graph_give_what_they_give(name: str, use: Callable[..., list[Tensor | None]]) -> None:
+def test_other_uses_of_a_split_graph_are_unchanged(name: str, use: Callable[..., list[Tensor | None]]) -> None:
     results = []
     for splits in (False, True):
         block = built(name, "nvfp4")
@@ -296,7 +296,7 @@ def test_other_uses_of_a_split_graph_give_what_they_give(name: str, use: Callabl
 
 
 def nodes(groups: list[dict[str, Any]]) -> set[Node]:
-    """All that torch holds of a graph for the second part."""
+    """All objects of a graph that torch keeps for the second part."""
     waiting = [node for group in groups for node in group["intermediates"]]
     seen = set(waiting)
     while waiting:
@@ -307,7 +307,7 @@ def nodes(groups: list[dict[str, Any]]) -> set[Node]:
 
 
 def kept(node: Any) -> Iterator[Tensor]:
-    """Tensors that a weights' node holds between the parts."""
+    """Tensors held by a weight gradient node between the two parts."""
     for gradient in node.parts.kept:
         yield from tensors_of(gradient.args if callable(gradient) else gradient)
 
@@ -323,7 +323,7 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
             yield from tensors_of(each)
 
 
-def test_between_the_parts_only_what_weights_need_is_held() -> None:
+def test_between_the_two_parts_only_tensors_for_weight_gradients_are_kept() -> None:
     tokens, hidden = SEQUENCES * TOKENS, 2 * WIDTH
     block = built("LayerNormMLP", "mxfp8")
     ((x, g),) = batches(1)

@@ -105,7 +105,7 @@ def test_other_threads_do_not_see_it() -> None:
         assert pool.submit(recipe_in_force, None).result() is None
 
 
-def test_backward_uses_what_forward_used(layer: qt.Linear) -> None:
+def test_backward_uses_the_recipe_of_forward(layer: qt.Linear) -> None:
     grads = []
     for other in ("mxfp8", "tensorwise"):
         layer.zero_grad()
@@ -118,7 +118,7 @@ def test_backward_uses_what_forward_used(layer: qt.Linear) -> None:
     assert_bitwise(*grads)
 
 
-def test_wrong_arguments_are_sentences() -> None:
+def test_wrong_arguments_give_clear_errors() -> None:
     with pytest.raises(ValueError, match="needs a recipe"):
         qt.autocast()
     with pytest.raises(ValueError, match="did you mean 'mxfp8'"):

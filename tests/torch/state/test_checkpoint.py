@@ -1,4 +1,4 @@
-"""Activation checkpointing recomputes in backward what the first pass did, and notes nothing twice."""
+"""Test that activation checkpointing recomputes the first pass in backward and records nothing twice."""
 
 import copy
 import dataclasses
@@ -21,7 +21,7 @@ KINDS = pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentr
 
 
 def some(first: int) -> Any:
-    """Recipes that keep state with both kinds of checkpoint, the others with one of them, which tests begin apart."""
+    """Stateful recipes with both kinds of checkpoint, others with one kind, alternating over the tests."""
     return pytest.mark.parametrize(
         ("name", "use_reentrant"), turns(recipes.RECIPES, [False, True], ["delayed", "nvfp4"], first)
     )
@@ -147,7 +147,7 @@ def test_a_part_switched_off_stays_off(use_reentrant: bool) -> None:
 
 @KINDS
 @pytest.mark.parametrize("name", ["delayed", "mxfp8"])
-def test_micro_batches_accumulate_alike(name: str, use_reentrant: bool) -> None:
+def test_micro_batches_accumulate_the_same_with_checkpointing(name: str, use_reentrant: bool) -> None:
     """All forwards under one autocast, then all backwards."""
 
     def run(net: nn.Module, x: Tensor, block: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
@@ -196,7 +196,7 @@ def test_codes_that_are_made_again_come_with_their_scale(name: str, monkeypatch:
     torch.testing.assert_close(layer.weight.grad, torch.full((64, 64), float(tokens)))
 
 
-def test_an_input_that_is_made_again_is_noted_once_where_each_gemm_quantizes_it_its_own_way() -> None:
+def test_a_recomputed_input_is_recorded_once_under_separate_specs_per_gemm() -> None:
     """A history that was cleared between forward and backward stays so."""
     delayed = recipes.delayed()
     assert delayed.fprop.a is not None

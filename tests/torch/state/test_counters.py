@@ -94,7 +94,7 @@ def test_a_hadamard_neither_multiplies_infinities_nor_adds_elements() -> None:
     assert (counts.elements, counts.nonfinite) == (5 * 32, 1)
 
 
-def test_counts_add_up_over_steps_and_weights_are_counted_though_kept_from_before() -> None:
+def test_counts_add_up_over_steps_and_include_cached_weights() -> None:
     model = model_with("mxfp8")
     x = torch.randn(8, 32)
     model(x).sum().backward()

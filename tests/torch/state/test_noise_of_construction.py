@@ -86,7 +86,7 @@ def test_compiled_code_draws_the_noise_of_eager_code() -> None:
 
 
 @pytest.mark.parametrize("build", [linears, Grouped])
-def test_a_checkpoint_goes_on_with_its_noise_in_layers_of_other_numbers(build: Any) -> None:
+def test_a_checkpoint_continues_its_noise_in_layers_with_other_numbers(build: Any) -> None:
     model = built(build)
     trained(model, range(2))
     saved, expected = copy.deepcopy(model.state_dict()), trained(model, range(2, 4))

@@ -69,7 +69,7 @@ def through(net: nn.Module, run: Callable[..., Tensor], x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("name", "where"), turns(recipes.RECIPES, ["outside", "inside"], STATEFUL))
-def test_training_steps_are_those_without_it(name: str, where: str) -> None:
+def test_training_steps_equal_those_without_it(name: str, where: str) -> None:
     def scenario(net: nn.Module, run: Callable[..., Tensor]) -> dict[str, Tensor]:
         optimizer, tensors = torch.optim.SGD(net.parameters(), lr=0.05), {}
         for i in range(2):
@@ -90,8 +90,8 @@ def test_training_steps_are_those_without_it(name: str, where: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "order"), turns(NAMES, [(0, 1), (1, 0)], STATEFUL))
-def test_micro_batches_whose_forwards_precede_their_backwards(name: str, order: tuple[int, int]) -> None:
-    """Each forward is a step of its own: histories roll between a forward and its recomputation."""
+def test_all_forwards_may_precede_all_backwards(name: str, order: tuple[int, int]) -> None:
+    """Each forward is a separate step: histories roll between a forward and its recomputation."""
 
     def scenario(net: nn.Module, run: Callable[..., Tensor]) -> dict[str, Tensor]:
         grads: dict[str, Tensor] = {}
@@ -111,7 +111,7 @@ def test_micro_batches_whose_forwards_precede_their_backwards(name: str, order: 
     compare(scenario)
 
 
-def test_a_roll_between_leaves_the_next_step_without_what_was_recomputed() -> None:
+def test_a_roll_before_recomputation_ignores_recomputed_amaxes() -> None:
     net = qt.Linear(16, 16)
     with qt.autocast("delayed"):
         y = qt.checkpoint(net, torch.randn(4, 16) * 1000)
@@ -222,7 +222,7 @@ def test_converted_models_roll_once_a_step(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["delayed", "rowwise", "nvfp4"])
-def test_inside_a_compiled_function_it_is_torchs(name: str) -> None:
+def test_inside_a_compiled_function_it_equals_torch(name: str) -> None:
     torch.compiler.reset()
     net = nn.Sequential(nn.Sequential(qt.Linear(32, 32), nn.GELU(), qt.Linear(32, 32)))
     runs = []
@@ -258,7 +258,7 @@ def test_a_compiled_block_inside_finds_the_recipe_of_its_first_run() -> None:
     assert_same(*runs)
 
 
-def test_only_arguments_are_kept() -> None:
+def test_only_arguments_are_saved() -> None:
     net, kept = model(), []
 
     def pack(t: Tensor) -> Tensor:
@@ -270,7 +270,7 @@ def test_only_arguments_are_kept() -> None:
     assert sum(t.numel() for t in kept) <= 9 * 48
 
 
-def test_torchs_check_that_the_second_run_does_the_same_is_kept() -> None:
+def test_torch_still_checks_that_recomputation_matches() -> None:
     turns: list[int] = []
 
     def changing(x: Tensor) -> Tensor:
@@ -294,6 +294,6 @@ def test_an_error_inside_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("options", [{"use_reentrant": True}, {"context_fn": lambda: None}])
-def test_what_it_cannot_do_is_a_sentence(options: dict[str, object]) -> None:
+def test_unsupported_options_give_a_clear_message(options: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"torch\.utils\.checkpoint"):
         qt.checkpoint(qt.Linear(2, 2), torch.randn(2, 2), **options)

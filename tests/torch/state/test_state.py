@@ -107,7 +107,7 @@ def test_a_fresh_model_under_autocast_adopts_the_state(name: str) -> None:
         assert_bitwise(b, a)
 
 
-def test_what_a_step_recorded_is_rolled_after_loading() -> None:
+def test_recorded_amaxes_are_rolled_after_loading() -> None:
     first = Run("delayed")
     first.steps(0, 2)
     second = model()
@@ -170,7 +170,7 @@ def test_every_load_warns_again() -> None:
         assert len(caught) == 1
 
 
-def test_another_history_length_starts_fresh_with_a_warning() -> None:
+def test_another_history_length_restarts_with_a_warning() -> None:
     first = Run(None, model())
     qt.convert(first.net, recipes.delayed(history=8))
     first.name = "delayed"
@@ -339,7 +339,7 @@ def _assigned(net: nn.Module, other: nn.Module) -> nn.Module:
 
 @STATEFUL
 @pytest.mark.parametrize("make", [_copied, _loaded, _assigned])
-def test_what_inference_mode_copies_or_loads_stops_no_step(
+def test_copies_and_loads_in_inference_mode_do_not_break_later_steps(
     name: str, make: Callable[[nn.Module, nn.Module], nn.Module]
 ) -> None:
     run = Run(name)
@@ -355,7 +355,7 @@ def test_what_inference_mode_copies_or_loads_stops_no_step(
 
 
 @ALL
-def test_a_kept_weight_does_not_outlive_a_cast(name: str) -> None:
+def test_a_cached_weight_does_not_outlive_a_cast(name: str) -> None:
     """Casting there and back may bring other values to the same address, in the same parameter, of the same version."""
     for _ in range(8):
         layer = qt.Linear(64, 64, bias=False, recipe=name)
@@ -367,8 +367,8 @@ def test_a_kept_weight_does_not_outlive_a_cast(name: str) -> None:
         assert_bitwise(layer(x), fresh(x))
 
 
-def test_noise_of_converted_layers_goes_by_name_not_by_number() -> None:
-    """A checkpoint from an autocast and one from a converted model load into each other; streams stay apart."""
+def test_noise_of_converted_layers_depends_on_the_name_not_the_number() -> None:
+    """A checkpoint from autocast and one from a converted model load into each other; noise streams stay distinct."""
     converted, plain = Converted("nvfp4"), Run("nvfp4")
     for run in (converted, plain):
         run.steps(0, 2)

@@ -149,7 +149,7 @@ def linear(recipe: str) -> qt.Linear:
 
 
 def fresh(layer: nn.Module) -> nn.Module:
-    """A copy, which has kept nothing."""
+    """A copy with an empty cache."""
     copied = copy.deepcopy(layer)
     assert not any(state_of(m).weights is not None for m in copied.modules() if isinstance(m, qt.Linear))
     return copied
@@ -244,7 +244,7 @@ FUSED: dict[str, Callable[[str], nn.Module]] = {
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
 @pytest.mark.parametrize("kind", FUSED)
-def test_every_layer_that_reads_weights_sees_a_bare_write(kind: str, recipe: str) -> None:
+def test_every_layer_that_reads_weights_sees_a_direct_write(kind: str, recipe: str) -> None:
     for situation in SITUATIONS:
         layer = FUSED[kind](recipe)
         linears = [m for m in layer.modules() if isinstance(m, qt.Linear)]
@@ -266,7 +266,7 @@ def test_grouped_products_keep_nothing_of_a_weight() -> None:
         weight.data.mul_(-1.5)
 
 
-def test_a_frozen_base_is_kept_over_micro_batches_and_quantized_after_a_step() -> None:
+def test_a_frozen_base_is_cached_over_micro_batches_and_quantized_after_a_step() -> None:
     """LoRA: the base requires no gradient and never has one."""
     for recipe in ("tensorwise", "rowwise"):
         layer, adapter = linear(recipe), nn.Linear(K, K)
@@ -284,13 +284,13 @@ def test_a_frozen_base_is_kept_over_micro_batches_and_quantized_after_a_step() -
 
 
 def quantized_by(layer: qt.Linear) -> object:
-    """What is kept for fprop, which is another object once it was quantized again."""
+    """The cached fprop operand, which is another object after requantization."""
     return state_of(layer).weights.window.get("fprop")
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
-def test_recomputation_uses_what_micro_batches_keep(recipe: str, reentrant: bool) -> None:
+def test_recomputation_uses_weights_cached_over_micro_batches(recipe: str, reentrant: bool) -> None:
     layer, other = linear(recipe), linear(recipe)
     other.load_state_dict(layer.state_dict())
     entries = set()
@@ -306,7 +306,7 @@ def test_recomputation_uses_what_micro_batches_keep(recipe: str, reentrant: bool
     assert len(entries) == 1
 
 
-def test_a_bare_write_beside_gradients_that_are_left_is_seen_after_refresh() -> None:
+def test_a_direct_write_with_stale_gradients_is_seen_after_refresh() -> None:
     """What docs/limits.md says is not seen: gradients left, and zeroed in place."""
     for zero in (lambda layer: None, lambda layer: layer.zero_grad(set_to_none=False)):
         layer, x = linear("mxfp8"), torch.randn(T, K)
@@ -346,7 +346,7 @@ def fused_by_hand(layer: qt.Linear) -> None:
 
 @pytest.mark.parametrize("step", [assigned_in_place, added_through_data, fused_by_hand])
 @pytest.mark.parametrize("recipe", QUANTIZING)
-def test_a_loop_that_steps_by_hand_trains_as_one_that_keeps_nothing(recipe: str, step: Writer) -> None:
+def test_a_manual_step_trains_the_same_as_without_a_cache(recipe: str, step: Writer) -> None:
     layer = linear(recipe)
     other = fresh(layer)
     for _ in range(3):
@@ -388,7 +388,7 @@ def test_steps_inside_backward_train_as_those_that_keep_nothing(recipe: str, by_
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
-def test_a_reentrant_recomputation_sees_a_step_by_hand(recipe: str) -> None:
+def test_a_reentrant_recomputation_sees_a_manual_step(recipe: str) -> None:
     """No forward in gradient mode looks at the weight between the step and the backward that recomputes."""
     layer, x = linear(recipe), torch.randn(T, K)
     trained(layer, x)
@@ -404,8 +404,10 @@ def test_a_reentrant_recomputation_sees_a_step_by_hand(recipe: str) -> None:
 
 @pytest.mark.parametrize("between", [qt.frozen, lambda _: qt.autocast(enabled=False)])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
-def test_a_gradient_that_went_and_came_back_ends_what_is_kept(recipe: str, between: Callable[[nn.Module], Any]) -> None:
-    """A step by hand, and a micro-batch that uses nothing of what was kept, before one that would."""
+def test_a_gradient_that_was_dropped_and_recreated_invalidates_the_cache(
+    recipe: str, between: Callable[[nn.Module], Any]
+) -> None:
+    """A manual step, and a micro-batch that does not use the cache, before one that would."""
     layer, x = linear(recipe), torch.randn(T, K)
     trained(layer, x)
     through_data(layer)
@@ -417,8 +419,8 @@ def test_a_gradient_that_went_and_came_back_ends_what_is_kept(recipe: str, betwe
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
-def test_a_forward_that_quantizes_nothing_still_ends_what_dgrad_has_kept(recipe: str) -> None:
-    """Of a recipe that quantizes dgrad alone, a micro-batch whose input takes no gradient uses nothing of it."""
+def test_a_forward_that_quantizes_nothing_still_invalidates_the_dgrad_cache(recipe: str) -> None:
+    """With a recipe that quantizes only dgrad, a micro-batch without input gradient does not use the cache."""
     plain = GemmSpec(None, None)
     alone = replace(recipes.get(recipe), name="dgrad", fprop=plain, wgrad=plain)
     layer, x = qt.Linear(K, N, recipe=alone), torch.randn(T, K)
@@ -436,7 +438,7 @@ def test_a_forward_that_quantizes_nothing_still_ends_what_dgrad_has_kept(recipe:
 
 @pytest.mark.parametrize("trained_one", [0, 1])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_a_layer_whose_weight_another_one_trains_sees_it_written(recipe: str, trained_one: int) -> None:
+def test_a_layer_sees_writes_to_a_weight_it_shares(recipe: str, trained_one: int) -> None:
     layers = linear(recipe), linear(recipe)
     layers[1].weight = layers[0].weight
     x = torch.randn(T, K)
@@ -452,7 +454,7 @@ def test_a_layer_whose_weight_another_one_trains_sees_it_written(recipe: str, tr
         without_gradients(layers[0])
 
 
-def test_copies_that_are_made_within_a_step_have_kept_nothing() -> None:
+def test_copies_made_within_a_step_have_an_empty_cache() -> None:
     for recipe in ("tensorwise", "rowwise"):
         layer = linear(recipe)
         trained(layer, torch.randn(T, K))
@@ -464,7 +466,7 @@ def test_copies_that_are_made_within_a_step_have_kept_nothing() -> None:
             through_data(copied)
 
 
-def test_two_threads_that_train_give_what_they_give_alone() -> None:
+def test_two_training_threads_are_independent() -> None:
     layers = [linear("tensorwise") for _ in range(2)]
     inputs = torch.randn(2, 20, T, K)
     alone = [copy.deepcopy(layer) for layer in layers]
@@ -526,7 +528,7 @@ def test_a_step_of_another_thread_while_a_weight_is_quantized_is_seen(
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8", "nvfp4"])
-def test_a_bare_write_to_codes_or_scales_is_seen(recipe: str) -> None:
+def test_a_direct_write_to_codes_or_scales_is_seen(recipe: str) -> None:
     with qt.quantized_init(recipe):
         layer = qt.Linear(K, N, recipe=recipe)
     layer.weight.requires_grad_(False)
@@ -547,7 +549,7 @@ def test_a_bare_write_to_codes_or_scales_is_seen(recipe: str) -> None:
                 assert_bitwise(layer(x), fresh(layer)(x), f"{name}, {training}")
 
 
-def test_a_scale_that_is_written_bare_is_seen() -> None:
+def test_a_direct_write_to_a_scale_is_seen() -> None:
     """DistributedDataParallel's broadcast of buffers, a collective: the layer has the scale on the host."""
     with qt.quantized_init("tensorwise"):
         layer = qt.Linear(K, N, bias=False, recipe="tensorwise")
@@ -581,7 +583,7 @@ def scaled(layer: nn.Module, step: int) -> None:
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("mode", ["evaluation", "gradients left", "gradients set to None", "frozen"])
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "mxfp8"])
-def test_a_sharded_layer_uses_what_was_written_to_its_shards(recipe: str, mode: str, one_rank: None) -> None:
+def test_a_sharded_layer_sees_writes_to_its_shards(recipe: str, mode: str, one_rank: None) -> None:
     layer = qt.Linear(K, N, bias=False, recipe=recipe)
     net = nn.Sequential(layer)
     fully_shard(layer)
@@ -608,7 +610,7 @@ def nothing() -> Iterator[None]:
 
 
 def codes_alive(side: int) -> int:
-    """Bytes of square matrices of codes, whoever holds them."""
+    """Bytes of all live square matrices of codes."""
     gc.collect()
     float8 = [t for t in gc.get_objects() if type(t) is Tensor and t.dtype is torch.float8_e4m3fn]
     return sum(t.untyped_storage().nbytes() for t in float8 if t.shape == (side, side))

@@ -1,4 +1,4 @@
-"""The kept weight: quantized once per optimizer step, and again whenever the weight may have changed."""
+"""Test the weight cache: quantized once per optimizer step, and again whenever the weight may have changed."""
 
 import copy
 import gc
@@ -31,7 +31,7 @@ N, K = 24, 16
 
 @pytest.fixture
 def quantized(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
-    """Shapes of what is quantized while a test runs."""
+    """Shapes of tensors quantized while a test runs."""
     shapes: list[tuple[int, ...]] = []
 
     def counted(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -134,7 +134,7 @@ def test_a_forward_without_gradients_neither_keeps_nor_uses_nor_drops(
     assert of_weight(quantized) == 0, "the evaluation between two micro-batches cost them something"
 
 
-def test_a_weight_that_is_an_inference_tensor_is_not_kept(quantized: list[tuple[int, ...]]) -> None:
+def test_inference_tensors_are_not_cached(quantized: list[tuple[int, ...]]) -> None:
     with torch.inference_mode():
         layer = layer_with("tensorwise")
         for _ in range(2):
@@ -371,7 +371,7 @@ def test_between_two_forwards_with_no_backward_a_write_through_data_is_seen_afte
     assert_current(layer)
 
 
-def test_functional_call_uses_the_weights_that_it_is_given() -> None:
+def test_functional_call_uses_the_given_weights() -> None:
     layer = layer_with("tensorwise")
     x = torch.randn(5, K)
     own = layer(x)
@@ -395,7 +395,7 @@ def test_two_layers_with_one_weight_each_follow_it() -> None:
         assert_current(b)
 
 
-def test_another_recipe_quantizes_the_weight_anew() -> None:
+def test_another_recipe_requantizes_the_weight() -> None:
     layer = qt.Linear(K, N)
     x = torch.randn(5, K)
     outputs = {}
@@ -406,7 +406,7 @@ def test_another_recipe_quantizes_the_weight_anew() -> None:
                 assert_bitwise(layer(x), outputs[recipe], recipe)
 
 
-def test_an_implementation_that_is_asked_for_runs_on_what_is_kept() -> None:
+def test_a_requested_implementation_runs_on_cached_weights() -> None:
     layer = layer_with("mxfp8")
     x = torch.randn(5, K)
     y = layer(x)
@@ -417,7 +417,7 @@ def test_an_implementation_that_is_asked_for_runs_on_what_is_kept() -> None:
 # What is kept, and for how long.
 
 
-def test_what_is_kept_is_in_no_copy_and_no_file() -> None:
+def test_the_cache_is_in_no_copy_and_no_file() -> None:
     layer = layer_with("tensorwise")
     forward_backward(layer)
     assert set(state_of(layer).weights.window) == {"fprop"}
@@ -429,7 +429,7 @@ def test_what_is_kept_is_in_no_copy_and_no_file() -> None:
     assert state_of(layer).weights.window
 
 
-def test_a_dead_parameter_is_not_kept_alive() -> None:
+def test_the_cache_does_not_keep_a_parameter_alive() -> None:
     layer = layer_with("tensorwise")
     forward_backward(layer)
     layer.zero_grad()
@@ -441,7 +441,7 @@ def test_a_dead_parameter_is_not_kept_alive() -> None:
 
 
 @pytest.mark.parametrize("name", recipes.RECIPES)
-def test_a_dead_layer_is_gone_without_the_garbage_collector(name: str) -> None:
+def test_a_layer_is_freed_without_the_garbage_collector(name: str) -> None:
     """Ranks whose collectors run at different times would roll different histories."""
     gc.disable()
     try:

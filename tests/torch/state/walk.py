@@ -24,7 +24,7 @@ N, K, T = 48, 32, 5
 
 
 class Tied(nn.Module):
-    """An embedding whose weight is the head's, and one weight in two layers."""
+    """An embedding that shares its weight with the head, and two layers with one weight."""
 
     def __init__(self, recipe: str) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ class Walk:
         assert_bitwise(a.detach(), b.detach())
 
     def do_interleaved(self) -> None:
-        """Two graphs at once, the second one's forward inside `frozen`, and an evaluation between them."""
+        """Two graphs at once, the second forward inside `frozen`, and an evaluation between them."""
         xs, other = (self.x(), self.x()), self.fresh()
         results: list[list[Tensor]] = []
         for net in (self.net, other):
@@ -405,7 +405,7 @@ class Walk:
         qt.refresh(self.net)
 
     def do_step_by_hand(self) -> None:
-        """A micro-batch that every parameter takes part in, a bare write, and no gradients."""
+        """A micro-batch that uses every parameter, a direct write, and no gradients."""
         self.compare(lambda net, x: net(x))
         if self.frozen or not all(p.requires_grad for p in self.weights()):
             return
@@ -420,7 +420,7 @@ class Walk:
             qt.refresh(self.net)
 
     def do_step_inside_backward(self) -> None:
-        """Each parameter is written bare as soon as its gradient is there, which goes."""
+        """Each parameter is written directly as soon as its gradient exists, and the gradient is dropped."""
         if self.frozen:
             return
 

@@ -32,7 +32,7 @@ def toml(make_config: MakeConfig, tmp_path: Path) -> Path:
     return path
 
 
-def test_train_names_its_picture_and_the_command_line_goes_first(toml: Path, tmp_path: Path) -> None:
+def test_train_names_its_plot_and_command_line_options_take_precedence(toml: Path, tmp_path: Path) -> None:
     result = quaver("train", "--config", toml, "--steps", 4, "--quiet")
     assert result.exit_code == 0, result.output
     assert "validation loss" in result.stdout and str(tmp_path / "run" / "loss.png") in result.stdout
@@ -50,7 +50,9 @@ def test_resume_takes_its_options_from_the_run(toml: Path, tmp_path: Path) -> No
     assert list(losses(read(tmp_path / "run" / "metrics.jsonl"))) == [1, 2, 3, 4, 5, 6]
 
 
-def test_each_machine_says_what_its_ranks_have_met_before_all_meet(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_machine_reports_errors_of_its_ranks_before_all_connect(
+    toml: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "16")
     for rank, local, said in (("0", "0", "threads is 1000, "), ("8", "0", "rank 8: threads is 1000, "), ("9", "1", "")):
         monkeypatch.setenv("RANK", rank)
@@ -93,7 +95,7 @@ def test_text_takes_several_paths(toml: Path, text: Path, tmp_path: Path) -> Non
         (["--config", "none.toml"], "cannot read the configuration none.toml"),
     ],
 )
-def test_bad_input_is_one_sentence_and_leaves_nothing(
+def test_bad_input_gives_one_clear_error_and_leaves_no_files(
     toml: Path, tmp_path: Path, arguments: list[str], said: str
 ) -> None:
     result = quaver("train", "--config", toml, "--quiet", *arguments)
@@ -105,7 +107,7 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(
 @pytest.mark.parametrize(
     ("content", "said"), [(b"", "is empty"), (b"\xff\xfe\xfd", "is not text"), (b"ab", "too short")]
 )
-def test_a_bad_text_is_one_sentence(toml: Path, tmp_path: Path, content: bytes, said: str) -> None:
+def test_a_bad_text_gives_one_clear_error(toml: Path, tmp_path: Path, content: bytes, said: str) -> None:
     (tmp_path / "x.txt").write_bytes(content)
     result = quaver("train", "--config", toml, "--text", tmp_path / "x.txt", "--quiet")
     assert result.exit_code == 1 and said in result.stderr
@@ -117,7 +119,7 @@ def test_a_second_run_does_not_overwrite_the_first(toml: Path) -> None:
     assert result.exit_code == 1 and "already holds a run" in result.stderr
 
 
-def test_a_loss_that_runs_away_is_one_sentence(toml: Path) -> None:
+def test_a_loss_that_runs_away_gives_one_clear_error(toml: Path) -> None:
     result = quaver("train", "--config", toml, "--lr", 1e30, "--clip", 0, "--quiet")
     assert result.exit_code == 1 and "stopped at step" in result.stderr and "not finite" in result.stderr
 
@@ -147,7 +149,7 @@ def test_compare_in_jax_prints_paired_differences(toml: Path, tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("forked_runs")
-def test_compare_tells_of_a_failed_run(toml: Path) -> None:
+def test_compare_reports_a_failed_run(toml: Path) -> None:
     result = quaver("compare", "--config", toml, "--recipes", "bf16", "--lr", 1e30, "--clip", 0, "--quiet")
     assert result.exit_code == 1 and "bf16 seed 0 failed: stopped at step" in result.stderr
 
@@ -165,7 +167,7 @@ def test_doctor_speaks_of_every_recipe() -> None:
     assert "quaver train --framework jax runs on cpu" in result.stdout
 
 
-def test_doctor_names_what_keeps_memory_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_the_allocator_advice_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "2.39"))
     monkeypatch.delenv("LD_PRELOAD", raising=False)
     for name in doctor.MALLOC:
@@ -182,7 +184,7 @@ def test_doctor_names_what_keeps_memory_on_a_cpu(monkeypatch: pytest.MonkeyPatch
     assert doctor.memory([]) == ""
 
 
-def test_doctor_tries_what_it_claims(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_tests_its_claims(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {name: rest for name, *rest in doctor.recipes_table([])}
     assert rows["bf16"][0] == "native" and rows["mxfp8"] == ["emulated", "no GPU; native GEMMs need sm_100 or newer"]
     assert "Each recipe was tried" in quaver("doctor").stdout
@@ -205,13 +207,13 @@ def test_doctor_tries_what_it_claims(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Nothing was tried" in quaver("doctor").stdout
 
 
-def test_the_version_is_said() -> None:
+def test_the_version_is_printed() -> None:
     result = quaver("--version")
     assert result.exit_code == 0 and result.stdout == f"quaver {version}\n"
 
 
-def test_the_module_is_a_program_that_imports_what_its_command_needs() -> None:
-    """From an interpreter's first line on; what draws pictures was half of what it imported."""
+def test_the_module_runs_as_a_program_and_imports_only_what_a_command_needs() -> None:
+    """From the first line of the interpreter on; plotting was half of the imports."""
     command = [sys.executable, "-X", "importtime", "-m", "quaver.train", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
@@ -231,7 +233,7 @@ def test_without_a_terminal_progress_is_lines(toml: Path, tmp_path: Path) -> Non
     assert "run 1 of 1, bf16 seed 0: step 2 of 2  loss" in compared.stderr, compared.output
 
 
-def test_a_change_of_the_recipe_is_said_where_it_comes(toml: Path, tmp_path: Path) -> None:
+def test_a_recipe_change_is_printed_at_its_step(toml: Path, tmp_path: Path) -> None:
     result = quaver("train", "--config", toml, "--steps", 60, "--recipe", "nvfp4 until 31, bf16")
     assert result.exit_code == 0, result.output
     said = re.findall(r"^step (\d+) of 60  loss .* tokens/s  (\w+)$", result.stderr, re.MULTILINE)
@@ -248,7 +250,7 @@ def test_doctor_says_what_to_install_for_a_framework(monkeypatch: pytest.MonkeyP
     assert doctor.gpus() == [] and "torch" not in doctor.cpu()
 
 
-def test_doctor_knows_what_each_recipe_needs() -> None:
+def test_doctor_lists_the_requirements_of_each_recipe() -> None:
     assert set(RECIPES) - set(NEEDS) == {"bf16", "mxfp6", "mxfp4"}
     hopper = [Device("H100", (9, 0))]
     ampere = [Device("A100", (8, 0))]
@@ -278,13 +280,13 @@ def test_generate_prints_prompt_and_text_and_the_speed_beside_it(toml: Path, tmp
         (["--prompt", "7", "--recipe", "mxpf8"], "did you mean 'mxfp8'?"),
     ],
 )
-def test_generate_says_a_users_mistake_in_one_sentence(trained: Path, arguments: list[object], said: str) -> None:
+def test_generate_reports_user_mistakes_clearly(trained: Path, arguments: list[object], said: str) -> None:
     result = quaver("generate", trained, *arguments)
     assert result.exit_code == 1 and said in result.stderr and result.stderr.count("\n") == 1
     assert result.stdout == ""
 
 
-def test_generate_without_a_run_is_one_sentence(tmp_path: Path) -> None:
+def test_generate_without_a_run_gives_one_clear_error(tmp_path: Path) -> None:
     result = quaver("generate", tmp_path / "none", "--prompt", "7")
     assert result.exit_code == 1 and "holds no run" in result.stderr
 
@@ -302,7 +304,7 @@ def test_every_family_is_a_word_after_model(
     assert seen[3] < seen[1]
 
 
-def test_runs_are_drawn_and_what_is_none_is_one_sentence(toml: Path, tmp_path: Path) -> None:
+def test_runs_are_plotted_and_other_folders_give_a_clear_error(toml: Path, tmp_path: Path) -> None:
     assert quaver("train", "--config", toml, "--steps", 3, "--quiet").exit_code == 0
     picture = tmp_path / "runs.png"
     result = quaver("plot", tmp_path / "run", tmp_path / "run", "--picture", picture)

@@ -40,7 +40,7 @@ def logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("model", "recipe"), [("nano", "mxfp8"), ("mistral-tiny", "delayed(history=4)"), ("qwen3-tiny", "rowwise")]
 )
-def test_a_run_goes_out_by_the_names_of_hugging_faces_models(
+def test_a_run_is_exported_under_hugging_face_names(
     make_config: MakeConfig, tmp_path: Path, model: str, recipe: str
 ) -> None:
     run = run_training(make_config(model=model, recipe=recipe, dtype="float32", steps=3)).folder
@@ -70,7 +70,7 @@ def test_other_families_keep_the_trainers_names(make_config: MakeConfig, tmp_pat
     assert "layers.0.attention.q_proj.weight" in load_file(tmp_path / "served" / "model.safetensors")
 
 
-def test_bad_input_is_a_sentence(trained: Path, make_config: MakeConfig, tmp_path: Path) -> None:
+def test_bad_input_gives_a_clear_error(trained: Path, make_config: MakeConfig, tmp_path: Path) -> None:
     of_codes = run_training(make_config(model="nano", recipe="mxfp8", steps=1, out=str(tmp_path / "run"))).folder
     for arguments, sentence in (
         ((trained, "--out", tmp_path / "a"), "under bf16, which quantizes no weight"),

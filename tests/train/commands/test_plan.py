@@ -72,13 +72,13 @@ def test_fusing_and_micro_batches_gain() -> None:
     assert plain < shared < fused
 
 
-def test_what_does_not_gain_is_named_with_what_to_do() -> None:
+def test_matrices_that_do_not_gain_are_named_with_advice() -> None:
     result = quaver("--gpu", "h100", "--model", "qwen3-0.6b", "--recipe", "rowwise", "--tokens", 1024)
     assert "under rowwise on h100: q_proj" in result.stdout
     assert "skip=quaver.rules.unprofitable('h100', tokens=1024)" in result.stdout
 
 
-def test_what_is_left_out_and_what_a_column_means_is_said() -> None:
+def test_omitted_layers_and_column_meanings_are_printed() -> None:
     said = " ".join(quaver(*LLAMA).stdout.split())
     assert "Left out: attention's own products (its four projections are in the table), norms" in said
     assert '"more MB" is what quantizing reads and writes beyond what a bf16 layer does' in said
@@ -92,7 +92,7 @@ def test_what_is_left_out_and_what_a_column_means_is_said() -> None:
         ("rtx3090", "mxfp8", "MXFP8's blocks of 32"),
     ],
 )
-def test_what_the_gpu_lacks_is_said(gpu: str, recipe: str, what: str) -> None:
+def test_missing_gpu_features_are_printed(gpu: str, recipe: str, what: str) -> None:
     result = quaver("--gpu", gpu, "--model", "llama3-8b", "--recipe", recipe)
     assert f"{gpu} has no GEMM for {what}: fprop, dgrad, wgrad decode their operands" in result.stdout
 
@@ -131,7 +131,7 @@ def test_json_has_the_rates_with_their_sources() -> None:
         (("--micro-batches", 0), "micro_batches is 0"),
     ],
 )
-def test_bad_input_is_one_sentence(changed: tuple[str, object], said: str) -> None:
+def test_bad_input_gives_one_clear_error(changed: tuple[str, object], said: str) -> None:
     result = quaver(*LLAMA, *changed)
     assert result.exit_code == 1 and said in result.stderr and len(result.stderr.strip().splitlines()) == 1
 

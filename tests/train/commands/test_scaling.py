@@ -31,7 +31,7 @@ def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli.out, "_width", 160)
 
 
-def test_the_table_says_what_takes_the_time_and_what_travels() -> None:
+def test_the_table_shows_times_and_traffic() -> None:
     result = quaver(*LLAMA, "--fsdp", 64, "--tp", 8, "--tokens", 16384, "--checkpoints", "full")
     assert result.exit_code == 0, result.output
     for said in ("fsdp 64 x tp 8", "2 sequences of 8192", "tensor parallelism, shown", "weights on the wire", "memory"):
@@ -65,7 +65,7 @@ def test_the_decoders_are_the_models() -> None:
 @pytest.mark.parametrize("optimizer", ["adamw", "exact", "balanced", "lean", "lion-lean", "sgd", "flashoptim"])
 @pytest.mark.parametrize("model", ["tiny", "125m", "8b"])
 @pytest.mark.parametrize("mesh", [{"gpus": 1}, {"gpus": 4}, {"gpus": 4, "fsdp": 2, "tp": 2}])
-def test_a_rank_keeps_its_part_of_what_live_tensors_take(mesh: dict[str, int], model: str, optimizer: str) -> None:
+def test_a_rank_has_its_share_of_live_tensor_memory(mesh: dict[str, int], model: str, optimizer: str) -> None:
     """`memory.trained`, which test_memory.py holds to live tensors, and test_optimizer_ranks.py to ranks' files."""
     planned = price(model, "tensorwise", "h100", Cluster(**mesh), optimizer=optimizer)
     whole = memory.trained(
@@ -112,6 +112,6 @@ def test_a_mixture_of_experts_is_planned() -> None:
         (("--ep", 8), "has no experts"),
     ],
 )
-def test_bad_input_is_a_sentence(arguments: tuple[object, ...], said: str) -> None:
+def test_bad_input_gives_a_clear_error(arguments: tuple[object, ...], said: str) -> None:
     result = quaver(*LLAMA, *arguments)
     assert result.exit_code == 1 and said in result.stderr, result.output

@@ -1,4 +1,4 @@
-"""A learner of each framework, which begin alike, and a text for both."""
+"""Equal learners of both frameworks, and a text for both."""
 
 from dataclasses import replace
 

@@ -61,7 +61,7 @@ def test_from_the_same_weights_the_first_codes_are_equal_and_losses_within_2e_4(
 
 
 @pytest.mark.parametrize("family", TINY)
-def test_bfloat16_casts_what_torch_autocast_casts(make_config: MakeConfig, family: str) -> None:
+def test_bfloat16_casts_the_same_as_torch_autocast(make_config: MakeConfig, family: str) -> None:
     config = make_config(model=family)
     left, right = pair(config)
     ids = training_batch(TOKENS, config, 1)[0, :, :-1]
@@ -119,7 +119,7 @@ def test_every_family_has_pytorchs_loss_and_gradients(two_layers: TrainConfig) -
         ({"model": "llama3.1-8b"}, "JAX cannot stretch rotary positions yet, as llama3.1-8b asks"),
     ],
 )
-def test_what_jax_cannot_do_yet_is_said_before_the_run_starts(
+def test_options_unsupported_by_jax_are_refused_before_the_run_starts(
     make_config: MakeConfig, options: dict[str, str], message: str
 ) -> None:
     config = make_config(framework="jax", **options)

@@ -9,7 +9,7 @@ SHAPES = {"a.weight": (2, 3), "norm.weight": (3,)}
 WEIGHTS = {name: np.arange(np.prod(shape), dtype=np.float32).reshape(shape) for name, shape in SHAPES.items()}
 
 
-def test_a_history_that_was_not_rolled_yet_is_rolled_on_its_way_in() -> None:
+def test_an_unrolled_history_is_rolled_on_import() -> None:
     recipe = recipes.delayed(history=4)
     window = np.array([[3, 0, 5], [1, 1, 9], [2, 2, 2], [7, 3, 1]], np.float32)
     factor = np.array([64, 32, 1024], np.float32)
@@ -52,7 +52,7 @@ def test_weights_of_another_model_are_refused_by_name() -> None:
             exchange.weights(wrong, SHAPES)
 
 
-def test_moments_go_there_and_back() -> None:
+def test_optimizer_moments_round_trip() -> None:
     second = {name: w * 2 for name, w in WEIGHTS.items()}
     written = exchange.write_moments(WEIGHTS, second, 7)
     assert written["a.weight/step"].shape == () and written["a.weight/step"] == 7

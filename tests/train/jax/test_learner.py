@@ -58,7 +58,7 @@ def test_where_a_gradient_that_is_not_finite_came_from(make_config: MakeConfig) 
     )
 
 
-def test_a_nan_stops_the_run_with_a_sentence(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nan_stops_the_run_with_a_clear_error(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(framework="jax", dtype="float32", checkpoint_every=2)
     step = JaxLearner.step
 
@@ -80,14 +80,14 @@ def test_the_report_says_what_was_quantized(make_config: MakeConfig) -> None:
     )
 
 
-def test_an_unknown_device_is_one_sentence(make_config: MakeConfig) -> None:
+def test_an_unknown_device_gives_one_clear_error(make_config: MakeConfig) -> None:
     for name in ("tpu9", "cuda:99", "cpu:7", "cpu:x"):
         with pytest.raises(ValueError, match=f"the device '{name}' is not available to JAX, which has cpu:0"):
             run_training(make_config(framework="jax", device=name))
 
 
 @pytest.mark.parametrize(("framework", "extra"), [("jax", "train-jax"), ("torch", "train")])
-def test_a_missing_framework_is_one_sentence(
+def test_a_missing_framework_gives_one_clear_error(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, framework: str, extra: str
 ) -> None:
     monkeypatch.setattr(frameworks, "find_spec", lambda name: None)

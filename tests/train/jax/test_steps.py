@@ -47,7 +47,7 @@ def same_step_losses(config: TrainConfig, steps: int) -> tuple[list[float], list
 
 
 @pytest.mark.parametrize("name", ["delayed(history=4)", "nvfp4"])
-def test_state_goes_from_step_to_step_as_in_pytorch(make_config: MakeConfig, name: str) -> None:
+def test_state_evolves_over_steps_as_in_pytorch(make_config: MakeConfig, name: str) -> None:
     losses = same_step_losses(make_config(dtype="float32", recipe=name), 6)
     np.testing.assert_allclose(losses[0], losses[1], rtol=0, atol=2e-4)
 

@@ -1,4 +1,4 @@
-"""What keeps experts busy and what is counted of them, beside the same by hand."""
+"""Test expert balancing and its counts against a manual computation."""
 
 from dataclasses import replace
 
@@ -41,7 +41,7 @@ def test_the_loss_is_the_weighted_mean_of_the_layers(name: str) -> None:
     assert router.weight.grad is not None and router.weight.grad.abs().sum() > 0
 
 
-def test_a_step_counts_all_micro_batches_and_what_is_dropped() -> None:
+def test_a_step_counts_all_micro_batches_and_dropped_tokens() -> None:
     config = small("mixtral-tiny", capacity=1.0)
     model, batches = routed(config)
     assert config.experts is not None
@@ -93,7 +93,7 @@ def test_choices_that_differ_are_counted() -> None:
     assert differing((one, one), (two, one)) == (1, 8)
 
 
-def test_a_model_in_bf16_has_the_same_weights_and_leaves_the_quantized_one_as_it_is() -> None:
+def test_a_bf16_model_has_the_same_weights_and_leaves_the_quantized_one_unchanged() -> None:
     config = small("mixtral-tiny")
     model = build(config, 256, 0, CPU)
     quantize_layers(model, recipes.get("delayed"), 0)

@@ -28,7 +28,7 @@ def test_every_feature_size_is_a_multiple_of_32(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_parameters_are_those_of_the_table_in_its_order(name: str) -> None:
+def test_the_parameters_match_the_table_in_its_order(name: str) -> None:
     config = replace(MODELS[name], layers=2)
     with torch.device("meta"):
         model = Decoder(config, 256)
@@ -109,7 +109,7 @@ def test_recomputation_changes_no_bit(recipe: str, recompute: str) -> None:
 
 @pytest.mark.parametrize("dtype, bound", [("float32", 1e-5), ("bfloat16", 1e-2)])
 @pytest.mark.parametrize("name", ["llama-tiny", "gemma2-tiny"])
-def test_the_loss_in_chunks_is_that_of_all_logits(name: str, dtype: str, bound: float) -> None:
+def test_the_loss_in_chunks_matches_all_logits(name: str, dtype: str, bound: float) -> None:
     """Gemma's head is the embedding, and its logits are capped."""
     model = build(replace(MODELS[name], layers=1), 256, 0, CPU)
     batch, runs = ids(2, 17), []

@@ -174,7 +174,7 @@ def random_model(name: str) -> Decoder:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_logits_and_gradients_are_those_of_transformers(name: str) -> None:
+def test_logits_and_gradients_match_transformers(name: str) -> None:
     make, kind, *_ = FAMILIES[name]
     ours = random_model(name)
     theirs = kind(make(MODELS[name])).train()

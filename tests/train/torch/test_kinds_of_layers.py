@@ -162,7 +162,7 @@ def renamed(name: str, rules: Any) -> str:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_logits_and_gradients_are_those_of_transformers(name: str) -> None:
+def test_logits_and_gradients_match_transformers(name: str) -> None:
     make, rules, layers = ROWS[name]
     config = replace(MODELS[name], layers=layers)
     ours, theirs = build(config, VOCAB, 0, torch.device("cpu")), make(config).float()

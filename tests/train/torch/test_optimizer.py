@@ -48,7 +48,7 @@ def test_only_a_gpu_captures_a_step() -> None:
         TrainConfig(capture="steps")
 
 
-def test_a_replayed_step_drops_what_is_kept_of_weights() -> None:
+def test_a_replayed_step_drops_cached_weights() -> None:
     layer = qt.Linear(4, 4)
     weight = torch.nn.Parameter(torch.randn(4, 4))
     spec = get("tensorwise").fprop.b

@@ -26,7 +26,7 @@ def same_table(recipe, other):
         ("rowwise_with_gw_hp", recipes.rowwise_bf16_wgrad()),
     ],
 )
-def test_a_recipe_of_torchaos_is_one_of_ours(name, recipe):
+def test_torchao_recipes_map_to_our_recipes(name, recipe):
     assert same_table(recipe_of(Float8LinearConfig.from_recipe_name(name)), recipe)
     assert recipe_of(Float8LinearConfig.from_recipe_name(name)).fprop.fast_accum
     assert str(recipe_of(Float8LinearConfig.from_recipe_name(name))) == f"torchao.{name}"
@@ -39,7 +39,7 @@ def casts(module):
     yield module.CastConfig(module.ScalingType.DISABLED)
 
 
-def test_every_pair_of_casts_is_taken_or_refused_as_torchao_does():
+def test_every_pair_of_casts_is_accepted_or_refused_as_by_torchao():
     """Of an input and a weight, for both GEMMs of each: 49 pairs by two roundings of scales."""
     for (i, of_input), (w, of_weight) in itertools.product(enumerate(casts(ours)), enumerate(casts(ours))):
         for power in (False, True):
@@ -65,7 +65,7 @@ def test_every_pair_of_casts_is_taken_or_refused_as_torchao_does():
             assert (recipe.wgrad.b, recipe.dgrad.b) == (recipe.fprop.a, recipe.fprop.b)
 
 
-def test_gemms_accumulate_as_they_are_told():
+def test_gemms_follow_the_configured_accumulation():
     slow = Float8LinearConfig(
         gemm_config_output=Float8GemmConfig(), gemm_config_grad_input=Float8GemmConfig(use_fast_accum=True)
     )
@@ -73,7 +73,7 @@ def test_gemms_accumulate_as_they_are_told():
     assert (recipe.fprop.fast_accum, recipe.dgrad.fast_accum, recipe.wgrad.fast_accum) == (False, True, False)
 
 
-def test_one_cast_given_to_all_operands_stays_as_it_is():
+def test_one_cast_config_for_all_operands_stays_unchanged():
     """torchao writes a dtype into a cast that it is given, so that gradients become E4M3 with the inputs."""
     shared = CastConfig()
     recipe = recipe_of(
@@ -89,7 +89,7 @@ def test_wgrad_alone_may_stay_in_high_precision():
     assert recipe_of(config).wgrad == GemmSpec(None, None)
 
 
-def test_enums_of_torchaos_own_are_taken():
+def test_torchao_enums_are_accepted():
     cast = CastConfig(scaling_granularity=theirs.ScalingGranularity.AXISWISE)
     assert cast.scaling_granularity is ROW
     of_name = Float8LinearConfig.from_recipe_name(theirs.Float8LinearRecipeName.ROWWISE)
@@ -122,7 +122,7 @@ def test_layers_print_casts_as_torchao_does():
         (lambda: Float8LinearConfig.from_recipe_name("row_wise"), r"torchao has no recipe 'row_wise'; .*rowwise"),
         (
             lambda: Float8LinearConfig(cast_config_weight=CastConfig(ours.ScalingType.DISABLED)),
-            r"gemm_config_output multiplies what cast_config_input and cast_config_weight cast; cast both",
+            r"gemm_config_output multiplies the operands of cast_config_input and cast_config_weight; cast both",
         ),
         (
             lambda: Float8LinearConfig(
@@ -139,11 +139,11 @@ def test_layers_print_casts_as_torchao_does():
         ),
     ],
 )
-def test_what_does_not_fit_is_a_sentence(make, sentence):
+def test_invalid_arguments_give_a_clear_error(make, sentence):
     with pytest.raises(ValueError, match=sentence):
         make()
 
 
-def test_an_option_that_torchao_ignores_is_said():
+def test_an_option_that_torchao_ignores_gives_a_warning():
     with pytest.warns(UserWarning, match="has no effect, as in torchao"):
         Float8LinearConfig(force_recompute_fp8_weight_in_bwd=True)

@@ -56,7 +56,7 @@ def test_a_step_is_torchaos(name):
         assert (gradient - their).norm() <= 1e-5 * their.norm()
 
 
-def test_what_is_converted_is_what_torchao_converts():
+def test_the_same_layers_are_converted_as_by_torchao():
     model = nn.ModuleDict({"a": net(), "head": nn.Linear(48, 32), "norm": nn.LayerNorm(32)})
 
     def keeps(module, name):
@@ -77,7 +77,7 @@ def test_a_root_that_is_a_layer_is_converted_in_place():
     assert not isinstance(nn.Linear(4, 4), Float8Linear)
 
 
-def test_a_layer_is_made_of_another():
+def test_a_layer_is_made_from_another():
     layer = nn.Linear(32, 48).eval()
     made_of = Float8Linear.from_float(layer, ours.Float8LinearConfig.from_recipe_name("rowwise"))
     assert made_of.weight is layer.weight and made_of.bias is layer.bias and not made_of.training

@@ -1,4 +1,6 @@
-"""Each recipe of Transformer Engine's is six operands of ours, with its defaults, and no option is left aside."""
+"""Test that each Transformer Engine recipe maps to six of our operands with its defaults, and that no option is
+ignored.
+"""
 
 from dataclasses import make_dataclass
 from typing import Any
@@ -31,14 +33,14 @@ DEFAULTS = {
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
-def test_defaults_are_the_recipe_of_ours(name: str) -> None:
+def test_defaults_map_to_our_recipe(name: str) -> None:
     built, ours = recipe_of(te.RECIPES[name]()), DEFAULTS[name]
     assert (built.gemms, built.delayed, built.attention) == (ours.gemms, ours.delayed, None)
     assert recipe_of(te.RECIPES[name]()) is built, "equal recipes are one object"
     assert str(built) == f"transformer_engine.{name}"
 
 
-def test_each_option_reaches_what_it_is_of() -> None:
+def test_each_option_has_its_effect() -> None:
     asked = DelayedScaling(1, Format.E4M3, 16, "most_recent", fp8_dpa=True)
     assert asked.recipe().delayed == recipes.delayed(margin=1, history=16, algorithm="most_recent").delayed
     assert asked.recipe().gemms == recipes.delayed(format="e4m3", power_of_two=False).gemms
@@ -68,14 +70,14 @@ def test_backward_may_be_of_values(kind: Any) -> None:
         assert built.dequantized_backward is (override == "dequantized")
 
 
-def test_predicates_say_which_one_it_is() -> None:
+def test_predicates_identify_the_recipe() -> None:
     asked = ("delayed", "mxfp8", "nvfp4", "float8_current_scaling", "float8_block_scaling", "custom")
     true = [[name for name in asked if getattr(kind, name)()] for kind in te.RECIPES.values()]
     assert true == [["delayed"], ["float8_current_scaling"], ["mxfp8"], ["float8_block_scaling"], ["nvfp4"]]
     assert [kind.float8_per_tensor_scaling() for kind in te.RECIPES.values()] == [True, True, False, False, False]
 
 
-def test_the_packages_own_objects_are_taken() -> None:
+def test_objects_of_the_original_package_are_accepted() -> None:
     """Told by the names of their classes and fields, as those of the package are."""
     fmt = type("Format", (), {"name": "E4M3"})()
     of_gemm = make_dataclass("MMParams", ["use_split_accumulator"])(True)
@@ -94,7 +96,7 @@ REFUSED: list[tuple[Any, str]] = [
         lambda: DelayedScaling(scaling_factor_compute_algo=max).recipe(),
         "scaling_factor_compute_algo=.* is not supported",
     ),
-    (lambda: DelayedScaling(reduce_amax=False).recipe(), "reduce_amax=False is not there: give True"),
+    (lambda: DelayedScaling(reduce_amax=False).recipe(), "reduce_amax=False is not supported: give True"),
     (lambda: DelayedScaling(interval=5).recipe(), "interval=5 is not supported"),
     (lambda: DelayedScaling(override_linear_precision=(True, False, True)).recipe(), "override_linear_precision"),
     (
@@ -114,6 +116,6 @@ REFUSED: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("build", "sentence"), REFUSED)
-def test_what_is_not_there_is_a_sentence(build: Any, sentence: str) -> None:
+def test_missing_features_give_a_clear_error(build: Any, sentence: str) -> None:
     with pytest.raises((ValueError, TypeError), match=sentence):
         build()

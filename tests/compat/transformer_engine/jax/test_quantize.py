@@ -10,7 +10,7 @@ from quaver.compat.transformer_engine.common.recipe import MXFP8BlockScaling, NV
 from quaver.jax.state.context import recipe_in_force
 
 
-def test_a_context_is_off_unless_it_is_asked_for() -> None:
+def test_a_context_is_off_by_default() -> None:
     with te.autocast():
         assert recipe_in_force("mxfp8") is None
     with te.autocast(enabled=True):
@@ -61,7 +61,7 @@ def test_collections_are_joined_and_keep_their_kind() -> None:
     ],
     ids=["near", "elsewhere", "near in flax", "elsewhere in flax"],
 )
-def test_a_name_that_is_not_there_says_what_is(module: object, name: str, sentence: str) -> None:
+def test_a_missing_name_lists_the_present_ones(module: object, name: str, sentence: str) -> None:
     with pytest.raises(AttributeError, match=sentence):
         getattr(module, name)
 
@@ -74,7 +74,7 @@ def recorded(numbers: tuple[str, ...] = ("",)) -> dict[str, jnp.ndarray]:
     }
 
 
-def test_what_it_recorded_becomes_the_state_of_ours() -> None:
+def test_recorded_state_becomes_our_state() -> None:
     theirs = {"params": {}, "fp8_metas": {"a": recorded(), "mlp": recorded(("_0", "_1"))}}
     own = te.quantize.own_collections(theirs)
     state = own[te.NVTE_FP8_COLLECTION_NAME]

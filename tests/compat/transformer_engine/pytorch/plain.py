@@ -1,4 +1,4 @@
-"""Transformer Engine's layer written from its documentation in plain operations, to hold ours against."""
+"""Plain implementation of Transformer Engine's layer, written from its documentation, for comparison."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def norm(x: Tensor, kind: str, weight: Tensor, bias: Tensor | None, centered: bo
 
 
 def linear(p: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
-    """A projection whose weight may lie in several parameters."""
+    """Linear projection with a weight that may be split over several parameters."""
     weights = [v for k, v in p.items() if k.startswith(name) and k.endswith("weight") and "layer_norm" not in k]
     biases = [v for k, v in p.items() if k.startswith(name) and k.endswith("bias") and "layer_norm" not in k]
     return F.linear(x, torch.cat(weights), torch.cat(biases) if biases else None)

@@ -18,7 +18,7 @@ def given(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
     return logits, targets
 
 
-def test_losses_and_gradients_are_torchs() -> None:
+def test_losses_and_gradients_equal_torch() -> None:
     logits, targets = given()
     for smoothing in (0.0, 0.1):
         flat = logits.float().view(-1, 64), targets.flatten()
@@ -66,7 +66,7 @@ def test_the_gradient_may_take_the_memory_of_the_logits(dtype: torch.dtype) -> N
         te.parallel_cross_entropy(own.detach().transpose(0, 1), targets.T, overwrite_input=True)
 
 
-def test_what_does_not_fit_is_a_sentence() -> None:
+def test_invalid_arguments_give_a_clear_error() -> None:
     logits, targets = given()
     for changed, sentence in ((targets[:1], "need integers of shape"), (targets + 64, "is outside 0 … 63")):
         with pytest.raises(ValueError, match=sentence):

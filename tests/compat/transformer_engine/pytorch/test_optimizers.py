@@ -182,7 +182,7 @@ def test_groups_count_steps_and_state_dicts_load_both_ways(capturable: bool) -> 
 
 
 class Fills(TorchDispatchMode):
-    """Counts what is filled with a number."""
+    """Count tensors filled with a constant."""
 
     number = 0
 
@@ -192,7 +192,7 @@ class Fills(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("capturable", [False, True])
-def test_a_groups_count_is_that_of_parameters_whose_first_gradient_is_late(capturable: bool) -> None:
+def test_a_group_step_count_applies_to_parameters_with_a_late_first_gradient(capturable: bool) -> None:
     """Transformer Engine corrects the bias of all by the group's steps; a count that agrees is not written again."""
     p, late = (nn.Parameter(torch.zeros(64, 64)) for _ in range(2))
     optimizer = te.FusedAdam([p, late], 1e-2, capturable=capturable)
@@ -213,7 +213,7 @@ def test_a_groups_count_is_that_of_parameters_whose_first_gradient_is_late(captu
     assert [int(optimizer.state[q]["step"]) for q in (p, late)] == [8, 8]
 
 
-def test_what_is_not_there_is_a_sentence() -> None:
+def test_missing_features_give_a_clear_error() -> None:
     p = [nn.Parameter(torch.zeros(4))]
     for options, sentence in (
         ({"amsgrad": True}, "has no amsgrad"),
@@ -229,7 +229,7 @@ def test_what_is_not_there_is_a_sentence() -> None:
             te.FusedAdam(p, **options)  # type: ignore[arg-type]
 
 
-def test_betas_come_third() -> None:
+def test_betas_are_the_third_argument() -> None:
     options: Any = {"eps": 1e-8, "weight_decay": 0.1}
     assert_close(
         "weights",

@@ -71,7 +71,7 @@ def test_chunks_are_sorted() -> None:
     assert_bitwise(rows.flatten(), of_rows)
 
 
-def test_what_does_not_fit_is_a_sentence() -> None:
+def test_invalid_arguments_give_a_clear_error() -> None:
     x, _, mask = chosen()
     with pytest.raises(ValueError, match="did you mean 'mask'"):
         te.moe_permute(x, mask, map_type="masks")

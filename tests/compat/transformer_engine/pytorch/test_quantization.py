@@ -37,7 +37,7 @@ def test_losses_are_our_recipes(name: str) -> None:
     assert each[0] == each[1] == each[2] != losses(te.Linear(32, 16), te.autocast(False))
 
 
-def test_without_a_recipe_it_is_that_of_the_device() -> None:
+def test_without_a_recipe_the_device_decides() -> None:
     assert isinstance(te.get_default_recipe(), recipe.DelayedScaling) or torch.cuda.is_available()
     with te.autocast():
         te.Linear(16, 16)(torch.zeros(2, 16))
@@ -77,17 +77,17 @@ def test_checkpoints_are_ours() -> None:
         te.checkpoint(layer, x, distribute_saved_activations=True)
 
 
-def test_what_is_not_there_is_a_sentence() -> None:
+def test_missing_features_give_a_clear_error() -> None:
     with pytest.raises(ValueError, match="calibrating without quantizing is not supported"):
         te.autocast(enabled=False, calibrating=True)
     with pytest.raises(AttributeError, match=r"has no 'LayerNormLinea': did you mean 'LayerNormLinear'\?$"):
         te.LayerNormLinea  # noqa: B018
-    with pytest.raises(AttributeError, match=r"'make_graphed_callables': .*CapturedStep. captures"):
+    with pytest.raises(AttributeError, match=r"'make_graphed_callables': .*CapturedStep.*captures"):
         te.make_graphed_callables  # noqa: B018
     assert not hasattr(te, "make_graphed_callables")
 
 
-def test_what_the_process_wide_state_says_is_autocasts() -> None:
+def test_the_global_state_reports_autocast() -> None:
     state = te.FP8GlobalStateManager
     assert not state.is_fp8_enabled() and not state.is_fp8_calibration() and not state.fp8_graph_capturing()
     with te.autocast(recipe=recipe.MXFP8BlockScaling()):

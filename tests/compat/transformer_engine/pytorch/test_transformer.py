@@ -1,4 +1,4 @@
-"""A layer of Transformer Engine's arguments computes what its documentation says, and trains as ours does."""
+"""Test that a layer with Transformer Engine's arguments follows its documentation and trains like ours."""
 
 from collections.abc import Callable
 from typing import Any
@@ -48,7 +48,7 @@ def inputs(kind: str) -> dict[str, Tensor]:
 
 
 @EACH
-def test_the_formula_is_the_documented_one(kind: str) -> None:
+def test_the_formula_matches_the_documentation(kind: str) -> None:
     layer, x, given = make(kind), torch.randn(5, 2, 64), inputs(kind)
     expected = plain.layer(layer.state_dict(), x, 4, given.get("encoder_output"), **KINDS[kind])
     assert_close("output", layer(x, **given), expected, 1e-5)
@@ -67,7 +67,7 @@ def test_it_trains_quantized(kind: str) -> None:
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "nvfp4"])
 @pytest.mark.parametrize("fused", [False, True])
-def test_the_bits_are_those_of_our_layer(recipe: str, fused: bool) -> None:
+def test_the_bits_match_our_layer(recipe: str, fused: bool) -> None:
     """One weight of queries, keys and values, put together in each forward or not."""
     theirs = make("plain", fuse_qkv_params=fused, qkv_weight_interleaved=False)
     ours = qt.TransformerLayer(64, 4, 96, layout="sbhd")
@@ -177,7 +177,7 @@ def test_gradients_of_weights_wait_for_all_parts() -> None:
         assert_bitwise(p.grad, g)
 
 
-def test_what_excludes_one_another_is_a_sentence() -> None:
+def test_conflicting_options_give_a_clear_error() -> None:
     for options, sentence in (
         ({"parallel_attention_mlp": True, "output_layernorm": True}, "norms before attention and MLP"),
         ({"layer_type": "encodr"}, "did you mean 'encoder'"),

@@ -12,14 +12,14 @@ Functions = tuple[Callable[..., None], Callable[[bool], None]]
 
 
 def functions() -> Functions:
-    """What multiplies a block and what ends its use: the real ones, or what stands for them."""
+    """The functions that multiply a block and end its use: real or emulated."""
     return gemm._functions() or (multiply, lambda in_pairs: None)
 
 
 def multiply(
     m: int, n: int, k: int, lda: int, ldb: int, ldc: int, add: bool, a: int, b: int, c: int, in_pairs: bool
 ) -> None:
-    """C [m, n] = (C +) A [m, k] @ B, whose rows lie in pairs: [k / 2, n, 2]."""
+    """C [m, n] = (C +) A [m, k] @ B with rows in pairs: [k / 2, n, 2]."""
     assert in_pairs and k % 2 == 0
     left = _memory(a, torch.bfloat16, (m, k), (lda, 1))
     right = _memory(b, torch.bfloat16, (k // 2, 2, n), (2 * ldb, 1, 2)).reshape(k, n)

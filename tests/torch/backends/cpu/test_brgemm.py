@@ -22,7 +22,7 @@ from tests.torch.backends.cpu import block
 
 @pytest.fixture(autouse=True)
 def functions(monkeypatch: pytest.MonkeyPatch) -> block.Functions:
-    """The block that this processor has, or what stands for it."""
+    """The block functions of this processor, or an emulation."""
     multiply_and_release = block.functions()
     monkeypatch.setattr(cpu_brgemm, "_functions", lambda: multiply_and_release)
     return multiply_and_release
@@ -68,7 +68,7 @@ def test_several_matrices_are_multiplied_by_some_rows_and_columns_of_others(shap
         cpu_brgemm.multiply_each(a.transpose(1, 2).contiguous().transpose(1, 2), pairs, y)
 
 
-def test_only_large_products_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_large_products_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cpu_brgemm.takes(512, 512, 512)
     for shape in [(64, 512, 512), (512, 500, 512), (128, 128, 128)]:
         assert not cpu_brgemm.takes(*shape), shape
@@ -76,7 +76,7 @@ def test_only_large_products_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not cpu_brgemm.takes(512, 512, 512)
 
 
-def test_memory_for_c_is_what_c_takes_it_for() -> None:
+def test_memory_passed_to_c_is_checked() -> None:
     good = torch.zeros(6, 4, dtype=torch.float32)
     assert cpu_brgemm.address(good, torch.float32, 24) == good.data_ptr()
     wrong = good.double(), good.to("meta"), good.t(), good[:, :3], torch.zeros(0, dtype=torch.float32)
@@ -85,7 +85,7 @@ def test_memory_for_c_is_what_c_takes_it_for() -> None:
             cpu_brgemm.address(t, torch.float32, 24)
 
 
-def test_blocks_are_compiled_for_few_sizes_whatever_the_tokens(
+def test_blocks_are_compiled_for_few_sizes_for_any_token_count(
     functions: block.Functions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = set()
@@ -109,10 +109,10 @@ def test_blocks_are_compiled_for_few_sizes_whatever_the_tokens(
 @pytest.mark.parametrize("k", [1, 2, 7, 64, 66, 127])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("shifted", [False, True])
-def test_pairs_of_rows_lie_beside_each_other(
+def test_pairs_of_rows_are_interleaved(
     shifted: bool, transposed: bool, k: int, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shifted by one element, nothing lies where a word of 32 bits may."""
+    """Also shifted by one element, so that nothing is aligned to 32 bits."""
     monkeypatch.setattr(quantize, "PIECE", piece)
     b = torch.randn(192, k).bfloat16()
     b[0, 0], b[1, k // 2], b[2, -1] = torch.nan, -torch.inf, -0.0
@@ -175,7 +175,7 @@ class Watched:
         self.end(in_pairs)
 
 
-def test_each_thread_releases_what_it_holds(functions: block.Functions) -> None:
+def test_each_thread_releases_its_tiles(functions: block.Functions) -> None:
     watched = Watched(functions, 3)
     a, b = operands(700)
     y = cpu_brgemm._product(watched.functions(), a, b, 2)
@@ -203,7 +203,7 @@ def test_an_exception_of_a_thread_is_raised_once_all_have_ended(fails: str, func
     assert len(watched.calls) == 2 and all(calls[-1] == "release" for calls in watched.calls.values())
 
 
-def test_products_of_many_threads_are_those_of_one(functions: block.Functions) -> None:
+def test_products_of_many_threads_match_one(functions: block.Functions) -> None:
     a, b = operands(300)
     expected, results = cpu_brgemm._product(functions, a, b, 0), []
 
@@ -236,7 +236,7 @@ raise SystemExit(os.waitpid(child, 0)[1])
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_fork_multiplies_though_it_inherits_no_helper() -> None:
+def test_a_forked_process_multiplies_without_helper_threads() -> None:
     command = [sys.executable, "-W", "ignore", "-c", FORK]
     done = forked.quick.run(command, timeout=300, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""What bits give at once equals what arithmetic gives: codes to values, and values to codes."""
+"""Test that table lookups equal arithmetic: codes to values, and values to codes."""
 
 import math
 

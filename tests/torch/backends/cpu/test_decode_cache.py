@@ -73,7 +73,7 @@ def test_each_operand_is_decoded_once_a_direction(count: int, decoded: list[Quan
     assert len(decoded) == (1 + count) + (2 * count + 1)
 
 
-def test_codes_that_were_written_between_two_calls_are_read_anew() -> None:
+def test_codes_written_between_two_calls_are_decoded_again() -> None:
     a, b = (qt.quantize(torch.randn(TOKENS, K), recipes.tensorwise().fprop.a) for _ in range(2))
     repeated.mark(a, repeated.INPUT)
     first = gemm.matmul(a, b, torch.bfloat16)
@@ -83,7 +83,7 @@ def test_codes_that_were_written_between_two_calls_are_read_anew() -> None:
     assert not gemm.matmul(a, b, torch.bfloat16).any()
 
 
-def test_whose_values_another_operand_has_overwritten_is_decoded_again() -> None:
+def test_an_operand_evicted_from_the_decode_cache_is_decoded_again() -> None:
     spec = recipes.tensorwise().fprop.a
     assert spec is not None
     a, b, c = (qt.quantize(torch.randn(TOKENS, K), spec) for _ in range(3))
@@ -107,7 +107,7 @@ def unmarked(q: Quantized) -> Quantized:
     return Quantized(q.data, q.scale, q.spec, q.shape, q.transposed)
 
 
-def test_a_thread_reads_what_it_decoded_itself() -> None:
+def test_a_thread_reads_its_own_decoded_values() -> None:
     a, b = (qt.quantize(torch.randn(TOKENS, K), recipes.tensorwise().fprop.a) for _ in range(2))
     repeated.mark(a, repeated.INPUT)
     expected = gemm.matmul(a, b, torch.bfloat16)

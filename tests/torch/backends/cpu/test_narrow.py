@@ -45,7 +45,7 @@ def operands(
     ],
 )
 def test_narrow_products_are_within_1e_6_of_float64(name: str, magnitude: str, transposed: bool) -> None:
-    """Every GEMM and every magnitude meets every shape, one a case by turns."""
+    """Every GEMM and every magnitude occurs with every shape, alternating over the cases."""
     m, k, n = SHAPES[(list(GEMMS).index(name) + list(MAGNITUDES).index(magnitude)) % len(SHAPES)]
     a, b = operands(GEMMS[name], m, k, n, magnitude, transposed)
     exact = double(a) @ double(b).t()
@@ -56,7 +56,7 @@ def test_narrow_products_are_within_1e_6_of_float64(name: str, magnitude: str, t
 
 @every_gemm
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_reaches_the_rows_that_float64_gives_it(gemm: GemmSpec, value: float) -> None:
+def test_nonfinite_values_reach_the_same_rows_as_in_float64(gemm: GemmSpec, value: float) -> None:
     assert gemm.a is not None and gemm.b is not None
     x, w = torch.randn(1, 1500), torch.randn(300, 1500)
     w[131, 7] = value
@@ -80,7 +80,7 @@ def test_scales_too_far_apart_for_float32_are_multiplied_in_float64() -> None:
 
 @pytest.mark.parametrize("rows", [5, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_handful_of_rows_beside_a_large_operand_goes_the_same_way(
+def test_a_few_rows_with_a_large_operand_use_the_same_path(
     rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu_gemm, "NARROW_BESIDE", (16, 1 << 14))

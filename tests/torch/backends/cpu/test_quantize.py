@@ -50,7 +50,7 @@ DRAWN = {
 
 @pytest.mark.parametrize("draw", DRAWN.values(), ids=DRAWN)
 @pytest.mark.parametrize("text", SPECS)
-def test_codes_and_scales_are_those_of_plain_torch(text: str, draw: Callable[[], Tensor]) -> None:
+def test_codes_and_scales_match_plain_torch(text: str, draw: Callable[[], Tensor]) -> None:
     torch.manual_seed(0)
     spec, x = QuantSpec.parse(text), draw()
     for lies in (x, x.t(), x[:, ::2]):
@@ -63,7 +63,7 @@ def test_codes_and_scales_are_those_of_plain_torch(text: str, draw: Callable[[],
         assert torch.equal(own.amax.view(torch.int32), wanted.amax.view(torch.int32))
 
 
-def test_what_it_does_not_take_goes_another_way() -> None:
+def test_unsupported_inputs_use_another_implementation() -> None:
     x = torch.randn(8, 64)
     for text in ("e4m3[1x32]:e8m0", "e2m1[1x32]:e8m0:stochastic", "e2m1[1x32]:e8m0:hadamard", "e2m1[32x32]:e8m0"):
         assert quantize.reason_e8m0(x, QuantSpec.parse(text))
@@ -73,8 +73,8 @@ def test_what_it_does_not_take_goes_another_way() -> None:
 
 
 @pytest.mark.parametrize("name", ["fprop.a", "fprop.b"])
-def test_parts_have_tensor_factors_of_their_own(name: str) -> None:
-    """Whatever another part holds."""
+def test_each_part_has_its_own_tensor_factor(name: str) -> None:
+    """A tensor factor does not depend on other parts."""
     torch.manual_seed(0)
     spec = RECIPES["nvfp4"]().operands()[name]
     assert spec is not None

@@ -1,4 +1,4 @@
-"""Memory that is written again and again reaches nobody: what was given before stays as it was."""
+"""Test that reused scratch memory is never visible: earlier results stay unchanged."""
 
 import math
 import threading
@@ -55,12 +55,12 @@ def test_a_slot_is_one_memory_for_a_thread_and_another_for_the_next() -> None:
 
 
 @pytest.mark.parametrize("size", [quantize.SMALLEST - 1, quantize.LARGEST + 1])
-def test_little_and_much_is_not_held(size: int) -> None:
+def test_scratch_memory_is_cached_only_between_two_sizes(size: int) -> None:
     first, second = (quantize.buffer("test", (size,), torch.uint8) for _ in range(2))
     assert first.data_ptr() != second.data_ptr()
 
 
-def test_memory_made_in_inference_mode_serves_training() -> None:
+def test_memory_made_in_inference_mode_is_usable_in_training() -> None:
     layer = qt.Linear(256, 256, recipe=recipes.mxfp8())
     with torch.inference_mode():
         quantize._held.slots.clear()
@@ -105,7 +105,7 @@ class Fresh(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", FP8)
 @pytest.mark.parametrize("transposed", [False, True])
-def test_quantizing_much_asks_for_no_more_than_its_codes(transposed: bool, name: str) -> None:
+def test_quantizing_a_large_tensor_allocates_only_its_codes(transposed: bool, name: str) -> None:
     x = torch.randn(2048, 1024 + 128)
     assert x.numel() * 4 > quantize.LARGEST
     given = x.t() if transposed else x

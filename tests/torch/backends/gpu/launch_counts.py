@@ -145,7 +145,7 @@ def _recorded_amax(multiply: Any, launched: list[str], counting: Any) -> Any:
 
 
 class _Kernels(list[Any]):
-    """Takes what a `Driver` notes to the names of all launches."""
+    """Maps the records of a `Driver` to the names of all launches."""
 
     def __init__(self, launched: list[str]) -> None:
         self.launched = launched
@@ -155,7 +155,7 @@ class _Kernels(list[Any]):
 
 
 def counted(arch: int, name: str) -> tuple[int, ...]:
-    """Of a Linear, of one with a bias, and of one whose weight is kept from the step before."""
+    """Count launches of a Linear, of one with a bias, and of one with a weight cached from the step before."""
     # Of delayed scaling the steps before are interpreted, which takes seconds a step of a larger layer.
     features = 128 if name == "delayed" else 512
     counts = [len(launches(arch, name, *linear(bias, features))) for bias in (False, True)]
@@ -195,7 +195,7 @@ def table() -> str:
 
 
 def written(text: str) -> str:
-    """The page with the table made anew."""
+    """The page with an updated table."""
     before, after = text.split(BEGIN)[0], text.split(END)[1]
     return f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"
 

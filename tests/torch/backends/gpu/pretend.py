@@ -155,7 +155,7 @@ class Driver:
         return why
 
     def query(self) -> bool:
-        """Of the event behind that copy."""
+        """Return the state of the event after the copy."""
         return self.waited
 
     def _wait(self, *_: Any) -> None:

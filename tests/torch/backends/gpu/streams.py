@@ -1,4 +1,4 @@
-"""Streams of a GPU that there is not: what is asked of them, in order."""
+"""Simulated GPU streams that record the calls on them, in order."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ class Streams:
         self.log.append(("waits", self.now, event[1]))
 
     def keeps(self, stream: int) -> set[int]:
-        """Addresses of the tensors whose memory waits for a stream before it is given away."""
+        """Addresses of tensors whose memory waits for a stream before it is reused."""
         return {entry[2] for entry in self.log if entry[:2] == ("keeps", stream)}
 
 

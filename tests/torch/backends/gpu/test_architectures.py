@@ -69,7 +69,7 @@ def test_a_step_runs_on_every_architecture_and_its_gemms_are_native_where_they_a
             assert (one - other).float().norm() <= 2.0**-7 * other.float().norm()
 
 
-def test_what_is_known_of_a_cards_gemms_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_facts_about_a_gpu_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = qt.Linear(64, 48, bias=False, dtype=torch.bfloat16), torch.randn(32, 64).bfloat16()
     for arch in (90, 100):
         with monkeypatch.context() as patch, as_on_a_gpu(patch):
@@ -119,7 +119,7 @@ def test_operands_on_an_older_gpu_have_the_bits_of_the_reference(
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_ampere_is_told_once_which_gemms_are_emulated(
+def test_ampere_warns_once_which_gemms_are_emulated(
     recipe: str, monkeypatch: pytest.MonkeyPatch, gpu: Callable[[int], list[list[str]]]
 ) -> None:
     monkeypatch.setattr(fused_quantize, "_announced", set())

@@ -56,7 +56,7 @@ def test_another_stream_waits_once_and_holds_the_memory(recipe: str, streams: St
     assert streams.log[done] == ("waits", 3, 1)
 
 
-def test_what_one_stream_makes_of_the_codes_is_not_anothers(streams: Streams) -> None:
+def test_streams_do_not_share_derived_codes(streams: Streams) -> None:
     layer, weight, spec, entry = kept("tensorwise")
     assert entry.quantized is not None
     # A transpose that is written when a GEMM first asks for it, on this stream.
@@ -68,7 +68,7 @@ def test_what_one_stream_makes_of_the_codes_is_not_anothers(streams: Streams) ->
     assert reader.ready is None and reader.quantized.T.data.data_ptr() == reader.quantized.data.data_ptr()
 
 
-def test_readers_go_with_what_they_read(streams: Streams) -> None:
+def test_readers_are_freed_with_their_source(streams: Streams) -> None:
     layer, weight, spec, entry = kept("rowwise")
     streams.now = 2
     reader = weight_cache.lookup(layer, "fprop", weight, spec, 0.0)

@@ -154,7 +154,7 @@ def test_captured_delayed_scaling_takes_one_pass_over_a_tensor(gpu: Callable[[st
     assert "amax" not in names
 
 
-def test_a_captured_graph_reads_stored_codes_anew() -> None:
+def test_a_captured_graph_reads_the_stored_codes_at_each_replay() -> None:
     """What a GEMM's layout of them is kept for would be filled once, at a replay, and not follow the codes."""
     with qt.quantized_init("tensorwise"):
         layer = qt.Linear(K, N, bias=False)
@@ -164,7 +164,7 @@ def test_a_captured_graph_reads_stored_codes_anew() -> None:
     assert stored_weight.codes(layer, layer.weight) is stored_weight.codes(layer, layer.weight)
 
 
-def test_a_rehearsal_ends_with_its_block_and_nests() -> None:
+def test_a_capture_rehearsal_ends_with_its_block_and_nests() -> None:
     cpu = torch.device("cpu")
     with capture.rehearsing(cpu):
         with pytest.raises(KeyError), capture.rehearsing(cpu):

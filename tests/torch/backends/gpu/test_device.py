@@ -49,7 +49,7 @@ def test_rocm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["native", "triton", "decoded"])
-def test_a_cpu_takes_part_only_where_it_is_asked_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpu_is_used_only_when_requested_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     assert device.why_no_fp8(cpu, name) and device.why_no_kernels(cpu)
     monkeypatch.setattr(device, "asked", {name})
@@ -63,7 +63,7 @@ def test_without_the_interpreter_a_cpu_runs_no_kernels(monkeypatch: pytest.Monke
     assert "TRITON_INTERPRET=1" in device.why_no_kernels(torch.device("cpu"))
 
 
-def test_windows_is_told_which_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_errors_name_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device.importlib.util, "find_spec", lambda _: None)
     monkeypatch.setattr(sys, "platform", "win32")
     assert "pip install triton-windows" in device.why_no_triton()

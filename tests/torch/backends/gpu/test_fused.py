@@ -1,4 +1,4 @@
-"""Layers whose input is quantized by the kernel that makes it have the bits of the kernels called in turn."""
+"""Test that layers with an input quantized by the producing kernel have the bits of separate kernels."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Grouped GEMMs as torch's takes them on a GPU, by a stand-in that checks what CUDA's checks and multiplies alike."""
+"""Test grouped GEMM arguments for a GPU with a stand-in that makes the checks of CUDA and multiplies the same way."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -211,7 +211,7 @@ def test_one_call_sums_over_all_groups(kind: str, calls: list[Call]) -> None:
 
 
 def test_groups_of_several_tiles_find_their_scales(calls: list[Call]) -> None:
-    """More than 128 rows and four blocks in a group, whose tiles of scales lie group after group."""
+    """More than 128 rows and four blocks per group, with tiles of scales stored group after group."""
     torch.manual_seed(0)
     offsets = GroupOffsets(torch.tensor([150, 160, 500], dtype=torch.int32), 520)
     x, g = torch.randn(520, 64), torch.randn(520, 272)
@@ -253,7 +253,7 @@ def test_a_layers_gemms_take_it(recipe: str, calls: list[Call], monkeypatch: pyt
         torch.testing.assert_close(ours, expected, rtol=2.0**-6, atol=2.0**-5)
 
 
-def test_what_it_does_not_take_runs_otherwise_and_says_why(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_inputs_run_elsewhere_and_say_why(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
     def why(
         a: GroupedOperand, b: Quantized, offsets: GroupOffsets, n: int = N, dtype: torch.dtype = torch.bfloat16
     ) -> str:
@@ -320,7 +320,7 @@ def test_explain_names_it(calls: list[Call]) -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_it_is_what_runs_or_explain_says_why() -> None:
+def test_on_a_gpu_it_runs_or_explain_says_why_not() -> None:
     ends = ENDS.cuda()
     x = torch.randn(T, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     for recipe in recipes.RECIPES:

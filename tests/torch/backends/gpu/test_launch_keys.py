@@ -1,4 +1,4 @@
-"""What a launch was compiled for holds for every call that finds it in its table, wherever its tensors lie."""
+"""Test that a compiled launch is valid for every call that finds it in the table, for any tensor addresses."""
 
 from collections.abc import Callable, Iterator
 

@@ -1,4 +1,4 @@
-"""A pass is decided once for tensors that lie alike, and anew for others; it writes new rooms at each call."""
+"""Test that launches are planned once per tensor layout, and write new memory at each call."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -31,7 +31,7 @@ class Counted:
         return LaunchPlan(given, (None, out), [LaunchSpec(column_sums, (1, 1), (x, out, None), numbers, constants, 1)])
 
 
-def test_a_pass_is_decided_once_and_writes_a_new_room_each_time() -> None:
+def test_a_launch_is_planned_once_and_writes_new_memory_each_time() -> None:
     counted = Counted()
     (none, first), (_, second) = counted.passes((X,)), counted.passes((X + 1,))
     assert counted.decided == 1 and none is None
@@ -48,7 +48,7 @@ def test_a_pass_is_decided_once_and_writes_a_new_room_each_time() -> None:
     ],
     ids=["shape", "strides", "dtype", "beyond a multiple of sixteen bytes"],
 )
-def test_another_pass_is_decided_for_what_lies_otherwise(other: Tensor) -> None:
+def test_another_layout_gets_another_launch_plan(other: Tensor) -> None:
     counted = Counted()
     for x in (X, other, X):
         if x.dim() == 2:
@@ -58,7 +58,7 @@ def test_another_pass_is_decided_for_what_lies_otherwise(other: Tensor) -> None:
     assert counted.decided == 2
 
 
-def test_another_pass_is_decided_on_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_device_gets_another_launch_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "card", lambda _: (0, lambda: 0, lambda _: 0))
     decided: list[str] = []
 
@@ -72,7 +72,7 @@ def test_another_pass_is_decided_on_another_device(monkeypatch: pytest.MonkeyPat
     assert decided == ["cpu", "meta"]
 
 
-def test_another_pass_is_decided_where_a_tensor_is_missing_or_something_else_is() -> None:
+def test_missing_or_other_arguments_get_another_launch_plan() -> None:
     counted = Counted()
     counted.passes((X, X))
     counted.passes((X, None))
@@ -84,7 +84,7 @@ def test_another_pass_is_decided_where_a_tensor_is_missing_or_something_else_is(
     assert counted.decided == 5
 
 
-def test_passes_that_are_too_many_start_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_launch_plans_clear_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Counted()
     monkeypatch.setattr(launch, "MOST_KEPT", 4)
     for number in range(9):
@@ -105,8 +105,10 @@ def test_a_pass_that_was_decided_by_one_tensor_twice_takes_two() -> None:
 
 
 @pytest.mark.parametrize("apart_first", [False, True])
-def test_gradients_of_gate_and_value_lie_as_their_inputs_do(apart_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Halves of one tensor, given as it or as two, lie alike; what is written does not."""
+def test_gradients_of_gate_and_value_have_the_layout_of_their_inputs(
+    apart_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Halves of one tensor, given as one or as two, have the same layout; the outputs do not."""
     monkeypatch.setattr(activation._backwards, "kept", {})
     h, g = torch.randn(6, 128), torch.randn(6, 64)
     read = [(h,), h.chunk(2, -1)]

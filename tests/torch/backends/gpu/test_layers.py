@@ -125,7 +125,7 @@ def test_backward_keeps_the_transpose_of_the_input_and_nothing_else_of_it(recipe
     assert sum(t.numel() for t in saved if t.dtype is torch.bfloat16 and t is not layer.weight) == 0
 
 
-def test_the_results_of_one_read_let_go_of_each_other() -> None:
+def test_results_of_one_pass_are_freed_independently() -> None:
     with qt.only("triton"):
         q, transposed = ops.QUANTIZE_BOTH(torch.randn(40, 48), QuantSpec(E4M3), QuantSpec(E4M3))
     assert q.twin is None and transposed.twin is None
@@ -133,7 +133,9 @@ def test_the_results_of_one_read_let_go_of_each_other() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_a_captured_graph_reads_and_leaves_no_kept_weight(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captured_graph_neither_reads_nor_leaves_a_cached_weight(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     quantized: list[tuple[int, ...]] = []
     implementation = next(impl for impl in ops.QUANTIZE.impls if impl.name == "cpu")
 
@@ -168,7 +170,7 @@ TRACED = {
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_two_operands_in_one_operator_are_those_of_two_calls(name: str) -> None:
+def test_two_operands_in_one_operator_match_two_calls(name: str) -> None:
     spec = SPECS[name]
     if spec.rounding != "nearest":
         return
@@ -182,7 +184,7 @@ def test_two_operands_in_one_operator_are_those_of_two_calls(name: str) -> None:
         assert torch.equal(q.codes(), expected.codes()) and torch.equal(q.scales(), expected.scales())
 
 
-def test_a_warning_names_a_layer_whose_features_are_odd(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warning_names_a_layer_with_unsupported_feature_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     from quaver.torch.backends.gpu import device
 
     monkeypatch.setattr(device, "why_no_fp8", lambda *_: "")
@@ -194,7 +196,7 @@ def test_a_warning_names_a_layer_whose_features_are_odd(monkeypatch: pytest.Monk
 
 
 @torchs_own
-def test_a_warning_says_once_what_of_a_recipe_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warning_names_emulated_gemms_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from quaver.torch.backends.gpu import device, fused_quantize
 
     monkeypatch.setattr(fused_quantize, "_announced", set())
@@ -205,7 +207,7 @@ def test_a_warning_says_once_what_of_a_recipe_is_emulated(monkeypatch: pytest.Mo
     fused_quantize.warn_once(recipes.get("rowwise"), torch.empty(0))
 
 
-def test_out_of_memory_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_gives_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     from quaver.torch.backends.gpu import quantize
 
     def fails(*_: object) -> Quantized:
@@ -220,7 +222,7 @@ def test_out_of_memory_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen input"])
-def test_a_history_goes_on_where_one_operand_alone_has_no_kernel(frozen: bool) -> None:
+def test_a_history_continues_when_one_operand_has_no_kernel(frozen: bool) -> None:
     plain = recipes.delayed(history=4)
     noisy = dataclasses.replace(plain.dgrad.a, rounding="stochastic")  # type: ignore[type-var]
     gemms_of_g = {name: dataclasses.replace(plain.gemms[name], a=noisy) for name in ("dgrad", "wgrad")}

@@ -1,4 +1,4 @@
-"""What keeps quantized data of its own gets them in the order it knows, whatever the kernels write."""
+"""Test that consumers of stored quantized data get the expected layout, whatever kernels write."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ EIGHT_BITS = {name: spec for name, spec in NEAREST.items() if spec.format.name i
 
 @pytest.mark.parametrize("name", NEAREST)
 @pytest.mark.parametrize("shape", [(33, 40), (130, 272)], ids=str)
-def test_a_plain_operand_is_the_same_one(name: str, shape: tuple[int, int]) -> None:
+def test_a_plain_operand_is_returned_unchanged(name: str, shape: tuple[int, int]) -> None:
     x = torch.randn(shape)
     with qt.only("triton"):
         q = ops.QUANTIZE(x, SPECS[name])
@@ -32,7 +32,7 @@ def _in_heads(spec: QuantSpec) -> bool:
 
 
 @pytest.mark.parametrize("name", [name for name, spec in EIGHT_BITS.items() if _in_heads(spec)])
-def test_attentions_operands_are_those_of_a_cpu(name: str) -> None:
+def test_attention_operands_match_a_cpu(name: str) -> None:
     x = torch.randn(2, 3, 20, 24)
     expected = quantize_heads(x, SPECS[name])
     with qt.only("triton"):
@@ -42,7 +42,7 @@ def test_attentions_operands_are_those_of_a_cpu(name: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"])
-def test_a_weight_of_codes_is_that_of_a_cpu(recipe: str) -> None:
+def test_a_weight_of_codes_matches_a_cpu(recipe: str) -> None:
     torch.manual_seed(0)
     with qt.quantized_init(recipe):
         expected = qt.Linear(40, 24)

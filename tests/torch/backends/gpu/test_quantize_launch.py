@@ -46,7 +46,7 @@ def way(x: Tensor, spec: QuantSpec, wanted: RequestedOperands) -> QuantizeLaunch
 
 
 def assert_is_reference(written: Any, x: Tensor, spec: QuantSpec, kept: bool) -> None:
-    """Codes and scales of a matrix and of its transpose, which lies as it is kept, or as it is."""
+    """Check codes and scales of a matrix and of its transpose, contiguous or as a view."""
     codes, scale, transposed, of_transposed, _ = written
     if kept:
         transposed, of_transposed = transposed.t(), of_transposed if spec.per_tensor else of_transposed.t()
@@ -103,7 +103,7 @@ def meeting(both: RowColQuantizer) -> list[Tensor]:
 def test_four_bits_in_both_directions_by_one_launch_equal_the_reference(
     scale: Any, rounding: Any, hadamard: bool, wanted: tuple[bool, bool], shape: tuple[int, int]
 ) -> None:
-    """Those that are wanted, whose counts move on."""
+    """Only the wanted directions, with advancing noise counts."""
     specs = [QuantSpec(E2M1, (1, 16), scale, rounding, rotated) for rotated in (False, hadamard)]
     family = quantize.family_of(specs[0], None)
     assert family is not None and family.decided is not None
@@ -133,7 +133,7 @@ def test_four_bits_in_both_directions_by_one_launch_equal_the_reference(
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_factors_and_histories_are_each_matrixs_own(known: bool) -> None:
+def test_factors_and_histories_are_per_matrix(known: bool) -> None:
     x, w = (
         torch.linspace(-3, 2, 32 * 48).view(32, 48).bfloat16(),
         torch.linspace(5, -7, 64 * 48).view(64, 48).bfloat16(),
@@ -149,7 +149,7 @@ def test_factors_and_histories_are_each_matrixs_own(known: bool) -> None:
     assert history.tolist() == [1.0, 3.0, 8.0]
 
 
-def test_matrices_share_where_one_kernel_does_for_both() -> None:
+def test_matrices_share_a_launch_when_one_kernel_handles_both() -> None:
     x = torch.empty(64, 128)
     kept = RequestedOperands(True, True)
     assert share(way(x, TENSOR, RequestedOperands()), way(x, TENSOR, kept))
@@ -177,7 +177,7 @@ def test_launches_that_fail_leave_nothing_behind_for_the_next() -> None:
     assert_is_reference(rows(x), x, ROWS, False)
 
 
-def test_each_thread_and_each_stream_writes_to_a_place_of_its_own() -> None:
+def test_each_thread_and_stream_has_its_own_workspace() -> None:
     """What one launch leaves to the next must not be met by those of another stream, or of another thread on it."""
     x = torch.ones(32, 48).bfloat16()
     both, stream = RowColQuantizer(x.device, way(x, ROWS, RequestedOperands())), [0]
@@ -192,8 +192,8 @@ def test_each_thread_and_each_stream_writes_to_a_place_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("spec", [TENSOR, ROWS, QuantSpec(E4M3, (1, 128)), QuantSpec(E4M3, (1, 32), "e8m0")], ids=str)
-def test_what_was_decided_holds_no_memory(spec: QuantSpec) -> None:
-    """Neither the matrix that it was decided for nor room that was made to find out."""
+def test_launch_decisions_hold_no_memory(spec: QuantSpec) -> None:
+    """Neither the matrix used for the decision nor memory allocated for it."""
     x = torch.empty(512, 512)
     decided = way(x, spec, RequestedOperands())
     tensors = [t for one in decided.launches(None, None) for t in one.tensors if isinstance(t, Tensor)]

@@ -1,4 +1,4 @@
-"""Scaled GEMMs: what torch's CPU runs is run, what only a GPU runs is checked in its arguments by a stand-in."""
+"""Test scaled GEMMs: run what torch supports on a CPU, and check arguments of GPU calls with a stand-in."""
 
 import itertools
 from collections.abc import Iterator
@@ -95,7 +95,7 @@ def check(name: str, a: Quantized, b: Quantized, dtype: torch.dtype, bias: torch
 @torchs_own
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("a", "b"), list(itertools.product(WHOLE, WHOLE)))
-def test_one_scale_a_tensor_or_row_goes_through_torchs_own_gemm(a: str, b: str, transposed: bool) -> None:
+def test_tensor_and_row_scales_use_the_torch_gemm(a: str, b: str, transposed: bool) -> None:
     for number, (dtype, bias) in enumerate(OUTPUTS):
         # Each output with one shape; the pairs of operands take turns.
         m, k, n = SHAPES[(number + list(WHOLE).index(a) + 2 * list(WHOLE).index(b)) % len(SHAPES)]
@@ -136,14 +136,14 @@ ROWS = [(arch, a, b) for arch, those in NATIVE.items() for a, b in sorted(those)
 
 
 @pytest.mark.parametrize(("gpu", "a", "b"), ROWS, indirect=["gpu"])
-def test_a_gpu_gets_layouts_and_scales_as_it_wants_them(gpu: list[list[str]], a: str, b: str) -> None:
+def test_operands_get_the_layouts_and_scales_the_gpu_requires(gpu: list[list[str]], a: str, b: str) -> None:
     for (m, k, n), (dtype, bias), transposed in pairs([*SHAPES, (130, 640, 256)], OUTPUTS, [False, True]):
         assert check("native", *pair(SPECS[a], SPECS[b], m, k, n, transposed), dtype, bias) == "native"
     assert gpu
 
 
 @pytest.mark.parametrize(("gpu", "arch"), [(89, 89), (90, 90), (100, 100), (120, 120)], indirect=["gpu"])
-def test_what_a_gpu_lacks_is_decoded_and_has_a_reason(gpu: list[list[str]], arch: int) -> None:
+def test_unsupported_operands_are_decoded_with_a_reason(gpu: list[list[str]], arch: int) -> None:
     for a, b in itertools.product(SPECS, SPECS):
         why = scaled_mm.unavailable(SPECS[a], SPECS[b], torch.device("cpu"))
         wide = {a, b} & {"1x128", "128x128", "1x128 fp32"}
@@ -160,7 +160,7 @@ def test_what_a_gpu_lacks_is_decoded_and_has_a_reason(gpu: list[list[str]], arch
 
 
 @pytest.mark.parametrize("gpu", [100], indirect=True)
-def test_blackwell_reads_transposes_where_they_lie(gpu: list[list[str]]) -> None:
+def test_blackwell_reads_transposes_in_place(gpu: list[list[str]]) -> None:
     x, w = pair(SPECS["tensor"], SPECS["tensor"], 64, 32, 48, transposed=True)
     before = x.data.data_ptr(), w.data.data_ptr()
     check("native", x, w, torch.bfloat16, None)
@@ -178,7 +178,7 @@ def test_hopper_transposes_once(gpu: list[list[str]]) -> None:
 
 @pytest.mark.parametrize("name", ["tensor", "128x128", "mxfp8 2d", "nvfp4 2d"])
 @pytest.mark.parametrize("swizzled", [False, True])
-def test_settling_changes_where_codes_lie_and_nothing_else(name: str, swizzled: bool) -> None:
+def test_settling_changes_only_the_layout_of_codes(name: str, swizzled: bool) -> None:
     x = reference.quantize(torch.randn(150, 200), SPECS[name]).T
     if swizzled and SPECS[name].block[0] in (16, 32):
         assert isinstance(x.scale, Tensor)
@@ -251,7 +251,7 @@ def test_a_probe_that_loses_the_cuda_context_stops(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("gpu", [100], indirect=True)
-def test_sizes_of_k_are_tried_apart_by_what_divides_them(gpu: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_of_k_are_probed_by_divisibility(gpu: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     right = scaled_mm.scaled_mm
 
     def of_whole_blocks(a: Tensor, *rest: object) -> Tensor:
@@ -266,7 +266,7 @@ def test_sizes_of_k_are_tried_apart_by_what_divides_them(gpu: list[list[str]], m
 
 
 @pytest.mark.parametrize("gpu", [90], indirect=True)
-def test_fast_accumulation_is_what_the_recipe_says(gpu: list[list[str]]) -> None:
+def test_fast_accumulation_follows_the_recipe(gpu: list[list[str]]) -> None:
     x, w = pair(SPECS["tensor"], SPECS["tensor"], 16, 32, 16)
     for fast in (False, True):
         with qt.only("native"):
@@ -310,9 +310,7 @@ def test_a_bias_that_a_gemm_refuses_is_added_after_it(
 
 
 @pytest.mark.parametrize("gpu", [90], indirect=True)
-def test_numbers_of_rows_are_tried_apart_by_what_divides_them(
-    gpu: list[list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_row_counts_are_probed_by_divisibility(gpu: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     right = scaled_mm.scaled_mm
 
     def of_quarters(a: Tensor, *rest: object) -> Tensor:
@@ -328,8 +326,8 @@ def test_numbers_of_rows_are_tried_apart_by_what_divides_them(
 
 
 @pytest.mark.parametrize("gpu", [100], indirect=True)
-def test_a_probe_lies_as_what_will_run(gpu: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a transpose that is a view, a view is tried; else a GEMM that wants rows is found out in a backward."""
+def test_a_probe_has_the_layout_of_the_real_operands(gpu: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transposed view is probed with a view; otherwise a GEMM that needs rows would fail first in backward."""
     tried = []
     right = scaled_mm.scaled_mm
 
@@ -443,7 +441,7 @@ def test_nothing_to_add_up_gives_zeros(shape: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_poisons_its_rows(name: str, bad: float) -> None:
+def test_nonfinite_values_poison_their_rows(name: str, bad: float) -> None:
     x = torch.randn(32, 256)
     x[3, 200] = bad
     a, b = reference.quantize(x, SPECS[name]), reference.quantize(torch.randn(16, 256), SPECS[name])
@@ -454,14 +452,14 @@ def test_what_is_not_finite_poisons_its_rows(name: str, bad: float) -> None:
 
 @pytest.mark.parametrize("name", ["tensor", "tensor fp32", "row", "1x128", "1x128 fp32", "mxfp8"])
 @pytest.mark.parametrize("scale", [1e-28, 1e-20, 1.0, 1e20, 1e28])
-def test_scales_far_from_one_lose_nothing_on_the_way(name: str, scale: float) -> None:
+def test_scales_far_from_one_lose_no_precision(name: str, scale: float) -> None:
     x, w = torch.rand(16, 256).add_(0.5) * scale / 2, torch.rand(16, 256).add_(0.5) / scale
     a, b = reference.quantize(x, SPECS[name]), reference.quantize(w, SPECS[name])
     y, expected = scaled_mm.matmul(a, b, torch.float32).double(), reference.matmul(a, b, torch.float32).double()
     assert (y - expected).norm() / expected.norm() < 1e-6
 
 
-def test_rows_that_end_in_zeros_are_taken_as_they_are() -> None:
+def test_zero_padded_rows_are_used_unchanged() -> None:
     buffer = torch.zeros(6, 48, dtype=torch.float8_e4m3fn)
     buffer[:, :40] = torch.randn(6, 40).to(torch.float8_e4m3fn)
     q = Quantized(buffer[:, :40], torch.ones(1, 1), SPECS["tensor"], (6, 40))

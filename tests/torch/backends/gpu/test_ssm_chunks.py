@@ -1,4 +1,4 @@
-"""Chunks of sequences as kernels read them: each token once, and none of another sequence."""
+"""Test chunks of sequences as read by kernels: each token once, and none of another sequence."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""A small model of ours that trains under any recipe, its tokens, and what each format holds of each recipe."""
+"""Small model that trains under any recipe, its tokens, and the recipes supported by each format."""
 
 from pathlib import Path
 

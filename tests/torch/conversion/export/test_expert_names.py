@@ -40,7 +40,7 @@ def gpt_oss() -> Any:
     return model.eval()
 
 
-def test_gpt_oss_goes_out_as_its_published_checkpoints_and_transformers_reads_the_same_bits(tmp_path: Path) -> None:
+def test_gpt_oss_exports_in_its_published_format_and_transformers_reads_the_same_bits(tmp_path: Path) -> None:
     trained, expected = gpt_oss(), gpt_oss()
     qt.convert(trained, quaver.Rules({"*.experts": "mxfp4", "*": None}))
     result = qt.export(trained, tmp_path / "out", format="mxfp4", check=tokens())
@@ -137,7 +137,7 @@ def test_every_family_of_the_table_is_tested() -> None:
 
 
 @pytest.mark.parametrize("family", ["jetmoe", "aria_text", "dbrx"])
-def test_experts_that_no_server_reads_are_refused_by_name_and_go_out_in_high_precision(
+def test_experts_that_no_server_reads_are_refused_by_name_or_exported_in_high_precision(
     family: str, tmp_path: Path
 ) -> None:
     trained = tiny(family)
@@ -152,7 +152,7 @@ def test_experts_that_no_server_reads_are_refused_by_name_and_go_out_in_high_pre
 
 
 @pytest.mark.parametrize("family", ["mixtral", "llama4_text", "granitemoe"])
-def test_scales_of_delayed_scaling_are_each_experts_own(family: str, tmp_path: Path) -> None:
+def test_scales_of_delayed_scaling_are_per_expert(family: str, tmp_path: Path) -> None:
     trained = tiny(family)
     qt.convert(trained, "delayed")
     for seed in range(3):
@@ -167,7 +167,7 @@ def test_scales_of_delayed_scaling_are_each_experts_own(family: str, tmp_path: P
 
 
 @pytest.mark.parametrize("family", ["mixtral", "llama4_text"])
-def test_calibration_tells_the_inputs_of_each_product_of_experts(family: str, tmp_path: Path) -> None:
+def test_calibration_distinguishes_the_inputs_of_each_expert_gemm(family: str, tmp_path: Path) -> None:
     trained = tiny(family)
     qt.convert(trained, quaver.Rules({"*.experts": "nvfp4", "*": None}))
     with torch.no_grad():

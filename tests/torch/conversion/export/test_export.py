@@ -1,4 +1,4 @@
-"""What is served is what is trained: files hold the codes of fprop's GEMMs, and what they cannot hold is refused."""
+"""Test exports: files hold the codes of fprop, and recipes that a format cannot store are refused."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def consumed(layer: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(("recipe", "format"), PAIRS)
-def test_files_hold_what_fprop_consumes(recipe: str, format: str, tmp_path: Path) -> None:
+def test_files_hold_the_operands_of_fprop(recipe: str, format: str, tmp_path: Path) -> None:
     trained = model(recipe)
     before = {name: value.clone() for name, value in trained.state_dict().items()}
     result = qt.export(trained, tmp_path / "out", format=format, check=tokens(), calibrate=tokens())
@@ -55,7 +55,7 @@ def test_files_hold_what_fprop_consumes(recipe: str, format: str, tmp_path: Path
 
 @pytest.mark.parametrize("recipe", [recipe for recipe in recipes.RECIPES if recipe != "bf16"])
 @pytest.mark.parametrize("format", HELD)
-def test_what_a_format_cannot_hold_is_refused_with_those_that_can(recipe: str, format: str, tmp_path: Path) -> None:
+def test_formats_that_cannot_store_a_recipe_list_those_that_can(recipe: str, format: str, tmp_path: Path) -> None:
     if recipe in HELD[format]:
         return
     can = [other for other in HELD if recipe in HELD[other]]
@@ -92,7 +92,7 @@ def test_a_factor_that_has_no_exact_reciprocal_is_refused_by_modelopt(tmp_path: 
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8", "nvfp4", "mxfp6"])
-def test_one_code_that_is_another_shows_in_the_check(recipe: str, tmp_path: Path) -> None:
+def test_the_check_finds_one_wrong_code(recipe: str, tmp_path: Path) -> None:
     trained, folder = model(recipe), tmp_path / "out"
     qt.export(trained, folder)
     tensors = load_file(folder / "model.safetensors")
@@ -109,7 +109,7 @@ def test_one_code_that_is_another_shows_in_the_check(recipe: str, tmp_path: Path
     assert divergence(right, log_probabilities(trained, tokens())).largest == 0.0
 
 
-def test_weights_that_exist_only_as_codes_go_out_as_they_are(tmp_path: Path) -> None:
+def test_weights_stored_only_as_codes_are_exported_unchanged(tmp_path: Path) -> None:
     with qt.quantized_init("mxfp8"):
         layer = qt.Linear(WIDTH, WIDTH)
     trained = nn.Sequential(layer)
@@ -125,7 +125,7 @@ def test_weights_that_exist_only_as_codes_go_out_as_they_are(tmp_path: Path) -> 
         assert given is None if inputs is None else isinstance(given, dict)
 
 
-def test_rules_give_layers_groups_of_their_own(tmp_path: Path) -> None:
+def test_rules_give_layers_separate_groups(tmp_path: Path) -> None:
     trained = model("mxfp8")
     qt.convert(trained, {"3": "nvfp4", "4": "bf16", "5": None, "*": "mxfp8"})
     result = qt.export(trained, tmp_path / "out", check=tokens())
@@ -139,7 +139,7 @@ def test_rules_give_layers_groups_of_their_own(tmp_path: Path) -> None:
     assert layers["quant_algo"] == "MIXED_PRECISION" and set(layers["quantized_layers"]) == {"1", "3"}
 
 
-def test_layers_left_by_name_and_their_trained_values(tmp_path: Path) -> None:
+def test_layers_left_out_by_name_keep_their_trained_values(tmp_path: Path) -> None:
     trained = model("rowwise")
     result = qt.export(trained, tmp_path / "out", high_precision=["4"], check=tokens())
     tensors = load_file(tmp_path / "out" / "model.safetensors")
@@ -234,14 +234,14 @@ def broken(kind: str) -> tuple[nn.Module, dict[str, Any]]:
         ("no logits", "check needs a model that gives logits"),
     ],
 )
-def test_bad_input_is_a_sentence_and_leaves_nothing(kind: str, sentence: str, tmp_path: Path) -> None:
+def test_bad_input_gives_a_clear_error_and_leaves_no_files(kind: str, sentence: str, tmp_path: Path) -> None:
     trained, options = broken(kind)
     with pytest.raises(ValueError, match=re.escape(sentence)):
         qt.export(trained, tmp_path / "out", **options)
     assert not list(tmp_path.iterdir())
 
 
-def test_places_that_are_taken(tmp_path: Path) -> None:
+def test_unusable_output_paths_are_refused(tmp_path: Path) -> None:
     trained = model("mxfp8")
     (tmp_path / "empty").mkdir()
     qt.export(trained, tmp_path / "empty")
@@ -255,7 +255,7 @@ def test_places_that_are_taken(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["empty", "file"]
 
 
-def test_delayed_scales_of_inputs_lie_in_the_files(tmp_path: Path) -> None:
+def test_delayed_input_scales_are_exported(tmp_path: Path) -> None:
     trained = model("delayed")
     result = qt.export(trained, tmp_path / "out", check=tokens())
     tensors = load_file(tmp_path / "out" / "model.safetensors")
@@ -270,7 +270,7 @@ def test_delayed_scales_of_inputs_lie_in_the_files(tmp_path: Path) -> None:
         qt.export(fresh, tmp_path / "nvidia", format="modelopt")
 
 
-def test_two_models_and_threads_of_training_stay_apart(tmp_path: Path) -> None:
+def test_concurrent_models_and_threads_are_independent(tmp_path: Path) -> None:
     one, other = model("delayed"), model("delayed")
     qt.export(one, tmp_path / "one", check=tokens())
     for m in (one, other):
@@ -317,7 +317,7 @@ def test_layers_left_count_among_weights_in_the_check(tmp_path: Path) -> None:
     assert result.check is not None and result.check.weights.mean > 0
 
 
-def test_inputs_that_are_none(tmp_path: Path) -> None:
+def test_invalid_calibration_inputs_are_refused(tmp_path: Path) -> None:
     for name in ("check", "calibrate"):
         with pytest.raises(ValueError, match=f"{name} is a str; give inputs of the model"):
             qt.export(model("mxfp8"), tmp_path / "out", **{name: "text"})
@@ -371,7 +371,7 @@ def qwen3_5() -> Any:
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_5_text"])
-def test_what_servers_fuse_of_a_family_has_one_scale_of_the_tensor(family: str, tmp_path: Path) -> None:
+def test_layers_that_servers_fuse_share_one_tensor_scale(family: str, tmp_path: Path) -> None:
     trained = qwen3_5() if family == "qwen3_5_text" else tiny(family)
     qt.convert(trained, "nvfp4")
     qt.export(trained, tmp_path / "out")
@@ -386,7 +386,7 @@ def test_what_servers_fuse_of_a_family_has_one_scale_of_the_tensor(family: str, 
     assert expected[family] <= seen
 
 
-def test_weights_whose_magnitudes_no_one_scale_fits_are_refused(tmp_path: Path) -> None:
+def test_weights_that_no_single_scale_fits_are_refused(tmp_path: Path) -> None:
     trained = Fused({"q_proj": 1.0, "k_proj": 2.0**18, "v_proj": 1.0})
     qt.convert(trained, "nvfp4")
     with pytest.raises(ValueError, match=r"differ too much for that.*high_precision=\['k_proj', 'q_proj', 'v_proj'\]"):
@@ -406,7 +406,7 @@ def test_a_weight_of_zeros_fits_any_scale_of_the_tensor(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format", HELD)
 @pytest.mark.parametrize("mixed", ["by name", "by rule", "two recipes"])
-def test_different_schemes_for_what_servers_fuse_are_refused(format: str, mixed: str, tmp_path: Path) -> None:
+def test_different_schemes_for_fused_layers_are_refused(format: str, mixed: str, tmp_path: Path) -> None:
     trained = Fused({"q_proj": 1.0, "k_proj": 1.0, "v_proj": 1.0, "o_proj": 1.0})
     recipe = {"compressed-tensors": "nvfp4", "modelopt": "nvfp4", "deepseek": "blockwise"}[format]
     others = {"by name": recipe, "by rule": None, "two recipes": "mxfp8"}

@@ -97,7 +97,7 @@ def test_codes_of_another_spec_are_refused(given: str, recipe: str | None, sente
         qt.grouped_matmul(q, torch.zeros(G, N, K), ends(STEPS[0][1]), recipe=recipe)
 
 
-def test_codes_whose_blocks_have_rows_of_several_groups_are_refused() -> None:
+def test_blocks_that_span_several_groups_are_refused() -> None:
     spec = QuantSpec(input_spec("rowwise").format, (32, 32))
     square = GemmSpec(spec, spec)
     recipe = Recipe("squares", square, square, square)
@@ -182,7 +182,7 @@ def steps_of(layer: qt.GroupedLinear, run: Callable[[Tensor, Tensor], Tensor]) -
     ],
     ids=str,
 )
-def test_one_graph_serves_all_sizes_with_eagers_bits(recipe: Any, how: dict[str, Any]) -> None:
+def test_one_graph_handles_all_sizes_with_the_eager_bits(recipe: Any, how: dict[str, Any]) -> None:
     torch._dynamo.reset()
     eager, compiled = layer_of(recipe, **how), layer_of(recipe, **how)
     graphs: list[Any] = []
@@ -199,7 +199,7 @@ def test_one_graph_serves_all_sizes_with_eagers_bits(recipe: Any, how: dict[str,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", recipes.RECIPES)
-def test_inductor_has_eagers_bits_too(recipe: str) -> None:
+def test_inductor_has_eager_bits_too(recipe: str) -> None:
     torch._dynamo.reset()
     eager, compiled = layer_of(recipe), layer_of(recipe)
     run = torch.compile(lambda x, offsets: compiled(x, offsets), fullgraph=True, dynamic=True)
@@ -207,7 +207,7 @@ def test_inductor_has_eagers_bits_too(recipe: str) -> None:
         assert_bitwise(ours.contiguous(), expected.contiguous())
 
 
-def test_compiled_functions_and_rows_that_are_made_have_eagers_bits() -> None:
+def test_compiled_functions_and_rows_that_are_made_have_eager_bits() -> None:
     torch._dynamo.reset()
     layer, places = layer_of("nvfp4"), torch.arange(T) % 24
 

@@ -43,7 +43,7 @@ def test_it_trains_as_one_group_after_the_other(name: str, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4", "bf16"])
-def test_bf16_layers_ask_no_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bf16_layers_do_not_synchronize_with_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [layer_of(name, dtype=torch.bfloat16) for _ in range(2)]
     expected = steps_of(layers[0], layers[0])
     without_bounds(monkeypatch)
@@ -55,7 +55,7 @@ def test_bf16_layers_ask_no_host(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "mxfp8", "nvfp4", "rowwise_bf16_wgrad", "bf16"])
-def test_float32_layers_ask_no_host_where_there_are_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float32_layers_do_not_synchronize_where_kernels_exist(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [layer_of(name) for _ in range(2)]
     with qt.only("reference"):
         expected = steps_of(layers[0], layers[0])
@@ -69,7 +69,7 @@ def test_float32_layers_ask_no_host_where_there_are_kernels(name: str, monkeypat
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "rowwise", "blockwise"])
 @pytest.mark.parametrize("recomputes_input", [False, True])
-def test_codes_and_rows_that_are_made_go_the_same_way(recipe: str, recomputes_input: bool) -> None:
+def test_computed_codes_and_rows_take_the_same_path(recipe: str, recomputes_input: bool) -> None:
     places = torch.randint(0, 24, (70,), generator=torch.Generator().manual_seed(3))
     results: list[list[Tensor]] = []
     for name in ("reference", "decoded"):
@@ -87,7 +87,7 @@ def test_codes_and_rows_that_are_made_go_the_same_way(recipe: str, recomputes_in
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8", "nvfp4", RECIPES["mxfp8, dequantized"]], ids=str)
-def test_compiled_layers_have_eagers_bits_there_too(recipe: Any) -> None:
+def test_compiled_layers_have_eager_bits_there_too(recipe: Any) -> None:
     torch._dynamo.reset()
     eager, compiled = layer_of(recipe), layer_of(recipe)
     run = torch.compile(lambda x, offsets: compiled(x, offsets), backend="aot_eager", fullgraph=True, dynamic=True)

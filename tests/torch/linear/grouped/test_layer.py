@@ -133,7 +133,7 @@ def test_unnamed_layers_draw_and_remember_as_linears_made_in_their_place(recipe:
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8", "delayed"])
-def test_a_weight_is_quantized_once_a_step_whatever_number_of_micro_batches(
+def test_a_weight_is_quantized_once_per_step_for_any_number_of_micro_batches(
     recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quantized: list[int] = []
@@ -193,7 +193,7 @@ def assigned(layer: qt.GroupedLinear) -> qt.GroupedLinear:
 
 @pytest.mark.parametrize("recipe", ["delayed", "nvfp4", "mxfp8"])
 @pytest.mark.parametrize("way", [copy.deepcopy, pickled, through_a_file, assigned])
-def test_copies_go_on_as_the_layer_would(recipe: str, way: Callable[[Any], qt.GroupedLinear]) -> None:
+def test_copies_continue_like_the_layer(recipe: str, way: Callable[[Any], qt.GroupedLinear]) -> None:
     layer = qt.GroupedLinear(G, K, N, recipe=recipe)
 
     def step(trained: qt.GroupedLinear, seed: int) -> list[Tensor]:
@@ -259,7 +259,7 @@ X, OFFSETS = torch.zeros(8, K), torch.tensor([3, 3, 8, 8], dtype=torch.int32)
         (X.to("meta"), OFFSETS, "move them"),
     ],
 )
-def test_bad_rows_are_a_sentence(x: Tensor, offsets: Tensor, sentence: str) -> None:
+def test_bad_rows_give_a_clear_error(x: Tensor, offsets: Tensor, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         qt.GroupedLinear(G, K, N, recipe="mxfp8")(x, offsets)
     for given in ((X, OFFSETS.tolist()), (X, None), (X.numpy(), OFFSETS), (None, OFFSETS)):
@@ -277,7 +277,7 @@ def test_bad_rows_are_a_sentence(x: Tensor, offsets: Tensor, sentence: str) -> N
         ({"recipe": "mxfp9"}, "mxfp8"),
     ],
 )
-def test_bad_options_are_a_sentence(given: dict[str, Any], sentence: str) -> None:
+def test_bad_options_give_a_clear_error(given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         qt.GroupedLinear(**{"groups": G, "in_features": K, "out_features": N, **given})
 

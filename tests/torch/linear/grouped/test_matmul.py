@@ -106,7 +106,7 @@ def test_groups_are_linear_layers_one_by_one(name: str, sizes: tuple[int, ...]) 
 
 
 @every_recipe
-def test_the_reference_gives_what_linear_layers_have_by_it(name: str) -> None:
+def test_the_reference_equals_linear_layers(name: str) -> None:
     with qt.only("reference"):
         for tensor, expected in zip(grouped(SIZES[0], RECIPES[name]), one_by_one(SIZES[0], RECIPES[name]), strict=True):
             assert_bitwise(tensor, expected)
@@ -114,7 +114,7 @@ def test_the_reference_gives_what_linear_layers_have_by_it(name: str) -> None:
 
 @every_recipe
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_a_cpu_runs_is_within_the_bound_of_the_reference(name: str, dtype: torch.dtype) -> None:
+def test_the_cpu_result_is_within_the_error_bound(name: str, dtype: torch.dtype) -> None:
     with qt.only("reference"):
         expected = grouped(SIZES[0], RECIPES[name], dtype)
     for tensor, wanted in zip(grouped(SIZES[0], RECIPES[name], dtype), expected, strict=True):
@@ -177,7 +177,7 @@ def test_rows_that_leave_the_cache_are_quantized_group_by_group_to_the_same_code
     assert sum(calls) == 2 * 3
 
 
-def test_what_has_no_group_reaches_nothing() -> None:
+def test_rows_without_a_group_have_no_effect() -> None:
     for recipe in ("tensorwise", "rowwise", "mxfp8", None):
         x, w, _ = (t.detach() for t in tensors())
         x[40:] = float("nan")
@@ -287,12 +287,12 @@ X, W, OFFSETS = torch.zeros(8, 4), torch.zeros(2, 3, 4), torch.tensor([3, 8], dt
         (X.to("meta"), W, OFFSETS, "move them to one"),
     ],
 )
-def test_bad_input_is_a_sentence(x: Tensor, w: Tensor, offsets: Tensor, sentence: str) -> None:
+def test_bad_input_gives_a_clear_error(x: Tensor, w: Tensor, offsets: Tensor, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         qt.grouped_matmul(x, w, offsets, recipe="tensorwise")
 
 
-def test_what_a_function_cannot_do_is_a_sentence() -> None:
+def test_unsupported_transforms_give_a_clear_error() -> None:
     with pytest.raises(ValueError, match="uses delayed scaling"):
         qt.grouped_matmul(X, W, OFFSETS, recipe="delayed")
     x = torch.randn(8, 4, requires_grad=True)
@@ -304,7 +304,7 @@ def test_what_a_function_cannot_do_is_a_sentence() -> None:
         torch.func.grad(lambda t: qt.grouped_matmul(t, W, OFFSETS, recipe="tensorwise").sum())(X)
 
 
-def test_products_are_those_of_the_reference() -> None:
+def test_products_match_the_reference() -> None:
     x, w, _ = (t.detach() for t in tensors())
     spec = next(spec for spec in SPECS.values() if spec.block == (1, None))
     with qt.only("reference"):

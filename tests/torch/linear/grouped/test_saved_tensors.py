@@ -1,4 +1,4 @@
-"""Scales of groups that wait for backward as a byte each: what is read is what was stored, whatever was quantized."""
+"""Test that group scales saved for backward in one byte each are restored exactly."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -25,7 +25,7 @@ NOT_FINITE = (torch.nan, -torch.nan, torch.inf, -torch.inf)
 SIZES = (5, 0, 1, 130, 64, 0)
 
 
-def test_all_that_are_stored_are_read_again() -> None:
+def test_all_stored_scales_are_restored() -> None:
     """The bits of each power of two that an encode factor's bounds admit; NaN stays NaN."""
     spec = QuantSpec(E4M3, (1, None))
     scales = torch.tensor([[2.0**-p] for p in range(-126, 128)] + [[torch.nan], [-torch.nan]], dtype=torch.float64)
@@ -38,7 +38,7 @@ def test_all_that_are_stored_are_read_again() -> None:
 
 
 def columns(rows: int, k: int, seed: int) -> Tensor:
-    """Normal columns whose sizes are apart by up to 2**±60, and between them those of `HARD` and not finite ones."""
+    """Normal columns with magnitudes up to 2**±60 apart, mixed with columns of `HARD` and nonfinite ones."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, k, generator=generator) * 2.0 ** torch.randint(-60, 61, (k,), generator=generator)
     for column, value in enumerate((*HARD, *NOT_FINITE)):
@@ -79,7 +79,7 @@ def test_scales_of_hard_values_are_read_as_they_were_stored(fmt: Any, block: Blo
     ],
     ids=str,
 )
-def test_other_scales_wait_as_they_are(spec: QuantSpec) -> None:
+def test_other_scales_stay_unchanged(spec: QuantSpec) -> None:
     assert take_groups_apart([qt.quantize(torch.randn(32, 16), spec)]) is None
     assert take_groups_apart([None, None]) is None
 
@@ -87,7 +87,7 @@ def test_other_scales_wait_as_they_are(spec: QuantSpec) -> None:
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 @pytest.mark.parametrize("hard", [HARD, NOT_FINITE], ids=["finite", "not finite"])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_gradients_of_hard_values_are_those_of_linears(recipe: str, hard: tuple[float, ...], compiled: bool) -> None:
+def test_gradients_of_hard_values_match_linears(recipe: str, hard: tuple[float, ...], compiled: bool) -> None:
     generator, k, n = torch.Generator().manual_seed(0), 48, 40
     x, g = (torch.randn(sum(SIZES), size, generator=generator) for size in (k, n))
     w = torch.randn(len(SIZES), n, k, generator=generator)

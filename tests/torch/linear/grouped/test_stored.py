@@ -61,7 +61,7 @@ def run(of: nn.Module, name: str | None, seed: int = 0, dtype: torch.dtype = tor
 
 @pytest.mark.parametrize("name", NAMES)
 @LAYOUTS
-def test_codes_are_those_of_each_linears_initial_values(name: str, layout: str) -> None:
+def test_codes_match_each_linears_initial_values(name: str, layout: str) -> None:
     one, each = layer(name, layout, torch.bfloat16), linears(name, torch.bfloat16)
     beside = stored_weight.stack_codes(one)
     matrices = one.weight if one.weight.dtype is stored_weight.PACKED else one.matrices(one.weight)
@@ -156,7 +156,7 @@ def test_presets_that_round_at_random_step_and_come_back_from_a_file(name: str, 
     assert (converted.state[other.weight]["master"] - value(other)).abs().max() < 1e-2
 
 
-def test_what_has_one_scale_for_all_matrices_is_refused() -> None:
+def test_presets_with_one_scale_for_all_matrices_are_refused() -> None:
     one = layer("mxfp8", recipe="mxfp8")
     with pytest.raises(ValueError, match="stack of matrices, and preset 'msamp' has one scale per parameter"):
         optim.AdamW(one.parameters(), preset="msamp")
@@ -169,7 +169,7 @@ def test_what_has_one_scale_for_all_matrices_is_refused() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @LAYOUTS
-def test_another_recipe_or_none_computes_with_what_the_codes_mean(name: str, layout: str) -> None:
+def test_another_recipe_or_none_computes_with_the_decoded_codes(name: str, layout: str) -> None:
     one, other = layer(name, layout, seed=1), layer(None, layout, seed=1)
     other.set_weight(value(one))
     other.weight.requires_grad_(one.weight.requires_grad)
@@ -230,7 +230,7 @@ def test_moves_never_cast_codes(layout: str) -> None:
 
 @pytest.mark.parametrize("name", ["tensorwise", "nvfp4"])
 @LAYOUTS
-def test_models_are_turned_into_codes_and_back(name: str, layout: str) -> None:
+def test_models_are_converted_to_codes_and_back(name: str, layout: str) -> None:
     model = nn.ModuleDict({"experts": layer(None, layout, torch.bfloat16), "head": nn.Linear(64, 64)})
     saved = qt.quantize_weights(model, name, skip=["head"])
     one: Any = model["experts"]
@@ -251,7 +251,7 @@ def test_models_are_turned_into_codes_and_back(name: str, layout: str) -> None:
     one(rows(dtype=torch.bfloat16)[0], ENDS)
 
 
-def test_what_does_not_fit_is_a_sentence() -> None:
+def test_invalid_arguments_give_a_clear_error() -> None:
     one = layer("nvfp4", recipe="nvfp4")
     with pytest.raises(ValueError, match=r"got a weight of shape \(3, 64, 96\); it must be \(3, 96, 64\)"):
         one.set_weight(torch.zeros(G, K, N))
@@ -291,7 +291,7 @@ def test_experts_in_codes_say_what_to_do_with_tokens_of_another_dtype() -> None:
 
 @pytest.mark.parametrize(("name", "layout"), [("nvfp4", "kn"), ("mxfp8", "kn"), ("delayed", "nk")])
 @pytest.mark.parametrize("recipe", [True, False])
-def test_frozen_codes_compile_with_eagers_bits(name: str, layout: str, recipe: bool) -> None:
+def test_frozen_codes_compile_with_eager_bits(name: str, layout: str, recipe: bool) -> None:
     torch._dynamo.reset()
     one = layer(name, layout, recipe=name if recipe else "rowwise")
     one.weight.requires_grad_(False)
@@ -310,7 +310,7 @@ def test_frozen_codes_compile_with_eagers_bits(name: str, layout: str, recipe: b
 
 @pytest.mark.parametrize("name", ["tensorwise", "mxfp8", "nvfp4"])
 @LAYOUTS
-def test_a_gpus_way_takes_the_codes_too(name: str, layout: str) -> None:
+def test_the_gpu_path_accepts_codes_too(name: str, layout: str) -> None:
     one = layer(name, layout, recipe=name)
     other = copy.deepcopy(one)
     with qt.only("reference"):

@@ -64,7 +64,7 @@ def test_it_equals_the_reference(sizes: tuple[int, ...], mask_type: str) -> None
         assert_close(f"gradient of {name}", g, good, 6e-3)
 
 
-def test_it_is_no_further_from_float32_than_torchs_own() -> None:
+def test_it_is_as_close_to_float32_as_torch() -> None:
     x = operands(2, 192, 4, 2, 64)
     exact, distances = exactly(*x), {}
     with qt.only("reference"):
@@ -95,7 +95,7 @@ VIEWS: dict[str, Callable[[int], Tensor]] = {
 
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("lies", VIEWS)
-def test_operands_may_lie_in_any_way(lies: str, groups: int) -> None:
+def test_operands_may_have_any_layout(lies: str, groups: int) -> None:
     views, results = [VIEWS[lies](n) for n in (2, groups, groups)], []
     for x in (views, [v.clone(memory_format=torch.contiguous_format) for v in views]):
         x = [t.detach().requires_grad_() for t in x]
@@ -106,7 +106,7 @@ def test_operands_may_lie_in_any_way(lies: str, groups: int) -> None:
 
 
 @pytest.mark.parametrize("needs", [(True, False, False), (False, True, False), (False, False, True)], ids=str)
-def test_gradients_of_some_are_those_of_all(needs: tuple[bool, ...]) -> None:
+def test_a_subset_of_gradients_matches_all(needs: tuple[bool, ...]) -> None:
     x = operands(1, 100, 2, 1, 32)
     every = gradients(attention(*x, mask_type="causal"), *x)
     some = [t.detach().requires_grad_(need) for t, need in zip(x, needs, strict=True)]
@@ -127,7 +127,7 @@ def test_groups_of_heads_that_do_not_fit_at_once_have_the_same_bits(monkeypatch:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_stays_with_the_queries_that_see_it(value: float) -> None:
+def test_nonfinite_values_stay_with_the_queries_that_see_them(value: float) -> None:
     x = [t.detach() for t in operands(1, 130, 2, 1, 32)]
     before = attention(*x, mask_type="causal")
     for i, (first, last) in enumerate(((100, 101), (100, 130), (100, 130))):
@@ -144,7 +144,7 @@ def test_what_is_not_finite_stays_with_the_queries_that_see_it(value: float) -> 
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-39, 1e4, 1e9, 1e18])
-def test_hard_values_are_no_further_from_float32_than_torchs_own(value: float) -> None:
+def test_edge_case_values_are_as_close_to_float32_as_in_torch(value: float) -> None:
     x = operands(1, 96, 2, 1, 32)
     with torch.no_grad():
         for t in x[:2]:
@@ -196,12 +196,12 @@ def test_without_gradients_and_in_inference_mode_the_bits_are_the_same() -> None
         (lambda x: [torch.cat([t] * 6, 1) for t in x], "1024"),
     ],
 )
-def test_it_says_what_it_does_not_take(change: Callable[[Any], list[Tensor]], sentence: str) -> None:
+def test_unsupported_calls_give_a_reason(change: Callable[[Any], list[Tensor]], sentence: str) -> None:
     x = [t.detach() for t in operands(1, 192, 2, 2, 64)]
     assert sentence in dict(explain_attention(*change(x), mask_type="causal").passed_over)["tiles"]
 
 
-def test_options_autocast_transforms_and_threads_are_torchs() -> None:
+def test_options_autocast_transforms_and_threads_equal_torch() -> None:
     x = [t.detach() for t in operands(1, 128, 2, 2, 32)]
 
     def why(**options: Any) -> str:
@@ -222,7 +222,7 @@ def test_options_autocast_transforms_and_threads_are_torchs() -> None:
     assert "threads" in why()
 
 
-def test_a_processor_without_the_block_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_processor_without_the_block_instructions_gives_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm, "_functions", lambda: None)
     x = [t.detach() for t in operands(1, 128, 2, 2, 32)]
     assert "instructions" in dict(explain_attention(*x).passed_over)["tiles"]
@@ -265,7 +265,7 @@ def test_a_selective_checkpoint_may_save_it_and_gradients_have_the_same_bits() -
         assert_bitwise(one, other)
 
 
-def test_one_graph_serves_all_lengths_with_the_bits_of_eager_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_graph_handles_all_lengths_with_the_bits_of_eager_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of lengths that are torch's."""
     torch.compiler.reset()
     monkeypatch.setattr(cpu_tiles, "SMALLEST", 2 * 2 * 100 * 100)
@@ -313,7 +313,7 @@ def test_threads_of_backward_may_be_others(of_forward: int, of_backward: int) ->
         assert_close(f"gradient of {name}", g, good, CLOSE)
 
 
-def test_compiled_operands_of_torchs_lengths_may_lie_in_any_way() -> None:
+def test_compiled_operands_may_have_any_layout() -> None:
     x = [VIEWS["every other feature"](n)[:, :12].detach().requires_grad_() for n in (2, 1, 1)]
     exact, y = exactly(*x), compiled()(*x)
     with qt.only("reference"):
@@ -354,7 +354,7 @@ def test_compiled_forward_mode_loses_no_derivative() -> None:
         torch.compile(tangent, backend="aot_eager")(q)
 
 
-def test_subclasses_of_tensors_are_torchs_wherever_they_stand() -> None:
+def test_tensor_subclasses_use_torch_in_every_argument() -> None:
     class Own(Tensor):
         pass
 

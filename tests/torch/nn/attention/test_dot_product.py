@@ -1,4 +1,4 @@
-"""The module hands its options to the function, drops only in training, and checks its heads."""
+"""Test that the module passes its options to the function, drops only in training, and checks its heads."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ from tests.torch.nn.attention.cases import DV, D, H, mask_of, operands
         {"sinks": "off_by_one"},
     ],
 )
-def test_it_is_the_function_with_its_options_kept(options: dict[str, Any]) -> None:
+def test_it_is_the_function_with_stored_options(options: dict[str, Any]) -> None:
     q, k, v = operands(5, 7)
     mask = mask_of(options.get("mask_type", "none"), 5, 7)
     module = DotProductAttention(H, (D, DV), groups=2, **options)
@@ -105,6 +105,6 @@ def test_heads_other_than_its_own_are_refused() -> None:
         DotProductAttention(H, D, groups=2)(q, k, v)
 
 
-def test_printing_it_shows_what_is_set() -> None:
+def test_printing_it_shows_the_set_options() -> None:
     shown = repr(DotProductAttention(H, D, groups=2, mask_type="causal", window=(4, 0)))
     assert shown == "DotProductAttention(4, (8, 8), groups=2, mask_type='causal', window=(4, 0))"

@@ -1,4 +1,4 @@
-"""What flash-attn is handed, shown with a stand-in that follows its documentation: all is aligned bottom right."""
+"""Test calls of flash-attn with a stand-in that follows its documentation: everything is aligned bottom right."""
 
 import sys
 from types import SimpleNamespace
@@ -95,7 +95,7 @@ def of(options: dict[str, Any]) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
 
 @pytest.mark.usefixtures("_installed")
 @pytest.mark.parametrize("options", calls(), ids=lambda options: "-".join(options))
-def test_what_it_is_handed_means_the_call(options: dict[str, Any]) -> None:
+def test_the_flash_call_receives_equivalent_arguments(options: dict[str, Any]) -> None:
     inputs, options = of(options)
     q, k, v, call = prepare(*inputs, AttentionOpOptions(**options))
     assert backends.unsupported(q, k, v, call) == ""
@@ -121,12 +121,12 @@ def test_what_it_is_handed_means_the_call(options: dict[str, Any]) -> None:
         ({"alibi_slopes": SLOPES.clone().requires_grad_()}, "no gradient of ALiBi's slopes"),
     ],
 )
-def test_it_says_what_it_does_not_do(options: dict[str, Any], says: str) -> None:
+def test_unsupported_arguments_give_a_clear_error(options: dict[str, Any], says: str) -> None:
     inputs, options = of(options)
     assert says in backends.unsupported(*prepare(*inputs, AttentionOpOptions(**options)))
 
 
-def test_it_says_what_it_cannot_be_given() -> None:
+def test_invalid_inputs_give_a_clear_error() -> None:
     inputs = operands(7, 7, width=D)
     assert "float16 and bfloat16, not torch.float32" in backends.unsupported(*prepare(*inputs, AttentionOpOptions()))
     inputs = operands(7, 7, dtype=torch.bfloat16)

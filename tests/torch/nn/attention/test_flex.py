@@ -78,7 +78,7 @@ def test_ragged_batches_equal_the_reference(mask_type: str) -> None:
     compare(inputs, layout="thd", cu_seqlens=ends, mask_type=mask_type, alibi_slopes=SLOPES, chunk=chunk)
 
 
-def test_it_says_what_it_does_not_do() -> None:
+def test_unsupported_arguments_give_a_clear_error() -> None:
     q, k, v = operands(5, 7)
     bias = torch.zeros(5, 7, requires_grad=True)
     for options, says in (

@@ -158,7 +158,7 @@ def test_scores_gradients_and_probabilities_have_the_specifications_codes(
 @every_spec
 @pytest.mark.parametrize("odd", [np.nan, np.inf, 3e38, 1e-40])
 @pytest.mark.parametrize("which", range(4))
-def test_odd_values_spoil_what_they_spoil_in_the_specification(spec: AttentionSpec, odd: float, which: int) -> None:
+def test_nonfinite_values_spread_as_in_the_specification(spec: AttentionSpec, odd: float, which: int) -> None:
     arrays, grad = operands((2, 2, 2, 6, 6, 8, 8))
     [*arrays[:3], grad][which][0, 1, 2, 3] = odd
     hidden = masked(6, 6)
@@ -234,7 +234,7 @@ def test_backward_keeps_eight_bits_and_no_scores(name: str) -> None:
     assert sum(sizes) == codes + scales + 8 * 2 * 4 * 64
 
 
-def test_only_what_needs_a_gradient_gets_one() -> None:
+def test_only_required_gradients_are_computed() -> None:
     (q, k, v, bias, sinks), grad = operands((1, 2, 1, 5, 6, 4, 4))
     for which in range(5):
         leaves = [torch.tensor(x, requires_grad=i == which) for i, x in enumerate((q, k, v, bias, sinks))]
@@ -247,7 +247,7 @@ def test_only_what_needs_a_gradient_gets_one() -> None:
 
 
 @every_spec
-def test_compiled_is_one_graph_with_eagers_bits(spec: AttentionSpec) -> None:
+def test_compiled_is_one_graph_with_eager_bits(spec: AttentionSpec) -> None:
     arrays, grad = operands((2, 4, 2, 17, 33, 16, 24))
     hidden = torch.tensor(masked(17, 33))
 
@@ -289,7 +289,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("call, sentence", REFUSED.values(), ids=REFUSED)
-def test_what_does_not_fit_is_a_sentence(call: Callable[[], Tensor], sentence: str) -> None:
+def test_invalid_arguments_give_a_clear_error(call: Callable[[], Tensor], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         call()
 

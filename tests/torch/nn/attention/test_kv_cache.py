@@ -1,4 +1,4 @@
-"""A cache gives back what it was given, in order, and decoding token by token is one whole forward."""
+"""Test that a cache returns its contents in order, and that decoding by token equals one forward."""
 
 from collections.abc import Callable
 from typing import Any
@@ -42,7 +42,7 @@ def test_updates_append(kind: str, dtype: torch.dtype) -> None:
 
 
 @BOTH
-def test_a_full_cache_is_a_sentence_and_nothing_is_written(kind: str) -> None:
+def test_a_full_cache_gives_a_clear_error_and_writes_nothing(kind: str) -> None:
     cache = MAKERS[kind](1, 8)
     k, v = tokens(3, 6), tokens(3, 6)
     cache.update(0, k, v)
@@ -60,7 +60,7 @@ def test_a_full_cache_is_a_sentence_and_nothing_is_written(kind: str) -> None:
 
 
 @BOTH
-def test_reset_takes_another_batch_and_dtype(kind: str) -> None:
+def test_reset_accepts_another_batch_and_dtype(kind: str) -> None:
     cache = MAKERS[kind](1, 8)
     cache.update(0, tokens(3, 6), tokens(3, 6))
     cache.reset()
@@ -139,7 +139,7 @@ def test_sequences_of_different_lengths_come_and_go() -> None:
         cache.update(0, rope(k[:, :count]), v[:, :count])
 
     def step(*names: str) -> None:
-        """The next token of each; what attention gives must be what it gives to each sequence alone."""
+        """Decode the next token of each sequence; attention must equal that of each sequence alone."""
         cache.use([ids[n] for n in names])
         offset, at = cache.offset, cache.lengths.tolist()
         k, v = (
@@ -195,7 +195,7 @@ def test_padded_prompts_are_masked_and_cut() -> None:
         assert_close(f"token of {row}", z[row], whole[length:], 1e-6)
 
 
-def test_padding_never_shows_another_sequences_nan() -> None:
+def test_padding_never_exposes_the_nan_of_another_sequence() -> None:
     cache = qt.PagedKVCache(1, pages=4, page_size=2)
     bad, good = cache.add(), cache.add()
     cache.use([bad])
@@ -208,7 +208,7 @@ def test_padding_never_shows_another_sequences_nan() -> None:
 
 
 @BOTH
-def test_what_is_held_works_in_inference_mode_and_outside(kind: str) -> None:
+def test_cached_keys_work_in_inference_mode_and_outside(kind: str) -> None:
     cache = MAKERS[kind](1, 8)
     k = tokens(3, 2)
     with torch.inference_mode():
@@ -220,7 +220,7 @@ def test_what_is_held_works_in_inference_mode_and_outside(kind: str) -> None:
 
 
 @BOTH
-def test_what_does_not_fit_is_a_sentence(kind: str) -> None:
+def test_invalid_arguments_give_a_clear_error(kind: str) -> None:
     cache = MAKERS[kind](2, 8)
     k = tokens(3, 2)
     with pytest.raises(ValueError, match=r"layer 2 of a cache for 2"):
@@ -238,7 +238,7 @@ def test_what_does_not_fit_is_a_sentence(kind: str) -> None:
     assert cache.held(0) == 2 if kind == "plain" else cache.held(0).tolist() == [2, 2, 2]
 
 
-def test_what_a_paged_cache_does_not_know_is_a_sentence() -> None:
+def test_unknown_sequences_of_a_paged_cache_give_a_clear_error() -> None:
     cache = qt.PagedKVCache(1, pages=4, page_size=2)
     one = cache.add()
     with pytest.raises(ValueError, match=r"there is no sequence 7; the cache has \[0\]"):
@@ -339,7 +339,7 @@ def test_a_forward_that_broke_off_is_not_continued_unseen(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_an_index_of_no_row_is_a_sentence(kind: str) -> None:
+def test_an_index_of_no_row_gives_a_clear_error(kind: str) -> None:
     cache = MAKERS[kind](1, 8)
     cache.update(0, tokens(3, 2), tokens(3, 2))
     for wrong in (3, -1):
@@ -357,7 +357,7 @@ def test_an_index_of_no_row_is_a_sentence(kind: str) -> None:
         ({"mask_type": "none", "alibi": True}, None, "mask_type 'none' count from the first"),
     ],
 )
-def test_what_goes_with_no_cache_is_refused_before_it_takes_anything(
+def test_options_incompatible_with_a_cache_are_refused_first(
     kind: str, options: dict[str, Any], mask: Tensor | None, says: str
 ) -> None:
     attention, cache = qt.MultiheadAttention(16, 2, **options), MAKERS[kind](1, 8)

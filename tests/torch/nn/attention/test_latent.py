@@ -1,4 +1,4 @@
-"""Latent attention: the plain formula, layouts, masks, caches of latents, fused norms, and what is refused."""
+"""Test latent attention: the plain formula, layouts, masks, latent caches, fused norms, errors."""
 
 from typing import Any
 
@@ -68,7 +68,7 @@ def test_layouts_agree(layout: str) -> None:
     assert_close("output", y, expected, 1e-6)
 
 
-def test_padding_is_not_seen() -> None:
+def test_padding_is_hidden() -> None:
     layer, x = make(mask_type="padding_causal"), torch.randn(2, 9, 64)
     mask = torch.arange(9) >= torch.tensor([9, 6])[:, None]
     changed = torch.where(mask[..., None], 7.0, x)
@@ -89,7 +89,7 @@ def test_a_cache_holds_latents_and_decoding_is_one_whole_forward() -> None:
 
 
 @pytest.mark.parametrize("recipe", recipes.RECIPES)
-def test_norms_that_write_their_layers_input_have_the_bits_of_norms_called_by_themselves(recipe: str) -> None:
+def test_fused_norms_have_the_bits_of_separate_norms(recipe: str) -> None:
     layer, x = make(normalization="RMSNorm"), torch.randn(2, 16, 64)
     with qt.autocast(recipe):
         y = layer(x)
@@ -102,7 +102,7 @@ def test_norms_that_write_their_layers_input_have_the_bits_of_norms_called_by_th
             assert_bitwise(layer(x), y.detach())
 
 
-def test_bad_input_is_a_sentence() -> None:
+def test_bad_input_gives_a_clear_error() -> None:
     for options, sentence in (
         ({"groups": 2}, "each head of latent attention has its own keys"),
         ({"rope": qt.RotaryEmbedding(8)}, "rope rotates 8 features, but latent.rope_dim is 16"),

@@ -27,7 +27,7 @@ def test_the_table_of_cases_has_every_mask_type() -> None:
 
 
 @pytest.mark.parametrize("mask_type, window, queries, keys", cases())
-def test_every_mask_hides_what_its_name_says(mask_type: str, window: Any, queries: int, keys: int) -> None:
+def test_every_mask_hides_the_named_positions(mask_type: str, window: Any, queries: int, keys: int) -> None:
     mask = mask_of(mask_type, queries, keys)
     masked = hidden(mask_type, mask, window, (B, H, queries, keys))
     masked = torch.zeros(1, dtype=torch.bool) if masked is None else masked
@@ -36,7 +36,7 @@ def test_every_mask_hides_what_its_name_says(mask_type: str, window: Any, querie
 
 
 @pytest.mark.parametrize("mask_type", MASK_TYPES)
-def test_chunks_hide_what_stands_in_another_one(mask_type: str) -> None:
+def test_chunks_hide_other_chunks(mask_type: str) -> None:
     for (queries, keys), window, chunk in itertools.product(LENGTHS, [None, (1, -1)], [1, 3, 9]):
         given = mask_of(mask_type, queries, keys)
         left = tuple(m.flip(-1) for m in given) if isinstance(given, tuple) else given
@@ -51,7 +51,7 @@ def test_chunks_hide_what_stands_in_another_one(mask_type: str) -> None:
             np.testing.assert_array_equal(outside_of(runs, keys).expand(B, 1, queries, keys)[:, 0].numpy(), right)
 
 
-def test_chunks_of_sequences_laid_end_to_end_begin_with_each() -> None:
+def test_chunks_restart_with_each_packed_sequence() -> None:
     ends = torch.tensor([0, 5, 5, 12])
     ragged = RaggedLayout(ends, ends, None)
     masked = hidden("causal", None, None, (1, H, 12, 12), ragged=ragged, chunk=3)
@@ -92,12 +92,12 @@ def test_a_simplified_mask_hides_the_same(mask_type: str, queries: int, keys: in
         (("causal_bottom_right", (4, 0), 1, 9), ("causal_bottom_right", (4, -1))),
     ],
 )
-def test_what_hides_nothing_more_is_dropped(given: Any, plain: Any) -> None:
+def test_redundant_masks_are_dropped(given: Any, plain: Any) -> None:
     assert simplify(*given) == plain
 
 
 @pytest.mark.parametrize("bottom_right", [False, True])
-def test_sequences_laid_end_to_end_do_not_see_each_other(bottom_right: bool) -> None:
+def test_packed_sequences_do_not_attend_to_each_other(bottom_right: bool) -> None:
     of_queries, of_keys = [2, 0, 3, 1], [3, 2, 2, 1]
     ends = [torch.tensor([0, *n]).cumsum(0) for n in (of_queries, of_keys)]
     ragged = RaggedLayout(*ends, None)
@@ -146,7 +146,7 @@ PAIRS = torch.zeros(B, 1, 5, 7, dtype=torch.bool)
         ("padding_causal_bottom_right", TOKENS, (3, 1), "looks ahead"),
     ],
 )
-def test_a_mask_that_does_not_fit_is_refused_with_a_sentence(mask_type: str, mask: Any, window: Any, says: str) -> None:
+def test_a_mask_that_does_not_fit_is_refused(mask_type: str, mask: Any, window: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         check_mask(mask_type, mask, window, (B, H, 5, 7), False)
 

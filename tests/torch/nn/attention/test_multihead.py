@@ -177,7 +177,7 @@ def test_temperature_multiplies_queries_by_their_position(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["bshd", "sbhd"])
-def test_a_position_bias_is_added_to_the_one_that_is_given(layout: str) -> None:
+def test_a_position_bias_is_added_to_a_given_bias(layout: str) -> None:
     own, given = qt.RelativePositionBias(4, 8, 6), torch.randn(2, 4, 9, 9)
     attention = qt.MultiheadAttention(64, 4, position_bias=own, layout=layout)
     plain = qt.MultiheadAttention(64, 4, layout=layout)
@@ -189,7 +189,7 @@ def test_a_position_bias_is_added_to_the_one_that_is_given(layout: str) -> None:
     assert own.weight.grad is not None and own.weight.grad.abs().sum() > 0
 
 
-def test_a_position_bias_counts_on_from_what_a_cache_holds() -> None:
+def test_a_position_bias_continues_after_the_cached_positions() -> None:
     own = qt.RelativePositionBias(4, 8, 6, bidirectional=False)
     attention = qt.MultiheadAttention(64, 4, position_bias=own, mask_type="causal", scale=1.0)
     x = torch.randn(2, 9, 64)
@@ -201,9 +201,7 @@ def test_a_position_bias_counts_on_from_what_a_cache_holds() -> None:
 
 
 @pytest.mark.parametrize(("name", "kind"), [("RMSNorm", qt.RMSNorm), ("LayerNorm", qt.LayerNorm)])
-def test_norms_are_of_the_class_that_they_are_called_by_and_those_of_heads_have_an_eps_of_their_own(
-    name: str, kind: type
-) -> None:
+def test_norms_have_the_named_class_and_head_norms_have_their_own_eps(name: str, kind: type) -> None:
     layer = qt.TransformerLayer(64, 4, 96, normalization=name, eps=1e-5, qk_norm=name, qk_norm_eps=1e-2)
     attention = layer.attention
     for norm, eps in (
@@ -230,7 +228,7 @@ def test_every_parameter_has_a_gradient(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("kept", ["tensorwise", "mxfp8"])
-def test_of_a_fused_projection_only_v_is_kept(kept: str) -> None:
+def test_only_v_of_a_fused_projection_is_saved(kept: str) -> None:
     from tests.torch.nn.pairs import kept_bytes
 
     tokens, dim = 256, 64
@@ -260,7 +258,7 @@ def test_meta_device_is_filled_later() -> None:
         assert attention(torch.randn(2, 5, 64)).isfinite().all()
 
 
-def test_bad_input_is_a_sentence() -> None:
+def test_bad_input_gives_a_clear_error() -> None:
     with pytest.raises(ValueError, match="do not divide by 5 heads"):
         qt.MultiheadAttention(64, 5)
     with pytest.raises(ValueError, match=r"head_dim is \(8,\); give a number, or"):
@@ -312,7 +310,7 @@ def test_dropout_acts_in_training_only() -> None:
         {"cu_seqlens": torch.tensor([0, 5])},
     ],
 )
-def test_what_does_not_fit_is_refused_before_any_work(wrong: dict[str, Any]) -> None:
+def test_invalid_arguments_are_refused_before_any_work(wrong: dict[str, Any]) -> None:
     attention = qt.MultiheadAttention(64, 4, mask_type="causal")
     with qt.autocast("delayed"), pytest.raises(ValueError):
         attention(torch.randn(2, 6, 64), **wrong)

@@ -1,4 +1,4 @@
-"""The operation: layouts, ragged batches, which implementation runs, autocast, recipes, and what it refuses."""
+"""Test the attention operation: layouts, ragged batches, implementations, autocast, recipes, errors."""
 
 import math
 from typing import Any
@@ -26,7 +26,7 @@ SLOPES = torch.tensor([0.5, 0.25, 0.125, 3.0])
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("mask_type", ["none", "causal", "padding_causal", "arbitrary"])
-def test_sbhd_is_bshd_turned(name: str, mask_type: str) -> None:
+def test_sbhd_gives_the_transposed_result_of_bshd(name: str, mask_type: str) -> None:
     q, k, v = operands(5, 7)
     options = {"mask_type": mask_type, "mask": mask_of(mask_type, 5, 7)}
     with qt.only(name):
@@ -55,7 +55,7 @@ def test_the_last_query_alone_keeps_its_distances(name: str, options: dict[str, 
     assert_close("output", y.reshape(whole.shape), whole, 1e-6)
 
 
-def test_what_is_faked_leaves_nothing_behind() -> None:
+def test_fake_calls_leave_nothing_behind() -> None:
     q, k, v = operands(5, 7)
     options: dict[str, Any] = {"mask_type": "causal", "window": (1, 0), "soft_cap": 3.0}
     with FakeTensorMode():
@@ -104,7 +104,7 @@ def test_ragged_sequences_equal_each_alone(name: str, options: dict[str, Any], m
         assert_close(f"gradient of {what}", a, b, 2e-6)
 
 
-def test_one_cu_seqlens_serves_queries_and_keys_and_no_sequence_is_no_error() -> None:
+def test_one_cu_seqlens_applies_to_queries_and_keys_and_zero_sequences_work() -> None:
     q, k, v = (torch.randn(5, n, D) for n in (H, 2, 2))
     at = torch.tensor([0, 2, 5], dtype=torch.int32)
     y = attention(q, k, v, mask_type="causal", layout="thd", cu_seqlens=at)
@@ -200,7 +200,7 @@ def test_explain_says_which_runs_and_why_not_the_others() -> None:
         assert dict(explain_attention(q, k, v).passed_over)["sdpa"] == "switched off by only()"
 
 
-def test_under_autocast_it_computes_in_the_narrow_type_and_adds_biases_in_float32() -> None:
+def test_autocast_computes_in_the_narrow_type_and_adds_biases_in_float32() -> None:
     q, k, v = operands(5, 7)
     bias = torch.linspace(-300, 300, H * 5 * 7).reshape(1, H, 5, 7)
     narrow = tuple(x.detach().bfloat16() for x in (q, k, v))
@@ -236,7 +236,7 @@ def test_a_recipe_that_quantizes_attention_gets_it(monkeypatch: pytest.MonkeyPat
     assert explain_attention(q, k, v, recipe=recipe).runs == "fp8"
 
 
-def test_a_recipe_is_taken_by_name() -> None:
+def test_a_recipe_is_accepted_by_name() -> None:
     q, k, v = operands(5, 7)
     assert_bitwise(attention(q, k, v, recipe="mxfp8"), attention(q, k, v))
     assert explain_attention(q, k, v, recipe="mxfp8").runs == "sdpa"
@@ -296,8 +296,6 @@ T = {"layout": "thd"}
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_with_a_sentence(
-    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], says: str
-) -> None:
+def test_mismatched_arguments_are_refused(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         attention(q, k, v, **options)

@@ -65,7 +65,7 @@ def test_the_options_equal_a_loop(options: dict[str, Any]) -> None:
     assert_close(str(list(options)), y, expected(q, k, v, hides("causal", None, 5, 7, None), **plain), 1e-6)
 
 
-def test_off_by_one_is_a_sink_of_logit_zero() -> None:
+def test_off_by_one_softmax_is_a_sink_of_logit_zero() -> None:
     q, k, v = operands(5, 7)
     assert torch.equal(reference(q, k, v, sinks="off_by_one"), reference(q, k, v, sinks=torch.zeros(H)))
 
@@ -112,7 +112,7 @@ def test_learnable_sinks_have_the_gradient_of_differences() -> None:
     )
 
 
-def test_dropout_keeps_the_mean_and_drops_the_share_it_says() -> None:
+def test_dropout_keeps_the_mean_and_drops_the_given_fraction() -> None:
     q, k = torch.zeros(1, 64, H, D), torch.zeros(1, 64, H, D)
     v = torch.eye(64)[None, :, None].expand(1, 64, H, 64)
     probabilities = reference(q, k, v, dropout=0.25) * 64

@@ -1,4 +1,4 @@
-"""T5's buckets and biases: those of transformers' T5, pair by pair, and what is refused."""
+"""Test T5's buckets and biases against transformers, pair by pair, and errors."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_a_bias_is_t5s_also_of_the_last_queries(decoder: bool) -> None:
     assert_bitwise(several, torch.cat([theirs.compute_bias(2, 9, past_seen_tokens=n) for n in (7, 3)]))
 
 
-def test_bad_input_is_a_sentence() -> None:
+def test_bad_input_gives_a_clear_error() -> None:
     for options, sentence in (
         ({"heads": 0}, "a bias needs a positive number of heads, not 0"),
         ({"heads": 4, "buckets": 7}, "give 4 or more, an even number"),

@@ -58,7 +58,7 @@ WHERE: dict[str, tuple[dict[str, Any], Any]] = {
 @FRACTION
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("layout", ["bshd", "sbhd"])
-def test_rope_turns_pairs_and_its_gradient_turns_back(
+def test_rope_rotates_pairs_and_its_gradient_rotates_back(
     interleaved: bool, fraction: float, where: str, layout: str
 ) -> None:
     x, g = torch.randn(2, 5, 3, 8), torch.randn(2, 5, 3, 8)
@@ -76,7 +76,7 @@ def test_rope_turns_pairs_and_its_gradient_turns_back(
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("lengths", [(3, 4), (1, 0, 6), (0, 0, 7, 0)])
 @pytest.mark.parametrize("offset", ["none", "number", "each", "positions"])
-def test_ragged_sequences_begin_anew(dtype: torch.dtype, lengths: tuple[int, ...], offset: str) -> None:
+def test_ragged_sequences_restart_their_positions(dtype: torch.dtype, lengths: tuple[int, ...], offset: str) -> None:
     x = torch.randn(7, 3, 8)
     cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=dtype)
     each = torch.arange(len(lengths)) * 10
@@ -160,13 +160,13 @@ def operations(run: Any) -> int:
 
 
 @pytest.mark.parametrize("dtype, most", [(torch.float32, 4), (torch.bfloat16, 6)])
-def test_with_its_tables_at_hand_a_call_is_a_few_operations(dtype: torch.dtype, most: int) -> None:
+def test_a_call_with_cached_tables_is_a_few_operations(dtype: torch.dtype, most: int) -> None:
     rope, x = RotaryEmbedding(8), torch.randn(2, 5, 3, 8, dtype=dtype)
     rope(x)
     assert operations(lambda: rope(x)) <= most
 
 
-def test_tables_are_kept_by_shape_and_by_tensor_and_made_again_when_it_changes() -> None:
+def test_tables_are_cached_by_shape_and_tensor_and_rebuilt_on_change() -> None:
     rope, q, k = RotaryEmbedding(8), torch.randn(2, 5, 4, 8), torch.randn(2, 5, 2, 8)
     assert rope.tables(q)[0] is rope.tables(k)[0]
     assert rope.tables(q, offset=1)[0] is not rope.tables(q)[0]
@@ -279,15 +279,15 @@ def assert_compiled_bits(cases: set[str]) -> None:
             assert_bitwise(compiled, eager, name)
 
 
-def test_compiled_bits_are_eagers() -> None:
+def test_compiled_bits_equal_eager_bits() -> None:
     assert_compiled_bits(set(COMPILED) - {"float32", "ragged"})
 
 
-def test_compiled_bits_of_float32_are_eagers() -> None:
+def test_compiled_bits_of_float32_equal_eager_bits() -> None:
     assert_compiled_bits({"float32"})
 
 
-def test_compiled_ragged_bits_are_eagers() -> None:
+def test_compiled_ragged_bits_equal_eager_bits() -> None:
     assert_compiled_bits({"ragged"})
 
 
@@ -301,7 +301,7 @@ def test_decoding_compiles_once_for_all_offsets() -> None:
             assert_bitwise(compiled(x, offset=offset), net(x, offset=offset))
 
 
-def test_frequencies_stay_float32_and_are_filled_wherever_the_model_goes() -> None:
+def test_frequencies_stay_float32_across_casts_and_devices() -> None:
     x = torch.randn(1, 300, 1, 16)
     y = RotaryEmbedding(16)(x)
     for rope in (RotaryEmbedding(16, device="meta").to_empty(device="cpu"), RotaryEmbedding(16).bfloat16()):
@@ -371,12 +371,12 @@ def test_the_plain_function_takes_any_tables() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_a_sentence(shape: tuple[int, ...], options: dict[str, Any], said: str) -> None:
+def test_invalid_arguments_give_a_clear_error(shape: tuple[int, ...], options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         RotaryEmbedding(6)(torch.ones(shape), **options)
 
 
-def test_features_that_cannot_turn_are_a_sentence() -> None:
+def test_feature_counts_that_cannot_rotate_give_a_clear_error() -> None:
     with pytest.raises(ValueError, match=r"0\.5 of 6 is 3; make it an even number"):
         RotaryEmbedding(6, fraction=0.5)
     with pytest.raises(ValueError, match=r"fraction is 0"):
@@ -387,7 +387,7 @@ def test_features_that_cannot_turn_are_a_sentence() -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_turned_is_contiguous_however_it_lay(
+def test_rotated_tensors_are_contiguous_for_any_input_layout(
     dtype: torch.dtype, fraction: float, interleaved: bool, kernel: bool
 ) -> None:
     rope = qt.RotaryEmbedding(16, fraction=fraction, interleaved=interleaved)

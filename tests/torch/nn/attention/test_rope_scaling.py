@@ -97,7 +97,7 @@ def test_every_type_of_transformers_is_a_row_and_every_row_is_tried() -> None:
 
 @pytest.mark.parametrize("case", [name for name in CASES if CASES[name]["rope_type"] != "default"])
 @pytest.mark.parametrize("length", [8, ORIGINAL, ORIGINAL + 1, 100])
-def test_frequencies_are_those_of_transformers(case: str, length: int) -> None:
+def test_frequencies_match_transformers(case: str, length: int) -> None:
     scaling = CASES[case]
     # What the model does: a tensor of the length.
     seq_len = torch.tensor(length) if scaling["rope_type"] in ("dynamic", "longrope") else None
@@ -113,7 +113,7 @@ def test_frequencies_are_those_of_transformers(case: str, length: int) -> None:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("length", [8, ORIGINAL + 1, 100])
 @pytest.mark.parametrize("given", [False, True])
-def test_outputs_are_those_of_transformers(case: str, length: int, given: bool) -> None:
+def test_outputs_match_transformers(case: str, length: int, given: bool) -> None:
     theirs = LlamaRotaryEmbedding(config(CASES[case]))
     x = torch.randn(2, length, 2, 16)
     positions = torch.arange(length)[None]
@@ -135,7 +135,7 @@ def test_longrope_switches_for_the_longest_sequence_of_a_batch() -> None:
     assert_close("offsets", got, expected, 1e-6)
 
 
-def test_a_factor_is_the_ratio_of_the_lengths_if_it_is_not_given() -> None:
+def test_the_factor_defaults_to_the_ratio_of_the_lengths() -> None:
     for case in ("yarn", "longrope"):
         scaling = CASES[case] | {"factor": None}
         assert ours(scaling).frequencies.attention_factor == ours(CASES[case]).frequencies.attention_factor
@@ -193,6 +193,6 @@ YARN, LLAMA3 = CASES["yarn"], CASES["llama3"]
         ),
     ],
 )
-def test_what_a_dict_lacks_is_a_sentence(scaling: dict[str, Any], said: str) -> None:
+def test_missing_keys_of_a_dict_give_a_clear_error(scaling: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         RotaryEmbedding(16 if "partial" not in str(scaling) else 10, scaling=scaling)

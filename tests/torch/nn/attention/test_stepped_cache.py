@@ -1,4 +1,4 @@
-"""Steps that are begun from outside append what is new of each sequence, whatever row it lies in."""
+"""Test that steps begun from outside append the new part of each sequence, in any row order."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from quaver.torch.nn.attention.kv_cache import SteppedKVCache
 from tests.close import assert_bitwise
 
 
-def test_rows_are_those_of_their_sequences_while_these_come_and_go() -> None:
+def test_rows_follow_their_sequences_as_these_come_and_go() -> None:
     cache = SteppedKVCache(pages=12, page_size=4)
     tokens: dict[str, torch.Tensor] = {}
     held: dict[str, int] = {}

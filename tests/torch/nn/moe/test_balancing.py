@@ -75,7 +75,7 @@ def test_losses_of_no_tokens_are_0() -> None:
     assert qt.balance_loss(routing) == 0 and qt.z_loss(routing) == 0
 
 
-def test_gradients_are_those_of_finite_differences() -> None:
+def test_gradients_match_finite_differences() -> None:
     logits = drawn(12).double().requires_grad_()
     mask = torch.rand(12, generator=torch.Generator().manual_seed(1)) < 0.7
 
@@ -95,7 +95,7 @@ def test_counts_of_all_ranks_balance_a_batch_in_parts() -> None:
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_k_times_the_loss_is_that_of_transformers(masked: bool) -> None:
+def test_k_times_the_loss_matches_transformers(masked: bool) -> None:
     mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
     logits = drawn().requires_grad_()
     mask = (torch.rand(4, 12, generator=torch.Generator().manual_seed(1)) < 0.7) if masked else None
@@ -152,7 +152,7 @@ BAD: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_does_not_fit_is_refused(name: str) -> None:
+def test_mismatched_inputs_are_refused(name: str) -> None:
     call, says = BAD[name]
     with pytest.raises(ValueError, match=says):
         call(qt.route(drawn(), 2))

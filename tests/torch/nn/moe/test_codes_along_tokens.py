@@ -60,7 +60,7 @@ def moved(q: Quantized, spec: QuantSpec) -> Quantized:
 
 
 def drawn(spread: float, tokens: int = 256, features: int = 256, seed: int = 0) -> Tensor:
-    """Normal, each token times a power of two of its own within 2**±spread."""
+    """Normal values, each token scaled by its own power of two within 2**±spread."""
     rng = np.random.default_rng(seed)
     sizes = 2.0 ** np.round(rng.uniform(-spread, spread, (tokens, 1)))
     return torch.from_numpy((rng.normal(size=(tokens, features)) * sizes).astype(np.float32))
@@ -125,7 +125,7 @@ SHARES = {0: (0.9999, 0.9999), 4: (0.99, 0.998), 6: (0.965, 0.99), 8: (0.84, 0.9
 
 @pytest.mark.parametrize("name", MOVED)
 @pytest.mark.parametrize("spread", SHARES)
-def test_most_values_are_those_of_quantizing_the_numbers_along_tokens(name: str, spread: int) -> None:
+def test_most_values_match_quantizing_along_tokens(name: str, spread: int) -> None:
     by_row, along = MOVED[name]
     assert by_row is not None and along is not None
     x = drawn(spread)
@@ -142,7 +142,7 @@ def test_most_values_are_those_of_quantizing_the_numbers_along_tokens(name: str,
     assert codes >= 0.97, codes
 
 
-def test_recipes_whose_blocks_move() -> None:
+def test_recipes_with_blocks_that_move_with_tokens() -> None:
     # The table that docs/blocks/experts.md has.
     assert set(MOVED) == {"rowwise", "blockwise", "mxfp8"}, MOVED
     nvfp4 = RECIPES["nvfp4"]()
@@ -151,10 +151,8 @@ def test_recipes_whose_blocks_move() -> None:
 
 @pytest.mark.parametrize("name", ["rowwise", "blockwise", "mxfp8"])
 @pytest.mark.parametrize(("spread", "least"), [(12, 0.975), (24, 0.965)])
-def test_a_share_of_values_is_promised_by_the_largest_row_over_the_smallest(
-    name: str, spread: int, least: float
-) -> None:
-    """Of 64 and of 256 tokens, whose largest row is 2**spread times the smallest."""
+def test_the_fraction_of_equal_values_is_bounded_by_the_row_spread(name: str, spread: int, least: float) -> None:
+    """With 64 and 256 tokens, where the largest row is 2**spread times the smallest."""
     by_row, along = MOVED[name]
     assert by_row is not None and along is not None
     for seed in range(6):

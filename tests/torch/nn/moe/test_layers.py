@@ -137,7 +137,7 @@ def kept(run: Any) -> int:
     return sum(storages.values())
 
 
-def test_tokens_are_kept_once_and_not_for_each_expert() -> None:
+def test_tokens_are_saved_once_and_not_per_expert() -> None:
     tokens, k, dim, hidden = 512, 8, 64, 32
     routing = qt.route(torch.randn(tokens, 16), k)
     x = torch.randn(tokens, dim).bfloat16()
@@ -155,7 +155,7 @@ def test_tokens_are_kept_once_and_not_for_each_expert() -> None:
     assert sizes["mxfp8"] <= between + 2 * tokens * dim + weights + 4 * tokens * k + 4096, sizes
 
 
-def test_a_capacity_drops_what_comes_last() -> None:
+def test_a_capacity_drops_the_last_tokens() -> None:
     moe = qt.MoE(16, 24, qt.MixtureConfig(experts=4, k=1, capacity=0.5))
     with torch.no_grad():
         moe.router.weight.zero_()
@@ -249,7 +249,7 @@ def test_routers_stay_in_high_precision() -> None:
         assert_bitwise(a, b)
 
 
-def test_the_balance_moves_and_is_kept() -> None:
+def test_the_balance_is_updated_and_saved() -> None:
     moe = qt.MoE(16, 24, qt.MixtureConfig(experts=4, k=2, balance_bias=True, scores="sigmoid", return_routing=True))
     _, routing = moe(torch.randn(50, 16))
     counts = qt.token_counts(routing.indices, 4)
@@ -263,7 +263,7 @@ def test_the_balance_moves_and_is_kept() -> None:
         qt.MoE(16, 24, qt.MixtureConfig(experts=4, k=2)).router.update_bias(counts)
 
 
-def test_a_mixture_begins_on_meta() -> None:
+def test_a_mixture_can_be_built_on_meta() -> None:
     mixture = qt.MixtureConfig(experts=4, k=2, balance_bias=True, router_bias=True, shared=8, shared_gate=True)
     moe = qt.MoE(16, 24, mixture, normalization="LayerNorm", bias=True, device="meta")
     assert all(p.is_meta for p in moe.parameters()) and moe.router.balance.is_meta
@@ -360,7 +360,7 @@ BAD: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_does_not_fit_is_refused(name: str) -> None:
+def test_mismatched_inputs_are_refused(name: str) -> None:
     call, says = BAD[name]
     with pytest.raises(ValueError, match=says):
         call()

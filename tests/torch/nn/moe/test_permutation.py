@@ -1,4 +1,4 @@
-"""Tokens laid out by expert and summed again: the reference, gradients, codes that are moved as bytes."""
+"""Test tokens sorted by expert and combined again: the reference, gradients, codes moved as bytes."""
 
 import itertools
 from typing import Any
@@ -48,7 +48,7 @@ def test_rows_offsets_places_and_sums_are_the_references(dtype: torch.dtype) -> 
             assert_bitwise(ours, torch.from_numpy(expected).to(dtype) if dtype is torch.bfloat16 else expected)
 
 
-def test_the_number_of_rows_does_not_depend_on_who_goes_where() -> None:
+def test_the_number_of_rows_does_not_depend_on_the_routing() -> None:
     for pad, capacity in ((1, None), (16, None), (16, 3)):
         shapes = set()
         for indices in (drawn(40, 8, 2), torch.zeros(40, 2, dtype=torch.int64), torch.full((40, 2), 7)):
@@ -68,7 +68,7 @@ def test_an_infinity_stays_with_the_tokens_that_have_it() -> None:
     assert y[[0, 1, 3, 5]].isfinite().all() and y[2].isnan().all()
 
 
-def test_gradients_are_those_of_finite_differences_twice() -> None:
+def test_gradients_match_finite_differences_twice() -> None:
     indices = drawn(7, 4, 2)
     x = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
     weights = torch.rand(7, 2, dtype=torch.float64, requires_grad=True)
@@ -149,7 +149,7 @@ def test_inputs_of_which_recipes_may_move() -> None:
     assert moved == {name for name in inputs if name not in ("bf16",)}, moved
 
 
-def test_operands_that_lie_as_their_transpose_are_moved_too() -> None:
+def test_transposed_operands_are_permuted_too() -> None:
     indices = drawn(16, 6, 2)
     for spec in (RECIPES["tensorwise"]().fprop.a, RECIPES["mxfp8"]().fprop.a):
         assert isinstance(spec, QuantSpec)
@@ -158,7 +158,7 @@ def test_operands_that_lie_as_their_transpose_are_moved_too() -> None:
         _all_equal(qt.permute(q, indices, 6).rows, qt.quantize(qt.permute(x.t(), indices, 6).rows, spec))
 
 
-def test_no_tokens_are_laid_out() -> None:
+def test_an_empty_batch_is_permuted() -> None:
     indices = torch.empty(0, 2, dtype=torch.int64)
     x = torch.empty(0, 8, requires_grad=True)
     rows, offsets, places = qt.permute(x, indices, 3, pad=16)
@@ -210,13 +210,13 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_does_not_fit_is_refused(name: str) -> None:
+def test_mismatched_inputs_are_refused(name: str) -> None:
     options, says = BAD[name]
     with pytest.raises(ValueError, match=says):
         qt.permute(torch.randn(5, 8), **({"indices": drawn(5, 4, 2), "experts": 4} | options))
 
 
-def test_transforms_and_what_is_no_tensor_are_a_sentence() -> None:
+def test_transforms_and_non_tensors_give_a_clear_error() -> None:
     x, indices = torch.randn(5, 8), drawn(5, 4, 2)
     rows, _, places = qt.permute(x, indices, 4)
     with pytest.raises(NotImplementedError, match="permute and unpermute do not run under"):

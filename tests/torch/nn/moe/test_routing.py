@@ -60,7 +60,7 @@ def test_narrow_logits_are_computed_with_in_float32(scores: str, dtype: torch.dt
             assert_bitwise(a, b)
 
 
-def test_gradients_are_those_of_finite_differences() -> None:
+def test_gradients_match_finite_differences() -> None:
     logits = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
     bias = torch.randn(8, dtype=torch.float64)
     for options in _options():
@@ -81,7 +81,7 @@ def test_far_logits_have_finite_gradients() -> None:
         assert logits.grad is not None and logits.grad.isfinite().all(), (scores, logits.grad)
 
 
-def test_the_root_of_softplus_goes_on_where_its_formula_changes() -> None:
+def test_the_softplus_square_root_is_continuous_between_its_formulas() -> None:
     z = torch.linspace(-60, 20, 4001)
     exact = torch.nn.functional.softplus(z.double()).sqrt()
     assert ((SCORES["sqrtsoftplus"](z).double() - exact).abs() <= 3e-7 * exact).all()
@@ -140,7 +140,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_does_not_fit_is_refused(name: str) -> None:
+def test_mismatched_inputs_are_refused(name: str) -> None:
     options, says = BAD[name]
     with pytest.raises(ValueError, match=says):
         qt.route(torch.randn(3, 8), **options)
@@ -190,7 +190,7 @@ def _rivals() -> dict[str, Any]:
 @pytest.mark.parametrize(
     "name", ["mixtral", "mixtral, first", "qwen3_moe", "qwen3_moe, normalized", "olmoe", "gpt_oss", "deepseek_v3"]
 )
-def test_choices_weights_and_gradients_are_those_of_transformers(name: str) -> None:
+def test_choices_weights_and_gradients_match_transformers(name: str) -> None:
     kind, config, options = _rivals()[name]
     router = kind(config)
     with torch.no_grad():
@@ -221,7 +221,7 @@ def test_sigmoids_of_llama_4_are_not_normalized() -> None:
     assert_close("weights", torch.zeros(57, 8).scatter(1, ours.indices, ours.weights), scores, 1e-6)
 
 
-def test_roots_of_softplus_are_those_of_deepseek_v4() -> None:
+def test_roots_of_softplus_match_deepseek_v4() -> None:
     transformers = pytest.importorskip("transformers")
     rival = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
     config = transformers.DeepseekV4Config(hidden_size=16, n_routed_experts=8, num_experts_per_tok=3)

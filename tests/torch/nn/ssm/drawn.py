@@ -50,7 +50,7 @@ def exact(values: dict[str, Tensor], **options: Any) -> list[Tensor]:
 
 
 def differentiated(results: tuple[Tensor, Tensor], values: dict[str, Tensor]) -> list[Tensor]:
-    """Both results, and the gradients of what they were made of, for gradients that are always drawn alike."""
+    """Both results and the gradients of their inputs, for fixed random output gradients."""
     grads = [drawn_gradient(y, n) for n, y in enumerate(results)]
     return [*(y.detach() for y in results), *torch.autograd.grad(results, list(values.values()), grads)]
 

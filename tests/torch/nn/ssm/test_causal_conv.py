@@ -1,4 +1,4 @@
-"""The causal convolution: float64's values and gradients, sequences apart, and a state that goes on."""
+"""Test the causal convolution: values and gradients against float64, separate sequences, carried state."""
 
 from functools import partial
 from itertools import pairwise
@@ -64,7 +64,7 @@ def test_values_and_gradients_are_float64s(
     assert ours[0].dtype is dtype
 
 
-def test_sequences_laid_end_to_end_are_each_alone() -> None:
+def test_packed_sequences_are_independent() -> None:
     x, weight, bias = torch.randn(20, 5), torch.randn(5, 4), torch.randn(5)
     ends, initial = [0, 2, 2, 11, 20], torch.randn(4, 3, 5)
     for before in (None, initial):
@@ -80,7 +80,7 @@ def test_sequences_laid_end_to_end_are_each_alone() -> None:
     assert_bitwise(torch.cat((z[:2], z[11:])), torch.cat((y[:2], y[11:])))
 
 
-def test_gradients_of_sequences_laid_end_to_end() -> None:
+def test_gradients_of_packed_sequences() -> None:
     x, weight, bias = torch.randn(20, 5), torch.randn(5, 4), torch.randn(5)
     ends, initial = [0, 2, 2, 11, 20], torch.randn(4, 3, 5)
     given = [t.clone().requires_grad_() for t in (x, weight, bias, initial)]
@@ -97,7 +97,7 @@ def test_gradients_of_sequences_laid_end_to_end() -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 1, 2, 5, 9])
-def test_what_it_reads_of_a_part_goes_on_in_the_next(cut: int) -> None:
+def test_state_carries_over_to_the_next_part(cut: int) -> None:
     values = {name: value.detach() for name, value in drawn().items()}
     x, initial = values["x"], values["initial"]
     run = partial(causal_conv1d, weight=values["weight"], bias=values["bias"])
@@ -109,7 +109,7 @@ def test_what_it_reads_of_a_part_goes_on_in_the_next(cut: int) -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_what_is_not_finite_stays_with_the_tokens_that_read_it(value: float) -> None:
+def test_nonfinite_values_stay_with_the_tokens_that_read_them(value: float) -> None:
     values = {name: value.detach() for name, value in drawn().items()}
     clean = causal_conv1d(**values)
     values["x"][0, 3, 1] = value
@@ -120,7 +120,7 @@ def test_what_is_not_finite_stays_with_the_tokens_that_read_it(value: float) -> 
     assert not y[0, 3, 1].isfinite() or value > 0
 
 
-def test_nothing_is_kept_but_what_is_given_and_nothing_has_gradients() -> None:
+def test_only_inputs_are_saved_and_frozen_inputs_get_no_gradients() -> None:
     values, kept = drawn(), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         causal_conv1d(**values)
@@ -131,7 +131,7 @@ def test_nothing_is_kept_but_what_is_given_and_nothing_has_gradients() -> None:
     assert y.shape == (2, 0, 5) and not values["weight"].grad.any()  # type: ignore[union-attr]
 
 
-def test_compiled_in_one_graph_gives_eagers_bits() -> None:
+def test_compiled_in_one_graph_gives_eager_bits() -> None:
     torch.compiler.reset()
     values = drawn()
     compiled = torch.compile(causal_conv1d, fullgraph=True, backend="aot_eager")
@@ -155,6 +155,6 @@ def test_compiled_in_one_graph_gives_eagers_bits() -> None:
         ({"activation": "silo"}, "did you mean 'silu'"),
     ],
 )
-def test_what_does_not_fit_is_a_sentence(given: dict[str, Any], says: str) -> None:
+def test_invalid_arguments_give_a_clear_error(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         causal_conv1d(**(drawn() | given))

@@ -52,7 +52,7 @@ def test_values_and_gradients_are_float64s(
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("first", [False, True])
-def test_what_is_not_finite_stays_in_its_group(value: float, first: bool) -> None:
+def test_nonfinite_values_stay_in_their_group(value: float, first: bool) -> None:
     norm = GatedRMSNorm(12, 3, norm_before_gate=first)
     for which in range(2):
         given = [torch.randn(2, 12) for _ in range(2)]
@@ -92,7 +92,7 @@ def test_before_a_layer_it_gives_the_bits_of_both_one_after_the_other(recipe: st
     assert_same_training(block, [fused, apart, watched], recipe, [torch.randn(6, 32) for _ in range(2)])
 
 
-def test_the_inputs_are_kept_and_eight_bits_of_the_output() -> None:
+def test_the_inputs_and_eight_bit_outputs_are_saved() -> None:
     norm, layer, kept = GatedRMSNorm(64, dtype=torch.bfloat16), qt.Linear(64, 8, dtype=torch.bfloat16), []
     x, gate = (torch.randn(128, 64).bfloat16().requires_grad_() for _ in range(2))
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t), qt.autocast("mxfp8"):
@@ -101,7 +101,7 @@ def test_the_inputs_are_kept_and_eight_bits_of_the_output() -> None:
     assert sum(t.numel() * t.element_size() for t in kept) <= 2 * 128 * 64 * 2 + 128 * 4 + 1.1 * 128 * 64 + weights
 
 
-def test_compiled_gives_eagers_bits() -> None:
+def test_compiled_gives_eager_bits() -> None:
     torch.compiler.reset()
     norm = GatedRMSNorm(24, 3, dtype=torch.bfloat16)
     runs = []
@@ -113,7 +113,7 @@ def test_compiled_gives_eagers_bits() -> None:
         assert_bitwise(one, other)
 
 
-def test_what_does_not_fit_is_a_sentence() -> None:
+def test_invalid_arguments_give_a_clear_error() -> None:
     with pytest.raises(ValueError, match="do not divide into 5 groups"):
         GatedRMSNorm(24, 5)
     norm, x = GatedRMSNorm(24), torch.randn(2, 24)

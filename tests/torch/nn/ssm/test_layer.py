@@ -38,7 +38,7 @@ def test_it_has_the_bits_of_its_parts_and_recomputes_them(recipe: str | None, hi
     assert kept_bytes(layer, lambda: recomputed(layer, x)) <= x.numel() * 4 + 64
 
 
-def test_compiled_in_one_graph_gives_eagers_bits() -> None:
+def test_compiled_in_one_graph_gives_eager_bits() -> None:
     torch.compiler.reset()
     layer = make(hidden=40, dtype=torch.bfloat16)
     compiled = torch.compile(lambda layer, x: layer(x), fullgraph=True, backend="aot_eager")
@@ -55,7 +55,7 @@ def test_the_stream_may_be_float32_beside_bf16() -> None:
     assert "residual_in_fp32=True" in repr(layer) and "recompute" not in repr(layer)
 
 
-def test_a_hybrid_decodes_token_by_token_what_it_gives_at_once() -> None:
+def test_a_hybrid_decodes_token_by_token_as_in_one_forward() -> None:
     torch.manual_seed(0)
     attention = qt.TransformerLayer(32, 4, 48, groups=2, normalization="RMSNorm", rope=qt.RotaryEmbedding(8))
     layers = nn.ModuleList([make(), attention, make(hidden=40)])
@@ -93,7 +93,7 @@ def test_padding_and_packing_reach_the_block() -> None:
     assert_close("packed", y, layer(x).flatten(0, 1), 1e-6)
 
 
-def test_bad_options_are_a_sentence() -> None:
+def test_bad_options_give_a_clear_error() -> None:
     with pytest.raises(ValueError, match="give None or 'full'"):
         make(recompute="mlp")
     with pytest.raises(TypeError, match="Mamba2Layer has no option 'hiden'"):

@@ -71,7 +71,7 @@ def test_it_trains_in_few_bits_and_under_autocast(dtype: torch.dtype) -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p in block.parameters())
 
 
-def test_compiled_in_one_graph_gives_eagers_bits() -> None:
+def test_compiled_in_one_graph_gives_eager_bits() -> None:
     torch.compiler.reset()
     block = make(normalization="RMSNorm", dtype=torch.bfloat16)
     compiled = torch.compile(lambda block, x: block(x), fullgraph=True, backend="aot_eager")
@@ -82,7 +82,7 @@ def test_compiled_in_one_graph_gives_eagers_bits() -> None:
 # Ten seconds of compiling.
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["nvfp4", "delayed"])
-def test_compiled_to_the_end_gives_eagers_bits(recipe: str) -> None:
+def test_compiled_to_the_end_gives_eager_bits(recipe: str) -> None:
     torch.compiler.reset()
     block = make(normalization="RMSNorm", dtype=torch.bfloat16)
     compiled = torch.compile(lambda block, x: block(x), fullgraph=True)
@@ -126,7 +126,7 @@ def test_two_blocks_train_in_two_threads() -> None:
 
 @pytest.mark.parametrize("lengths", [[1] * 12, [5, 1, 1, 5], [12], [2, 10]], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_part_by_part_it_gives_what_the_whole_gives(lengths: list[int], dtype: torch.dtype) -> None:
+def test_parts_in_sequence_equal_the_whole(lengths: list[int], dtype: torch.dtype) -> None:
     block, x = make(normalization="RMSNorm", dtype=dtype), torch.randn(2, 12, 32).to(dtype)
     cache = qt.StateCache(1)
     with torch.no_grad():
@@ -167,7 +167,7 @@ def test_padding_before_a_sequence_leaves_no_trace() -> None:
     assert_close("what it goes on with", decoded[1], alone[0, -1:], 1e-6)
 
 
-def test_sequences_laid_end_to_end_are_each_alone() -> None:
+def test_packed_sequences_are_independent() -> None:
     block, x = make(normalization="RMSNorm"), torch.randn(30, 32, requires_grad=True)
     ends = [0, 7, 7, 8, 30]
     y = block(x, cu_seqlens=torch.tensor(ends))
@@ -178,7 +178,7 @@ def test_sequences_laid_end_to_end_are_each_alone() -> None:
         assert_close("gradients", one, other, 2e-6)
 
 
-def test_nothing_and_one_token() -> None:
+def test_zero_tokens_and_one_token() -> None:
     block = make()
     assert block(torch.empty(2, 0, 32)).shape == (2, 0, 32)
     assert block(torch.empty(0, 4, 32)).shape == (0, 4, 32)
@@ -189,7 +189,7 @@ def test_nothing_and_one_token() -> None:
 # What it begins with, and what it is equal to.
 
 
-def test_what_parameters_begin_with() -> None:
+def test_parameters_have_the_expected_initial_values() -> None:
     torch.manual_seed(0)
     block = Mamba2(64, head_dim=2, dt_range=(0.01, 0.2), A_range=(2.0, 5.0))
     steps, decays = F.softplus(block.dt_bias), block.A_log.exp()
@@ -217,14 +217,14 @@ def test_what_parameters_begin_with() -> None:
     ],
     ids=str,
 )
-def test_options_that_do_not_fit_are_a_sentence(options: dict[str, Any], says: str) -> None:
+def test_options_that_do_not_fit_give_a_clear_error(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         make(**options)(torch.randn(1, 2, 32))
     with pytest.raises(TypeError, match="did you mean 'head_dim'"):
         Mamba2(32, headdim=8)  # type: ignore[call-arg]
 
 
-def test_inputs_that_do_not_fit_are_a_sentence() -> None:
+def test_inputs_that_do_not_fit_give_a_clear_error() -> None:
     block, x = make(), torch.randn(2, 9, 32)
     for given, says in (
         ({"x": x[0]}, r"give \[batch, tokens, 32\]"),

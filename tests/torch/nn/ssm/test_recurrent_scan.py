@@ -7,7 +7,7 @@ from tests.close import assert_bitwise, assert_close
 from tests.torch.nn.ssm.drawn import tensors
 
 
-def test_each_token_adds_to_each_later_one_what_its_decays_leave() -> None:
+def test_each_token_adds_its_decayed_value_to_later_ones() -> None:
     v = {name: value.double() for name, value in tensors((2, 9, 4, 3, 2, 5)).items()}
     dt = steps_of(v["dt"], v["dt_bias"])
     y, last = recurrence(v["x"], dt, v["A"], v["B"], v["C"], v["D"], v["initial_states"])
@@ -23,7 +23,7 @@ def test_each_token_adds_to_each_later_one_what_its_decays_leave() -> None:
     assert_close("last states", last, state, 1e-13)
 
 
-def test_steps_are_softplus_held_within_limits() -> None:
+def test_steps_are_softplus_clamped_to_the_limits() -> None:
     dt, bias = torch.tensor([[-3.0, 0.0, 50.0, torch.nan]]), torch.tensor([0.5, 0.5, 0.5, 0.5])
     assert_bitwise(steps_of(dt, bias)[0, :3], torch.nn.functional.softplus(dt + bias)[0, :3])
     held = steps_of(dt, bias, limit=(0.25, 2.0))[0]

@@ -30,7 +30,7 @@ def assert_exact(values: dict[str, Tensor], bound: float = BOUND, **options: Any
 
 @pytest.mark.parametrize("chunk_size", [None, 1, 7, 16, 64, 256])
 @pytest.mark.parametrize("scale", [0.05, 1.0, 20.0])
-def test_outputs_and_gradients_are_those_of_float64s_recurrence(scale: float, chunk_size: int | None) -> None:
+def test_outputs_and_gradients_match_a_float64_recurrence(scale: float, chunk_size: int | None) -> None:
     assert_exact(tensors(scale=scale), chunk_size=chunk_size)
 
 
@@ -77,7 +77,7 @@ def test_few_bits_are_rounded_once(dtype: torch.dtype) -> None:
 # Values that hurt.
 
 
-def test_what_lies_between_two_near_tokens_keeps_its_digits_however_far_the_sums_have_gone() -> None:
+def test_decays_between_near_tokens_keep_their_precision_late_in_a_sequence() -> None:
     exponents = torch.full((1, 1, 1, 64), -0.01, dtype=torch.float64)
     exponents[..., :32] = -100.0
     sums = exponents.cumsum(-1)
@@ -120,7 +120,7 @@ def test_what_lies_between_two_near_tokens_keeps_its_digits_however_far_the_sums
         "state 1e25",
     ],
 )
-def test_values_that_hurt(change: Callable[[dict[str, Tensor]], Any]) -> None:
+def test_edge_case_values(change: Callable[[dict[str, Tensor]], Any]) -> None:
     values = tensors()
     change(values)
     assert_exact(values, 3e-6)
@@ -128,7 +128,7 @@ def test_values_that_hurt(change: Callable[[dict[str, Tensor]], Any]) -> None:
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("name", ["x", "dt", "B", "C"])
-def test_what_is_not_finite_spoils_no_earlier_chunk_and_no_other_sequence(name: str, value: float) -> None:
+def test_nonfinite_values_spoil_no_earlier_chunk_and_no_other_sequence(name: str, value: float) -> None:
     values = tensors()
     clean, _ = ssd(**values, chunk_size=16)
     values[name][0, 40] = value
@@ -153,7 +153,7 @@ def packed(values: dict[str, Tensor], sequences: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("chunk_size", [None, 8, 256])
-def test_sequences_laid_end_to_end_are_each_alone(chunk_size: int | None) -> None:
+def test_packed_sequences_are_independent(chunk_size: int | None) -> None:
     values = leaves(packed(tensors(), 5))
     y, last, *grads = differentiated(ssd(**values, cu_seqlens=CU_SEQLENS, chunk_size=chunk_size), values)
     g_y, g_last = (drawn_gradient(t, n) for n, t in enumerate((y, last)))
@@ -178,7 +178,7 @@ def test_sequences_laid_end_to_end_are_each_alone(chunk_size: int | None) -> Non
         assert_close(f"gradient of {name}", grad, other, 2 * BOUND)
 
 
-def test_nan_in_one_of_them_leaves_the_others_bits() -> None:
+def test_nan_in_one_sequence_leaves_the_bits_of_others() -> None:
     values = packed(tensors(), 5)
     clean, states = ssd(**values, cu_seqlens=CU_SEQLENS)
     for name in ("x", "dt", "B", "C"):
@@ -219,7 +219,7 @@ def test_one_token_without_gradients_is_the_recurrence_itself() -> None:
     assert_close("last states under autocast", last, exact(bf16)[1], BOUND)
 
 
-def test_a_state_goes_on_where_it_ended() -> None:
+def test_a_state_continues_where_it_ended() -> None:
     values = tensors()
     y, last = ssd(**values)
     names = "x", "dt", "B", "C"
@@ -231,7 +231,7 @@ def test_a_state_goes_on_where_it_ended() -> None:
     assert_close("last states", end, last, BOUND)
 
 
-def test_nothing_is_kept_but_what_is_given() -> None:
+def test_only_inputs_are_saved() -> None:
     values, kept = leaves(tensors()), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         ssd(**values)
@@ -239,7 +239,7 @@ def test_nothing_is_kept_but_what_is_given() -> None:
     assert {t.data_ptr() for t in kept} <= given
 
 
-def test_autocast_narrows_nothing_inside() -> None:
+def test_autocast_does_not_change_the_inner_dtype() -> None:
     values = tensors()
     given, narrow = leaves(values), leaves(values)
     expected = differentiated(ssd(**given), given)
@@ -249,7 +249,7 @@ def test_autocast_narrows_nothing_inside() -> None:
         assert_bitwise(one, other, name)
 
 
-def test_compiled_in_one_graph_gives_eagers_bits() -> None:
+def test_compiled_in_one_graph_gives_eager_bits() -> None:
     torch.compiler.reset()
     run = torch.compile(partial(ssd, dt_limit=(0.01, 1.0)), fullgraph=True, backend="aot_eager")
     for size in (SIZE, (2, 40, 6, 8, 3, 16)):
@@ -351,12 +351,12 @@ def test_a_second_derivative_and_transforms_are_refused() -> None:
         ({}, {"chunk_size": 512}, "chunk_size is 512"),
     ],
 )
-def test_what_does_not_fit_is_a_sentence(given: dict[str, Tensor], options: dict[str, Any], says: str) -> None:
+def test_invalid_arguments_give_a_clear_error(given: dict[str, Tensor], options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         ssd(**(tensors() | given), **options)
 
 
-def test_cumulative_lengths_that_do_not_fit_are_a_sentence() -> None:
+def test_cumulative_lengths_that_do_not_fit_give_a_clear_error() -> None:
     flat = packed(tensors(), 2)
     with pytest.raises(ValueError, match="give cu_seqlens with their boundaries"):
         ssd(**flat)

@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("lengths", [[8, 8], [5], [3, 0, 9, 4], [0, 0], [], [1] * 5])
 @pytest.mark.parametrize("size", [1, 4, 16])
-def test_what_is_taken_apart_is_put_together(lengths: list[int], size: int) -> None:
+def test_split_sequences_are_joined_back(lengths: list[int], size: int) -> None:
     x = torch.randn(sum(lengths), 3)
     chunks = chunks_of(lengths, size, CPU)
     total = len(chunks.begins)
@@ -35,6 +35,6 @@ def test_what_is_taken_apart_is_put_together(lengths: list[int], size: int) -> N
         at += own
 
 
-def test_places_to_spare_are_zero_whatever_the_first_token_is() -> None:
+def test_spare_rows_are_zero_for_any_first_token() -> None:
     x = torch.full((3, 2), torch.nan)
     assert not chunks_of([3], 4, CPU).taken(x, 0, 1, x.dtype)[0, 3].any()

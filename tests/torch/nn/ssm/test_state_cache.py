@@ -1,4 +1,4 @@
-"""What a state cache holds, forgets, reorders and refuses."""
+"""Test what a state cache stores, forgets, reorders and refuses."""
 
 import copy
 
@@ -20,7 +20,7 @@ def filled(layers: int = 2) -> StateCache:
     return cache
 
 
-def test_what_was_written_is_read_and_lies_where_it_lay() -> None:
+def test_written_state_is_read_back_at_the_same_address() -> None:
     cache = filled()
     assert (cache.layers, cache.batch, cache.length, cache.held(1)) == (2, 2, 9, 9)
     before = cache.read(0, X)
@@ -45,7 +45,7 @@ def test_reset_reorder_and_truncate() -> None:
     assert cache.length == 0
 
 
-def test_a_copy_is_come_back_to() -> None:
+def test_a_copied_module_is_restored() -> None:
     cache = filled(1)
     before = copy.deepcopy(cache)
     cache.update(0, TOKENS * 2, STATE * 2, 1)
@@ -53,7 +53,7 @@ def test_a_copy_is_come_back_to() -> None:
     assert before.length == 9
 
 
-def test_what_does_not_fit_is_a_sentence_and_leaves_the_cache_as_it_was() -> None:
+def test_mismatched_inputs_give_a_clear_error_and_leave_the_cache_unchanged() -> None:
     with pytest.raises(ValueError, match="needs a positive number of layers"):
         StateCache(0)
     with pytest.raises(ValueError, match="the cache is empty"):
@@ -76,7 +76,7 @@ def test_what_does_not_fit_is_a_sentence_and_leaves_the_cache_as_it_was() -> Non
         cache.read(0, X)
 
 
-def test_inference_mode_writes_what_is_written_outside_later() -> None:
+def test_state_written_in_inference_mode_can_be_written_outside_later() -> None:
     cache = StateCache(1)
     with torch.inference_mode():
         cache.update(0, TOKENS.clone(), STATE.clone(), 1)

@@ -1,4 +1,4 @@
-"""Attention of a sequence in parts is one process's: bit for bit where sums are split alike, else within 1e-6."""
+"""Test attention over a split sequence against one process: bit for bit with equal sum order, else within 1e-6."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -281,7 +281,7 @@ CASES = [
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.ranks
-def test_parts_attend_as_the_whole(tmp_path: Path, ranks: int) -> None:
+def test_split_sequences_attend_like_the_whole(tmp_path: Path, ranks: int) -> None:
     two_ranks.run(__name__, tmp_path, ranks)
 
 

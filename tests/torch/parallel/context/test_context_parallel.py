@@ -1,4 +1,4 @@
-"""A model whose sequences lie in parts has the losses of one process that splits the same sums, bit for bit."""
+"""Test that a model with split sequences has the losses of one process with the same sum order, bit for bit."""
 
 import contextlib
 import copy
@@ -116,7 +116,7 @@ def trained(model: Net, cp: ContextParallel, recipe: str | None, steps: int) -> 
 
 
 def in_one(how: str, recipe: str | None, steps: int) -> list[Tensor]:
-    """The same of one process that splits its sums alike."""
+    """The same in one process with the same sum order."""
     models = [net() for _ in range(world())]
     if recipe in NAMED:
         for model in models:
@@ -135,7 +135,7 @@ def split(model: nn.Module, recipe: str | None, ranks: int) -> None:
 
 
 def roll(models: list[nn.Module]) -> None:
-    """A step of delayed scaling is over, whose maxima are those of all ranks' tokens."""
+    """End a step of delayed scaling with the maxima over all ranks' tokens."""
     for layers in zip(*(model.modules() for model in models), strict=True):
         if not isinstance(layers[0], SplitLinear):
             continue
@@ -265,7 +265,7 @@ def latent_attention(rank: int) -> None:
 
 
 def delayed_scaling(rank: int) -> None:
-    """Each rank has some tokens, as in data parallelism: what it measures is agreed on when histories roll."""
+    """Each rank has some tokens, as in data parallelism: amaxes are reduced when histories roll."""
     for how in SPLIT:
         model = net(layers=1)
         qt.convert(model, recipes.delayed(history=4))
@@ -285,7 +285,7 @@ def delayed_scaling(rank: int) -> None:
 
 
 def some_ranks(rank: int) -> None:
-    """A mesh of two dimensions: sequences lie on one, other batches on the other."""
+    """A two-dimensional mesh: one axis for sequences, the other for batches."""
     mesh = two_ranks.mesh(2, 2, names=("dp", "cp"))
     plain = net(layers=1)
     for how in SPLIT:

@@ -43,7 +43,7 @@ class Net(nn.Module):
 
 @contextmanager
 def agreements() -> Iterator[list[int]]:
-    """Count the all-reduces of weights' amaxes, apart from those of activations."""
+    """Count the all-reduces of weight amaxes, without those of activations."""
     count, agree = [0], amax_sync.agree
 
     def counting(bits: Tensor, group: Any = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""How many bytes of tensors are alive at once, as torch dispatches what makes them."""
+"""Measure peak bytes of live tensors by dispatching torch operations."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -56,7 +56,7 @@ def network(recipe: str | Recipe, sizes: tuple[int, int, int] = SIZES, dtype: to
 
 
 def on_ranks(net: Any, hsdp: bool = False, **options: Any) -> Any:
-    """Under fully_shard, whose gradients are summed."""
+    """Train under fully_shard with summed gradients."""
     gather_quantized(net)
     world = dist.get_world_size()
     mesh = two_ranks.mesh(2, world // 2, names=("replicas", "shards")) if hsdp else two_ranks.mesh(world)
@@ -100,7 +100,7 @@ def losses_of(net: Any, optimizer: Any, steps: range, alone: bool, micro: int = 
 
 
 def everything(net: Any, optimizer: Any) -> dict[str, Tensor]:
-    """Codes, scales and states, as they lie here."""
+    """Codes, scales and states of this rank."""
     sync_amax_histories(net)
     every = dict(net.named_buffers())
     for name, p in net.named_parameters():
@@ -166,7 +166,7 @@ def of_parts(whole: Tensor, p: Any) -> Tensor:
 
 
 def bytes_and_collectives(rank: int) -> None:
-    """A byte an element travels; ranks agree once a step at most, and not at all where a block lies on one rank."""
+    """One byte per element is sent; ranks agree at most once per step, and never where blocks are on one rank."""
     for name, crosses_shards in (("tensorwise", False), ("mxfp8", False), ("rowwise", False), ("blockwise", True)):
         for sizes in (SIZES, (128, 256, 512)):
             net = on_ranks(network(LEARN[name], sizes))
@@ -232,7 +232,7 @@ def a_rank_holds_its_rows(rank: int) -> None:
 
 
 def goes_on(name: str, preset: str) -> Case:
-    """From a checkpoint on as many ranks, bit for bit; one process loads what ranks saved, and ranks what it saved."""
+    """Resume on as many ranks, bit for bit; one process loads checkpoints of ranks and vice versa."""
 
     def case(rank: int) -> None:
         folder = two_ranks.folder() / f"{name} {preset}"
@@ -341,7 +341,7 @@ def made_on_meta(rank: int) -> None:
 
 
 def policies(rank: int) -> None:
-    """Outputs and gradients are those of one process in that dtype; codes and what they stand for stay."""
+    """Outputs and gradients equal one process in that dtype; codes and their values are unchanged."""
     low, full = torch.bfloat16, torch.float32
     x = torch.randn(8, 96, generator=torch.Generator().manual_seed(1))
     for computed, reduced in ((low, full), (low, None), (None, low)):
@@ -526,7 +526,7 @@ def wrong_hands(rank: int) -> None:
 
 
 def two_models(rank: int) -> None:
-    """Trained by turns, and by one optimizer."""
+    """Train two models alternately, and with one optimizer."""
     ends = []
     for alone in (True, False):
         nets = [network("tensorwise"), network("blockwise", LOW)]
@@ -594,7 +594,7 @@ def weights_in_another_order(rank: int) -> None:
 
 
 def a_step_that_one_rank_skips(rank: int) -> None:
-    """The other one says what it asked for in vain."""
+    """The other rank names the collective it waited for."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
     net = network("blockwise")
     gather_quantized(net)

@@ -264,7 +264,7 @@ CASES = [
 
 
 @pytest.mark.ranks
-def test_what_is_counted_is_what_torch_sends(tmp_path: Path) -> None:
+def test_counted_bytes_match_what_torch_sends(tmp_path: Path) -> None:
     two_ranks.run(__name__, tmp_path)
 
 
@@ -273,13 +273,13 @@ def test_replicas_are_counted(tmp_path: Path) -> None:
     two_ranks.run(__name__, tmp_path, 4)
 
 
-def test_bytes_are_those_of_the_algorithms_that_send_fewest() -> None:
+def test_bytes_match_the_algorithms_that_send_fewest() -> None:
     assert [comm.sent(way, 120, 4) for way in ("gather", "scatter", "reduce", "exchange", "send")] == [
         *(360, 90, 180, 90, 120),
     ]
 
 
-def test_nothing_is_counted_unless_asked() -> None:
+def test_nothing_is_counted_by_default() -> None:
     assert recipes.RECIPES and not comm.active.all
     with comm.during("weights", "gather", torch.ones(2)) as entered:
         assert entered is None

@@ -43,7 +43,7 @@ def crossed_bytes(rank: int) -> None:
 
 
 def crossed_checkpoints(rank: int) -> None:
-    """What is saved has no class of ours, and is loaded by a model gathered in either way, made on meta too."""
+    """Checkpoints contain no class of ours, and load into models gathered in either mode, also from meta."""
     folder = str(two_ranks.folder() / "crossed")
     mesh = two_ranks.mesh(crossed.RANKS, crossed.RANKS, names=("dp", "tp"))
     recipe = recipes.get("mxfp8")
@@ -110,7 +110,7 @@ SLOW: list[Case] = [
 
 
 @pytest.mark.ranks
-def test_codes_give_what_high_precision_gives(tmp_path: Path) -> None:
+def test_gathered_codes_equal_gathered_high_precision(tmp_path: Path) -> None:
     two_ranks.run(__name__, tmp_path, crossed.RANKS**2)
 
 

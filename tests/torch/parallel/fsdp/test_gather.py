@@ -119,7 +119,7 @@ def policies(rank: int) -> None:
 
 
 def live_bytes(rank: int) -> None:
-    """Beside what it keeps of its own rows, a rank holds what the units in flight gather, however many there are."""
+    """Besides its own rows, a rank holds only the units in flight, for any number of units."""
     width, tokens = 256, 2
 
     def peak(name: str, depth: int) -> int:
@@ -370,7 +370,7 @@ def names_of_torch_that_are_gone(rank: int) -> None:
 
 
 def loops_without_an_optimizer(rank: int) -> None:
-    """Steps that leave no version, hook or missing gradient behind are seen by the next forward all the same."""
+    """The next forward detects steps that leave no version change, hook or missing gradient."""
 
     def by_data(p: nn.Parameter, change: Tensor) -> None:
         p.data.sub_(change)
@@ -507,7 +507,7 @@ def parts_of_columns(rank: int) -> None:
 
 
 def checkpoints(rank: int) -> None:
-    """What is saved has no class of ours, and is loaded by a model gathered in either way."""
+    """Checkpoints contain no class of ours, and load into models gathered in either mode."""
     folder = str(two_ranks.folder() / "checkpoint")
 
     def trained(as_codes: bool, seed: int) -> tuple[Any, torch.optim.Optimizer]:
@@ -658,7 +658,7 @@ def written_and_moved(rank: int) -> None:
 
 
 def parts_without_a_common_root(rank: int) -> None:
-    """Each is a root of its own: when the first one gathers, the other has not run."""
+    """Each part is its own root: the first one gathers before the other has run."""
 
     def use(net: Any) -> list[float]:
         options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
@@ -828,7 +828,7 @@ def test_a_report_says_how_each_weight_travels() -> None:
     assert str(gathers).startswith("0: codes of mxfp8\n2: in high precision, left out by name\n")
 
 
-def test_what_cannot_be_gathered_as_codes_is_refused() -> None:
+def test_weights_that_cannot_be_gathered_as_codes_are_refused() -> None:
     with pytest.raises(ValueError, match="gather_quantized has no weight to gather as codes; call quaver"):
         gather_quantized(network((32, 48, 64)))
     net: Any = converted("mxfp8")
@@ -866,7 +866,7 @@ def test_a_prepared_model_is_copied_and_written_as_any_other(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("ranks", CASES)
 @pytest.mark.ranks
-def test_codes_give_what_high_precision_gives(ranks: int, tmp_path: Path) -> None:
+def test_gathered_codes_equal_gathered_high_precision(ranks: int, tmp_path: Path) -> None:
     two_ranks.run(__name__, tmp_path, ranks)
 
 

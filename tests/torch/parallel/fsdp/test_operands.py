@@ -69,7 +69,7 @@ def assert_equal(q: qt.Quantized, expected: qt.Quantized, where: str) -> None:
 
 @pytest.mark.parametrize("kind", ["ordinary", "zeros", "NaN", "infinity", "huge", "subnormal"])
 @pytest.mark.parametrize("name", RECIPES)
-def test_parts_make_the_whole(name: str, kind: str) -> None:
+def test_joined_parts_equal_the_whole(name: str, kind: str) -> None:
     recipe = RECIPES[name]()
     for n, k, ranks in SHAPES:
         x = values(kind, n, k)
@@ -85,7 +85,7 @@ def test_parts_make_the_whole(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("height", [None, 1, 16, 32, 128])
-def test_pieces_are_all_rows_and_say_who_straddles(height: int | None) -> None:
+def test_segments_cover_all_rows_and_name_blocks_that_cross_ranks(height: int | None) -> None:
     for n, _, ranks in SHAPES:
         rows = [RowShard.of(n, ranks, rank) for rank in range(ranks)]
         assert torch.equal(

@@ -54,7 +54,7 @@ def cut(counts: list[int], rank: int) -> slice:
 
 
 class Case:
-    """One matrix of splits: where each rank's rows lie among all, as sent and as received."""
+    """One matrix of splits: the place of each rank's rows among all, sent and received."""
 
     def __init__(self, matrix: list[list[int]], rank: int) -> None:
         ranks = len(matrix)
@@ -90,7 +90,7 @@ def codes_are_those_of_one_process(rank: int) -> None:
 
 
 def transposed(q: Any) -> Any:
-    """The same operand, lying as its transpose."""
+    """The same operand, stored transposed."""
     data = pack(q.codes().t()) if q.spec.format.packed else q.data.t().contiguous()
     scale = q.scale.t().contiguous() if isinstance(q.scale, Tensor) else q.scale
     return Quantized(data, scale, q.spec, q.shape, True, q.tensor_factor)
@@ -182,7 +182,7 @@ def sizes_on_a_device_and_what_is_wrong(rank: int) -> None:
 
 
 def what_one_rank_cannot_send_all_refuse(rank: int) -> None:
-    """Each rank in its turn has rows that do not fit: all raise, with what it has, and the next exchange goes well."""
+    """Each rank in turn has invalid rows: all ranks raise and name them, and the next exchange works."""
     ranks = two_ranks.world()
     x, even = torch.randn(2 * ranks, 64), AllToAllSplits.even(2)
     spec, other = specs()[0], QuantSpec(quaver.E4M3, (128, 128))

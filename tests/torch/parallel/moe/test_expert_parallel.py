@@ -428,21 +428,21 @@ CROSSED = [losses_and_weights_are_those_of_one_process, under_fully_shard, besid
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.ranks
-def test_experts_on_ranks_are_those_of_one_process(ranks: int, tmp_path: Path) -> None:
+def test_experts_on_ranks_match_one_process(ranks: int, tmp_path: Path) -> None:
     two_ranks.run(__name__, tmp_path, ranks)
 
 
 @pytest.mark.slow  # A minute each.
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.ranks
-def test_twenty_losses_under_every_recipe_are_those_of_one_process(ranks: int, tmp_path: Path) -> None:
+def test_twenty_losses_under_every_recipe_match_one_process(ranks: int, tmp_path: Path) -> None:
     (tmp_path / "many").touch()
     two_ranks.run(__name__, tmp_path, ranks)
 
 
 @pytest.mark.slow  # Eight programs: a minute.
 @pytest.mark.ranks
-def test_experts_heads_and_shards_are_those_of_one_process(tmp_path: Path) -> None:
+def test_experts_heads_and_shards_match_one_process(tmp_path: Path) -> None:
     two_ranks.run(__name__, tmp_path, 8, slow=True)
 
 

@@ -154,7 +154,7 @@ def checkpoints(rank: int) -> None:
 
 
 def without_copies(rank: int) -> None:
-    """A rank's rows of all matrices lie one behind the other, and a write to any is seen by the next forward."""
+    """Rows of all matrices on a rank are contiguous, and the next forward sees a write to any of them."""
     layer = in_parts(block_of_transformer())
     layer = copy.deepcopy(layer)
     parts = [p.to_local().detach() for p in pieces.of(layer.attention.qkv_proj, "weight")]
@@ -176,7 +176,7 @@ def without_copies(rank: int) -> None:
 
 
 def cross_attention(rank: int) -> None:
-    """q in a weight of its own, and k and v in one of the memory."""
+    """Cross attention with q in one weight, and k and v of the memory in another."""
     torch.manual_seed(0)
     whole = qt.MultiheadAttention(64, 4, memory_dim=32, head_dim=(16, 32))
     attention: Any = parallelize_module(copy.deepcopy(whole), mesh(), HeadParallel())
@@ -191,7 +191,7 @@ def cross_attention(rank: int) -> None:
 
 
 def phi_3(heads: int, groups: int) -> Any:
-    """transformers' Phi-3 of random weights, whose q, k and v are one weight, and whose gate and up are another."""
+    """Phi-3 of transformers with random weights: one weight for q, k and v, and one for gate and up."""
     transformers = pytest.importorskip("transformers")
     config = transformers.Phi3Config(
         hidden_size=64 * heads // 2,
@@ -279,7 +279,7 @@ def of_another_library(rank: int) -> None:
 
 
 def rows_of_heads_that_lie_together(rank: int) -> None:
-    """GPT-NeoX's heads have their q, k and v side by side: rows go to ranks as they lie."""
+    """GPT-NeoX heads have adjacent q, k and v: rows are sharded in stored order."""
     transformers = pytest.importorskip("transformers")
     options = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     torch.manual_seed(0)

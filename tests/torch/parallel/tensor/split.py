@@ -39,7 +39,7 @@ def cut(q: Quantized, i: int, ranks: int, pieces: Sequence[int] = ()) -> Quantiz
 
 
 def parts_of(x: Tensor, dim: int, ranks: int, pieces: Sequence[int] = ()) -> list[Tensor]:
-    """x in parts along a dimension, of each of the pieces that lie one after the other there."""
+    """Split x along a dimension, separately for each of the consecutive pieces."""
     each = [piece.chunk(ranks, dim) for piece in x.split([*(pieces or (x.shape[dim],))], dim)]
     return [torch.cat(own, dim) for own in zip(*each, strict=True)]
 

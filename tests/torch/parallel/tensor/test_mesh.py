@@ -134,7 +134,7 @@ def several_matrices_in_one_weight(rank: int) -> None:
 
 
 def roll(wholes: list[Any]) -> None:
-    """A step of delayed scaling is over, whose maxima are those of all batches."""
+    """End a step of delayed scaling with the maxima over all batches."""
     for layers in zip(*([whole.up, whole.down] for whole in wholes), strict=True):
         for name in layers[0].windows:
             newest = np.maximum.reduce([layer.windows[name][0] for layer in layers])
@@ -145,7 +145,7 @@ def roll(wholes: list[Any]) -> None:
 
 
 @pytest.mark.ranks
-def test_two_dimensions_are_one_process(tmp_path: Path) -> None:
+def test_a_two_dimensional_mesh_equals_one_process(tmp_path: Path) -> None:
     two_ranks.run(__name__, tmp_path, RANKS * RANKS)
 
 

@@ -265,7 +265,7 @@ SLOW = [matrices.under_every_recipe_for_long, vocabulary.quantized_heads_for_lon
 
 
 @pytest.mark.ranks
-def test_models_in_parts_are_the_whole_ones(tmp_path: Path) -> None:
+def test_sharded_models_equal_whole_ones(tmp_path: Path) -> None:
     two_ranks.run(__name__, tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Cases of two processes: layers behind a norm, whose output the kernel that makes it quantizes."""
+"""Cases of two processes: layers after a norm whose kernel also quantizes its output."""
 
 import os
 from pathlib import Path

@@ -368,7 +368,7 @@ def sharded_checkpoints(rank: int) -> None:
 
 
 def under_a_compiler(rank: int) -> None:
-    """It leaves these layers out, and compiles what is between them."""
+    """The compiler skips these layers and compiles the code between them."""
     eager, compiled = in_parts("mxfp8"), in_parts("mxfp8")
     run_ = torch.compile(compiled, backend="eager")
     for number in range(2):
@@ -418,7 +418,7 @@ def bad_input(rank: int) -> None:
 
 
 def reverted_pickled_and_parametrized(rank: int) -> None:
-    """A class that stands above a layer's own does not hide it from revert, nor from pickle."""
+    """A class that replaces a layer's own class is found by revert and pickle."""
     x = tokens(batch(0, 32), rank, RANKS)
     model, plain = in_parts("mxfp8"), in_parts(None)
     assert qt.revert(model) == ["up", "down"]

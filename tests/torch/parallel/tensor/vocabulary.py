@@ -316,7 +316,7 @@ def ignored_targets(rank: int) -> None:
 
 
 def saved_for_backward(rank: int) -> None:
-    """The logits themselves, whose memory the gradient may take, and some numbers a token."""
+    """Saved tensors: the logits, whose memory the gradient may reuse, and a few numbers per token."""
     logits = torch.randn(64, WORDS, generator=generator(0)).bfloat16()
     targets = torch.randint(WORDS, (64,), generator=generator(1))
     saved, grads = dict[int, int](), []

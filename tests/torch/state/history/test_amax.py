@@ -231,7 +231,7 @@ def test_two_calls_in_a_step_record_the_maximum_of_both() -> None:
 
 @pytest.mark.parametrize("calls", [1, 3])
 def test_an_unchanged_weight_is_still_recorded(calls: int) -> None:
-    """Else a weight that is kept over micro-batches or frozen would fall out of its window."""
+    """Otherwise a cached or frozen weight would drop out of its amax window."""
     layer, recipe = qt.Linear(8, 6), recipes.delayed(history=2)
     layer.weight.requires_grad_(False)
     for _ in range(5):
@@ -274,7 +274,7 @@ def test_factors_of_another_format_are_not_used() -> None:
     assert layer.factor[2] == 2.0 ** math.floor(math.log2(448 / g.abs().max()))
 
 
-def test_another_history_length_starts_fresh_with_a_warning() -> None:
+def test_another_history_length_restarts_with_a_warning() -> None:
     layer = qt.Linear(8, 6)
     step(layer, recipes.delayed(history=4), torch.randn(4, 8), torch.randn(4, 6))
     with pytest.warns(UserWarning, match="history of 4 steps is replaced by an empty one of 6"):
@@ -282,7 +282,7 @@ def test_another_history_length_starts_fresh_with_a_warning() -> None:
     assert layer.history.shape == (6, 3)
 
 
-def test_rolling_touches_only_what_was_recorded() -> None:
+def test_rolling_changes_only_recorded_histories() -> None:
     layer = qt.Linear(8, 6, recipe=recipes.delayed(history=3))
     layer.history.copy_(torch.tensor([[1.0, 0.0, 0.0], [2.0, 3.0, 4.0], [5.0, 6.0, 7.0]]))
     layer.factor.copy_(torch.tensor([1.0, 2.0, 0.0]))
@@ -313,7 +313,7 @@ def test_dead_layers_are_forgotten() -> None:
     assert number not in amax._layers and len(amax.layers()) == before
 
 
-def test_a_layer_is_known_once_however_often_it_is_registered() -> None:
+def test_a_layer_registered_repeatedly_is_known_once() -> None:
     layer = qt.Linear(8, 6, recipe="delayed")
     known = len(amax.layers())
     state_of(layer).number = None
@@ -323,7 +323,7 @@ def test_a_layer_is_known_once_however_often_it_is_registered() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_history_and_factor_are_float32_whatever_torchs_default(dtype: torch.dtype) -> None:
+def test_history_and_factor_are_float32_for_any_default_dtype(dtype: torch.dtype) -> None:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -283,7 +283,7 @@ def maxima_noted_after_a_step_began(rank: int) -> None:
 
 
 def maxima_that_a_rank_loaded_are_reduced(rank: int) -> None:
-    """Each rank resumes from a file of its own, whose newest maxima are that rank's."""
+    """Each rank resumes from its own file with its own newest maxima."""
     for call in CALLS[:2]:
         model, resumed = converted(), converted()
         for step in range(2):

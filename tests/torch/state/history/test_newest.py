@@ -1,4 +1,4 @@
-"""Delayed scaling on the kernels: the cast notes its amax in the history, bit for bit as a launch of its own does."""
+"""Test delayed scaling with kernels: the cast records its amax in the history, bit for bit like a separate launch."""
 
 import copy
 import math
@@ -35,7 +35,7 @@ def trained(layer: qt.Linear, tokens: int = 20) -> list[Tensor]:
 
 @pytest.fixture
 def notes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The columns that were noted by a launch of their own."""
+    """The columns recorded by a separate launch."""
     recorded_amax: list[int] = []
     note: Callable[..., None] = roll_gpu.note
 
@@ -48,9 +48,7 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("tokens", [20, 0])
-def test_histories_are_those_of_launches_of_their_own(
-    tokens: int, notes: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_histories_match_separate_launches(tokens: int, notes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     layer = qt.Linear(24, 16)
     twins = copy.deepcopy(layer), copy.deepcopy(layer)
     with qt.only("triton"):
@@ -68,7 +66,7 @@ def test_histories_are_those_of_launches_of_their_own(
         assert_bitwise(ours, plain)
 
 
-def test_nothing_is_noted_without_gradients_nor_twice_by_a_recomputation() -> None:
+def test_nothing_is_recorded_without_gradients_or_twice_by_recomputation() -> None:
     layer = qt.Linear(24, 16)
     with qt.only("triton"), qt.autocast(recipe=RECIPE):
         qt.checkpoint(layer, torch.randn(4, 24, requires_grad=True)).sum().backward()
@@ -87,7 +85,7 @@ def test_nothing_is_noted_without_gradients_nor_twice_by_a_recomputation() -> No
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "new buffers", "moved memory"])
-def test_a_history_that_moves_is_noted_in_where_it_is(how: str) -> None:
+def test_a_moved_history_is_recorded_into_at_its_new_place(how: str) -> None:
     layer = qt.Linear(24, 16)
     with qt.only("triton"), qt.autocast(recipe=RECIPE):
         layer(torch.randn(4, 24))

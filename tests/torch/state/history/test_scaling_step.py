@@ -35,7 +35,7 @@ def with_torchs_checkpoint(model: nn.Module, x: Tensor) -> Tensor:
 
 
 class Player:
-    """A model in a loop with others: what happens to it is noted, so that it can be repeated without the others."""
+    """A model in a loop with others; its calls are recorded, so that they can be repeated without the others."""
 
     def __init__(
         self, model: nn.Module, call: Callable[[nn.Module, Tensor], Tensor] = lambda model, x: model(x)
@@ -112,7 +112,7 @@ def data(i: int, wild: float = 1.0) -> Tensor:
 
 
 @CALLS
-def test_a_model_between_its_forward_and_its_backward_is_left_alone(
+def test_a_model_between_its_forward_and_its_backward_is_left_unchanged(
     call: Callable[[nn.Module, Tensor], Tensor],
 ) -> None:
     one, other = Player(net(), call), Player(net())
@@ -131,7 +131,7 @@ def test_a_model_between_its_forward_and_its_backward_is_left_alone(
         player.assert_as_alone()
 
 
-def test_a_retained_graph_owes_its_backward() -> None:
+def test_a_retained_graph_counts_as_a_pending_backward() -> None:
     one, other = Player(net()), Player(net())
     for i in range(3):
         with qt.autocast(RECIPE):
@@ -170,7 +170,7 @@ def test_a_student_learns_of_a_teacher(inside: bool, call: Callable[[nn.Module, 
 
 @CALLS
 def test_two_models_teach_each_other(call: Callable[[nn.Module, Tensor], Tensor]) -> None:
-    """Both have forwards that owe their backward when the other enters its autocast."""
+    """Each has forwards with a pending backward when the other enters its autocast."""
     players = [Player(net(), call), Player(net(), call)]
     for i in range(4):
         outputs = []
@@ -218,7 +218,7 @@ class Turn(nn.Module):
 
 
 def train(model: nn.Module, count: int, enter: Callable[[], Any], wait: Callable[[], None] = lambda: None) -> Tensor:
-    """Outputs of a few steps, each of two forwards whose backwards come after both."""
+    """Outputs of a few steps, each with two forwards before their backwards."""
     optimizer, every_output = torch.optim.SGD(model.parameters(), lr=0.1), []
     for i in range(count):
         outputs = []
@@ -295,7 +295,7 @@ def test_two_converted_models_in_turns_roll_each_its_own() -> None:
 
 @pytest.mark.parametrize("validates", ["eval", "with gradients"])
 def test_validation_between_micro_batches_changes_nothing(validates: str) -> None:
-    """One whose graph is dropped leaves no backward owed, but its amaxes are a forward's with gradients."""
+    """A freed graph leaves no pending backward, but its amaxes count as a forward with gradients."""
     models = [net(), net()]
     models[1].load_state_dict(models[0].state_dict())
     other = net()
@@ -315,7 +315,7 @@ def test_validation_between_micro_batches_changes_nothing(validates: str) -> Non
     assert_bitwise(got[1], got[0])
 
 
-def test_a_copy_joins_a_step_of_its_own() -> None:
+def test_a_copy_has_its_own_step() -> None:
     model = net()
     with qt.autocast(RECIPE):
         y = model(data(0))
@@ -350,7 +350,7 @@ def test_a_layer_that_two_threads_share_does_not_roll_within_an_autocast() -> No
 
 
 def test_forwards_without_a_backward_do_not_hold_memory() -> None:
-    """Neither the steps nor what they owe outlive the layers and their graphs."""
+    """Neither the steps nor their pending backwards outlive the layers and their graphs."""
     model = net()
     for i in range(5):
         with qt.autocast(RECIPE):
@@ -369,7 +369,7 @@ def test_forwards_without_a_backward_do_not_hold_memory() -> None:
     assert sum(type(o) is scaling_step.ScalingStep for o in gc.get_objects()) <= alive + 1
 
 
-def test_torch_tells_whether_a_graph_is_retained() -> None:
+def test_torch_reports_whether_a_graph_is_retained() -> None:
     """By a private name, without which a graph counts as freed."""
     seen = []
 
@@ -436,7 +436,7 @@ def scaled(model: nn.Module, call: Callable[[nn.Module, Tensor], Tensor], micro:
 @pytest.mark.parametrize("call", [bypassed, by_parts, checkpointed])
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("wrapped", [False, True], ids=["converted", "in a wrapper that was converted"])
-def test_a_model_whose_root_is_not_called_trains_as_one_whose_root_is(
+def test_a_model_trains_the_same_when_its_root_is_not_called(
     call: Callable[[nn.Module, Tensor], Tensor], micro: int, wrapped: bool
 ) -> None:
     models = [net() for _ in range(2)]
@@ -451,7 +451,7 @@ def test_a_model_whose_root_is_not_called_trains_as_one_whose_root_is(
         assert_bitwise(models[1].state_dict()[name], value, name)
 
 
-def test_two_models_in_turns_whose_roots_are_not_called_train_as_each_alone() -> None:
+def test_interleaved_models_without_root_calls_train_as_each_alone() -> None:
     """The second starts its step between the first's forward and backward, and has its first of two."""
     models = [net(), net()]
     for model in models:
@@ -495,7 +495,7 @@ def test_a_loop_that_keeps_graphs_alive_rolls_nevertheless(keeps: str) -> None:
     assert_bitwise(model[0].factor != 0, other[0].factor != 0)
 
 
-def test_a_layer_with_a_recipe_of_its_own_rolls_without_autocast() -> None:
+def test_a_layer_with_its_own_recipe_rolls_without_autocast() -> None:
     layer, other = (qt.Linear(16, 16, recipe=RECIPE) for _ in range(2))
     other.load_state_dict(layer.state_dict())
     for i in range(4):

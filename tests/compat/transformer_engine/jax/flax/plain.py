@@ -1,4 +1,4 @@
-"""Transformer Engine's linen layer written from its documentation in plain operations, to hold ours against."""
+"""Plain implementation of Transformer Engine's linen layer, written from its documentation, for comparison."""
 
 from typing import Any
 

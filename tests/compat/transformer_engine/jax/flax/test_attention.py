@@ -78,7 +78,7 @@ def test_rotary_positions_have_periods_between_the_windows(consecutive: bool) ->
     np.testing.assert_allclose(module._turned(q), plain.transposed(q, 3, 500, consecutive), atol=1e-5)
 
 
-def test_weights_begin_as_there() -> None:
+def test_weights_have_the_original_initial_values() -> None:
     x = jnp.ones((2, 6, 512))
     keys = {"params": jax.random.key(0)}
     module = te.flax.MultiHeadAttention(64, 8)
@@ -103,12 +103,12 @@ def test_weights_begin_as_there() -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_cannot_be_done_is_a_sentence(fields: dict[str, Any], sentence: str) -> None:
+def test_unsupported_options_give_a_clear_error(fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         attend(*operands(), bias=jnp.zeros((1, 1, 6, 6)), **fields)
 
 
-def test_keys_that_are_missing_and_masks_that_are_none_are_sentences() -> None:
+def test_missing_keys_and_invalid_masks_give_clear_errors() -> None:
     q, k, v = operands()
     with pytest.raises(ValueError, match="keys or values are missing"):
         attend(q)

@@ -1,4 +1,4 @@
-"""Linear layers and the MLP of Transformer Engine's fields: formulas, dtypes, names of axes, and what is refused."""
+"""Test linear layers and the MLP with Transformer Engine's fields: formulas, dtypes, axis names and errors."""
 
 from typing import Any
 
@@ -141,7 +141,7 @@ def test_axes_have_the_names_that_fields_give() -> None:
     ],
     ids=["adapters", "names of codes", "axis", "axis of an MLP"],
 )
-def test_what_cannot_be_done_is_a_sentence(layer: Any, sentence: str) -> None:
+def test_unsupported_options_give_a_clear_error(layer: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         layer().init(KEY, X)
 

@@ -47,7 +47,7 @@ def layer_of(kind: str, **more: Any) -> tuple[Any, Any, Array, Array | None]:
 
 
 @EACH
-def test_the_formula_is_the_documented_one(kind: str) -> None:
+def test_the_formula_matches_the_documentation(kind: str) -> None:
     layer, variables, x, memory = layer_of(kind)
     expected = plain.layer(variables["params"], x, memory, heads=4, **KINDS[kind])
     np.testing.assert_allclose(layer.apply(variables, x, memory), expected, rtol=0, atol=3e-5)
@@ -65,7 +65,7 @@ def test_it_trains_quantized(kind: str) -> None:
     assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(gradients))
 
 
-def test_tokens_first_is_the_same_turned() -> None:
+def test_sequence_first_input_gives_the_transposed_result() -> None:
     layer, variables, x, _ = layer_of("Llama")
     transposed, *_ = layer_of("Llama", transpose_batch_sequence=True)
     y = transposed.apply(variables, x.swapaxes(0, 1)).swapaxes(0, 1)
@@ -114,13 +114,13 @@ def test_dropout_and_drop_path_draw_from_the_named_rng() -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_cannot_be_done_is_a_sentence(given: dict[str, Any], sentence: str) -> None:
+def test_unsupported_options_give_a_clear_error(given: dict[str, Any], sentence: str) -> None:
     layer = te.flax.TransformerLayer(**{"hidden_size": 64, "mlp_hidden_size": 96, "num_attention_heads": 4, **given})
     with pytest.raises(ValueError, match=sentence):
         layer.init(jax.random.key(0), jnp.ones((2, 5, 64)), deterministic=True)
 
 
-def test_a_wrong_field_is_told_with_the_nearest() -> None:
+def test_a_wrong_field_suggests_the_nearest() -> None:
     with pytest.raises(TypeError, match="no option 'num_attention_head'; did you mean 'num_attention_heads'"):
         te.flax.TransformerLayer(num_attention_head=4)
     layer = te.flax.TransformerLayer(64, 96, 4)

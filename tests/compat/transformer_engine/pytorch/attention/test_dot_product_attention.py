@@ -113,7 +113,7 @@ def test_recomputed_and_quantized() -> None:
     assert 0 < (results[0][0] - attention()(q, k, v)).norm() / results[0][0].norm() < 0.1
 
 
-def test_what_is_not_there_is_a_sentence() -> None:
+def test_missing_features_give_a_clear_error() -> None:
     q, k, v = drawn(9)
     for make, sentence in (
         (lambda: attention(softmax_type="vanila"), "did you mean 'vanilla'"),

@@ -33,7 +33,7 @@ def run(layers: Any, x: torch.Tensor, rope: torch.Tensor, layout: str, cache: An
     "paged", [{}, {"is_paged": True, "total_num_pages": 12, "page_size": 4}], ids=["whole", "paged"]
 )
 @torch.no_grad()
-def test_cached_tokens_are_those_of_one_forward(layout: str, paged: dict[str, Any]) -> None:
+def test_decoding_with_a_cache_equals_one_forward(layout: str, paged: dict[str, Any]) -> None:
     layers, rope = model(layout), te.RotaryPositionEmbedding(8)(16)
     tokens = {name: torch.randn(1, 10, 32) for name in "abcd"}
     whole = {name: run(layers, x, rope, layout) for name, x in tokens.items()}
@@ -62,7 +62,7 @@ def test_cached_tokens_are_those_of_one_forward(layout: str, paged: dict[str, An
     step({"b": 4}, {"b": 0})
 
 
-def test_a_step_that_was_not_begun_is_a_sentence() -> None:
+def test_a_step_without_pre_step_gives_a_clear_error() -> None:
     layer, cache = model("bshd")[0], te.InferenceParams(2, 4)
     with pytest.raises(ValueError, match=r"2 rows, and the step has 0: call pre_step"), torch.no_grad():
         layer(torch.randn(2, 3, 32), inference_params=cache)

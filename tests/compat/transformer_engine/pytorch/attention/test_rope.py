@@ -55,7 +55,7 @@ def test_positions_are_interpolated() -> None:
     assert_close("dynamic", rope(32)[:, 0, 0, 0], torch.arange(32.0) / 4, 1e-6)
 
 
-def test_packed_heads_are_parted_and_turned() -> None:
+def test_packed_heads_are_split_and_rotated() -> None:
     freqs, qkv = RotaryPositionEmbedding(8)(5), torch.randn(5, 2, 3, 32)
     q, k, v = apply_fused_qkv_rotary_pos_emb(qkv, freqs, freqs, qkv_split_arg_list=[16, 8, 8])
     heads = qkv[..., :16].reshape(5, 2, 6, 8)
@@ -64,7 +64,7 @@ def test_packed_heads_are_parted_and_turned() -> None:
     assert_bitwise(v, qkv[..., 24:])
 
 
-def test_what_is_not_there_is_a_sentence() -> None:
+def test_missing_features_give_a_clear_error() -> None:
     freqs, t = RotaryPositionEmbedding(8)(5), torch.randn(5, 1, 8)
     with pytest.raises(ValueError, match="needs cu_seqlens"):
         apply_rotary_pos_emb(t, freqs, "thd")

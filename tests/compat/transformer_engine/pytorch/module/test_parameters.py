@@ -46,7 +46,7 @@ NAMES = {
 
 
 class _Grouped(nn.Module):
-    """One of ours that is called as the others are."""
+    """Grouped layer with the call signature of the others."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def run(module: Any, recipe: Any = None) -> Tensor:
 
 
 @EACH
-def test_parameters_and_state_have_its_names(name: str) -> None:
+def test_parameters_and_state_have_the_original_names(name: str) -> None:
     module = of(name, MADE[name]())
     assert [n for n, _ in module.named_parameters()] == NAMES[name] == list(module.state_dict())
     # A weight of experts that gets no token keeps no gradient.
@@ -83,7 +83,7 @@ def test_parameters_and_state_have_its_names(name: str) -> None:
 
 
 @EACH
-def test_first_values_are_its_own(name: str) -> None:
+def test_initial_values_match_transformer_engine(name: str) -> None:
     torch.manual_seed(0)
     module = of(name, MADE[name]())
     for key, p in module.named_parameters():
@@ -98,7 +98,7 @@ def test_first_values_are_its_own(name: str) -> None:
 
 
 @EACH
-def test_what_is_set_is_what_runs(name: str) -> None:
+def test_the_configured_options_take_effect(name: str) -> None:
     module, other = MADE[name](), MADE[name]()
     for key, p in of(name, other).named_parameters():
         setattr(of(name, module), key, p)
@@ -111,7 +111,7 @@ def test_what_is_set_is_what_runs(name: str) -> None:
 
 @EACH
 @pytest.mark.parametrize("how", ["copy", "pickle", "state dict", "assigned", "meta", "dtype"])
-def test_it_goes_on_from_a_copy(name: str, how: str) -> None:
+def test_training_continues_from_a_copy(name: str, how: str) -> None:
     recipe, module = DelayedScaling(amax_history_len=4), MADE[name]()
     for _ in range(2):
         run(module, recipe)
@@ -166,7 +166,7 @@ def test_reset_and_meta() -> None:
 
 
 @pytest.mark.parametrize("name", ["Linear", "LayerNormLinear", "LayerNormMLP"])
-def test_a_bias_may_be_given_beside_the_output(name: str) -> None:
+def test_a_bias_may_be_returned_beside_the_output(name: str) -> None:
     plain, apart = MADE[name](), MADE[name](return_bias=True)
     assert list(apart.state_dict()) == NAMES[name]
     with torch.no_grad():
@@ -182,7 +182,7 @@ def test_a_bias_may_be_given_beside_the_output(name: str) -> None:
         te.Linear(8, 8)(torch.zeros(1, 8), fp8_output=True)
 
 
-def test_the_norms_output_is_given() -> None:
+def test_the_norm_output_is_returned() -> None:
     x = torch.randn(8, 64)
     for module in (
         te.LayerNormLinear(64, 64, return_layernorm_output=True),
@@ -277,7 +277,7 @@ def test_one_weight_of_all_groups_computes_and_loads_what_several_do(recipe: Any
         whole.layer(torch.ones(8, 64), [3, 5])
 
 
-def test_main_grad_and_gradients_that_wait() -> None:
+def test_main_grad_and_delayed_gradients() -> None:
     plain = te.LayerNormMLP(64, 96)
     run(plain, MXFP8BlockScaling())
     module = te.LayerNormMLP(64, 96, fuse_wgrad_accumulation=True, delay_wgrad_compute=True)
@@ -308,7 +308,7 @@ def test_compiled_it_has_the_same_bits() -> None:
         run(waiting, MXFP8BlockScaling())
 
 
-def test_what_it_refuses() -> None:
+def test_unsupported_arguments_are_refused() -> None:
     for make, sentence in (
         (lambda: te.Linear(64, 64, tp_size=4), "Linear would be one rank's shard of 4"),
         (lambda: te.Linear(64, 64, parameters_split={"a": 3}), "parameters_split has 3 rows and the weight 64"),
@@ -333,14 +333,14 @@ def test_norms() -> None:
     centered.load_state_dict({"weight": torch.ones(64), "_extra_state": torch.empty(0, dtype=torch.uint8)})
 
 
-def test_padding_goes_and_comes() -> None:
+def test_rows_are_padded_and_unpadded() -> None:
     x = torch.randn(12, 8)
     padded, splits = te.Fp8Padding(3)(x, [5, 0, 7])
     assert padded.shape == (32, 8) and splits == [16, 0, 16] and not padded[5:16].any()
     assert_bitwise(te.Fp8Unpadding(3)(padded, [5, 0, 7]), x)
 
 
-def test_what_is_given_by_place_is_what_it_is_there() -> None:
+def test_positional_arguments_have_the_original_order() -> None:
     for kind in (te.LayerNormLinear, te.LayerNormMLP):
         given, named = kind(32, 64, 0.5), kind(32, 64, eps=0.5)
         named.load_state_dict(given.state_dict())
